@@ -1,7 +1,7 @@
-"""Build the native libraries with CMake, which holds the only build description.
+"""Build the native libraries with CMake; only the CMake files describe that build.
 
-CMake installs libraries, headers and the CMake package into the Python package's folder. A wheel, an editable
-install and a prefix therefore have the same tree.
+CMake installs libraries, headers and the CMake package into the folder of the Python package. A wheel, an
+editable install and an install prefix therefore have the same files.
 """
 
 import os
@@ -16,7 +16,7 @@ from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 # With --no-build-isolation, pip does not install the setuptools version that pyproject.toml requires. The
-# venv of Python 3.11 has an older one.
+# venv module of Python 3.11 installs an older one.
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
         f"shoestring: building needs setuptools 77 or newer, and this is {setuptools.__version__}; "
@@ -30,13 +30,14 @@ VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/version.
 
 
 def run_cmake() -> None:
-    """Configure, build, and install into python/shoestring. The variable CMAKE_ARGS adds arguments."""
+    """Configure, build, and install into python/shoestring. CMAKE_ARGS holds further arguments of CMake."""
     build = Path(os.environ.get("SHOESTRING_BUILD_DIR", ROOT / "build"))
     package = ROOT / "python/shoestring"
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     if (build / "CMakeCache.txt").exists():
-        generator = []  # an existing build folder keeps its generator
-    # Two jobs: compiling one file that includes LibTorch takes up to 1.5 GB of memory.
+        generator = []  # an existing build folder keeps its CMake generator
+    # At most two parallel jobs by default: compiling one file that includes LibTorch takes up to 1.5 GB of
+    # memory.
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(min(os.cpu_count() or 1, 2)))
     arguments = os.environ.get("CMAKE_ARGS", "").split()
     for command in (

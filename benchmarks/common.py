@@ -1,8 +1,9 @@
-"""Timing that tolerates a drifting machine: candidates run in turns and are compared by median ratios.
+"""Time implementations of an operation ("candidates") alternately; compare them by medians of time ratios.
 
-On a GPU the times come from CUDA events. Buffers rotate, so that no candidate finds its inputs in the L2
-cache (``rotate``). The limits are probes over random data (``copy_probe``, ``gemm_probe``), because zeros run
-faster than the values of a network.
+Alternating makes the ratios robust against a machine whose speed drifts. On a GPU the times come from CUDA
+events. ``rotate`` changes the buffers between calls, so that no candidate finds its inputs in the L2 cache.
+The limits are measured with random data (``copy_probe``, ``gemm_probe``), because a GPU computes faster with
+zeros than with the values of a network.
 """
 
 import argparse
@@ -20,8 +21,8 @@ from pathlib import Path
 import torch
 
 Candidates = dict[str, Callable[[], object]]
-# Seconds per candidate and round on a GPU. Launch gaps and the resolution of events are negligible compared
-# to this time.
+# Seconds that each timed implementation runs per round on a GPU. Gaps between launches and the resolution of
+# CUDA events are negligible compared to this time.
 ROUND = 5e-3
 
 
@@ -32,9 +33,10 @@ def arguments(
 ) -> argparse.Namespace:
     """Parse the options that every benchmark has, and set the number of threads.
 
-    Exits with status 2 if the device is missing.
+    Exits with status 2 if the requested device is missing.
 
     Args:
+        description: text of --help.
         devices: devices that the benchmark supports; it creates its tensors on ``options.device``.
         more: adds the benchmark's own options to the parser.
     """
@@ -57,14 +59,14 @@ def arguments(
 
 
 def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Return the seconds of each candidate in each round, after one warm-up round.
+    """Return the seconds of each candidate (implementation to time) in each round, after a warm-up round.
 
-    On the CPU, each round runs the candidates in another random order. The data that one candidate leaves in
-    the caches therefore does not always help or hurt the same other candidate.
+    On the CPU, each round runs the candidates in another random order. So the data that a candidate leaves in
+    the caches does not always help, or hurt, the same other candidate.
 
-    On "cuda", the result is seconds per call, averaged over as many consecutive calls as fill ROUND. The host
-    runs ahead, so a call costs the longer of its launch time and its device time. ``graphed`` measures the
-    device time only.
+    On "cuda", a round measures seconds per call, averaged over consecutive calls that together take ROUND
+    seconds. The host queues calls without waiting, so a call costs its launch time or its device time,
+    whichever is longer. With ``graphed`` it costs the device time only.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     if device == "cuda":
@@ -84,7 +86,7 @@ def interleave(candidates: Candidates, repeats: int, device: str = "cpu") -> dic
 
 
 def _event_seconds(run: Callable[[], object], calls: int) -> float:
-    """Return the seconds per call on the current stream, between two CUDA events."""
+    """Return the seconds per call of `run` on the current stream, measured between two CUDA events."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -95,7 +97,7 @@ def _event_seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def _calls(run: Callable[[], object]) -> int:
-    """Warm up lazy loading, the allocator and clocks; return the number of calls that fill ROUND."""
+    """Warm up lazy loading, the allocator and clocks; return how many calls of `run` take ROUND seconds."""
     for _ in range(3):
         run()
     return max(1, min(1000, math.ceil(ROUND / max(_event_seconds(run, 3), 1e-9))))
@@ -116,18 +118,20 @@ def graphed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def rotate(make: Callable[[], Callable[[], object]], size: int, device: str) -> Callable[[], object]:
-    """Return one candidate that uses several sets of buffers in turn.
+    """Return a call to time that uses several sets of buffers in turn.
 
-    `make` builds a candidate with its own inputs of `size` bytes. On a GPU, all sets together fill four times
-    the L2 cache. Results are kept equally long, so that outputs rotate too. On a CPU there is one set: its
-    benchmarks say which sizes fit into the cache.
+    `make` builds such a call with its own inputs of `size` bytes. On a GPU, the inputs of all sets together
+    fill four times the L2 cache. The results of the last calls, one for each set, are kept, so that results
+    use different memory, too. On a CPU there is one set; CPU benchmarks choose their sizes with the caches in
+    mind.
     """
     sets = math.ceil(4 * l2_bytes() / size) if device == "cuda" else 1
     if sets == 1:
         return make()
     turns = itertools.cycle([make() for _ in range(sets)])
     kept: deque[object] = deque(maxlen=sets)
-    for _ in range(2 * sets):  # warm-up: afterwards the caching allocator holds enough memory for all outputs
+    # After this warm-up, the caching allocator holds enough memory for the results of all sets of inputs.
+    for _ in range(2 * sets):
         kept.append(next(turns)())
     return lambda: kept.append(next(turns)())
 
@@ -137,9 +141,9 @@ def l2_bytes() -> int:
 
 
 def copy_probe(size: int, device: str) -> Callable[[], object]:
-    """Return a candidate that moves `size` bytes, half read and half written.
+    """Return a call to time that copies a buffer; `size` is the number of bytes read plus the bytes written.
 
-    The rate of this candidate is the copy bandwidth.
+    The rate of this call is the copy bandwidth.
     """
 
     def make() -> Callable[[], object]:
@@ -151,9 +155,9 @@ def copy_probe(size: int, device: str) -> Callable[[], object]:
 
 
 def gemm_probe(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> Callable[[], object]:
-    """Return a candidate of 2 * m * n * k flops.
+    """Return a call to time that does one matrix product of 2 * m * n * k floating-point operations.
 
-    It multiplies (m, k) with the transpose of (n, k), as a linear layer does.
+    The product multiplies (m, k) by the transpose of (n, k), as a linear layer does.
     """
     a, b = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
     out = torch.empty(m, n, dtype=dtype, device=device)
@@ -161,13 +165,13 @@ def gemm_probe(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> Calla
 
 
 def copy_bandwidth(device: str) -> float:
-    """Return the copy bandwidth in bytes/s (read plus written) over buffers larger than any cache."""
+    """Return the bandwidth in bytes/s (read plus written) of a copy between buffers larger than any cache."""
     size = min(4 << 30, torch.cuda.mem_get_info()[0] // 4) if device == "cuda" else 256 << 20
     return size / statistics.median(interleave({"copy": copy_probe(size, device)}, 10, device)["copy"])
 
 
 def gemm_rate(dtype: torch.dtype, device: str) -> float:
-    """Return the flops per second of a large square matrix product."""
+    """Return the floating-point operations per second of a large square matrix product."""
     n = 8192 if device == "cuda" else 1024
     return (
         2 * n**3 / statistics.median(interleave({"mm": gemm_probe(n, n, n, dtype, device)}, 10, device)["mm"])
@@ -175,7 +179,7 @@ def gemm_rate(dtype: torch.dtype, device: str) -> float:
 
 
 def file_name(device: str) -> str:
-    """Return the name of the device for a results file, such as "nvidia-h200"."""
+    """Return the name of the device in a form for file names, such as "nvidia-h200"."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
@@ -188,7 +192,7 @@ def cpu_model() -> str:
 
 
 class Report:
-    """Print one table per title, and keep the figures for the JSON file."""
+    """Prints the tables of a benchmark, and keeps their figures for the JSON file."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.options = options
@@ -206,15 +210,16 @@ class Report:
         print(f"{name}: {self.data['machine']}, PyTorch {torch.__version__}")
 
     def table(self, title: str, times: dict[str, list[float]], work: float, unit: str) -> None:
-        """Print and keep one table.
+        """Print one table, and keep its figures for the JSON file.
 
         Args:
             title: heading of the table.
-            times: seconds per round of each candidate, shoestring's first.
+            times: seconds of each candidate in each round; the first candidate is shoestring.
             work: amount of work per call; work / seconds is the rate in `unit`.
             unit: unit of the rate.
 
-        The ratio of a candidate is the median over rounds of its time divided by the first candidate's time.
+        The printed ratio of a candidate is the median over all rounds of its time divided by the first
+        candidate's time.
         """
         print(f"\n{title}\n  {'':36} {'ms':>9} {unit:>12} {'times ours':>11}")
         ours = next(iter(times.values()))
@@ -225,7 +230,8 @@ class Report:
             rows.append({"name": name, "seconds": median, "rate": work / median, "ratio": ratio})
             print(f"  {name:36} {median * 1e3:9.2f} {work / median:12.2f} {ratio:11.2f}")
         self.data["tables"].append({"title": title, "unit": unit, "rows": rows})
-        self.finish()  # write after every table, so that a later failure does not lose it
+        # write the JSON file after every table, so that a later failure does not lose the figures
+        self.finish()
 
     def finish(self) -> None:
         if self.options.json:

@@ -1,8 +1,8 @@
-"""Write a Llama-shaped Hugging Face model directory of random weights, for measurements at real sizes.
+"""Write a Hugging Face model directory of a Llama with random weights, for measurements at real sizes.
 
     python benchmarks/random_llama.py DIR --size 1b
 
-The files are written tensor by tensor, so that a model larger than memory can be made.
+The files are written tensor by tensor, so that the model may be larger than memory.
 """
 
 import argparse
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-SHARD = 512 * 2**20  # bytes per shard; small enough that a model of 1 B parameters has several shards
+SHARD = 512 * 2**20  # maximum number of bytes per shard; a model of 1 B parameters has several shards
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SIZES = {
-    # The shape of TinyLlama: 1.1 B parameters.
+    # The sizes of TinyLlama, which has 1.1 B parameters.
     "1b": {
         "hidden": 2048,
         "intermediate": 5632,
@@ -43,10 +43,10 @@ def write_random_llama(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> None:
-    """Write config.json, shards of at most SHARD bytes, and their index.
+    """Write config.json, weight files of at most SHARD bytes each, and their index.
 
-    Only one tensor is in memory at a time. Weights are normal with standard deviation 0.02; norms are 1. The
-    output layer has a separate weight.
+    Only one tensor is in memory at a time. Weights are normally distributed with standard deviation 0.02; the
+    weights of norms are 1. The output layer has a weight of its own, not that of the embedding.
     """
     directory.mkdir(parents=True, exist_ok=True)
     shapes = _shapes(hidden, intermediate, layers, heads, kv_heads, vocab_size)
@@ -116,7 +116,7 @@ def _shards(shapes: Shapes, itemsize: int) -> Iterator[Shapes]:
 
 
 def _write(path: Path, shapes: Shapes, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Write a safetensors file: its header, then the bytes of each tensor as soon as it is drawn."""
+    """Write a safetensors file: its header, then each tensor as soon as its values are drawn."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

@@ -1,6 +1,6 @@
-# Decides whether to build the CUDA kernels, prints the decision, and defines the target shoestring_cuda.
-# Sets SHOESTRING_CUDA_JSON (null, or the toolkit's version in quotes) and SHOESTRING_CUDA_NOTE (why they are
-# not built).
+# Decides whether to build the CUDA kernels, prints the decision, and defines the target shoestring_cuda if
+# they are built. Sets SHOESTRING_CUDA_JSON (the CUDA toolkit's version in quotes, or null) and
+# SHOESTRING_CUDA_NOTE (the reason why the kernels are not built, or empty).
 set(SHOESTRING_CUDA_JSON null)
 set(SHOESTRING_CUDA_NOTE "")
 if(DEFINED ENV{SHOESTRING_CUDA})
@@ -30,7 +30,7 @@ if(SHOESTRING_CUDA_NOTE)
   return()
 endif()
 
-# Machine code for sm_75, sm_80 and sm_90a, and PTX that newer GPUs compile when they load it.
+# Build machine code for sm_75, sm_80 and sm_90a, and PTX that the driver compiles for newer GPUs.
 set(SHOESTRING_CUDA_ARCHITECTURES "75-real;80-real;90a-real;80-virtual" CACHE STRING "As CMAKE_CUDA_ARCHITECTURES")
 set(CMAKE_CUDA_ARCHITECTURES ${SHOESTRING_CUDA_ARCHITECTURES})
 enable_language(CUDA)
@@ -38,9 +38,9 @@ find_package(CUDAToolkit REQUIRED)
 set(SHOESTRING_CUDA_JSON "\"${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}\"")
 message(STATUS "CUDA kernels: toolkit ${CUDAToolkit_VERSION}, architectures ${SHOESTRING_CUDA_ARCHITECTURES}")
 
-# The kernels include no PyTorch header. They therefore compile quickly, and the emulated build uses the same
-# files. *_hopper.cu files are compiled for sm_90a only, since other GPUs lack its instructions. Host code
-# checks the GPU before it launches these kernels.
+# CUDA kernels include no PyTorch header, so they compile quickly, and the CUDA emulator of the tests can
+# compile the same files for the CPU. *_hopper.cu files are compiled for sm_90a only, because other GPUs lack
+# its instructions. Host code launches the kernels in *_hopper.cu files only on such a GPU.
 file(GLOB _kernels CONFIGURE_DEPENDS cuda/*/*.cu)
 set(_hopper ${_kernels})
 list(FILTER _hopper INCLUDE REGEX "_hopper\\.cu$")
@@ -50,8 +50,8 @@ add_library(shoestring_hopper_kernels OBJECT ${_hopper})
 set(_launcher sh ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
 foreach(_target shoestring_kernels shoestring_hopper_kernels)
   target_include_directories(${_target} PRIVATE . csrc csrc/include)
-  # -v prints the registers, shared memory and spills of each kernel. The launcher keeps them next to each
-  # object file for scripts/check_ptxas.py.
+  # With -v, ptxas prints the registers, shared memory and register spills of each kernel. The compiler
+  # launcher keep_ptxas.sh writes this output next to each object file for scripts/check_ptxas.py.
   target_compile_options(${_target} PRIVATE -Xptxas -v)
   set_target_properties(${_target} PROPERTIES CUDA_STANDARD 17 CUDA_COMPILER_LAUNCHER "${_launcher}")
   target_link_libraries(${_target} PRIVATE CUDA::cudart)
@@ -62,6 +62,6 @@ add_library(shoestring_cuda SHARED cuda/core/runtime.cpp $<TARGET_OBJECTS:shoest
             $<TARGET_OBJECTS:shoestring_hopper_kernels>)
 target_include_directories(shoestring_cuda PRIVATE csrc)
 target_link_libraries(shoestring_cuda PUBLIC shoestring shoestring::torch_cuda PRIVATE CUDA::cudart)
-# CMake 3.25 does not know C++20 for nvcc. This library compiles no CUDA source, but the Makefile generator
-# checks the CUDA standard too.
+# CMake 3.25 does not know C++20 for nvcc. The target shoestring_cuda compiles no CUDA source itself, but
+# CMake's Makefile generator checks its CUDA standard nevertheless.
 set_target_properties(shoestring_cuda PROPERTIES CUDA_STANDARD 17)

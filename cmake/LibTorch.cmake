@@ -1,12 +1,12 @@
 # Finds LibTorch and defines the imported targets shoestring::torch_cpu, shoestring::torch and, if LibTorch
-# has CUDA, shoestring::torch_cuda. The build uses this file. It is also installed next to the package config
-# for consumers.
+# has CUDA, shoestring::torch_cuda. The build of shoestring uses this file. It is also installed next to
+# shoestringConfig.cmake, for programs that use shoestring.
 #
-# libtorch.so contains no code. It loads the CUDA libraries of a LibTorch with CUDA, which costs 200 MB even
-# in a process that does not use them. shoestring::torch_cpu therefore does not link it.
+# libtorch.so contains no code. If LibTorch has CUDA, libtorch.so loads the CUDA libraries, which costs 200 MB
+# of memory even in a process that uses no GPU. shoestring::torch_cpu therefore does not link libtorch.so.
 #
-# find_package(Torch) is not used. With the CUDA build from PyPI it stops with a fatal error if there is no
-# CUDA toolkit, so nobody with only a CPU could build or link.
+# find_package(Torch) is not used. With PyPI's CUDA build of PyTorch, it stops with a fatal error if there is
+# no CUDA toolkit. Machines without a GPU could then not build or link shoestring.
 #
 # The search order is: Torch_ROOT (variable or environment), a Torch that find_package(Torch) has already
 # found, CMAKE_PREFIX_PATH, the site-packages folder that contains shoestring, and the torch of the Python
@@ -25,9 +25,10 @@ else()
     list(APPEND _roots "${TORCH_INSTALL_PREFIX}")
   endif()
   foreach(_prefix IN LISTS CMAKE_PREFIX_PATH)
-    list(APPEND _roots "${_prefix}" "${_prefix}/../..")  # torch.utils.cmake_prefix_path is torch/share/cmake
+    # torch.utils.cmake_prefix_path is torch/share/cmake, two levels below the root.
+    list(APPEND _roots "${_prefix}" "${_prefix}/../..")
   endforeach()
-  # An installed copy of this file is in shoestring/share/cmake/shoestring.
+  # In site-packages, this file is in shoestring/share/cmake/shoestring, four levels below site-packages.
   list(APPEND _roots "${CMAKE_CURRENT_LIST_DIR}/../../../../torch")
 endif()
 
@@ -44,7 +45,7 @@ if(NOT LibTorch_DIR AND NOT DEFINED Torch_ROOT AND NOT DEFINED ENV{Torch_ROOT})
     find_program(Python3_EXECUTABLE NAMES python3 python)
   endif()
   if(Python3_EXECUTABLE)
-    # find_spec finds torch without importing it, which would take seconds.
+    # Python's find_spec locates torch without importing it; importing torch would take seconds.
     execute_process(
       COMMAND "${Python3_EXECUTABLE}" -c
               "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
@@ -76,7 +77,7 @@ if(EXISTS "${LibTorch_DIR}/lib/libtorch_cuda.so")
   set(LibTorch_CUDA TRUE)
 endif()
 
-# LibTorch's package file contains the C++ ABI flag, however LibTorch was installed.
+# Reads the C++ ABI flag from LibTorch's TorchConfig.cmake. Without that file, assumes the new ABI.
 set(_abi 1)
 if(EXISTS "${LibTorch_DIR}/share/cmake/Torch/TorchConfig.cmake")
   file(STRINGS "${LibTorch_DIR}/share/cmake/Torch/TorchConfig.cmake" _line REGEX "GLIBCXX_USE_CXX11_ABI=0")

@@ -1,8 +1,7 @@
 #!/bin/sh
 # Compiler launcher for the CUDA kernels: runs the compiler and writes the output of ptxas (-Xptxas -v) to
-# OBJECT.ptxas, next to the object file. All other messages go to stderr. scripts/check_ptxas.py reads
-# OBJECT.ptxas. ccache replays the messages of the compiler, so the file is also written if ccache has the
-# object.
+# OBJECT.ptxas, next to the object file OBJECT, for scripts/check_ptxas.py. Other messages go to stderr. If
+# ccache already has the object file, it replays the compiler's messages, so OBJECT.ptxas is written as well.
 object=
 previous=
 for argument; do
@@ -12,8 +11,8 @@ done
 [ -n "$object" ] || exec "$@"
 "$@" 2>"$object.messages"
 status=$?
-# The figures of ptxas are the lines that begin with "ptxas info", and an indented line after each "Function
-# properties".
+# The output of ptxas consists of lines that begin with "ptxas info" and, for each function, an indented line
+# with its stack frame and register spills.
 grep -E '^ptxas info|^ +[0-9]+ bytes stack frame' "$object.messages" >"$object.ptxas"
 grep -vE '^ptxas info|^ +[0-9]+ bytes stack frame' "$object.messages" >&2
 rm -f "$object.messages"

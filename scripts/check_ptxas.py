@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares what ptxas says of every CUDA kernel with the budget that stands beside the kernel.
+"""Compares the resources that ptxas reports for each CUDA kernel with the budget in a comment above it.
 
 The comment directly above a kernel's ``template`` or ``__global__`` is its budget. The budget holds on every
 architecture and for every instantiation::
@@ -64,12 +64,13 @@ class Usage:
     registers: int = 0
     shared: int = 0
     stack: int = 0
-    spills: int = 0  # bytes of spill stores and loads, in the kernel and in functions it calls
+    # total bytes of spill stores and spill loads in the kernel and in the functions that it calls
+    spills: int = 0
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's definition in a source file; ``budget`` is None if it is missing or unreadable."""
+    """A kernel's definition in a source file; ``budget`` is None if the comment is missing or unreadable."""
 
     name: str
     line: int
@@ -77,7 +78,7 @@ class Kernel:
 
 
 def budgets(source: str) -> tuple[list[Kernel], list[str]]:
-    """Return the kernels that a source file defines, and an error for each budget that is above no kernel."""
+    """Return the kernels that a source file defines, and an error for each budget without a kernel."""
     kernels, claimed = [], set()
     for match in re.finditer(r"^[^/\n]*\b__global__\b", source, re.MULTILINE):
         name = _name_after(source, match.end())
@@ -122,7 +123,7 @@ def _name_after(source: str, at: int) -> str | None:
 
 
 def usages(log: str) -> Iterator[Usage]:
-    """Yield every kernel instantiation in the output of ptxas."""
+    """Yield the usage of each kernel instantiation in the output of ptxas."""
     current = None
     for line in log.splitlines():
         if entry := ENTRY.search(line):
@@ -142,7 +143,7 @@ def usages(log: str) -> Iterator[Usage]:
 
 
 def demangle(symbols: list[str]) -> dict[str, str]:
-    """Return the C++ name of each symbol, without return type, parameters and namespaces."""
+    """Return the C++ name of each mangled symbol, without return type, parameters and namespaces."""
     out = subprocess.run(
         ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
     ).stdout
@@ -166,7 +167,7 @@ def _short(signature: str) -> str:
 
 
 def compare(usage: Usage, budget: Budget) -> list[str]:
-    """Return a message for each figure that exceeds the budget."""
+    """Return a message for each resource of which a kernel uses more than its budget."""
     over = [
         f"{used} {what}, and its budget is {allowed}"
         for what, used, allowed in (
@@ -182,7 +183,7 @@ def compare(usage: Usage, budget: Budget) -> list[str]:
 
 
 def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Budget | None]]]:
-    """Return the errors of a source file, and each instantiation with its usage and budget for the table."""
+    """Return the errors of a source file, and a row for the table for each kernel instantiation."""
     failures: list[str] = []
     named: dict[str, Budget | None] = {}
     includes = re.findall(r'^#include "([\w/]+\.h)"', source.read_text(), re.MULTILINE)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Everything that wants a GPU, in one command: build, suite, emulator against GPU, benchmarks, compute-sanitizer.
+"""Run all checks that need a GPU: build, tests, benchmarks, emulator, compute-sanitizer.
 
-The script uses the Python that runs it, which must have PyTorch with CUDA. It installs nothing, and it
-reports each skipped step. It builds into build-gpu/ for the GPU of this machine. SHOESTRING_PREBUILT=DIR uses
-libraries built elsewhere instead; DIR is a build folder or an install prefix. The results go to
-benchmarks/results/<gpu>.json. Exit status: 0 if no step failed, 1 if a step failed, 2 if there is no GPU.
+The step "emulator" compares the results of the CPU emulator of CUDA kernels with those of the GPU. The script
+uses the Python interpreter that runs it, which must have PyTorch with CUDA. It installs nothing, and reports
+each step that it skips. It builds into build-gpu/ for the GPU of this machine. With SHOESTRING_PREBUILT=DIR
+it uses libraries that were built elsewhere; DIR is a build folder or an install prefix. It writes the results
+to benchmarks/results/<gpu>.json. Exit status: 0 if no step failed, 1 if a step failed, 2 if there is no GPU.
 """
 
 import argparse
@@ -27,26 +28,28 @@ PRIMITIVES = "cuda_primitives_tests"
 
 
 def widen_path() -> None:
-    """Append to PATH the folder of this Python (which has pip's cmake and ninja) and the CUDA toolkit's."""
+    """Append to PATH the folders of this Python (where pip puts cmake and ninja) and of the CUDA toolkit."""
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     folders = [str(Path(sys.executable).parent), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
 
 
 def _path(folder: Path) -> str:
-    """Return PYTHONPATH with ``folder`` put first."""
+    """Return the value of PYTHONPATH with ``folder`` put first."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Check:
-    """The steps of the check, and the results that they collect."""
+    """The steps of the GPU check, and the results that the steps collect."""
 
     def __init__(self, runner: Runner, build: Path, environment: dict) -> None:
         self.runner = runner
         self.build_folder = build
-        # A copy of the package, so that libraries in the source folder stay unchanged.
+        # Folder of a copy of the Python package. The check installs its libraries there, so that those in the
+        # source folder stay unchanged.
         self.package = build / "python/shoestring"
-        # SIMT_CAPABILITY makes the emulator run the kernels that this GPU runs.
+        # The variable SIMT_CAPABILITY makes the CPU emulator of CUDA run the kernels that host code selects
+        # for a GPU of this compute capability.
         self.env = {
             "PYTHONPATH": _path(self.package.parent),
             "SHOESTRING_BUILD": str(build),
@@ -306,7 +309,7 @@ class Check:
             if "invalid choice: 'cuda'" in text:
                 raise Skipped("it runs on the CPU only")
             print(text)
-        finally:  # record the finished tables even if a later one failed
+        finally:  # record the benchmark's finished tables even if a later table failed
             if out.exists():
                 found = json.loads(out.read_text())
                 others = [b for b in self.data["benchmarks"] if b["benchmark"] != found["benchmark"]]
@@ -320,9 +323,9 @@ class Check:
             raise Skipped("compute-sanitizer was not found")
         results = self.runner.logs / f"{name}.pt"
         results.unlink(missing_ok=True)
-        # --report-api-errors no and --kernel-regex restrict the check to shoestring's kernels: CUDA's own
-        # libraries probe the driver with failing API calls. Without the caching allocator, each tensor is a
-        # separate allocation, so an out-of-bounds access is found.
+        # --report-api-errors no and --kernel-regex restrict compute-sanitizer to shoestring's kernels: CUDA's
+        # own libraries probe the driver with API calls that fail. Without PyTorch's caching allocator, each
+        # tensor is a separate allocation, so an out-of-bounds access is found.
         env = self.env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         output = self.runner.command(
             [
@@ -355,7 +358,10 @@ class Check:
 
 
 def figures(benchmarks: list[dict]) -> str:
-    """Return a line per benchmark table: shoestring's time and rate, then each alternative's time ratio."""
+    """Return a line of text for each table of the benchmarks.
+
+    A line contains the time and the rate of shoestring, and the relative times of the other implementations.
+    """
     lines = []
     for table in (table for benchmark in benchmarks for table in benchmark["tables"]):
         ours, *others = table["rows"]
@@ -379,7 +385,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where <gpu>.json goes")
     options = parser.parse_args()
     widen_path()
-    # Exit through SystemExit, so that the running command is ended too
+    # Exit through SystemExit, so that the subprocess of the current step is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60)
     try:

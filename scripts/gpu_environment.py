@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def first_line(*command: str) -> str | None:
-    """Return the first line of the command's output, or None if the command is missing, fails or hangs."""
+    """Return the first line that a command prints, or None if the command is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

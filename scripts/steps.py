@@ -1,4 +1,4 @@
-"""Run steps in order, each with a time limit; a step that fails or hangs does not stop the next one."""
+"""Run steps in order, each with a time limit. If a step fails or hangs, the next one runs all the same."""
 
 import os
 import re
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class Failed(Exception):
-    """A step failed; the text says why in one line."""
+    """Raised when a step failed; the text says why in one line."""
 
 
 class Skipped(Exception):
-    """A step was skipped, because the machine lacks what the step needs."""
+    """Raised when a step is skipped, because the machine lacks something that the step needs."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Step:
     """One step of a check.
 
     Args:
-        work: returns one line about the result, or raises Failed or Skipped.
+        work: does the step and returns one line about the result; raises Failed or Skipped.
         limit: time limit in seconds.
-        needs: name of a step that must have passed.
+        needs: name of a step that must have passed before.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Step:
 @dataclass(frozen=True)
 class Result:
     name: str
-    status: str  # passed, failed or skipped
+    status: str  # status of the step: "passed", "failed" or "skipped"
     seconds: float
     note: str
 
 
 class Runner:
-    """Run steps and their commands, within each step's limit and the total budget (both in seconds)."""
+    """Runs steps and their commands, within each step's time limit and the total ``budget`` in seconds."""
 
     def __init__(self, logs: Path, budget: float) -> None:
         self.logs = logs
@@ -56,11 +56,10 @@ class Runner:
     def command(
         self, arguments: Sequence[object], env: Mapping[str, str] | None = None, ok: tuple[int, ...] = (0,)
     ) -> str:
-        """Run a command; return what it prints to stdout and stderr, which also goes to the step's log.
+        """Run a command and return its output (stdout and stderr), which also goes to the step's log.
 
         Raises:
-            Failed: the exit status is not in `ok`, the command hit the time limit, or it could not be
-                started.
+            Failed: the exit status is not in `ok`, the command hit the time limit, or it could not start.
         """
         start = self._log.stat().st_size if self._log.exists() else 0
         name = Path(str(arguments[0])).name
@@ -82,7 +81,8 @@ class Runner:
                 status = None
             finally:
                 if process.poll() is None:
-                    # the command has its own session, so its child processes end too
+                    # The command runs in its own process group, so killing the group also ends its child
+                    # processes.
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         output = self._log.read_bytes()[start:].decode(errors="replace")
@@ -96,7 +96,7 @@ class Runner:
         return output
 
     def run(self, steps: Sequence[Step], after: Callable[[], None] = lambda: None) -> None:
-        """Run every step in order; call `after` after each one."""
+        """Run all steps in order, and call `after` after each of them."""
         for step in steps:
             print(f"== {step.name}", flush=True)
             start = time.monotonic()
@@ -122,12 +122,12 @@ class Runner:
             status, note = "failed", str(reason)
             if self._log.exists():
                 print("\n".join(self._log.read_text(errors="replace").splitlines()[-25:]))
-        except Exception as error:  # a bug in one step must not stop the next step
+        except Exception as error:  # an unexpected exception in one step must not stop the next step
             status, note = "failed", f"{type(error).__name__}: {error}"
         return Result(step.name, status, time.monotonic() - start, note.replace("\n", " "))
 
     def table(self) -> str:
-        """Return a table of all steps with status, time and note, followed by the counts."""
+        """Return a table with status, time and note of each step, and with the number of steps per status."""
         width = max(len(r.name) for r in self.results)
         lines = [f"{r.name:{width}}  {r.status:7} {r.seconds:7.1f} s  {r.note}" for r in self.results]
         counts = [f"{sum(r.status == s for r in self.results)} {s}" for s in ("passed", "failed", "skipped")]

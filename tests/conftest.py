@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "python"))  # all suites use the helper modules in this folder
+# all test suites use the helper modules in tests/python
+sys.path.insert(0, str(Path(__file__).parent / "python"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts a background job with SIGINT ignored, and programs under test would inherit that.
+    # A shell starts a background job with SIGINT ignored, which programs that the tests start would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -68,7 +69,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked ``fresh`` in a new process."""
+    """Run a test that is marked ``fresh`` in a new pytest process of its own."""
     if pyfuncitem.get_closest_marker("fresh") is None or "SHOESTRING_FRESH" in os.environ:
         return None
     config = pyfuncitem.config

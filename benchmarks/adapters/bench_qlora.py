@@ -1,11 +1,11 @@
-"""A linear layer with LoRA, QLoRA or DoRA, forward and backward: shoestring, PEFT and the frozen dense layer.
+"""Time a linear layer with LoRA, QLoRA or DoRA, forward and backward, in shoestring and in PEFT.
 
-PEFT runs over bitsandbytes for 4-bit weights. Further tables time NF4 quantisation and dequantisation, SwiGLU
-and dropout, and a layer at one token.
+For 4-bit weights, PEFT uses layers of bitsandbytes. Further tables time NF4 quantisation and dequantisation,
+SwiGLU and dropout, and quantised layers for one token.
 
-The limit is the frozen dense layer alone: its two products, forward and gradient of x. It runs in fp32 on a
-CPU, and in the dtype of the inputs on a GPU. With --memory, the benchmark measures the memory of a whole
-model's training instead (qlora_memory.py).
+The row "limit" is the frozen dense layer alone: its matrix products for forward and for the gradient of x. It
+runs in fp32 on a CPU, and in the dtype of the inputs on a GPU. With --memory, the benchmark instead measures
+the memory of training a whole model (qlora_memory.py).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.quantization.bench_quantize import weights
 
 
 def peft_layer(linear: nn.Linear, rank: int, quantize: bool, dora: bool) -> nn.Module | None:
-    """Return PEFT's layer over a dense or a bitsandbytes 4-bit base, or None if a package is missing."""
+    """Return PEFT's layer over a dense or a bitsandbytes 4-bit layer, or None if a package is missing."""
     try:
         import peft
     except ImportError:
@@ -102,7 +102,7 @@ def training(report: Report, options: argparse.Namespace) -> None:
 
 
 def without_bf16_units(report: Report, options: argparse.Namespace) -> None:
-    """Time bf16 on the AVX2 kernels, which use no bf16 instructions, next to fp32 on the same kernels."""
+    """Compare the times of bf16 and fp32 inputs with the AVX2 kernels, which use no bf16 instructions."""
     switch, now = torch.ops.shoestring.set_cpu_capability, torch.ops.shoestring.cpu_capability()
     if not switch("avx2"):
         return
@@ -127,7 +127,7 @@ def without_bf16_units(report: Report, options: argparse.Namespace) -> None:
 
 
 def around(report: Report, options: argparse.Namespace) -> None:
-    """Time the operators around the matrix products, SwiGLU and dropout, forward and backward."""
+    """Time the operators that surround the matrix products: SwiGLU and dropout, forward and backward."""
     shape = (64, 256) if options.quick else (512, 5632) if options.device == "cpu" else (4096, 14336)
     dtypes = (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,)
     for dtype in dtypes:
@@ -158,7 +158,7 @@ def around(report: Report, options: argparse.Namespace) -> None:
 
 
 def one_token(report: Report, options: argparse.Namespace) -> None:
-    """Time a layer at one token, as in generation."""
+    """Time the forward pass of quantised layers for one token, as in generation."""
     columns = rows = 256 if options.quick else 4096
     for dtype in (torch.float32, torch.bfloat16) if options.device == "cpu" else (torch.bfloat16,):
         linear = nn.Linear(columns, rows, bias=False).to(dtype).requires_grad_(False)

@@ -1,7 +1,7 @@
-"""Measure the memory of QLoRA training of a 1 B model, next to its formula: ``bench_qlora.py --memory``.
+"""Measure the memory of QLoRA training of a 1 B model, and predict it: ``bench_qlora.py --memory``.
 
-The model has random weights (2.2 GB) and is written to --model or to a temporary folder. Each program runs in
-a new process, because the system keeps the high-water mark per process.
+The model has random weights (2.2 GB) and is written to --model or to a temporary folder. Each measured
+program runs in a new process, because the system keeps the high-water mark of memory per process.
 """
 
 import argparse
@@ -21,24 +21,26 @@ from benchmarks.random_llama import SIZES, write_random_llama
 
 RANK = 16
 MIB = 2**20
-# By default, glibc's malloc raises its threshold until it keeps freed blocks of up to 32 MiB, with
-# checkpointed activations between them. A fixed threshold makes it return larger blocks to the system.
+# By default, glibc's malloc raises its mmap threshold. It then keeps freed blocks of up to 32 MiB in its
+# heap, in between blocks that are in use. With a fixed threshold, malloc returns all larger blocks to the
+# system when they are freed.
 SYSTEM = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
 
 
 def predicted_bytes(shape: dict[str, int], tokens: int, workspace: int) -> dict[str, float]:
-    """Return the predicted bytes of each part; benchmarks/README.md explains the formula.
+    """Return the predicted bytes of each part of the memory; benchmarks/README.md explains the formula.
 
-    The weights are NF4 with nested scales. Every linear layer has fp32 adapters, and the optimizer is 8-bit
-    AdamW.
+    The base weights are NF4 with nested scales. Every linear layer has fp32 adapters, and the optimizer is
+    8-bit AdamW.
     """
     hidden, wide, layers = shape["hidden"], shape["intermediate"], shape["layers"]
     narrow = hidden // shape["heads"] * shape["kv_heads"]
     linear = [(hidden, hidden)] * 2 + [(narrow, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
     adapter = layers * sum(RANK * (rows + columns) for rows, columns in linear)
-    # Activations of the one layer that backward recomputes, in bf16. They are the inputs of both norms and of
-    # the linear layers, q, k, v, attention output, gate and up. The layers q, k and v share one input, and so
-    # do gate and up. The other terms are for gradients of the widest tensors.
+    # bf16 activations of the one layer that backward recomputes. These activations are the inputs of both
+    # norms and of all linear layers, and the tensors q, k, v, attention output, gate and up. The projections
+    # to q, k and v have one common input, and so have those to gate and up. The remaining terms are for
+    # gradients of the widest tensors.
     of_layer = tokens * 2 * (6 * hidden + 3 * narrow + 4 * wide)
     return {
         "linear weights, 4.127 bits": layers * sum(map(math.prod, linear)) * (0.5 + 1 / 64 + 4 / 64 / 256),
@@ -51,7 +53,7 @@ def predicted_bytes(shape: dict[str, int], tokens: int, workspace: int) -> dict[
 
 
 def status() -> dict[str, int]:
-    """Return the resident bytes of this process, now and at its peak."""
+    """Return the resident memory of this process in bytes, now and at its peak."""
     fields = dict(
         line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
     )
@@ -61,7 +63,7 @@ def status() -> dict[str, int]:
 def measure(folder: Path, tokens: int, workspace_mb: int, vocab_size: int) -> None:
     """Load, quantise and train a model in this process, as a QLoRA script does.
 
-    Prints the memory after each phase as JSON.
+    Prints the memory of the process after each phase as JSON.
     """
     from shoestring.training import memory
 
@@ -91,7 +93,7 @@ def measure(folder: Path, tokens: int, workspace_mb: int, vocab_size: int) -> No
 def memory_python(
     folder: Path, shape: dict[str, int], tokens: int, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Run ``measure`` in a new process, and print its phases next to the formula."""
+    """Run ``measure`` in a new process, and print the memory of its phases and the prediction."""
     command = [
         sys.executable,
         "-W",
@@ -131,14 +133,15 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 def memory_cpp(
     folder: Path, shape: dict[str, int], tokens: int, options: argparse.Namespace
 ) -> dict[str, object]:
-    """Run the C++ program for three steps over random tokens, and print the memory that it reports."""
+    """Run the C++ fine-tuning program for three steps over random tokens, and print its memory."""
     count = 8 * tokens
     ids = torch.randint(shape["vocab_size"], (count,), generator=torch.Generator().manual_seed(0)).to(
         torch.uint16
     )
     with tempfile.TemporaryDirectory() as scratch:
         data, report = Path(scratch) / "tokens.bin", Path(scratch) / "report.json"
-        # The header of shoestring.data.token_file: magic, vocabulary size, bytes per token, number of tokens.
+        # Write the header of shoestring.data.token_file: magic, vocabulary size, bytes per token, number of
+        # tokens.
         data.write_bytes(
             struct.pack("<8sIIQ40x", b"shoetok\x01", shape["vocab_size"], 2, count) + ids.numpy().tobytes()
         )
@@ -182,7 +185,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def memory(options: argparse.Namespace) -> dict[str, object]:
-    """Run the Python and the C++ program over one model of random weights, as the options ask."""
+    """Run the Python program, the C++ program or both, as the options say, with a model of random weights."""
     shape, found = SIZES["tiny" if options.quick else "1b"], {}
     tokens = 64 if options.quick else options.tokens
     with tempfile.TemporaryDirectory() as scratch:

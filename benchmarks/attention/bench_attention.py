@@ -1,11 +1,12 @@
-"""Attention, forward and backward: shoestring, PyTorch's backends, and their matrix products.
+"""Time attention, forward and backward: shoestring, PyTorch's backends, and a matrix product as the limit.
 
-PyTorch runs with each of its backends. The limit is one matrix product with as many flops as attention needs:
-two products of the unmasked scores in forward, five in backward.
+Each of PyTorch's backends has a row. The row "limit" is one matrix product with as many floating-point
+operations as attention needs, without masking: the forward pass has two matrix products of the size of the
+scores, and the backward pass has five.
 
 A further table compares packed batches with a batch that is padded to its longest sequence. The sequence
-lengths are those of the functions in Python's standard library. The last table shows how full the packer's
-batches are.
+lengths are those of the functions in Python's standard library. The last table shows which fraction of its
+batches shoestring's packer fills with tokens.
 """
 
 import argparse
@@ -27,10 +28,11 @@ BACKENDS = {
     "cpu": [SDPBackend.FLASH_ATTENTION],
     "cuda": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
 }
-# (batch, heads, tokens, head_dim)
+# shapes of q, k and v: (batch, heads, tokens, head_dim)
 SHAPES = {
     "cpu": [(1, 8, 1024, 64), (1, 8, 1024, 128), (1, 4, 4096, 64), (1, 2, 4096, 128), (1, 1, 4096, 128)],
-    # 16,384 tokens in total and 2,048 features, as in FlashAttention's published tables
+    # Batch size times tokens is 16,384, and heads times head_dim is 2,048, as in FlashAttention's published
+    # tables.
     "cuda": [(16384 >> n, 2048 // dim, 1 << n, dim) for dim in (64, 128) for n in range(9, 15)]
     + [(2, 8, 8192, 256)],
 }
@@ -47,7 +49,7 @@ def sdpa(backend: SDPBackend | None, **options: object) -> Callable[..., Tensor]
 
 
 def own_kernels(**options: object) -> dict[str, Callable[..., Tensor]]:
-    """Return calls that use only shoestring's kernels.
+    """Return, by name, calls of attention that run shoestring's own kernels, not those of PyTorch.
 
     On Hopper there is a second call, with ALiBi slopes of zero, which selects the sm_80 kernels.
     """
@@ -60,9 +62,10 @@ def own_kernels(**options: object) -> dict[str, Callable[..., Tensor]]:
 
 
 def verdict(report: Report) -> None:
-    """Print which path a call should prefer, according to the tables so far.
+    """Print, for all tables so far, the time of PyTorch's best backend relative to shoestring's own kernels.
 
-    csrc/attention/attention_library.cpp encodes this choice.
+    csrc/attention/attention_library.cpp chooses between PyTorch's and shoestring's kernels according to these
+    ratios.
     """
     for direction in ("forward", "backward"):
         ratios: dict[str, list[float]] = {}
@@ -132,9 +135,10 @@ def dense(report: Report, options: argparse.Namespace) -> None:
 
 
 def function_lengths(count: int) -> list[int]:
-    """Return the lengths, in words, of ``count`` functions of the standard library.
+    """Return the lengths, in words, of ``count`` functions of Python's standard library.
 
-    The functions are evenly spaced among all functions; lengths are at least 8 and at most 1,024.
+    The functions are evenly spaced in the list of all functions. Lengths are clipped to at least 8 and at
+    most 1,024.
     """
     lengths: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -190,7 +194,7 @@ def packed(report: Report, options: argparse.Namespace) -> None:
 
 
 def first_fit(sizes: list[int], capacity: int) -> list[int]:
-    """Pack sequences in plain Python by the rule of pack_sequences (first-fit decreasing)."""
+    """Pack sequences by the rule of pack_sequences (first-fit decreasing), in plain Python."""
     room: list[int] = []
     bins = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -207,7 +211,7 @@ def packing(report: Report, options: argparse.Namespace) -> None:
     lengths = torch.tensor(sizes)
     bins = int(torch.ops.shoestring.pack_sequences(lengths, capacity).max()) + 1
     in_order, left = 1, capacity
-    for n in sizes:  # packs the sequences in order of arrival
+    for n in sizes:  # for comparison, pack the sequences without sorting them by length
         in_order, left = (in_order + 1, capacity - n) if n > left else (in_order, left - n)
     candidates: Candidates = {
         "shoestring": lambda: torch.ops.shoestring.pack_sequences(lengths, capacity),

@@ -1,14 +1,16 @@
-"""Gradient checkpointing next to torch.utils.checkpoint: overhead, and plans under a byte budget.
+"""Compare gradient checkpointing with torch.utils.checkpoint, and measure plans under a byte budget.
 
-The model is a row of Llama-style blocks. "recomputation" is the step without checkpointing plus one more
-forward pass; backward has to do at least this much without early stop.
+The model is a sequence of Llama-style blocks. The row "recomputation" is a step without checkpointing plus
+one more forward pass. A checkpoint that recomputes its whole forward pass (no early stop) takes at least this
+time.
 
-A budget limits the peak that forward and backward allocate besides gradients, as counted by the allocator.
-The option --process runs the model once in a new process and prints the high-water mark of that process.
+A budget limits the peak memory that forward and backward allocate, without gradients, as counted by the
+allocator. The option --process runs the model once in a new process and prints the high-water mark of that
+process.
 
-Offloaded saved tensors are compared with PyTorch's save_on_cpu, whose copies are ordinary tensors made while
-the model waits. torchtune's class is left out, because it needs a GPU (it uses streams and always copies back
-to "cuda").
+Offloading of saved tensors is compared with PyTorch's save_on_cpu, which copies to ordinary tensors while the
+model waits. torchtune's class for offloading is left out, because it needs a GPU: it uses CUDA streams and
+always copies back to "cuda".
 """
 
 import argparse
@@ -117,7 +119,7 @@ def seconds_and_peak(model: nn.Module, x: Tensor) -> tuple[float, int]:
 
 
 def budgets(report: Report, depth: int, width: int, tokens: int, repeats: int) -> None:
-    """Compare a plan's predicted peak and time with the measured ones, and with a run without a budget."""
+    """Compare the predicted peak and time of plans with measurements, and with a run without a budget."""
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     free = min((seconds_and_peak(model, x) for _ in range(repeats)), key=lambda pair: pair[0])
     print(
@@ -160,9 +162,9 @@ def planned(
 
 
 def offloading(report: Report, depth: int, width: int, tokens: int, repeats: int, folder: str) -> None:
-    """Measure saved tensors that are offloaded to host memory or to a disk, next to save_on_cpu.
+    """Compare offloading of saved tensors to host memory or to a disk with save_on_cpu.
 
-    Then measure plans that may offload to either under a budget.
+    Then measure plans that may offload to host memory or disk under a budget.
     """
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     tiers = {
@@ -176,7 +178,9 @@ def offloading(report: Report, depth: int, width: int, tokens: int, repeats: int
             loss = model(x)
         loss.backward()
 
-    peaks: dict[str, tuple[int, int]] = {}  # (bytes of PyTorch tensors, bytes of host memory outside them)
+    # for each implementation: (peak bytes of PyTorch tensors, bytes of host memory that offloading uses in
+    # addition)
+    peaks: dict[str, tuple[int, int]] = {}
     candidates: dict[str, Callable[[], object]] = {}
     for name, offload in tiers.items():
         candidates[f"shoestring, {name}"] = functools.partial(run, offload)
@@ -185,8 +189,8 @@ def offloading(report: Report, depth: int, width: int, tokens: int, repeats: int
             peak_of(candidates[f"shoestring, {name}"], model),
             offload.statistics()["host"],
         )
-    # save_on_cpu copies CPU tensors only with pin_memory; otherwise it returns them unchanged. Without a GPU,
-    # nothing is page-locked.
+    # For CPU tensors, save_on_cpu copies only with pin_memory=True; otherwise it keeps the tensors
+    # themselves. Without a GPU, pin_memory=True does not pin memory.
     candidates["save_on_cpu"] = lambda: run(torch.autograd.graph.save_on_cpu(pin_memory=True))
     peaks["save_on_cpu"] = (peak_of(candidates["save_on_cpu"], model), 0)
     candidates["nothing leaves"] = lambda: run(nullcontext())
@@ -219,9 +223,9 @@ def peak_of(run: Callable[[], object], model: nn.Module) -> int:
 
 
 def process(depth: int, width: int, tokens: int, budget: int) -> None:
-    """Print the memory of three steps in this process, and the seconds of the fastest step.
+    """Print the memory of three training steps in this process, and the seconds of the fastest step.
 
-    The memory is the high-water mark minus the resident bytes before the steps.
+    The memory is the high-water mark of the process minus its resident bytes before the steps.
     """
     model, x = Model(depth, width), torch.randn(1, tokens, width)
     for p in model.parameters():
@@ -253,7 +257,7 @@ def high_water(report: Report, depth: int, width: int, tokens: int, threads: int
             f"{depth},{width},{tokens},{budget}",
         ]
         # Without this setting, glibc keeps freed memory in its heap. The high-water mark would then measure
-        # fragmentation, not the memory that the steps need.
+        # fragmentation instead of the memory that the steps need.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         size, seconds = done.stdout.split()

@@ -1,12 +1,12 @@
-"""Norms, rotary embedding and gated activations: shoestring, plain PyTorch, and a limit.
+"""Time norms, rotary embedding and gated activations: shoestring, plain PyTorch, and a limit.
 
-The rate counts every tensor that has to be read or written once, in forward, and in forward plus backward.
-The limit is a sum of PyTorch's elementwise operators that read and write equally many tensors. Like the
-layers, these operators allocate their results.
+The tables show forward alone, and forward plus backward. Their rate counts every tensor that must be read or
+written once. The row "limit" is a sequence of PyTorch's elementwise operators that read and write as many
+tensors. Like the layers, these operators allocate their results.
 
-"eager" is the code that models contain. "PyTorch" is PyTorch's own operator, if it has one. The option
---device cuda times CUDA graphs. The option --bare leaves "eager" and "PyTorch" out, because their allocations
-leave cold caches and fewer pages to later calls.
+The row "eager" is the code that models usually contain. A row "PyTorch" is PyTorch's own operator, if there
+is one. With --device cuda, CUDA graphs are timed. The option --bare leaves out "eager" and "PyTorch". Their
+allocations slow down later calls, because they leave cold caches and fewer mapped pages.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def probe(reads: int, writes: int) -> Function:
-    """Return a function that reads `reads` and writes `writes` tensors of its arguments' size."""
+    """Return a function that reads `reads` tensors and writes `writes` tensors of its arguments' size."""
 
     def run(*t: Tensor) -> Tensor:
         made = (
@@ -56,15 +56,15 @@ def step(
 
 
 class Layer:
-    """One layer to time: its implementations, and the shapes of its inputs.
+    """A layer to time: its implementations, and the shapes of its inputs.
 
     Args:
         name: name of the layer.
-        functions: implementations by name, shoestring's first.
+        functions: implementations by name; the first one is shoestring's.
         big: shapes of the large inputs.
-        results: number of results; they have the shapes of the first large inputs.
-        small: shapes of the small inputs, such as weights, which follow the large ones.
-        streams: (tensors read, tensors written), for forward and for backward.
+        results: number of results; their shapes are those of the first large inputs.
+        small: shapes of the small inputs, such as weights, which follow the large inputs.
+        streams: (number of tensors read, number of tensors written), for forward and for backward.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Layer:
         self.name = name
         self.functions = functions
         self.big = big
-        self.results = results  # number of results, with the shapes of the first `big`
+        self.results = results  # number of results, whose shapes are those of the first large inputs
         self.small = small
         self.streams = streams  # ((read, written) in forward, (read, written) in backward)
 
@@ -94,7 +94,9 @@ def angles(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def layers(tokens: int, features: int) -> list[Layer]:
     size, vector = (tokens, features), (features,)
-    heads = (1, tokens, features // 64, 64)  # transposed below, like the output of a projection
+    # (batch, tokens, heads, head_dim), as projections return queries and keys; attention transposes tokens
+    # and heads
+    heads = (1, tokens, features // 64, 64)
     norm = {
         "shoestring": lambda x, w: shoestring.rms_norm(x, w, eps=EPS),
         "eager": lambda x, w: rms_norm_reference(x, w, eps=EPS),
@@ -162,15 +164,15 @@ def candidate(
     if layer.name == "rope":
         shapes = [torch.Size((s[0], s[2], s[1], s[3])) for s in shapes]
     grads = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    if layer.name == "rope":  # attention returns gradients with the strides of its inputs
+    if layer.name == "rope":  # give the gradients of q and k the strides that attention's backward returns
         grads = [g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads]
     return step(function, leaves, grads, backward)
 
 
 def limit(layer: Layer, dtype: torch.dtype, device: str, backward: bool) -> Callable[[], object]:
-    """Return the memory streams of forward, followed by those of backward.
+    """Return a function with the memory traffic of a layer's forward, plus its backward if `backward`.
 
-    For rope, they run once for the queries and once for the keys.
+    For rope, the function moves the tensors of the queries, and then those of the keys.
     """
     buffers = [torch.randn(layer.big[0], device=device).to(dtype) for _ in range(3)]
     runs = [probe(*streams) for streams in layer.streams[: 2 if backward else 1]]

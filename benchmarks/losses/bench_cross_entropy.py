@@ -1,8 +1,8 @@
-"""Cross-entropy of logits, forward and backward: shoestring, plain PyTorch, and a copy as the limit.
+"""Time cross-entropy of logits, forward and backward: shoestring, plain PyTorch, and a copy as the limit.
 
-The rate counts one read of the logits and one write of their gradient. The limit is ``copy_`` of the logits
-to other memory, with as many threads on a CPU. The backward pass ends at the logits, which come from a
-function that costs nothing.
+The rate counts one read of the logits and one write of their gradient. The row "limit" is ``copy_`` of the
+logits to another tensor, on a CPU with the number of threads that the losses use. No model is timed: the
+logits come from an autograd function that does no work in forward or backward.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Logits(torch.autograd.Function):
-    """Stand-in for a model: returns `buffer` as its logits, and drops the gradient of the logits."""
+    """Stands in for a model: returns `buffer` as its logits, and ignores the gradient of the logits."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, buffer: Tensor) -> Tensor:
-        return buffer.detach()  # detached, because autograd forbids in-place changes of some views
+        # detach(), because autograd would forbid the loss to change a view of `buffer` in place
+        return buffer.detach()
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, None]:  # type: ignore[override]
@@ -31,7 +32,7 @@ class Logits(torch.autograd.Function):
 
 
 def peers() -> dict[str, Loss]:
-    """Return the installed peers, each a function from (logits, target) to the mean loss."""
+    """Return the losses of other installed libraries, as functions from (logits, target) to the mean loss."""
     try:
         from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
 
@@ -68,7 +69,8 @@ def main() -> None:
             def candidate(
                 loss: Loss, tokens: int = tokens, vocab: int = vocab, dtype: torch.dtype = dtype
             ) -> Callable:
-                # In place, the buffer holds the last gradient instead of logits, which takes equally long.
+                # A loss that works in place replaces the logits in the buffer by their gradient. The next
+                # call takes the gradient for logits, which does not change its time.
                 logits = torch.randn(tokens, vocab, device=options.device).to(dtype)
                 return step(loss, logits, torch.randint(vocab, (tokens,), device=options.device))
 

@@ -1,15 +1,17 @@
-"""Linear cross-entropy, forward and backward: shoestring, plain PyTorch, and its products as the limit.
+"""Time linear cross-entropy, forward and backward: shoestring, plain PyTorch, and GEMMs as the limit.
 
-The limit is 6 * tokens * features * vocab flops. On the CPU their rate is that of the same three products
-(logits, grad_hidden and grad_weight) through torch.mm, with the operator's chunk of tokens. Another row uses
-the package's own product, shoestring.ops.addmm_. On a GPU the rate is that of an 8192^3 product in bf16.
+The limit is the time of 6 * tokens * features * vocab floating-point operations. On the CPU it is measured
+with the three matrix products (logits, grad_hidden and grad_weight) through torch.mm, in chunks of tokens
+like the operator's. Another row runs the three products with shoestring.ops.addmm_. On a GPU, the limit
+follows from the rate of an 8192 x 8192 x 8192 product in bf16.
 
-Peers are used if they are installed: F.linear_cross_entropy from PyTorch 2.13 on, Cut Cross-Entropy (on the
-CPU its implementation for torch.compile), and Liger Kernel on a GPU.
+Other implementations are timed if they are installed: F.linear_cross_entropy from PyTorch 2.13 on, Cut
+Cross-Entropy (on the CPU its implementation for torch.compile), and Liger Kernel on a GPU.
 
-``--only 1024`` times the shapes whose names begin with 1024, ``--only "8192x768x50304 float32"`` one of them,
-and ``--only peaky`` the last table. ``--ours`` leaves PyTorch and peers out. With SHOESTRING_CPU=avx2, where
-bf16 does not use the CPU's bf16 instructions, ``--ours`` compares shoestring's bf16 with its fp32.
+``--only 1024`` times the shapes whose names begin with 1024, and ``--only "8192x768x50304 float32"`` one
+shape and dtype. ``--only peaky`` prints only the table of a confident model. ``--ours`` leaves out PyTorch
+and other packages. With SHOESTRING_CPU=avx2, where the kernels use no bf16 instructions, ``--ours`` compares
+shoestring's bf16 with its fp32.
 """
 
 import argparse
@@ -23,8 +25,8 @@ from torch.nn import functional as F
 import shoestring
 from benchmarks.common import Candidates, Report, arguments, gemm_probe, interleave
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, weight, target) -> loss
-# (self, mat1, mat2, beta): self = beta * self + mat1 @ mat2
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # called with (hidden, weight, target), returns the loss
+# called with (self, mat1, mat2, beta), computes self = beta * self + mat1 @ mat2
 Product = Callable[[Tensor, Tensor, Tensor, float], object]
 
 
@@ -37,7 +39,7 @@ def own_product(out: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
 
 
 def limit(hidden: Tensor, weight: Tensor, chunk: int, product: Product) -> None:
-    """Compute the three products chunk by chunk, and nothing else."""
+    """Compute the products for logits, grad_hidden and grad_weight, chunk by chunk, and nothing else."""
     vocab, features = weight.shape
     logits = torch.empty(chunk, vocab)
     grad_weight = torch.zeros(vocab, features)
@@ -49,7 +51,7 @@ def limit(hidden: Tensor, weight: Tensor, chunk: int, product: Product) -> None:
 
 
 def peers(device: str) -> dict[str, Loss]:
-    """Return the peers that are installed and run on `device`, each as a function to the mean loss."""
+    """Return other installed implementations that run on `device`: functions that return the mean loss."""
     found: dict[str, Loss] = {}
     if hasattr(F, "linear_cross_entropy"):
         chunked = torch.nn.LinearCrossEntropyOptions()
@@ -60,7 +62,7 @@ def peers(device: str) -> dict[str, Loss]:
 
         if device == "cuda":
             found["Cut Cross-Entropy"] = linear_cross_entropy
-        else:  # its Triton kernels need a GPU
+        else:  # on a CPU the torch.compile implementation is timed, because the Triton kernels need a GPU
             compiled = functools.partial(linear_cross_entropy, impl="torch_compile")
             found["Cut Cross-Entropy, torch_compile"] = compiled
     except ImportError:
@@ -77,9 +79,9 @@ def peers(device: str) -> dict[str, Loss]:
 
 
 def peak_mib(run: Callable[[], object]) -> float | None:
-    """Return the peak memory of a call in MiB, including its gradients.
+    """Return the peak memory of a call in MiB, including the gradients that it computes.
 
-    Memory allocated before the call is not counted. Returns None if the call runs out of memory.
+    Memory that was allocated before the call is not counted. Returns None if the call runs out of memory.
     """
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -91,7 +93,7 @@ def peak_mib(run: Callable[[], object]) -> float | None:
 
 
 def on_gpu(report: Report) -> None:
-    """Time bf16, forward and backward, and measure the peak memory."""
+    """Time linear cross-entropy in bf16 on a GPU, forward and backward, and measure the peak memory."""
     options = report.options
     losses: dict[str, Loss] = {
         "shoestring": shoestring.linear_cross_entropy,
@@ -101,7 +103,8 @@ def on_gpu(report: Report) -> None:
         ),
         **peers("cuda"),
     }
-    # A Llama-like head at the project's target size, one of several waves, and Gemma 2 2B's head.
+    # A Llama-like head of the size for which the operator is optimised, a head for which the operator
+    # processes the tokens in several waves, and the head of Gemma 2 2B.
     shapes = [(8192, 4096, 131072), (16384, 4096, 128256), (8192, 2304, 256000)]
     side = 1024 if options.quick else 8192
     for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:
@@ -121,9 +124,10 @@ def on_gpu(report: Report) -> None:
         peaks: dict[str, float] = {}
         for name, loss in losses.items():
             run = step(loss)
-            # A peer may fail on this GPU or with this PyTorch; the other candidates are still timed.
+            # Another package's loss may fail on this GPU or with this PyTorch; the remaining implementations
+            # are still timed.
             try:
-                peak_mib(run)  # allocates memory that is kept between calls
+                peak_mib(run)  # a first call, because it allocates memory that is kept between calls
                 peak = peak_mib(run)
             except Exception as error:
                 print(f"{name}: left out: {type(error).__name__}: {error}")
@@ -161,7 +165,8 @@ def main() -> None:
     shapes = [(1024, 768, 50304), (8192, 768, 50304), (4096, 256, 16384), (2048, 2048, 151936)]
     others = {} if options.ours else peers("cpu")
     for tokens, features, vocab in [(256, 64, 5000)] if options.quick else shapes:
-        seconds = 6 * tokens * features * vocab / 1e11  # estimated seconds of each candidate
+        # rough estimate of the seconds of one forward and backward pass, at 100 GFLOP/s
+        seconds = 6 * tokens * features * vocab / 1e11
         repeats = options.repeats if seconds < 5 else min(options.repeats, 3 if seconds < 20 else 2)
         name = f"{tokens}x{features}x{vocab}"
         if f"{name} float32".startswith(options.only):
@@ -222,9 +227,10 @@ def dense(
 
 
 def peaky(report: Report, tokens: int, features: int, vocab: int) -> None:
-    """Time a confident model, with filter_eps and without.
+    """Time the loss of a confident model, with filter_eps and without.
 
-    Nearly all probability of each token is on few classes, and the targets are 5 % of the classes.
+    For each token, a few classes have nearly all the probability. All targets are among the first 5 % of the
+    classes.
     """
     weight = torch.randn(vocab, features) / features**0.5
     target = torch.randint(vocab // 20, (tokens,))

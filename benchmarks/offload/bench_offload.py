@@ -1,23 +1,24 @@
-"""A step of AdamW whose state is on a disk or in host memory, with its transfers and fio as limits.
+"""Time AdamW steps with state on a disk or in host memory; the limits are the transfers alone, and fio.
 
-Every row moves the state once in each direction, and the rate counts both. "transfers alone" takes and puts
-every chunk without stepping. fio reads and writes the same parts of chunks, in the same order and with the
-same depth, in a separate file on that disk. Its memory is in huge pages, as shoestring's. A second fio job
-moves as many bytes in sequential blocks of 4 MiB, half reads and half writes, at a depth of 8. fio is left
-out if it is not installed (`apt install fio`). All reads and writes bypass the page cache.
+Every row moves the state once in each direction, and the rate counts both directions. The row "the
+disk's transfers alone" reads and writes every chunk of state without computing a step. fio reads and writes
+extents of the same sizes in the same order, with the same queue depth, in a file of its own on that disk.
+Like shoestring's, its memory is in huge pages. A second fio job moves as many bytes in sequential blocks of 4
+MiB, half reads and half writes, at a depth of 8. fio is left out if it is not installed (`apt install fio`).
+All reads and writes bypass the page cache.
 
-The CPU step takes bf16 gradients, clips them to a norm and writes bf16 weights, with fp32 state. shoestring
-makes one pass over weights and gradients (2 bytes each), remainders (2 bytes) and two moments (8 bytes). It
-reads all of them and writes all but the gradients: 26 bytes per parameter. The norm takes one earlier pass
-over the gradients: 2 bytes per parameter.
+The table of the CPU step: a step takes bf16 gradients, clips them to a norm and writes bf16 weights, with
+fp32 state. shoestring makes one pass over weights and gradients (2 bytes each), remainders (2 bytes) and two
+moments (8 bytes). It reads all of them and writes all but the gradients: 26 bytes per parameter. The norm
+takes one earlier pass over the gradients: 2 bytes per parameter.
 
 The DeepSpeed row does what ZeRO-Offload does around DeepSpeedCPUAdam: cast to fp32, norm, clip, step of an
-fp32 master, cast to bf16. It is left out if DeepSpeed is not installed: `pip install wheel && pip install
---no-build-isolation deepspeed`. Its first use builds an operator with g++.
+fp32 master weight, cast to bf16. It is left out if DeepSpeed is not installed: `pip install wheel && pip
+install --no-build-isolation deepspeed`. Its first use builds an operator with g++.
 
-`--device cuda` compares state streamed from host memory with pinned copies of as many bytes. It also times a
-step of a model of 1 B parameters at 8,192 tokens. There the optimizer steps on the GPU, or on the CPU while
-backward runs.
+`--device cuda` compares state that is streamed from host memory with pinned copies of as many bytes. It also
+times a training step of a model of 1 B parameters with 8,192 tokens: with the optimizer on the GPU, and with
+the optimizer on the CPU, where it steps during backward.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from shoestring.training.config import PRESETS
 from shoestring.training.models import build_llama
 
 MAX_NORM = 1.0
-SLOTS = 4  # number of chunks of state on the device at once
+SLOTS = 4  # number of chunks of state that are on the device at once
 
 
 def own(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +52,7 @@ def own(parser: argparse.ArgumentParser) -> None:
 
 
 def optimizer(count: int, state: str, offload: str | None) -> AdamW:
-    """Return an AdamW that has stepped `count` bf16 weights once."""
+    """Return an AdamW with `count` bf16 weights, after one step, so that its state exists."""
     p = Parameter(torch.zeros(count, dtype=torch.bfloat16))
     p.grad = torch.full_like(p, 0.5)
     opt = AdamW([p], state=state, weights="stochastic", offload=offload)
@@ -60,7 +61,7 @@ def optimizer(count: int, state: str, offload: str | None) -> AdamW:
 
 
 def transfers(opt: AdamW) -> Callable[[], None]:
-    """Return a function that takes every chunk of state and puts it back, without stepping."""
+    """Return a function that reads every chunk of state and writes it back, without computing a step."""
     offloaded = opt._layouts[0].arenas[0].offloaded
     chunks = offloaded.chunks(0, 1)
 
@@ -76,9 +77,9 @@ def transfers(opt: AdamW) -> Callable[[], None]:
 
 
 class Fio:
-    """Replay a step's transfers with fio: equal sizes, places, order and depth."""
+    """Repeats the disk transfers of a step with fio: the same sizes, offsets, order and queue depth."""
 
-    STEPS = 4  # steps per run of fio; a single step would be too short to time
+    STEPS = 4  # steps per run of fio, because a single step would be too short to time
 
     def __init__(self, opt: AdamW, folder: Path) -> None:
         offloaded = opt._layouts[0].arenas[0].offloaded
@@ -91,7 +92,8 @@ class Fio:
                 file.write(block[: sum(sizes) - at])
             os.fsync(file.fileno())
         places = [sum(sizes[:i]) for i in range(len(sizes))]
-        extents: list[list[str]] = []  # for each chunk, "<offset> <size>" of each of its parts
+        # a list per chunk of state, with "<offset> <size>" for each of its parts
+        extents: list[list[str]] = []
         chunks = offloaded.chunks(0, 1)
         offloaded.start(chunks)
         for chunk in chunks:
@@ -113,9 +115,9 @@ class Fio:
         self.seconds: dict[str, list[float]] = {}
 
     def run(self, name: str, job: list[str]) -> None:
-        """Run fio and keep the seconds per step, without fio's start-up.
+        """Run a fio job and keep its seconds per step, without the start-up of fio.
 
-        Its memory is in huge pages, as shoestring's.
+        Like shoestring's, fio's memory is in huge pages.
         """
         command = ["fio", "--name=swap", *job, "--direct=1", "--ioengine=io_uring", "--output-format=json"]
         env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -125,15 +127,15 @@ class Fio:
         )
 
     def candidates(self) -> Candidates:
-        """Return the candidates: the same transfers, and as many bytes in mixed blocks of 4 MiB."""
+        """Return two fio jobs: a step's transfers, and as many bytes in reads and writes of 4 MiB each."""
         jobs = {"fio, the same transfers": self.same, "fio, mixed, 4 MiB, depth 8": self.mixed}
         return {name: functools.partial(self.run, name, job) for name, job in jobs.items()}
 
 
 def order(chunks: int) -> list[tuple[str, int]]:
-    """Return the order in which a step reads and writes its chunks.
+    """Return the order in which a step reads and writes its chunks of state.
 
-    Two chunks are read while one is stepped and one is written.
+    While the optimizer updates one chunk, two chunks are being read and one is being written.
     """
     ahead = SLOTS - 1
     found = [("read", chunk) for chunk in range(min(ahead, chunks))]
@@ -146,22 +148,23 @@ def order(chunks: int) -> list[tuple[str, int]]:
 
 @functools.cache
 def deepspeed() -> Callable[[list[Parameter]], torch.optim.Optimizer] | None:
-    """Return the constructor of DeepSpeedCPUAdam (as AdamW), or None if it is missing or cannot be built."""
+    """Return the constructor of DeepSpeedCPUAdam as AdamW, or None if it is missing or cannot be built."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_SKIP_CUDA_CHECK": "1"} | dict(os.environ)
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        DeepSpeedCPUAdam([Parameter(torch.zeros(1))])  # builds DeepSpeed's operator
+        DeepSpeedCPUAdam([Parameter(torch.zeros(1))])  # the first call builds DeepSpeed's operator
         return functools.partial(DeepSpeedCPUAdam, weight_decay=1e-2)
     except ImportError:
         print("DeepSpeed is left out: it is not installed")
-    except Exception as error:  # a missing compiler or another toolkit must not stop the other rows
+    # DeepSpeed fails without a compiler or the right CUDA toolkit; the remaining timings must continue
+    except Exception as error:
         print(f"DeepSpeed is left out: {error}")
     return None
 
 
 def deepspeed_step(opt: torch.optim.Optimizer, master: Parameter, weights: Tensor, grad: Tensor) -> None:
-    """Do what ZeRO-Offload does on the CPU, from the received gradient to the bf16 weights to send."""
+    """Do the CPU part of ZeRO-Offload, from the received bf16 gradient to the bf16 weights to send back."""
     torch._foreach_copy_([master.grad], [grad])
     norm = torch.linalg.vector_norm(master.grad)
     master.grad.mul_((MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
@@ -170,9 +173,9 @@ def deepspeed_step(opt: torch.optim.Optimizer, master: Parameter, weights: Tenso
 
 
 def streams(grad: Tensor, changed: list[Tensor], norm: bool) -> Callable[[], None]:
-    """Return the memory traffic of a step: read the gradient, and change the other tensors in place.
+    """Return a function with a step's memory traffic: it reads the gradient and changes tensors in place.
 
-    With `norm`, the gradient is read twice.
+    With `norm`, it reads the gradient a second time, as a step does that computes the gradient's norm.
     """
     grad, changed = grad.view(torch.int64), [t.view(torch.int64) for t in changed]
 
@@ -187,9 +190,9 @@ def streams(grad: Tensor, changed: list[Tensor], norm: bool) -> Callable[[], Non
 
 
 def host_step(weights: Tensor, grad: Tensor) -> AdamW:
-    """Return an AdamW with offload="cpu", which also copies between device and host.
+    """Return an AdamW with offload="cpu", which also copies gradients and weights between device and host.
 
-    The weights are split into 16 parameters, so that copies and steps can alternate.
+    The weights are split into 16 parameters, so that copies and steps can overlap.
     """
     params = [Parameter(w.clone()) for w in weights.chunk(16)]
     for p, g in zip(params, grad.chunk(16), strict=True):
@@ -198,7 +201,7 @@ def host_step(weights: Tensor, grad: Tensor) -> AdamW:
 
 
 def cpu_step(report: Report, count: int, repeats: int) -> None:
-    """Time the CPU step from bf16 gradients to bf16 weights, including casts, norm and clipping."""
+    """Time a CPU optimizer step from bf16 gradients to bf16 weights, with casts, norm and clipping."""
     weights, grad = (torch.randn(count).mul_(0.1).bfloat16() for _ in range(2))
     ours = Parameter(weights.clone())
     ours.grad = grad
@@ -232,7 +235,7 @@ def cpu_step(report: Report, count: int, repeats: int) -> None:
 
 
 def plain_step(report: Report, count: int, repeats: int) -> None:
-    """Time a step with everything in fp32 and in place: 28 bytes per parameter."""
+    """Time an optimizer step on the CPU with everything in fp32: 28 bytes of memory traffic per parameter."""
     params = [Parameter(torch.zeros(count)) for _ in range(3)]
     grad = torch.randn(count)
     for p in params:
@@ -253,7 +256,7 @@ def plain_step(report: Report, count: int, repeats: int) -> None:
 
 
 def pinned_copies(size: int) -> Callable[[], object]:
-    """Return a function that copies `size` bytes in each direction at once, between pinned memory and GPU."""
+    """Return a function that copies `size` pinned bytes to the GPU and, at the same time, as many back."""
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -270,7 +273,7 @@ def pinned_copies(size: int) -> Callable[[], object]:
 
 
 def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Time steps of a bf16 Llama, with state on the device and with the CPU stepping while backward runs."""
+    """Time training steps of a bf16 Llama, with optimizer state on the device and with offload="cpu"."""
     candidates: Candidates = {}
     for name, own in {
         "state on the device": {},
@@ -297,7 +300,7 @@ def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, l
 
 
 def on_gpu(report: Report, quick: bool, repeats: int) -> None:
-    """Time streamed state next to pinned copies, and a model's step that includes the CPU optimizer."""
+    """Compare streamed optimizer state with pinned copies; time training with the optimizer on the CPU."""
     count = 16_000_000 if quick else 512_000_000
     for state in ("8bit", "fp32"):
         with torch.device("cuda"):

@@ -1,8 +1,8 @@
-"""A step of each optimizer: shoestring in every state, torch, bitsandbytes, torchao, and memory as the limit.
+"""Time a step of each optimizer: shoestring with each kind of state, torch, bitsandbytes, torchao, a limit.
 
-The limits move the bytes of a step in place, one stream after another, and compute almost nothing. They read
-and write weights and state, and read gradients. On a GPU, another row is a copy that moves as many bytes. All
-optimizers of a table step the same weights with the same gradients.
+The rows "limit" move as many bytes as a step in place, one tensor after another, and compute almost nothing.
+They read and write weights and state, and read gradients. On a GPU, another row is a copy that moves as many
+bytes. All optimizers of a table have equal weights and gradients.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from shoestring.optim import (
 Maker = Callable[[list[Parameter]], torch.optim.Optimizer]
 Makers = dict[str, Maker]
 
-# State bytes per parameter of AdamW's two moments. Each block of 256 elements has its codes and fp32 scales
-# (4bit: 8 scales for one moment and 2 for the other).
+# Bytes of AdamW's state per parameter, for both moments. A block of 256 elements has its codes and fp32
+# scales: one scale per moment for 8bit; for 4bit, 8 scales for one moment and 2 for the other.
 STATE_BYTES = {"8bit": 2 * (256 + 4) / 256, "4bit": 2 * (128 + 4 * 5) / 256, "bf16": 4.0, "fp32": 8.0}
-WEIGHTS = ("stochastic", "remainder")  # ways to store bf16 weights, besides rounding to nearest
+WEIGHTS = ("stochastic", "remainder")  # values of shoestring's option `weights` to time, besides the default
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer of shoestring and the optimizers of torch and bitsandbytes to compare it with."""
+    """An optimizer of shoestring, and the optimizers of torch and bitsandbytes to compare it with."""
 
     name: str
     ours: Callable[..., torch.optim.Optimizer]
@@ -57,7 +57,8 @@ RULES = [
     Rule("LAMB", LAMB, "AdamW fused", lambda p: fused(p), "LAMB8bit"),
     Rule("SGD with momentum", functools.partial(SGD, momentum=0.9), "SGD fused",
          lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True), "SGD8bit"),
-    # Matrices have the size of a layer, since the time of Muon's products grows with its cube.
+    # The matrices have the size of a layer, because the time of Muon's matrix products grows with the cube of
+    # the size.
     Rule("Adafactor, with a mean", functools.partial(Adafactor, beta1=0.9), "Adafactor, without",
          torch.optim.Adafactor, shape=(2048, 2048)),
     Rule("CAME", CAME, "Adafactor", torch.optim.Adafactor, shape=(2048, 2048)),
@@ -66,15 +67,15 @@ RULES = [
 
 
 def fused(params: list[Parameter]) -> torch.optim.Optimizer:
-    """Build torch's fused AdamW; bf16 weights have bf16 state.
+    """Return torch's fused AdamW; for bf16 weights its state is bf16, too.
 
-    On a GPU it is capturable, so that a CUDA graph can capture it like shoestring's.
+    On a GPU it is capturable, so that a CUDA graph can capture it, like shoestring's AdamW.
     """
     return torch.optim.AdamW(params, fused=True, capturable=params[0].is_cuda)
 
 
 def ours(dtype: torch.dtype) -> Makers:
-    """Return shoestring's AdamW in every state, the default first."""
+    """Return constructors of shoestring's AdamW by kind of state; the default kind is first."""
     found: Makers = {f"shoestring {state}": functools.partial(AdamW, state=state) for state in STATE_BYTES}
     if dtype == torch.bfloat16:
         found |= {
@@ -85,7 +86,7 @@ def ours(dtype: torch.dtype) -> Makers:
 
 @functools.cache
 def bitsandbytes(device: str, name: str = "AdamW8bit") -> Makers:
-    """Return the optimizer of bitsandbytes, or nothing if it is missing or cannot step on this device."""
+    """Return {label: constructor} of a bitsandbytes optimizer; {} if it is missing or fails on the device."""
     try:
         import bitsandbytes
 
@@ -95,17 +96,18 @@ def bitsandbytes(device: str, name: str = "AdamW8bit") -> Makers:
         return {f"bitsandbytes {name}": make}
     except ImportError:
         print("bitsandbytes is not installed")
-    except Exception as error:  # its binary may not support this GPU, which must not stop the other rows
+    # the binary of bitsandbytes may not support this GPU; the remaining timings must continue
+    except Exception as error:
         print(f"bitsandbytes is left out: {error}")
     return {}
 
 
 @functools.cache
 def torchao(device: str) -> Makers:
-    """Return the optimizers of torchao, or nothing if it is not installed.
+    """Return {label: constructor} of torchao's optimizers, or {} on a GPU or without torchao.
 
-    Their first step compiles, for seconds on a CPU and for minutes on a GPU. They are therefore left out on a
-    GPU.
+    At their first step, these optimizers call torch.compile, which takes seconds on a CPU and minutes on a
+    GPU. They are therefore left out on a GPU.
     """
     if device == "cuda":
         return {}
@@ -131,15 +133,15 @@ def steppers(makers: Makers, params: list[Parameter], grads: list[Tensor]) -> Ca
 def tensors(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: str
 ) -> tuple[list[Parameter], list[Tensor]]:
-    """Return `count` parameters of `shape` and their gradients."""
+    """Return `count` parameters of shape `shape`, and their gradients."""
     params = [Parameter(torch.empty(shape, dtype=dtype, device=device).normal_()) for _ in range(count)]
     return params, [torch.empty_like(p).normal_() for p in params]
 
 
 def state_bytes(step: Any) -> int:
-    """Return the bytes of state that the optimizer of a bound ``step`` method keeps.
+    """Return the bytes of an optimizer's state, given its bound method ``step``.
 
-    Each storage counts once, including those inside tensor subclasses.
+    Each storage counts once; storages inside tensor subclasses are counted, too.
     """
     found: dict[int, int] = {}
 
@@ -159,7 +161,7 @@ def state_bytes(step: Any) -> int:
 
 
 def streams(param: Tensor, grad: Tensor, size: int) -> Callable[[], None]:
-    """Return a function with the memory traffic of a step with `size` bytes of state."""
+    """Return a function with the memory traffic of an optimizer step with `size` bytes of state."""
     p, state = param.detach().clone(), torch.zeros(size, dtype=torch.uint8, device=param.device)
 
     def run() -> None:
@@ -178,7 +180,8 @@ def one_tensor(options: argparse.Namespace, report: Report, size: int, dtype: to
     for state, each in STATE_BYTES.items():
         candidates[f"limit: {state} streams"] = streams(params[0], grads[0], int(each * size))
     if device == "cuda":
-        # A step reads and writes the weights, reads the gradients, and reads and writes the state.
+        # Number of bytes that a step moves: it reads and writes the weights, reads the gradients, and reads
+        # and writes the state.
         moved = int(size * (3 * dtype.itemsize + 2 * STATE_BYTES["8bit"]))
         candidates["limit: copy of the 8bit bytes"] = copy_probe(moved, device)
     times = interleave(candidates, options.repeats, device)
@@ -187,7 +190,7 @@ def one_tensor(options: argparse.Namespace, report: Report, size: int, dtype: to
 
 
 def memory(report: Report, measured: dict[str, float], dtype: torch.dtype) -> None:
-    """Print and keep AdamW's bytes of state per parameter, next to the formula for shoestring's."""
+    """Print and keep the measured bytes of AdamW's state per parameter, and shoestring's formula for them."""
     rows = []
     print(f"\n  {'bytes of state a parameter':36} {'measured':>9} {'formula':>12}")
     for name, each in measured.items():
@@ -215,7 +218,7 @@ def other_rules(options: argparse.Namespace, report: Report) -> None:
 
 
 def many_tensors(options: argparse.Namespace, report: Report, count: int, each: int) -> None:
-    """Time many small tensors; on a GPU also as a CUDA graph, which excludes the launch times."""
+    """Time a step over many small tensors; on a GPU also as a CUDA graph, which excludes launch times."""
     device = options.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     many, one = tensors(count, (each,), dtype, device), tensors(1, (count * each,), dtype, device)
@@ -227,7 +230,7 @@ def many_tensors(options: argparse.Namespace, report: Report, count: int, each: 
     makers = ours(dtype) | {"torch fused": fused} | bitsandbytes(device) | torchao(device)
     candidates |= {f"{name}, {count} tensors": step for name, step in steppers(makers, *many).items()}
     candidates |= {f"{name}, one tensor": step for name, step in steppers(ours(dtype), *one).items()}
-    # Each call takes milliseconds, so many rounds are affordable.
+    # A step over these tensors takes milliseconds, so many rounds are affordable.
     times = interleave(candidates, max(options.repeats, 3 if options.quick else 20), device)
     report.table(
         f"AdamW, {count} tensors of {each}, {str(dtype)[6:]}", times, count * each / 1e6, "M params/s"
@@ -240,8 +243,8 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         size = (1 if options.quick else 64) << 20
         if options.device == "cuda" and not options.quick:
-            # 1000 Mi parameters, or as many as fit. All candidates together take about 80 bytes per fp32
-            # parameter.
+            # 1000 Mi parameters, or as many as fit into GPU memory. All timed optimizers together take about
+            # 80 bytes per fp32 parameter.
             size = min(1000 << 20, torch.cuda.mem_get_info()[0] // 100) // 256 * 256
         one_tensor(options, report, size, dtype)
         if options.device == "cuda":

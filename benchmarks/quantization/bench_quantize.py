@@ -1,8 +1,9 @@
-"""NF4, int4 and int8, quantised and dequantised: shoestring, bitsandbytes, plain PyTorch, and a copy.
+"""Time quantising and dequantising NF4, int4 and int8: shoestring, bitsandbytes, plain PyTorch, and a copy.
 
-The copy is the limit. On a GPU, the copy moves as many bytes as the operator. The time of the copy divided by
-the operator's time is therefore the share of the copy bandwidth. On a CPU, a write costs more than a read.
-There the copy reads as many dense bytes as quantising reads, and writes as many as dequantising writes.
+The copy is the limit. On a GPU, the copy moves as many bytes as the operator. So its time divided by the
+operator's time is the fraction of the copy bandwidth that the operator reaches. On a CPU, a write costs more
+than a read. There the copy reads as many bytes as quantising reads, and writes as many as dequantising
+writes.
 """
 
 import argparse
@@ -20,7 +21,7 @@ COLUMNS = 4096
 
 
 def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
-    """Return functions that quantise a tensor to NF4 and return a candidate that dequantises it."""
+    """Return {label: function}. Each quantises a tensor to NF4, and returns a call that dequantises it."""
 
     def theirs(x: torch.Tensor, nested: bool) -> Callable[[], object]:
         packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=nested)
@@ -40,7 +41,7 @@ def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
         "shoestring": lambda x: shoestring.quantize_4bit(x).dequantize,
         "shoestring, nested": lambda x: shoestring.quantize_4bit(x, nested=True).dequantize,
     }
-    if bnb is not None:  # the operator alone, without the Python code around it
+    if bnb is not None:  # bitsandbytes is timed twice: its operator alone, and with the Python code around it
         found |= {"bitsandbytes' operator": kernel}
         found |= {
             "bitsandbytes": lambda x: theirs(x, False),
@@ -50,7 +51,7 @@ def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
 
 
 def nf4_writers(bnb: ModuleType | None) -> dict[str, Maker]:
-    """Return functions that return a candidate that quantises their tensor to NF4."""
+    """Return {label: function}. Each takes a tensor, and returns a call that quantises it to NF4."""
     found: dict[str, Maker] = {"shoestring": lambda x: lambda: shoestring.quantize_4bit(x)}
     if bnb is not None:
         found["bitsandbytes"] = lambda x: lambda: bnb.quantize_4bit(x, quant_type="nf4")
@@ -58,9 +59,9 @@ def nf4_writers(bnb: ModuleType | None) -> dict[str, Maker]:
 
 
 def int4_readers(_: ModuleType | None) -> dict[str, Maker]:
-    """Return functions that quantise a tensor to int4 and return a candidate that dequantises it.
+    """Return {label: function}. Each quantises a tensor to int4, and returns a call that dequantises it.
 
-    bitsandbytes has no int4, so NF4 with equally many bits takes its place.
+    bitsandbytes has no int4. Its NF4, which has as many bits, takes the place of int4.
     """
 
     def plain(x: torch.Tensor) -> Callable[[], object]:
@@ -100,7 +101,8 @@ def int8_readers(bnb: ModuleType | None) -> dict[str, Maker]:
         "shoestring": lambda x: shoestring.quantize_int8(x).dequantize,
         "plain PyTorch": plain,
     }
-    found["limit: the codes converted, unscaled"] = unscaled  # moves the same bytes as dequantising
+    # converting the codes to floats without scaling them moves as many bytes as dequantising
+    found["limit: the codes converted, unscaled"] = unscaled
     if bnb is not None:
         found["bitsandbytes"] = theirs
     return found
@@ -124,7 +126,7 @@ def int8_writers(bnb: ModuleType | None) -> dict[str, Maker]:
 def weights(
     report: Report, options: argparse.Namespace, kinds: Sequence[str] = ("NF4", "int4", "int8")
 ) -> None:
-    """Print the tables of each kind of quantised weight."""
+    """Print the tables for each kind of quantised weight: dequantising and quantising."""
     device = options.device
     try:
         from bitsandbytes import functional as bnb
@@ -136,7 +138,7 @@ def weights(
     elif device == "cuda":
         counts = (4096 * 4096, 4096 * 14336)  # sizes of weights in a model of 8 B parameters
     else:
-        counts = (1 << 20, 1 << 25)  # one size that fits into the cache, and one that does not
+        counts = (1 << 20, 1 << 25)  # on a CPU, one tensor fits into the cache and the other one does not
     found = {
         "NF4": (nf4_readers(bnb), nf4_writers(bnb), lambda count: count // 2 + count // 64 * 4),
         "int4": (int4_readers(bnb), int4_writers(bnb), lambda count: count // 2 + count // 64 * 4),
@@ -164,7 +166,8 @@ def weights(
             x = torch.randn(count).to(dtype)
             to = torch.empty_like(x)
             write = {"limit: copy into a given tensor": lambda x=x, to=to: to.copy_(x)}
-            # Both operators allocate their results, so one limit allocates too; the other has a buffer.
+            # Quantising and dequantising allocate their results, and so does the first of the two copies. The
+            # second copies into an existing tensor.
             read = {"limit: copy into a new tensor": x.clone} | write
             work, unit = count / 1e6, "M elements/s"
         name = f"{kind}, {count / 2**20:.4g} Mi elements, {str(dtype)[6:]}"

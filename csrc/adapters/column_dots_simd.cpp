@@ -1,6 +1,7 @@
-// Column sums of a * (b - offset), which lora_linear needs for the gradient of the gain. Both matrices are
-// read once, in lines of four vector registers. A sum stays in registers for kRows rows and is then added to
-// a total, so that the rounding error is that of short sums.
+// Computes the sum of a * (b - offset) over the rows of each column; lora_linear needs it for the gradient of
+// the gain. Both matrices are read once, four vector registers of columns at a time. A register adds the
+// products of at most kRows rows before its sum is added to a total. This keeps the rounding error as small
+// as in a sum of kRows terms.
 
 #include "adapters/column_dots_table.h"
 
@@ -9,7 +10,7 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
-constexpr int kWide = 4;  // vector registers in one line of a matrix row
+constexpr int kWide = 4;  // number of vector registers that hold the columns computed together
 constexpr int64_t kLine = kWide * kLanes;
 constexpr int64_t kRows = 128;
 

@@ -6,9 +6,9 @@
 
 namespace shoestring::kernels {
 
-/// Writes the dot product of each column: sums[c] = sum over `rows` rows of a[., c] (b[., c] - offset[c]),
-/// for columns [begin, end). Successive rows of a and b are `stride` elements apart. A null offset counts as
-/// 0.
+/// Functions that write the dot product of each column c of the matrices a and b, for begin <= c < end:
+/// sums[c] = sum over rows r of a[r, c] * (b[r, c] - offset[c]). Both matrices have `rows` rows, which start
+/// `stride` elements apart. A null pointer `offset` means zeros.
 struct ColumnDotsTable {
   void (*dots_float)(const float* a, const float* b, const float* offset, int64_t rows, int64_t stride,
                      int64_t begin, int64_t end, float* sums);

@@ -42,7 +42,8 @@ bool is_unset(const Json& value) {
   return value.is_null() || value == false || (!value.is_primitive() && value.empty()) || value == "";
 }
 
-// Sorts the parts and joins them between two brackets.
+// Sorts the strings in `parts` and joins them between an opening and a closing bracket, the two characters of
+// `brackets`.
 std::string joined(std::vector<std::string> parts, const char* brackets) {
   std::sort(parts.begin(), parts.end());
   std::string text(1, brackets[0]);
@@ -63,7 +64,7 @@ std::string canonical(const Json& value, int depth = 0) {
     const auto& text = value.get_ref<const std::string&>();
     return "s" + std::to_string(text.size()) + ":" + text;
   }
-  if (depth == 2) return "x";  // no field of PEFT's configuration is nested this deeply
+  if (depth == 2) return "x";  // no field of PEFT's configuration nests lists or objects this deeply
   std::vector<std::string> parts;
   for (const auto& item : value.items()) {
     parts.push_back((value.is_object() ? canonical(item.key()) : "") + canonical(item.value(), depth + 1));

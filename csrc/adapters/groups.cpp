@@ -19,7 +19,8 @@ std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, do
     for (const auto& parameter : each->parameters()) embeddings.insert(parameter.unsafeGetTensorImpl());
   }
   std::vector<ParameterGroup> groups;
-  std::map<std::pair<double, bool>, size_t> places;  // (learning rate, has weight decay) -> index in groups
+  // Maps (learning rate, has weight decay) to the index of the parameter group in `groups`.
+  std::map<std::pair<double, bool>, size_t> places;
   std::set<const void*> seen;
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& parameter = item.value();

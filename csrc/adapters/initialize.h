@@ -4,15 +4,16 @@
 
 namespace shoestring::lora {
 
-/// Computes the initial lora_A and lora_B of an adapter from the layer's weight and subtracts scaling *
-/// lora_B lora_A from the weight. A quantised weight is dequantised for this, and the rest is quantised again
-/// to the same type. quantize, nested: how the caller will quantise the rest of a dense weight. "loftq"
-/// requires `quantize` for a dense layer.
+/// Computes the initial lora_A and lora_B of a PiSSA, OLoRA or LoftQ adapter from the layer's weight.
+/// Subtracts scaling * lora_B lora_A from the weight. A quantised weight is dequantised, and the difference
+/// is quantised to the same type.
+/// quantize, nested: the options with which the caller will quantise a dense weight after the subtraction.
+/// LoftQ needs `quantize` for a dense layer, because it fits the adapter to the quantisation error.
 nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOptions& options,
                                   const QuantizeOptions* quantize, bool nested);
 
-/// Draws VeRA's shared matrices from the seed as PEFT does: vera_A (rank, in_features) and vera_B
-/// (out_features, rank), kaiming uniform.
+/// Draws the two matrices that all VeRA layers share, from the seed in `options`, as PEFT does. Returns
+/// vera_A (rank, in_features) and vera_B (out_features, rank), both kaiming uniform.
 nn::AdapterImpl::Tensors projection(const nn::VeraOptions& options, int64_t in_features,
                                     int64_t out_features);
 

@@ -9,8 +9,9 @@
 
 namespace shoestring::adapters {
 
-/// One layer of lora_linear_group: a frozen weight, dense or quantised, and the tensors of its adapter. The
-/// operator takes all layers as one flat list, with kLoraParts tensors per layer in the order of LoraPart.
+/// Arguments of lora_linear_group for one layer: its frozen weight, dense or quantised, and its adapter's
+/// tensors. The operator takes one flat list, with kLoraParts tensors per layer in the order of the enum
+/// LoraPart.
 struct LoraLayer {
   at::Tensor weight;
   std::optional<at::Tensor> absmax, nested, bias, lora_A, lora_B, gain, low_scale;
@@ -31,20 +32,21 @@ enum LoraPart { kWeight, kAbsmax, kNested, kBias, kLoraA, kLoraB, kGain, kLowSca
 
 using LoraParts = c10::List<std::optional<at::Tensor>>;
 
-constexpr const char* kLoraLinear = "lora_linear";  // name of the operator in error messages
+constexpr const char* kLoraLinear = "lora_linear";  // operator name in error messages
 
-/// Splits the flat list of the operator's tensors into layers.
+/// Splits the flat tensor list of lora_linear_group into layers.
 std::vector<LoraLayer> lora_layers(const LoraParts& parts, at::ArrayRef<double> scaling,
                                    const c10::List<std::string>& quant_type, at::IntArrayRef block_size);
 
-/// Does the same as lora_layers, and raises for tensors that do not fit x and the other arguments.
+/// Splits the flat tensor list of lora_linear_group into layers. Raises for tensors whose shape, dtype or
+/// device does not fit x or the other arguments.
 std::vector<LoraLayer> checked_layers(const at::Tensor& x, const LoraParts& parts,
                                       const std::optional<at::Tensor>& gate,
                                       const std::optional<at::Tensor>& seed, double dropout,
                                       at::ArrayRef<double> scaling, const c10::List<std::string>& quant_type,
                                       at::IntArrayRef block_size);
 
-/// Returns the product of all sizes of x except the last.
+/// Returns the number of tokens in x (..., in_features): the product of all sizes except the last.
 c10::SymInt tokens_of(const at::Tensor& x);
 
 }  // namespace shoestring::adapters

@@ -1,6 +1,6 @@
-// lora_linear for one layer, or for several layers that read the same input. Dropout and the product with the
-// concatenated matrices A run once for all layers. The layers' gradients with respect to the input are summed
-// as they are computed.
+// Implements the operator lora_linear for one layer, or for several layers that read the same input. Dropout
+// runs once for all layers, and so does the product with their lora_A matrices, which are concatenated. Each
+// layer's gradient with respect to the input is added to one sum.
 
 #include <tuple>
 
@@ -35,7 +35,7 @@ quantization::BaseWeight base(const gemm::Products& products, const LoraLayer& l
       layer.out_features(columns).expect_int(), columns, like.dtype(products.weight));
 }
 
-// Concatenates the matrices A of all layers: (sum of ranks, in_features).
+// Concatenates the lora_A matrices of all layers: (sum of ranks, in_features).
 Tensor all_down(const std::vector<LoraLayer>& layers, at::ScalarType dtype) {
   std::vector<Tensor> matrices;
   for (const auto& layer : layers) {
@@ -48,8 +48,9 @@ Tensor to_type(const OptionalTensor& t, at::ScalarType dtype) {
   return t.has_value() ? t->to(dtype) : Tensor();
 }
 
-// y = gain * (x W^T + scaling * low B^T) + bias with low = low_scale * dropped(x) A^T. Returns y of each
-// layer, and `low` of all layers side by side, (tokens, sum of ranks). Backward needs `low`, which is small.
+// Computes y = gain * (x W^T + scaling * low B^T) + bias for each layer with frozen weight W. Here low =
+// low_scale * dropped(x) A^T, and dropped(x) is x after dropout. Returns y of each layer and the
+// concatenation of all `low`, (tokens, sum of ranks). Backward needs `low`, which is small.
 template <Backend backend>
 std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts& parts,
                                                 const OptionalTensor& gate, const OptionalTensor& seed,
@@ -61,8 +62,8 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
   const auto other = products.other;
   const int64_t columns = x.size(-1);
   Tensor flat = as_matrix(gate.has_value() ? layers::swiglu_forward(backend, *gate, x) : x);
-  // Some GEMMs convert 16-bit inputs to fp32 themselves. With dropout, x is converted first, so that the
-  // result of dropout is not rounded to 16 bits.
+  // x is not converted here if the GEMM itself converts 16-bit inputs to fp32. With dropout, x is always
+  // converted first, so that the output of dropout is not rounded to 16 bits.
   const Tensor wide = gemm::gemm_widens(other) && !seed.has_value() ? flat : flat.to(other);
   const Tensor A = all_down(layers, other);
   Tensor low = at::empty({flat.size(0), 0}, x.options().dtype(compute_type(x)));
@@ -118,7 +119,8 @@ Tensor column_products_cpu(const Tensor& a, const Tensor& b, const Tensor& offse
   return sums;
 }
 
-// Returns the sum over tokens of a * (b - offset) for each column, in fp32 (fp64 for fp64).
+// Returns the sum over tokens of a * (b - offset) for each column of the matrices a and b. The sums are fp64
+// for fp64 inputs, else fp32.
 Tensor column_products(const Tensor& a, const Tensor& b, const Tensor& offset, Backend backend) {
   const auto type = compute_type(a);
   if (backend == Backend::kCpu && type == at::kFloat && a.scalar_type() == b.scalar_type()) {
@@ -135,13 +137,15 @@ Tensor column_products(const Tensor& a, const Tensor& b, const Tensor& offset, B
   return sum;
 }
 
-// With G = grad_output * gain and D = scaling * low_scale * (G B), concatenated over all layers:
+// Backward of lora_linear for layers with frozen weight W. With G = grad_output * gain and, concatenated over
+// all layers, D = scaling * low_scale * (G B):
 //   grad_x = sum over layers of G W + dropped(D A)
 //   grad_A = D^T dropped(x)
 //   grad_B = scaling * G^T low
 //   grad_gain = sum over tokens of grad_output * (y - bias) / gain
-// outputs: y of the layers whose gain needs a gradient. Returns the gradients that output_mask selects: of x,
-// of gate, and of lora_A, lora_B and gain of each layer. Gradients that are not selected are empty.
+// dropped() applies the dropout of forward. outputs: y of each layer whose gain needs a gradient. `mask`
+// selects the gradients of x, of gate, and of lora_A, lora_B and gain of each layer. A gradient that is not
+// selected is returned as an empty tensor.
 template <Backend backend>
 std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& outputs, const Tensor& x,
                              const Tensor& low, const LoraParts& parts, const OptionalTensor& gate,
@@ -167,7 +171,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
     first += rank;
     any_A = any_A || wants(0);
     const OptionalTensor upstream = grad_outputs.get(i);
-    if (!upstream.has_value()) {  // the loss does not depend on this output
+    if (!upstream.has_value()) {  // the loss does not depend on this layer's output
       if (wants(0)) result_of(0) = at::zeros_like(*layer.lora_A);
       if (wants(1)) result_of(1) = at::zeros_like(*layer.lora_B);
       if (wants(2)) result_of(2) = at::zeros_like(*layer.gain);
@@ -180,8 +184,8 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
           column_products(flat, as_matrix(*outputs.get(i)), to_type(layer.bias, wide), backend);
       result_of(2) = sums.div(gain).masked_fill_(gain.eq(0), 0).to(layer.gain->scalar_type());
     }
-    // The gain multiplies the smaller factor of each product. For example, G B is computed as grad_output
-    // (gain * B).
+    // The gain is multiplied into the smaller factor of a product. For example, (grad_output * gain) B is
+    // computed as grad_output (gain * B).
     const Tensor gain = to_type(layer.gain, compute_type(x));
     const auto gained = [&](const Tensor& rows) {
       return gain.defined() ? rows.mul(gain.unsqueeze(1)) : rows;
@@ -203,7 +207,7 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
     }
   }
 
-  Tensor branch;  // the input of the matrices A, before dropout
+  Tensor branch;  // input of the lora_A products, before dropout
   const bool direct = !seed.has_value() && A.defined();
   if (by_input) {
     Tensor grad_x = quantization::times_weight(terms, tokens, columns, x.options(),
@@ -268,7 +272,8 @@ std::vector<Tensor> backward_meta(const LoraParts&, const LoraParts&, const Tens
   return result;
 }
 
-// Implements lora_linear_group without autograd on every device, by the forward operator.
+// Implements lora_linear_group on every device if no gradient is needed. Calls lora_linear_group_forward and
+// drops `low`.
 std::vector<Tensor> outputs_only(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
                                  const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
                                  const Names& quant_type, at::IntArrayRef block_size) {

@@ -35,12 +35,13 @@ LoraParts optionals(at::TensorList tensors) {
   return parts;
 }
 
-// Saves x once and unconverted, the products with A (tokens, sum of ranks) and the frozen weights. The output
-// of a layer is saved only if its gain needs a gradient.
+// Autograd of lora_linear_group. Saves x once, without conversion, the products of x with lora_A (tokens, sum
+// of ranks) and the frozen weights. Saves a layer's output only if its gain needs a gradient.
 class LoraLinear : public torch::autograd::Function<LoraLinear> {
  public:
-  // given: the defined parts of all layers, since autograd takes no undefined tensors in a list. places:
-  // index in `given` of each part, or -1.
+  // given: all defined tensors of the layers, because a tensor list of autograd must not contain undefined
+  // tensors. places: for each entry of the operator's flat tensor list, its index in `given`, or -1 if
+  // undefined.
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& gate,
                                at::TensorList given, std::vector<int64_t> places, const OptionalTensor& seed,
                                double dropout, std::vector<double> scaling, Names quant_type,
@@ -87,7 +88,8 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
     const at::TensorList outputs(saved.data() + inputs + count * kLoraParts, count);
     const auto places = ctx->saved_data["places"].toIntVector();
     const auto given = std::count_if(places.begin(), places.end(), [](int64_t place) { return place >= 0; });
-    // Gradients of x, of gate and of the given parts. The six other arguments of forward have no gradient.
+    // `gradients` has one entry per argument of forward: x, gate, each tensor in `given`, and six arguments
+    // that have no gradient.
     variable_list gradients(2 + given + 6);
     const auto by_part = [&](size_t layer, LoraPart part) -> Tensor& {
       return gradients[2 + places[layer * kLoraParts + part]];
@@ -148,8 +150,8 @@ std::vector<Tensor> autograd(const Tensor& x, const LoraParts& parts, const Opti
                            block_size.vec());
 }
 
-// Casts like autocast of a linear layer: x and dense weights get the autocast dtype, and so do the results.
-// Adapters keep their dtype; the operator converts them to the dtype of its products.
+// Casts as autocast does for a linear layer: x and dense weights are converted to the autocast dtype, which
+// is also the dtype of the outputs. Adapter tensors keep their dtype, and lora_linear converts them itself.
 template <c10::DeviceType device>
 std::vector<Tensor> autocast(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
                              const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,

@@ -7,40 +7,46 @@
 
 namespace shoestring::nn {
 
-/// The low-rank product of one adapter: scaling * lora_B lora_A.
+/// Low-rank product that a layer adds to its base weight: scaling * lora_B lora_A.
 struct Part {
-  at::Tensor lora_A, lora_B;  // shapes: (rank, in_features) and (out_features, rank)
+  at::Tensor lora_A, lora_B;  // lora_A: (rank, in_features); lora_B: (out_features, rank)
   double scaling;
-  at::Tensor uses;  // (rows, 1): 1 for rows of the batch that use the adapter; undefined: all do
+  // Mask (batch size, 1): 1 for the rows of the batch that use this product, else 0. Undefined if all rows
+  // use it.
+  at::Tensor uses;
 };
 
-/// Returns the product that the adapter's initialisation subtracted from the base.
+/// Returns the low-rank product that the adapter's initialisation subtracted from the base weight.
 Part taken_part(const AdapterImpl& adapter);
 
-/// Stores all parts as one adapter in `layer`. With several parts, lora_B includes their scaling.
+/// Sets lora_A, lora_B and scaling of `layer` so that their product is the sum of the products in `parts`.
+/// With several parts, lora_B includes their scaling.
 void concatenate(const std::vector<Part>& parts, LoraWeight& layer);
 
-/// Returns (tokens, rank): 1 if the token's row uses the adapter to which this column of the rank belongs,
-/// else 0.
+/// Returns a mask (tokens, sum of the ranks of `parts`). Each column belongs to one of the low-rank products
+/// in `parts`. The mask is 1 if the token's row of the batch uses that product, else 0.
 at::Tensor row_scale(const std::vector<Part>& parts, const at::Tensor& x);
 
-/// Returns dense + the sum of scaling * lora_B lora_A over all parts, as a new tensor in dense's dtype.
+/// Returns `dense` plus the low-rank products in `parts`, as a new tensor with the dtype of `dense`.
 at::Tensor low_rank_sum(const at::Tensor& dense, const std::vector<Part>& parts);
 
-/// Draws the initial values of a linear layer's adapter. Like PEFT, rounds lora_A to the dtype of a dense
-/// base. PEFT constructs two layers, which draw random values, before it initialises them. This function
-/// draws the same numbers, so that a seed gives the same initial values as PEFT.
+/// Draws the initial tensors of a linear layer's LoRA adapter. PEFT draws random values for two whole layers
+/// before it initialises lora_A. This function draws and discards as many values, so that equal seeds give
+/// the same lora_A as in PEFT.
+/// through: dtype of a dense base weight, to which lora_A is rounded as in PEFT.
 AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const AdapterOptions& options,
                           std::optional<at::ScalarType> through);
 
-/// Returns a quantised layer with these options whose weight is not set yet.
+/// Returns a quantised layer of the given sizes and quantisation options. The caller must still set its
+/// weight.
 QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptions& quantize, bool nested);
 
-/// Returns two squared norms for a merge: of the rounding error (after - exact) and of the change (exact -
-/// before).
+/// Returns two sums of squares over the elements of a merged weight: of its rounding error (after - exact),
+/// and of the change that the adapters made (exact - before).
 std::array<double, 2> merge_error(const at::Tensor& before, const at::Tensor& exact, const at::Tensor& after);
 
-/// Returns dropout of this probability with a new seed, or no dropout for 0.
+/// Returns the arguments for dropout with a newly drawn seed. Without dropout (probability 0), returns
+/// default arguments.
 LoraInput input_with(double dropout, const at::Tensor& x);
 
 inline std::optional<at::Tensor> optional(const at::Tensor& t) {

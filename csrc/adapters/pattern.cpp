@@ -26,11 +26,12 @@ using files::quote;
 bool is_printable(char c) { return c >= ' ' && c <= '~'; }
 bool is_control(char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; }
 
-// A pattern whose matches all have the same length: literal characters and ".", which is any character. It
-// may start with "^" or ".*\." and end with "$".
+// A pattern for module names that can be matched without a regular expression engine. It consists of literal
+// characters and ".", which matches any character. It may start with "^" or ".*\." and end with "$". Except
+// for ".*\.", every part matches text of a fixed length.
 class Plain {
  public:
-  // Parses a pattern. Returns nullopt for a pattern of any other form.
+  // Parses a pattern. Returns nullopt if the pattern needs a regular expression engine.
   static std::optional<Plain> read(std::string_view pattern) {
     Plain plain;
     if (!pattern.empty() && pattern.front() == '^') {
@@ -60,8 +61,8 @@ class Plain {
     return plain;
   }
 
-  // Returns whether the pattern matches a name for which suits() is true. With kLayer, `group` receives the
-  // layer's number.
+  // Returns whether the pattern matches `name`; suits() must be true for this name. With the rule kLayer,
+  // also stores the layer number in the name in `group`.
   bool matches(std::string_view name, PatternRule rule, std::string& group) const {
     const size_t size = elements_.size();
     if (rule == PatternRule::kWhole || rule == PatternRule::kEnding) {
@@ -87,9 +88,10 @@ class Plain {
     return false;
   }
 
-  // Returns whether comparing bytes decides as Python's `re` does. It does not for control characters, or for
-  // anchors inside a longer pattern (kInside, kLayer). In names that are not ASCII, "." may cover several
-  // bytes and kLayer accepts more digits.
+  // Returns whether comparing this pattern with `name` byte by byte gives the same result as Python's `re`.
+  // Names with control characters may give another result. So may, under the rules kInside and kLayer,
+  // patterns that start with "^" or ".*\." or end with "$". In a name with non-ASCII characters, "." may
+  // match several bytes, and kLayer accepts non-ASCII digits.
   bool suits(std::string_view name, PatternRule rule) const {
     if (std::any_of(name.begin(), name.end(), is_control)) return false;
     const bool ascii = std::all_of(name.begin(), name.end(), is_printable);
@@ -105,21 +107,23 @@ class Plain {
     return true;
   }
 
-  // Whether the pattern has "^" in front, ".*\." in front, and "$" at the end.
+  // Whether the pattern starts with "^" (begins_) or with ".*\." (inner_), and whether it ends with "$"
+  // (ends_).
   bool begins_ = false, inner_ = false, ends_ = false;
   bool any_ = false;
-  std::vector<std::pair<bool, char>> elements_;  // (true, any) for ".", (false, c) for the character c
+  // The characters of the pattern: (true, any value) for ".", and (false, c) for a literal character c.
+  std::vector<std::pair<bool, char>> elements_;
 };
 
 #ifdef SHOESTRING_PCRE2
 
-constexpr int64_t kSteps = 500'000;  // limit of match steps for all patterns of a call: about 40 ms
-// Steps of the first attempt to match. Each further attempt has ten times as many.
+constexpr int64_t kSteps = 500'000;  // limit of PCRE2's match steps per call of first_match: about 40 ms
+// Match steps allowed in the first attempt to match a pattern. Each further attempt allows ten times as many.
 constexpr uint32_t kFirstSteps = 100;
 constexpr uint32_t kDepth = 20'000;
-constexpr uint32_t kHeap = 16 << 10;   // memory limit of PCRE2 in KiB
-constexpr size_t kLongest = 16 << 10;  // longest pattern that is accepted, in bytes
-constexpr size_t kCached = 1024;       // most compiled patterns in the cache of a thread
+constexpr uint32_t kHeap = 16 << 10;   // PCRE2's memory limit per match, in KiB
+constexpr size_t kLongest = 16 << 10;  // maximum length of a pattern, in bytes
+constexpr size_t kCached = 1024;       // maximum number of compiled patterns in a thread's cache
 
 template <auto Function>
 struct Free {
@@ -167,7 +171,7 @@ const Compiled& compiled(const std::string& pattern) {
   return cache.emplace(pattern, Compiled(pattern)).first->second;
 }
 
-// Returns the regular expression that PEFT would pass to Python's `re` for this rule.
+// Returns the regular expression that PEFT passes to Python's `re` for this pattern and rule.
 std::string written(const std::string& pattern, PatternRule rule) {
   if (rule == PatternRule::kWhole) return pattern;
   if (rule == PatternRule::kEnding) return "(.*\\.)?(" + pattern + ")$";

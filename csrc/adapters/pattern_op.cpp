@@ -1,4 +1,4 @@
-// Registers match_patterns, which lets Python use the pattern matching of pattern.h.
+// Registers the operator match_patterns, through which Python calls first_match of adapters/pattern.h.
 #include <torch/library.h>
 
 #include <tuple>

@@ -1,5 +1,5 @@
 // Translates regular expressions of Python's `re` (CPython's Lib/re/_parser.py) to PCRE2. The translator
-// keeps its own stack of groups, so nested groups cause no recursion.
+// keeps its own stack of groups, so nested groups cause no recursion of C++ functions.
 #include "adapters/pattern_syntax.h"
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace shoestring::lora {
 namespace {
 
-constexpr int64_t kMostRepeats = 65535;  // most repetitions that PCRE2 supports
-constexpr size_t kDeepest = 200;         // levels of nested groups; PCRE2's own limit is 250
+constexpr int64_t kMostRepeats = 65535;  // maximum repeat count that PCRE2 supports
+constexpr size_t kDeepest = 200;         // maximum nesting of groups; PCRE2's own limit is 250
 
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
@@ -57,7 +57,7 @@ class Translator {
 
  private:
   enum class Group { kPlain, kAhead, kBehind };
-  // The kind of the last item, which a quantifier would repeat.
+  // Kind of the item before the cursor, which a following quantifier would repeat.
   enum class Last { kNothing, kAssertion, kItem, kRepeat };
 
   [[noreturn]] static void fail(const std::string& reason) { throw std::invalid_argument(reason); }
@@ -68,7 +68,8 @@ class Translator {
     return true;
   }
 
-  // Writes a character that stands for itself. PCRE2 reads several bytes of UTF-8 as one character.
+  // Writes a literal character of the pattern. Bytes of a multi-byte UTF-8 character are copied, because
+  // PCRE2 reads them as one character.
   void literal(char c) {
     if (static_cast<unsigned char>(c) >= 0x80) {
       ascii_ = false;
@@ -101,8 +102,8 @@ class Translator {
     return value;
   }
 
-  // Reads an escape, after its backslash. Returns true and sets `value` if the escape is one character with
-  // the same meaning inside and outside of brackets.
+  // Reads an escape sequence after its backslash. Returns true and sets `value` to the character if the
+  // escape means one character, both inside and outside of a set [...].
   bool character(uint32_t& value) {
     if (at_ == in_.size()) fail("bad escape at the end");
     const char c = in_[at_++];
@@ -145,7 +146,8 @@ class Translator {
     last_ = is_class(c) ? Last::kItem : Last::kAssertion;
   }
 
-  // Reads one UTF-8 character. PCRE2 refuses invalid bytes later.
+  // Reads one UTF-8 character and returns its code point. Does not check for invalid bytes, because PCRE2
+  // rejects them.
   uint32_t code_point() {
     const auto first = static_cast<unsigned char>(in_[at_++]);
     if (first < 0x80) return first;
@@ -156,8 +158,8 @@ class Translator {
     return value;
   }
 
-  // Reads a member of [...]. Returns true and sets `value` for one character. Writes a class such as \d and
-  // returns false.
+  // Reads one member of a character set [...]. For a single character, returns true and sets `value`. For a
+  // class such as \d, writes the class and returns false.
   bool member(uint32_t& value) {
     if (at_ == in_.size()) fail("unterminated character set");
     if (in_[at_] != '\\') {
@@ -202,7 +204,9 @@ class Translator {
     if (next("?#")) {
       const auto end = in_.find(')', at_);
       if (end == std::string::npos) fail("unterminated comment");
-      at_ = end + 1;  // a quantifier after a comment repeats the item before the comment
+      // A comment in the pattern does not change last_, because a quantifier after the comment repeats the
+      // item before it.
+      at_ = end + 1;
       return;
     }
     Group group = Group::kPlain;
@@ -239,7 +243,7 @@ class Translator {
     last_ = Last::kNothing;
   }
 
-  // Reads the number at the cursor. Returns `otherwise` if there are no digits.
+  // Reads a decimal number at the cursor. Returns `otherwise` if there is no digit.
   int64_t number(int64_t otherwise) {
     if (at_ == in_.size() || !is_digit(in_[at_])) return otherwise;
     int64_t value = 0;

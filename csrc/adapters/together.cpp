@@ -1,4 +1,4 @@
-// Runs several linear layers that read the same input as one operator.
+// Computes several linear layers that read the same input by one call of lora_linear_group.
 #include <shoestring/nn/linear.h>
 
 #include "adapters/low_rank.h"
@@ -10,7 +10,8 @@ using at::Tensor;
 std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Linear>& layers) {
   std::optional<double> dropout;
   bool together = true;
-  for (const Linear& layer : layers) {  // checks all layers before any of them is computed
+  // checks that all layers can run together before any layer is computed
+  for (const Linear& layer : layers) {
     together = together && layer->is_lora_weight() &&
                (!layer->has_adapter() || dropout.value_or(layer->dropout()) == layer->dropout());
     if (layer->has_adapter() && together) dropout = layer->dropout();

@@ -9,11 +9,12 @@
 
 namespace shoestring::lora {
 
-/// Holds the fully trained copies of a module, one per adapter, and its frozen original (PEFT's
-/// modules_to_save). A LibTorch module is called through its holders, and nothing can be put in front of
-/// them. Therefore the module's own tensors hold the values in use, and this child module holds the values
-/// that are not in use. Forward and backward of a copy must run under the same adapter; otherwise autograd
-/// finds the tensors changed and raises.
+/// Holds the fully trained copies of a module, one per adapter, and the frozen original values (PEFT's
+/// modules_to_save).
+///
+/// LibTorch offers no way to intercept calls of a module. Therefore the module's own tensors hold the values
+/// of the copy in use, and this child module holds the other copies. Forward and backward must run with the
+/// same active adapter; otherwise autograd raises, because it finds that the tensors were changed.
 class TrainedCopyImpl : public torch::nn::Module {
  public:
   static constexpr const char* kName = "modules_to_save";
@@ -23,15 +24,18 @@ class TrainedCopyImpl : public torch::nn::Module {
   bool has(const std::string& adapter_name) const;
   void add(const std::string& adapter_name);
   void remove(const std::string& adapter_name);
-  /// Removes this child module from its owner. The owner keeps its current values.
+  /// Unregisters this object from its owner, the module whose copies it holds. The owner keeps the values of
+  /// the copy in use.
   void detach();
-  /// With true, the copy in use becomes the module itself and is frozen. With false, this is undone.
+  /// If `merged` is true, merges the copy in use: the owning module keeps the values of the copy, frozen. If
+  /// `merged` is false, undoes the merge.
   void set_merged(bool merged);
-  /// Puts the values of the active adapter's copy, or of the original, into the owner's tensors.
+  /// Writes the values of the first active adapter that has a copy into the owning module's tensors. Writes
+  /// the original values if no active adapter has a copy or `enabled` is false.
   void use(const std::vector<std::string>& active, bool enabled);
-  /// Returns the tensors of an adapter's copy, by their names in the owner.
+  /// Returns the tensors of an adapter's copy, by the names that they have in the owning module.
   std::map<std::string, at::Tensor> values(const std::string& adapter_name) const;
-  /// Returns the owner's tensors by name.
+  /// Returns the parameters and buffers of the owning module, by name.
   std::map<std::string, at::Tensor> own() const;
 
   std::vector<std::string> adapters, active;
@@ -42,25 +46,27 @@ class TrainedCopyImpl : public torch::nn::Module {
   void hold(const std::string& adapter_name, const std::string& tensor, const at::Tensor& value);
   void put(const std::string& adapter_name);
 
-  torch::nn::Module* owner_;  // the module that owns this child module
-  std::string in_use_;        // adapter whose copy is in the owner's tensors; empty for the original
-  std::map<std::string, c10::VariableVersion> versions_;  // version counter of each held tensor
+  torch::nn::Module* owner_;  // the module whose copies this object holds
+  // Name of the adapter whose copy is in the owning module's tensors. Empty if they hold the original values.
+  std::string in_use_;
+  // autograd version counter of each tensor of each copy
+  std::map<std::string, c10::VariableVersion> versions_;
   uint32_t count_ = 0;
 };
 
-/// Returns the copies in a module, by the name of their owner.
+/// Returns the TrainedCopyImpl of each submodule that has one, with the submodule's name.
 std::vector<std::pair<std::string, TrainedCopyImpl*>> trained_copies(const torch::nn::Module& module);
 
-/// Returns whether `name` is one of these modules or is inside one.
+/// Returns whether `name` is in `modules`, or names a submodule of a module in the list.
 bool is_inside(const std::string& name, const std::vector<std::string>& modules);
 
-/// Returns the modules that these names select. Raises ValueError for a name that matches no module, and for
-/// modules that contain adapters or quantised weights.
+/// Returns the names of the modules that `names` select. Raises ValueError for a name that matches no module,
+/// and for a selected module with adapters or quantised weights.
 std::vector<std::string> saved_modules(const std::string& caller, const torch::nn::Module& module,
                                        const std::vector<std::string>& names);
 
-/// Adds a copy of the named module for an adapter, unless it has one. Returns the holder of the module's
-/// copies.
+/// Adds a trained copy of the module `name` for an adapter, unless the adapter already has one. Returns the
+/// object that holds the module's copies.
 TrainedCopyImpl& add_copy(torch::nn::Module& module, const std::string& name,
                           const std::string& adapter_name);
 

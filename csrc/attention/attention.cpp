@@ -14,30 +14,32 @@ namespace shoestring::attend {
 
 namespace {
 
-// Returns exp(sink - lse) * delta: the probability of each sink times delta. Uses fp64, because the sum of
-// these values may cancel.
+// Returns exp(sink - lse) * delta for each query, where exp(sink - lse) is the attention probability of the
+// sink. Uses fp64, because the caller's sum of these products may cancel.
 Tensor sink_rows(const Call& call, const Tensor& lse, const Tensor& delta) {
   return at::exp(call.sinks->to(at::kDouble).unsqueeze(-1).sub(lse)).mul_(delta);
 }
 
 }  // namespace
 
-// The gradient of a sink is the sum of -probability * delta, because the value of a sink is zero.
+// The gradient of a sink is the sum over queries of -probability of the sink * delta, because a sink has no
+// value vector.
 Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta) {
   const Tensor each = sink_rows(call, lse, delta).neg_();
   return (call.packed() ? each.sum(-1) : each.sum(at::IntArrayRef{0, 2})).to(call.sinks->scalar_type());
 }
 
-// A bias that all keys of a query share moves the query's log-sum-exp and, if there is a sink, the share of
-// the sink. It does not change the probabilities of the keys relative to each other. The gradient is
-// therefore computed from grad_lse and the sinks. A sum of the scores' gradients would contain only the
-// rounding errors of terms that cancel.
+// Returns the gradient of a bias that is equal for all keys of a query. Such a bias shifts the query's
+// log-sum-exp and changes the probability of the sink. It does not change the probabilities of the keys
+// relative to each other. The gradient is therefore computed from grad_lse and the sinks. A sum of the
+// gradients of all scores would cancel except for rounding errors.
 Tensor shared_bias_gradient(const Call& call, const Tensor& lse, const Tensor& delta,
                             const OptionalTensor& grad_lse) {
-  Tensor rows = lse.add(delta).mul_(0).to(at::kDouble);  // NaN if lse or delta of the row is not finite
+  // The bias's gradient starts at 0 for each query, or at NaN if the query's lse or delta is NaN or infinite.
+  Tensor rows = lse.add(delta).mul_(0).to(at::kDouble);
   if (grad_lse) rows.add_(*grad_lse);
   if (call.sinks) rows.add_(sink_rows(call, lse, delta));
-  // A query that sees no key contributes nothing.
+  // A query that sees no key contributes nothing to the gradient of its bias.
   rows.masked_fill_(lse.eq(-std::numeric_limits<double>::infinity()), 0);
   return rows.unsqueeze(-1).sum_to_size(call.bias->sizes()).to(call.bias->scalar_type());
 }

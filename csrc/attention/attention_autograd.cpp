@@ -14,7 +14,8 @@ using torch::autograd::variable_list;
 constexpr const char* kDifferentiable[] = {"q", "k", "v", "bias", "sinks"};
 constexpr const char* kTensors[] = {"alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seed"};
 
-// Saves the inputs, the output and the log-sum-exp of each query. Backward computes the scores again.
+// Autograd of attention. Saves the inputs, the output and the log-sum-exp of each query. Backward recomputes
+// the scores.
 class Attention : public torch::autograd::Function<Attention> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,

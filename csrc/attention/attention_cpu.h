@@ -1,7 +1,7 @@
 #pragma once
 
-// Code that attention's forward and backward on the CPU share: sequences, sizes of kernels and packing into
-// panels.
+// Code shared by the forward and the backward of attention on the CPU: it lists the sequences, chooses panel
+// sizes and packs operands into panels.
 
 #include <algorithm>
 #include <atomic>
@@ -25,7 +25,7 @@ struct Sequence {
   int64_t position(int64_t query) const { return query + keys - queries; }
 };
 
-/// Returns the sequences of a call. Raises if the offsets of packed sequences are invalid.
+/// Returns all sequences of the batch. Raises if the offsets of packed sequences are invalid.
 std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionProblem& problem);
 
 struct Range {
@@ -34,9 +34,10 @@ struct Range {
 };
 inline Range overlap(Range a, Range b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
 
-/// Returns the range of keys that at least one of the queries sees.
+/// Returns the range of keys that at least one query of the range `queries` sees.
 Range keys_of(const kernels::AttentionProblem& p, const Sequence& s, Range queries);
-/// Returns whether at least one of the queries does not see at least one of the keys.
+/// Returns whether a mask is needed: at least one query of the range does not see at least one key of the
+/// range.
 bool is_edge(const kernels::AttentionProblem& p, const Sequence& s, Range queries, Range keys);
 
 /// A buffer of uninitialised fp32 elements.
@@ -52,7 +53,7 @@ class Buffer {
   float* data_;
 };
 
-/// Data pointer, strides and dtype of an fp32, bf16 or fp16 tensor.
+/// Data pointer, strides and dtype of an fp32, bf16 or fp16 tensor with contiguous features.
 struct Elements {
   explicit Elements(const Tensor& t)
       : data(static_cast<const char*>(t.const_data_ptr())), at(strides_of(t)), type(t.scalar_type()) {}
@@ -60,13 +61,13 @@ struct Elements {
   kernels::HeadStrides at;
   at::ScalarType type;
 
-  /// Returns the offset of a token's features, in elements.
+  /// Returns the offset of a token's first feature from the data pointer, in elements.
   int64_t offset(const Sequence& s, int64_t head, int64_t token) const {
     return s.batch * at.batch + head * at.head + token * at.token;
   }
 };
 
-/// The kernels of a call and the way in which their operands are packed.
+/// The CPU kernels for one dtype, and the panel sizes into which their operands are packed.
 struct Kernels {
   explicit Kernels(at::ScalarType type);
 
@@ -75,12 +76,12 @@ struct Kernels {
   const kernels::AttentionTable& table = cpu::attention();
   const int64_t columns = gemm.columns, steps = product.steps;
 
-  /// Returns the panel width, in lines, that leaves the fewest unused lines in the last panel.
+  /// Returns the number of lines per panel for which packing `lines` lines needs the fewest padding lines.
   int64_t width_for(int64_t lines) const;
   int64_t panel(int64_t depth, int64_t width) const { return kernels::packed_size(depth, steps, width); }
 
-  /// Packs the features of `lines` tokens, starting at `offset`. In pack_tokens, a line is a token; in
-  /// pack_features, it is a feature.
+  /// pack_tokens and pack_features pack a matrix of tokens and features, which starts at element `offset`,
+  /// into panels. A line of a panel is a token in pack_tokens and a feature in pack_features.
   void pack_tokens(const Elements& from, int64_t offset, int64_t lines, int64_t features, int64_t width,
                    float* to) const {
     pack(product, from.type, from.data, offset, lines, features, from.at.token, 1, width, to);
@@ -93,26 +94,28 @@ struct Kernels {
                    int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride, int64_t width,
                    float* to);
 
-  /// Writes scale * values (features, columns) as rows of `to`, starting at `offset`. rows: a temporary
-  /// buffer of columns * round_up(features, columns) elements.
+  /// Transposes scale * values (features, columns), where a column is a token. Writes the first `count`
+  /// tokens to the tensor `to`, starting at element `offset`. rows: a temporary buffer of columns *
+  /// round_up(features, columns) elements.
   void store_columns(const float* values, int64_t features, int64_t count, float scale, const Elements& to,
                      int64_t offset, float* rows) const;
 };
 
-/// Writes the bias for a panel of queries and a block of keys to `added` (keys, columns).
+/// Writes the attention bias for a panel of queries and a block of keys to `added` (keys, columns of the
+/// panel).
 void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
                Range queries, Range keys, float* added);
 
 kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
                                  int64_t first_query);
 
-/// Returns the row of a query in lse.
+/// Returns the index of a query in the flattened lse.
 inline int64_t row_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head, int64_t query) {
   return (s.batch * p.heads + head) * p.queries + s.begin_q + query;
 }
 
-/// Runs body(next) on every thread. next() returns each number from 0 to count - 1 once over all threads, and
-/// then -1.
+/// Shares `count` items of work among the threads. Runs body(next) on every thread; each call of next()
+/// returns the index of an item that no thread has taken yet, or -1 if there is none.
 template <class Body>
 void share_out(int64_t count, Body body) {
   std::atomic<int64_t> taken{0};

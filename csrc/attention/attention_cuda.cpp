@@ -28,7 +28,7 @@ void check_sizes(const kernels::AttentionProblem& p) {
               " tokens, received ", p.batch + 1);
 }
 
-// The inputs of the kernels. A tensor whose features are not contiguous is copied.
+// q, k and v for the CUDA kernels. A tensor whose features are not contiguous is copied.
 struct Operands {
   explicit Operands(const Call& call)
       : q(with_features_together(call.q)), k(with_features_together(call.k)),

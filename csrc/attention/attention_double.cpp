@@ -1,5 +1,5 @@
-// Attention in fp64, for gradient checks. Runs PyTorch's operators on one block of queries of all heads at a
-// time.
+// Attention in fp64 on the CPU, for gradient checks. Runs PyTorch's operators on one block of queries at a
+// time, for all heads together.
 
 #include <algorithm>
 
@@ -13,19 +13,20 @@
 namespace shoestring::attend {
 namespace {
 
-constexpr int64_t kBlock = 64;  // queries that are computed at once
+constexpr int64_t kBlock = 64;  // number of queries in a block
 
-// One batch of sequences of equal length, and its position in the call's tensors.
+// Sequences of equal length that are computed together, either the whole batch or one packed sequence, and
+// their position in the tensors of the call.
 struct Part {
-  Tensor q, k, v;     // (batch, heads, tokens, features); k and v are repeated to q's heads
-  Tensor bias;        // broadcasts to (batch, heads, queries, keys), or undefined
-  int64_t first_row;  // row of lse for the first query of the first head
-  int64_t head_rows;  // rows of lse from one head to the next
+  Tensor q, k, v;  // shape (batch, heads, tokens, features); k and v are repeated to have as many heads as q
+  Tensor bias;     // attention bias that broadcasts to (batch, heads, queries, keys), or undefined
+  int64_t first_row;  // index in the flattened lse of the first query of the first head
+  int64_t head_rows;  // distance in the flattened lse from one head to the next
   int64_t begin_q, begin_k;
 };
 
-// Returns one sequence of a packed tensor as (batch, heads, tokens, features), or an unpacked tensor
-// unchanged.
+// Returns the tokens [begin, end) of a packed tensor as (1, heads, tokens, features). Returns an unpacked
+// tensor unchanged.
 Tensor tokens_of(const Tensor& t, bool packed, int64_t begin, int64_t end) {
   return packed ? t.slice(0, begin, end).transpose(0, 1).unsqueeze(0) : t;
 }
@@ -56,8 +57,8 @@ void for_each_part(const Call& call, Body body) {
   }
 }
 
-// Returns a mask (queries, keys) for queries [begin, end): 0 for keys that a query sees and -inf for hidden
-// keys.
+// Returns a mask (queries, keys) for the queries [begin, end): 0 for keys that the query sees and -inf for
+// other keys.
 Tensor hidden_keys(const Call& call, const Part& part, int64_t begin, int64_t end) {
   const int64_t keys = part.k.size(2), shift = keys - part.q.size(2);
   const auto integers = part.q.options().dtype(at::kLong);
@@ -79,7 +80,7 @@ Tensor distances(const Part& part, int64_t begin, int64_t end) {
 
 struct Scores {
   Tensor scores;  // (batch, heads, queries, keys)
-  Tensor slope;   // derivative of the softcap at each score, or undefined
+  Tensor slope;   // derivative of the softcap with respect to each scaled score; undefined without softcap
 };
 
 Tensor bias_rows(const Tensor& bias, int64_t begin, int64_t end) {
@@ -109,8 +110,7 @@ Scores scores_of(const Call& call, const Part& part, int64_t begin, int64_t end)
   return s;
 }
 
-// Returns the dropout factors of the probabilities, which are 0 or 1 / (1 - p). The result is undefined
-// without dropout.
+// Returns dropout's factor for each probability: 0 or 1 / (1 - p). Undefined without dropout.
 Tensor kept(const Call& call, const Part& part, const Tensor& like, int64_t begin) {
   if (call.dropout_p == 0) return {};
   const auto rule = layers::dropout_rule(call.dropout_p);
@@ -136,7 +136,7 @@ Tensor lse_of(const Tensor& lse, bool packed, const Part& part, int64_t begin, i
                 : lse.slice(2, begin, end);
 }
 
-// Returns exp(scores - lse), or 0 in rows of queries that see no key.
+// Returns the attention probabilities exp(scores - lse), or 0 for queries that see no key.
 Tensor probabilities(const Tensor& scores, const Tensor& lse) {
   const Tensor some = at::where(at::isinf(lse).logical_and(lse.lt(0)), at::zeros_like(lse), lse);
   return at::exp(scores - some.unsqueeze(-1));
@@ -148,7 +148,7 @@ void for_each_block(const Part& part, Body body) {
     body(begin, std::min(begin + kBlock, part.q.size(2)));
 }
 
-// Adds t (batch, heads, ...) to `sum`, reduced over the dimensions in which `sum` has size 1.
+// Adds t (batch, heads, ...) to `sum`, after summing t over the dimensions in which `sum` has size 1.
 void add_reduced(Tensor sum, const Tensor& t) { sum.add_(t.sum_to_size(sum.sizes())); }
 
 }  // namespace
@@ -186,7 +186,7 @@ Gradients backward_double(const Call& call, const Upstream& upstream) {
   for_each_part(call, [&](const Part& part) {
     const int64_t end_q = part.begin_q + part.q.size(2), end_k = part.begin_k + part.k.size(2);
     const Tensor grad_out = tokens_of(upstream.grad_out, packed, part.begin_q, end_q);
-    const auto of_key_heads = [&](const Tensor& t) {  // sums the heads that share keys
+    const auto of_key_heads = [&](const Tensor& t) {  // sums over the query heads that share a key-value head
       return t.unflatten(1, {call.k.size(1), -1}).sum(2);
     };
     for_each_block(part, [&](int64_t begin, int64_t end) {

@@ -9,14 +9,14 @@
 namespace shoestring::attend {
 namespace {
 
-// No CUDA path has been timed on a GPU yet. Until benchmarks/attention/bench_attention.py has run on a GPU,
-// PyTorch's choice among its own operators has priority. Nobody is then slower than with
-// scaled_dot_product_attention.
+// Whether CUDA calls use shoestring's kernels even if PyTorch has an operator for them. False, because the
+// kernels have not been timed on a GPU with benchmarks/attention/bench_attention.py yet. A call that PyTorch
+// supports is thus as fast as scaled_dot_product_attention.
 constexpr bool kPreferOwn = false;
 constexpr int64_t kMostLibraryFeatures = 256;
 
-// Returns whether the call is nothing but softmax(scale q k^T) v, causal or not. With unequal lengths,
-// PyTorch aligns causal masks differently, so such calls are not plain.
+// Returns whether the call is softmax(scale q k^T) v without further options except a causal mask. Causal
+// calls need equally many queries and keys, because PyTorch aligns the mask differently otherwise.
 bool is_plain(const Call& c) {
   const bool options = c.packed() || c.bias || c.sinks || c.alibi_slopes || c.seed || c.softcap != 0 ||
                        c.left >= 0 || (c.right >= 0 && !c.causal);
@@ -27,15 +27,15 @@ bool is_plain(const Call& c) {
          (!c.causal || c.q.size(2) == c.k.size(2));
 }
 
-// Returns whether PyTorch has this operator on q's device. PyTorch has none on the CPU, so the CUDA emulator
-// runs our kernels unless a test registers a replacement.
+// Returns whether PyTorch implements the operator `name` on q's device. PyTorch has no such operators on the
+// CPU, so under the CUDA emulator shoestring's kernels run unless a test registers a replacement.
 bool exists(const char* name, const Tensor& q) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
   return op && op->hasKernelForDispatchKey(q.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
 }
 
-// Returns t, or a copy of t with the strides of `like`. Compilers rely on these strides, and so does cuDNN,
-// which finds its plans by q, k and v alone.
+// Returns t, or a copy of t with the strides of `like`. torch.compile relies on these strides. cuDNN does as
+// well, because it looks up its execution plans by q, k and v alone.
 Tensor laid_out_as(const Tensor& t, const Tensor& like) {
   for (int64_t i = 0; i < t.dim(); ++i) {
     if (t.size(i) > 1 && t.stride(i) != like.stride(i)) return at::empty_like(like).copy_(t);
@@ -67,7 +67,7 @@ Result forward_library(Library library, const Call& c) {
   if (library == Library::kCudnn) {
     const auto results = at::_scaled_dot_product_cudnn_attention(
         q, k, v, std::nullopt, /*compute_log_sumexp=*/true, 0.0, c.causal, false, c.scale);
-    out = std::get<0>(results), lse = std::get<1>(results);  // cuDNN's lse is (batch, heads, tokens, 1)
+    out = std::get<0>(results), lse = std::get<1>(results);  // cuDNN returns lse as (batch, heads, tokens, 1)
   } else {
     const auto results = at::_scaled_dot_product_flash_attention(q, k, v, 0.0, c.causal, false, c.scale);
     out = std::get<0>(results), lse = std::get<1>(results);
@@ -84,7 +84,8 @@ Gradients backward_library(Library library, const Call& c, const Upstream& u) {
   const Tensor none;
   std::tuple<Tensor, Tensor, Tensor> gradients;
   if (library == Library::kCudnn) {
-    const Tensor unused = at::empty({}, q.options().dtype(at::kLong));  // dropout's seed and offset
+    // placeholder for the random seed and offset of dropout; the call has no dropout
+    const Tensor unused = at::empty({}, q.options().dtype(at::kLong));
     gradients = at::_scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, lse.unsqueeze(-1),
                                                                  unused, unused, none, none, none, queries,
                                                                  keys, 0.0, c.causal, c.scale);

@@ -1,7 +1,7 @@
 #pragma once
 
-// PyTorch's own CUDA operators for attention. They are used for calls that they compute as attention()
-// defines it.
+// Computes attention with PyTorch's own CUDA operators, for calls in which they give the result that
+// shoestring's attention() defines.
 
 #include "attention/attention.h"
 
@@ -9,14 +9,14 @@ namespace shoestring::attend {
 
 enum class Library { kNone, kCudnn, kFlash };
 
-/// Returns the PyTorch operator that computes the call, or kNone for our kernels. No other function decides
-/// this.
+/// Decides which PyTorch operator computes the call; kNone means shoestring's own kernels. No other function
+/// makes this decision.
 Library library_for(const Call& call);
 
-/// Computes forward with an operator of PyTorch. The strides of the output and lse are the same as those of
-/// our kernels. Forward and backward may therefore use different implementations.
+/// Computes attention's forward with an operator of PyTorch. The output and lse have the strides that
+/// shoestring's kernels give them, so backward may use another implementation than forward.
 Result forward_library(Library library, const Call& call);
-/// Computes backward with an operator of PyTorch, for calls without a gradient of lse.
+/// Computes attention's backward with an operator of PyTorch. The call must have no gradient of lse.
 Gradients backward_library(Library library, const Call& call, const Upstream& upstream);
 
 }  // namespace shoestring::attend

@@ -1,6 +1,7 @@
-// Vectorised CPU kernels of attention, between the matrix products. The lanes of a register are queries, and
-// rows are keys. The maximum and the sum of a query therefore stay in one lane, without shuffles. The result
-// is already a packed panel, which the next product reads directly.
+// Vectorised CPU kernels for the steps of attention between the matrix products. The lanes of a register are
+// queries, and the rows of a tile are keys. The maximum and the sum of a query therefore stay in one lane,
+// without shuffles. The resulting tile is already a packed panel, which the next matrix product reads
+// directly.
 
 #include <math.h>
 
@@ -15,7 +16,8 @@ extern const kernels::AttentionTable attention;
 
 namespace {
 
-constexpr int kWide = 2;  // vector registers of a row of scores, as in gemm.cpp
+// number of vector registers in a row of a tile of scores; must equal kWide of the GEMM kernels
+constexpr int kWide = 2;
 constexpr int kColumns = kWide * kLanes;
 
 SHOESTRING_INLINE F32 lanes_from(float first) {
@@ -27,8 +29,7 @@ SHOESTRING_INLINE F32 lanes_from(float first) {
 void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t keys, const float* added,
             bool edge, float* scores, float* cap_slope) {
   const F32 cap = splat(panel.softcap);
-  // Distances between tokens are exact in fp32 up to 2^24. With more tokens, no cache would hold the keys of
-  // a tile.
+  // Distances between tokens are exact in fp32 up to 2^24. Longer sequences are impractical on the CPU.
   const float start = static_cast<float>(first_key - panel.position);
   const F32 left = splat(-static_cast<float>(panel.left)), right = splat(static_cast<float>(panel.right));
   for (int64_t j = 0; j < keys; ++j, scores += kColumns) {
@@ -54,7 +55,7 @@ void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t key
   }
 }
 
-// Replaces -inf by 0, so that e^(-inf - result) is 0 and not NaN.
+// Replaces a maximum of -inf by 0, so that e^(-inf - maximum) is 0 and not NaN.
 SHOESTRING_INLINE F32 finite(F32 highest) { return highest == kLow ? F32{} : highest; }
 
 template <bool kBrief>
@@ -119,10 +120,12 @@ void differentiate(float* scores, float* by_p, int64_t keys, const float* mask, 
                    const float* delta) {
   for (int w = 0; w < kWide; ++w) {
     const F32 known = load(lse + w * kLanes), less = load(delta + w * kLanes);
-    const F32 highest = known == kLow ? splat(-kLow) : known;  // -kLow for a query that sees no key
+    // A query that sees no key has a log-sum-exp of -inf. Replacing it by +inf makes its probabilities 0.
+    const F32 highest = known == kLow ? splat(-kLow) : known;
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * kColumns + w * kLanes;
-      // Rounding may put a score slightly above the log-sum-exp that includes this score.
+      // Rounding may make a score slightly larger than the log-sum-exp that includes it, so the difference is
+      // limited to 0.
       const F32 p = exp_of<kBrief>(min(splat(0.f), load(scores + at) - highest));
       F32 gradient = load(by_p + at), used = p;
       if (mask != nullptr) {

@@ -16,8 +16,8 @@ using at::Tensor;
 
 constexpr const char* kOp = "pack_sequences";
 
-// The free space of each bin, as a tree of maxima. A search for the first bin with enough space takes as many
-// steps as the tree has levels.
+// The free space of each bin, as a binary tree of maxima. Finding the first bin with enough space takes one
+// step per level of the tree.
 class Bins {
  public:
   Bins(int64_t most, int64_t capacity) {

@@ -6,7 +6,7 @@
 
 namespace shoestring::activations {
 
-/// The autocast settings of this thread, for the CPU and for CUDA, at the time of construction.
+/// A copy of this thread's autocast settings for the CPU and for CUDA, taken by the constructor.
 class AutocastState {
  public:
   AutocastState() {
@@ -16,7 +16,8 @@ class AutocastState {
     }
   }
 
-  /// Applies these settings to this thread. To undo that, restore an AutocastState constructed before.
+  /// Applies the stored settings to this thread. To return to the settings before, construct another
+  /// AutocastState first and restore it afterwards.
   void restore() const {
     for (size_t i = 0; i < kDevices.size(); ++i) {
       at::autocast::set_autocast_enabled(kDevices[i], enabled_[i]);
@@ -32,8 +33,8 @@ class AutocastState {
   bool cache_ = at::autocast::is_autocast_cache_enabled();
 };
 
-/// Applies an autocast state during its own lifetime. The cache of cast weights is cleared when the outermost
-/// autocast region ends.
+/// Applies an autocast state while the guard lives. The destructor restores the former settings, and clears
+/// the cache of cast weights at the end of the outermost autocast region.
 class AutocastGuard {
  public:
   explicit AutocastGuard(const AutocastState& state) {

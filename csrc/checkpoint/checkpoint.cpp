@@ -1,6 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
-// The first and second run of a checkpointed function, by hooks on the tensors that autograd saves.
+// Runs a checkpointed function in forward, and again in backward, with the help of hooks on the tensors that
+// autograd saves.
 
 #include <shoestring/checkpoint.h>
 #include <torch/csrc/autograd/engine.h>
@@ -14,9 +15,9 @@
 #include "checkpoint/operator_tape.h"
 #include "checkpoint/rng_state.h"
 
-// During the first run of the function, each tensor that autograd saves is replaced by a Number, its position
-// in the order of saving. When backward first asks for one of them, the function runs again, and the tensors
-// that this second run saves become the values of the numbers.
+// During the first run of a checkpointed function, hooks replace each tensor that autograd saves by a Number,
+// its position in the order of saving. When backward first asks for one of these tensors, the function runs a
+// second time. The tensors that autograd saves in the second run become the values of the Numbers.
 
 namespace shoestring {
 namespace activations {
@@ -37,11 +38,11 @@ struct Number : Packed {
   const std::vector<int64_t> sizes;
   const at::ScalarType dtype;
   const c10::Device device;
-  std::map<int, Tensor> values;  // the recomputed tensor, by backward pass (graph task id)
+  std::map<int, Tensor> values;  // the recomputed tensor for each backward pass, by graph task id
 };
 
-// Thrown through the function once all needed tensors have been recomputed. It derives from std::exception
-// because LibTorch's engine passes on only such exceptions.
+// Exception that ends the second run early. It is thrown through the function once all needed tensors have
+// been recomputed. It derives from std::exception because LibTorch's engine passes on no other exceptions.
 struct Stop : std::exception {};
 
 struct Frame : std::enable_shared_from_this<Frame> {
@@ -63,7 +64,8 @@ struct Frame : std::enable_shared_from_this<Frame> {
   const AutocastState autocast;
   c10::intrusive_ptr<OperatorTape> tape;
   std::vector<std::weak_ptr<Number>> numbers;
-  // True once the first run has ended. From then on, a second run that saves more tensors is an error.
+  // True once the first run of the function has ended, so that the number of tensors it has saved is final. A
+  // second run that starts earlier may save more tensors.
   bool complete = false;
   std::recursive_mutex mutex;
 };
@@ -124,7 +126,8 @@ Tensor Frame::value(Number& number) {
   const int pass = torch::autograd::get_current_graph_task_id();
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   if (!number.values.contains(pass)) run_again(pass);
-  // A node asks for its value once. If it asks again, the function runs again.
+  // An autograd node usually unpacks a saved tensor once, so the recomputed tensor is dropped. If the node
+  // unpacks it again, the function runs again.
   const auto found = number.values.find(pass);
   Tensor value = found->second;
   number.values.erase(found);
@@ -134,7 +137,7 @@ Tensor Frame::value(Number& number) {
 void Frame::run_again(int pass) {
   std::vector<Tensor> given;
   for (const auto& input : inputs) given.push_back(input.unpack());
-  // When this backward pass ends, free the recomputed tensors that it did not use.
+  // When the current backward pass ends, free the recomputed tensors that the pass did not use.
   if (pass >= 0) {
     torch::autograd::Engine::get_default_engine().queue_callback([pass, weak = weak_from_this()] {
       const auto frame = weak.lock();
@@ -145,8 +148,9 @@ void Frame::run_again(int pass) {
     });
   }
   const auto hooks = std::make_shared<SecondRun>(*this, pass);
-  // The number of saved tensors must match exactly only if the second run goes to the end. While the first
-  // run has not ended, or if the function catches Stop, the second run may save more.
+  // Both runs must save the same number of tensors only if the first run has ended and early_stop is off.
+  // More tensors may be saved by a second run inside the first run, or by a function that catches the
+  // exception Stop.
   const bool exact = complete && !early_stop;
   {
     const at::AutoGradMode gradients(true);
@@ -184,7 +188,8 @@ struct CheckpointRun::Scope {
     if (tape && !finished) tape->abandon();
   }
   void finish() {
-    // Remove the hooks first: what the tape saves in end() belongs to the code around the function.
+    // Remove the hooks of this checkpoint before tape->end(). end() saves the stored operator results as
+    // saved tensors, which must go to the hooks that are active around the checkpoint.
     guard.reset();
     frame->complete = true;
     finished = true;

@@ -1,6 +1,6 @@
 #include <string>
 #include <tuple>
-// The operators checkpoint_plan, simulate_checkpoint_plan and checkpoint_choices, for Python.
+// Registers the operators checkpoint_plan, simulate_checkpoint_plan and checkpoint_choices for Python.
 
 #include <vector>
 
@@ -16,8 +16,8 @@ namespace {
 using Ints = std::vector<int64_t>;
 using Floats = std::vector<double>;
 
-// Converts flat lists to blocks. The lists concatenate the choices of all blocks; `choices` has the number of
-// choices of each block.
+// Converts the arguments of the operators, which are flat lists, to one PlanBlock per block. `choices` holds
+// the number of choices of each block. The lists from `bytes` on concatenate the choices of all blocks.
 std::vector<PlanBlock> unpack(const char* op, const Floats& forward_seconds, const Floats& backward_seconds,
                               const Ints& choices, const Ints& bytes, const Floats& extra_seconds,
                               const Ints& link_bytes, const Ints& forward_bytes, const Ints& backward_bytes) {

@@ -5,17 +5,18 @@
 
 namespace shoestring::activations {
 
-/// One way to treat the activations of a block. Python reads the list through the operator
-/// checkpoint_choices.
+/// One way to treat the activations of a block: keep, recompute or offload them. Python reads the list of
+/// choices through the operator checkpoint_choices.
 struct Choice {
   std::string name;
   bool recomputed;
-  // Operators and groups whose results are stored, although the block is recomputed.
+  // Names of operators, or of groups of operators, whose results are stored although the block is recomputed.
   std::vector<std::string> keep;
-  bool offloaded;  // what autograd saves leaves the device
+  bool offloaded;  // whether the tensors that autograd saves are offloaded
 };
 
-/// Returns all choices. Those that offload come last; each equals an earlier choice except for offloading.
+/// Returns all ways to treat a block's activations. The ways that offload come last. Each of them equals an
+/// earlier one, except that it offloads.
 inline const std::vector<Choice>& choices() {
   static const std::vector<Choice> all{
       {"keep", false, {}, false},

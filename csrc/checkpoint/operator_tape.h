@@ -15,60 +15,69 @@
 
 #include "checkpoint/rng_state.h"
 
-// Selective checkpointing: stores the results of chosen operators while a function runs. When the function
-// runs a second time, these operators return the stored results and are not computed again. It works below
-// autograd and for every operator: a fallback on a dispatch key that PyTorch leaves unused sees each call.
+// Selective checkpointing: a tape stores the results of chosen operators while a function runs. When the
+// function runs a second time, these operators return the stored results instead of computing them. A tape
+// works for every operator, at a level below autograd: a fallback on a dispatch key that PyTorch leaves
+// unused sees each call.
 
 namespace shoestring::activations {
 
 class OperatorTape : public torch::CustomClassHolder {
  public:
-  /// keep: names of operators ("aten::mm"), of groups of operators ("attention", "products"), and tags of
-  /// tag_activation.
+  /// `keep` holds names of operators ("aten::mm"), names of groups of operators ("attention", "products"),
+  /// and tags that the function passes to tag_activation.
   explicit OperatorTape(const std::vector<std::string>& keep);
 
-  /// One run of the function on one thread.
+  /// One run of the checkpointed function on one thread.
   struct Run;
 
-  // Starts the first run on this thread: the calls that follow are recorded.
+  // Starts the first run of the function on this thread. The tape records all operator calls until end().
   void record();
-  // Starts a second run on this thread. It may start before the first run has ended.
+  // Starts a second run of the function on this thread. A second run may start before the first run has
+  // ended.
   void replay();
-  // Ends the run that was started last.
+  // Ends the run that was started last on this thread.
   void end();
-  // Ends the run that was started last, because it failed. Drops what a first run has recorded.
+  // Ends the run that was started last on this thread, because the function failed. If it is a first run,
+  // drops all recorded results.
   void abandon();
 
-  /// Stores the results of the operator of the first run that made x, if the tag was asked for.
+  /// If `keep` contains the tag, finds the operator call of the first run that made x, and stores all results
+  /// of the call.
   void tag(const at::Tensor& x, const std::string& tag);
-  /// Computes a call of an operator, or returns the results that were stored in the first run.
+  /// Handles one operator call: computes and records it, or returns the results that were stored in the first
+  /// run.
   void call(Run& run, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
  private:
   struct Result {
-    std::vector<c10::IValue> values;  // empty: not stored; after the first run their tensors are in `saved`
-    // Versions of the tensors, to detect that the first run writes over them.
+    // Results of one operator call; empty if they are not stored. After the first run of the function, the
+    // tensors among the results are in `saved`.
+    std::vector<c10::IValue> values;
+    // Version counters of the tensors in `values`, to detect that the function modifies a stored result in
+    // place.
     std::vector<uint32_t> versions;
-    // Holds the tensors once the first run has ended. SavedVariable detects in-place changes, and applies the
-    // hooks that surround the checkpoint.
+    // After the first run of the function: the tensors from `values`. SavedVariable detects in-place changes,
+    // and calls the saved-tensor hooks that are active around the checkpoint.
     std::vector<torch::autograd::SavedVariable> saved;
-    // Sizes and dtypes of the arguments, to detect that the second run differs from the first.
+    // Sizes and dtypes of the operator's arguments, to detect that the second run differs from the first.
     std::vector<int64_t> arguments;
-    // Generator states after a random operator, so that later operators draw the same numbers in both runs.
+    // States of the random generators after the call, if the operator is random. Restoring them lets later
+    // operators draw the same numbers in both runs.
     std::optional<RngState> rng;
   };
   struct Operator {
     bool wanted, aliasing;
     std::vector<Result> calls;
   };
-  // The results of a call that is not stored, but may still be tagged.
+  // An operator call whose results are not stored yet; tag_activation may still request that they be stored.
   struct Made {
     Operator* op;
     size_t call;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     std::vector<int64_t> sizes, strides;
     int64_t offset;
-    std::vector<c10::IValue> others;  // the operator's results after the first one
+    std::vector<c10::IValue> others;  // all results of the operator call except for the first
   };
 
   Operator& operator_of(const c10::OperatorHandle& op);
@@ -77,12 +86,13 @@ class OperatorTape : public torch::CustomClassHolder {
   static void save(const std::string& op, Result& result);
 
   std::set<std::string> names_;
-  bool recorded_ = false;  // the first run has ended, so the results are in `saved`
+  // true once the first run has ended, so that the tensors of stored results are in `saved`
+  bool recorded_ = false;
   std::unordered_map<c10::OperatorHandle, Operator> operators_;
   std::vector<Made> made_;
 };
 
-/// Hides the operators that this thread calls from all tapes, during its own lifetime.
+/// While a NoTape lives, no OperatorTape records or replaces the operator calls of this thread.
 class NoTape {
  public:
   NoTape();

@@ -1,6 +1,6 @@
 #include "checkpoint/plan_bound.h"
 
-// Computes lower bounds of the time of a checkpoint plan by Lagrangian relaxation of the memory budget.
+// Computes lower bounds of the time of a checkpoint plan, by Lagrangian relaxation of the memory budget.
 
 #include <cmath>
 #include <limits>
@@ -9,13 +9,15 @@
 namespace shoestring::plan {
 namespace {
 
-// Levels by prefetch: a table has levels ^ prefetch entries for each block.
+// Number of values (levels) to which times are rounded, for a prefetch of 1, 2, 3 and 4 blocks. A table of
+// bounds has levels ^ prefetch entries for each block.
 constexpr int kLevels[kMaxPrefetch] = {64, 16, 8, 6};
 
 }  // namespace
 
-// Returns the table index of a rounded state. lead[j]: picoseconds by which the rest of backward is longer
-// when counted from the copy back of the block j places back than from the last block's backward.
+// Returns the index of a state in the table of bounds, after rounding the state's times. lead[j] is the time
+// in picoseconds from the start of a copy back to the start of the last block's backward. The copy is that of
+// the block j places before the last block.
 size_t Bound::place(const double* lead) const {
   size_t place = 0;
   for (int j = 0; j < prefetch_; ++j) {
@@ -26,7 +28,7 @@ size_t Bound::place(const double* lead) const {
 
 Bound::Price Bound::at(const Model& model, double held, double out) const {
   const size_t n = model.blocks.size();
-  // Rounding to float must also go down, since the table holds lower bounds.
+  // Conversion to float must also round down, since the table holds lower bounds.
   const auto down = [](double x) {
     return std::nextafter(static_cast<float>(x), -std::numeric_limits<float>::infinity());
   };
@@ -47,7 +49,8 @@ Bound::Price Bound::at(const Model& model, double held, double out) const {
         const double took = std::max(double(block.backward + c.extra), lead[prefetch_ - 1]);
         next[0] = c.in + std::max(0.0, lead[0] - took);
         for (int j = 1; j < prefetch_; ++j) next[j] = std::max(0.0, lead[j - 1] - took);
-        // Nothing is held after the last block, but the peaks of the block itself have to fit.
+        // After the last block no bytes need to be held, but the peaks of the last block itself have to fit
+        // into the budget.
         const double memory = i + 1 == n ? std::max(c.forward, c.backward) : c.held;
         least = std::min(least, (1 - out) * (block.forward + c.slower) + out * c.out + took + held * memory +
                                     price.rest[(i + 1) * places_ + place(next)]);
@@ -75,14 +78,15 @@ Bound::Bound(const Model& model, int64_t budget)
       bytes = std::max(bytes, double(choice.held + choice.link));
       longest = std::max(longest, double(choice.in));
     }
-    // Copies that wait for one another take longer than the longest copy; the last level stands for "or
-    // more".
+    // Copies back that wait for one another can take longer than the longest copy, so the levels of rounded
+    // times go up to twice the time of the longest copy. The last level stands for all longer times.
   }
   level_ = std::max(1.0, 2 * longest / levels_);
   for (int j = 0; j < prefetch_; ++j) places_ *= levels_;
   const State start;
   for (const double out : {0.0, 0.25, 0.5, 0.75, 1.0}) {
-    // Ternary search for the best price of memory at the start: the bound is concave in the price.
+    // The price of memory is the Lagrange multiplier of the memory budget. A ternary search finds the price
+    // that gives the best bound before the first block. The bound is concave in the price.
     double low = 0, high = 16 * time / bytes;
     for (int i = 0; i < 16; ++i) {
       const double a = low + (high - low) / 3, b = high - (high - low) / 3;
@@ -92,7 +96,8 @@ Bound::Bound(const Model& model, int64_t budget)
         high = b;
       }
     }
-    // After some blocks, another price may give the best bound.
+    // After some blocks, another price of memory may give a better bound, so bounds are computed for several
+    // prices.
     for (const double factor : {0.0, 0.6, 0.8, 1.0, 1.25, 1.6})
       prices_.push_back(at(model, factor * (low + high) / 2, out));
   }
@@ -101,7 +106,8 @@ Bound::Bound(const Model& model, int64_t budget)
 int64_t Bound::operator()(const State& s, size_t done) const {
   double most = 0;
   for (const Price& price : prices_) most = std::max(most, value(price, s, done));
-  return static_cast<int64_t>(most * (1 - 1e-6)) - 1;  // subtracts what rounding may have added
+  // Subtract more than rounding errors may have added, so that the result is a lower bound.
+  return static_cast<int64_t>(most * (1 - 1e-6)) - 1;
 }
 
 }  // namespace shoestring::plan

@@ -6,20 +6,21 @@
 
 namespace shoestring::activations {
 
-/// The states of the default generators of the CPU and of the accelerators that `tensors` are on.
+/// The states of PyTorch's default random generators, of the CPU and of the accelerators that hold `tensors`.
 class RngState {
  public:
-  RngState() = default;  // holds the state of no generator
+  RngState() = default;  // a default-constructed RngState is empty
   explicit RngState(at::TensorList tensors);
   void restore() const;
-  /// Reads the present states of the same generators.
+  /// Returns the current states of the generators whose states this object holds.
   RngState present() const;
 
  private:
   std::vector<std::pair<c10::Device, at::Tensor>> states_;
 };
 
-/// Restores, in its destructor, the states that the generators had when it was constructed.
+/// The constructor saves the current states of the random generators whose states `of` holds. The destructor
+/// restores the saved states.
 class RngGuard {
  public:
   explicit RngGuard(const RngState& of) : before_(of.present()) {}

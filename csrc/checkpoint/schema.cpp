@@ -5,24 +5,29 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // Returns x itself. A surrounding checkpoint whose `keep` contains the tag stores the results of the
-  // operator that made x, so backward does not compute them again. x must not have been modified in place.
+  // Returns x itself. If a surrounding checkpoint has the tag in its `keep`, the checkpoint stores the
+  // results of the operator that made x. Backward then does not compute them again. x must not have been
+  // modified in place.
   m.def("tag_activation(Tensor x, str tag) -> Tensor");
-  // Returns the operators that the names in a checkpoint's `keep` stand for. Tags are left out.
+  // Returns the operator names in `keep`, the list of results that a checkpoint stores. The name of a group
+  // is replaced by the names of its operators, and tags are left out.
   m.def("checkpoint_operators(str[] keep) -> str[]");
-  // Lists the ways in which a plan may treat the activations of a block. Returns their names and whether they
-  // recompute the block. Also returns the operators whose results are stored in spite of that, and whether
-  // saved tensors leave the device.
+  // Lists the choices of a plan: the ways to treat the activations of a block. Each choice has four values:
+  // - names: its name;
+  // - recomputed: whether the block is recomputed;
+  // - keep: the operators whose results are stored although the block is recomputed;
+  // - offloaded: whether saved tensors are offloaded.
   m.def("checkpoint_choices() -> (str[] names, bool[] recomputed, str[][] keep, bool[] offloaded)");
-  // For a sequence of blocks, finds the choice for each block that minimises the time of forward and backward
-  // within a memory budget in bytes. shoestring/checkpoint_plan.h describes the model and its results.
+  // Plans a sequence of blocks. For each block, finds the choice that minimises the time of forward and
+  // backward within a memory budget in bytes. shoestring/checkpoint_plan.h describes the cost model and the
+  // results.
   // - choices: the number of choices of each block; `bytes` and the lists after it concatenate the choices of
   //   all blocks.
-  // - pending: for each block, the bytes of earlier blocks that may still be on their way to the host when it
-  //   begins.
-  // - least_seconds: a lower bound on the time of every plan.
+  // - result pending: for each block, how many bytes of earlier blocks may still wait for their copy to the
+  //   host when the block begins.
+  // - result least_seconds: a lower bound on the time of every plan.
   //
-  // simulate_checkpoint_plan predicts the same figures for a given plan.
+  // simulate_checkpoint_plan predicts pending, peak and seconds for a given plan.
   const std::string planned =
       "(float[] forward_seconds, float[] backward_seconds, int[] choices, int[] bytes, float[] "
       "extra_seconds, int[] link_bytes, int[] forward_bytes, int[] backward_bytes, ";

@@ -21,23 +21,23 @@
 
 namespace shoestring {
 
-/// Returns true if a call on these tensors has to be recorded for backward.
+/// Returns whether autograd must record an operator with these input tensors.
 template <class... Tensors>
 bool needs_grad(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (tensors.requires_grad() || ...);
 }
 
-/// Returns true if the optional tensor has a value that requires a gradient.
+/// Returns whether t holds a tensor that requires a gradient.
 inline bool wants_grad(const std::optional<at::Tensor>& t) { return t.has_value() && t->requires_grad(); }
 
-/// Converts an undefined tensor to nullopt. Saved tensors of a node become an operator's optional arguments
-/// this way.
+/// Converts an undefined tensor to nullopt. Backward functions use it to pass saved tensors as optional
+/// arguments of an operator.
 inline std::optional<at::Tensor> as_optional(const at::Tensor& t) {
   return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
 }
 
-/// Runs a boxed operator under autocast. Casts those of the named arguments that are floating-point tensors
-/// to the autocast dtype, as autocast does for a linear layer.
+/// Runs a boxed operator under autocast. Casts each argument in `names` that is a floating-point tensor to
+/// the autocast dtype, as autocast does for a linear layer.
 inline void call_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DeviceType device,
                           std::initializer_list<const char*> names) {
   c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
@@ -45,17 +45,18 @@ inline void call_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stac
   for (const char* name : names) {
     c10::IValue& argument = (*stack)[first + *op.schema().argumentIndexWithName(name)];
     if (argument.isNone() || !argument.toTensor().is_floating_point())
-      continue;  // no tensor, or a packed weight
+      continue;  // None and the integer codes of a quantised weight are not cast
     argument =
         at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), argument.toTensor(), device);
   }
   op.callBoxed(stack);
 }
 
-/// Creates an autograd node with the kind of smart pointer that this version of PyTorch uses for nodes.
+/// Creates an autograd node. Returns it in the type of smart pointer by which the installed PyTorch version
+/// owns nodes.
 template <class Node, class... Args>
 auto make_node(Args&&... args) {
-  // PyTorch holds nodes by intrusive_ptr from version 2.15 on at the latest.
+  // At the latest from version 2.15 on, PyTorch owns autograd nodes by intrusive_ptr, earlier by shared_ptr.
   if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, torch::autograd::Node>) {
     return c10::make_intrusive<Node>(std::forward<Args>(args)...);
   } else {
@@ -63,8 +64,9 @@ auto make_node(Args&&... args) {
   }
 }
 
-/// Marks the gradients of an operator whose backward is not differentiable. With create_graph=True they get a
-/// node that raises an error if they are differentiated. Otherwise they are returned unchanged.
+/// Called at the end of an operator's backward if backward itself cannot be differentiated. With
+/// create_graph=True, gives the gradients an autograd node that raises an error in double backward. Otherwise
+/// returns the gradients unchanged.
 inline torch::autograd::variable_list once_differentiable(const char* op,
                                                           torch::autograd::variable_list gradients) {
   if (!at::GradMode::is_enabled()) return gradients;
@@ -76,21 +78,22 @@ inline torch::autograd::variable_list once_differentiable(const char* op,
   return (*refusal)(std::move(inputs));
 }
 
-/// Returns true if a compiler is recording the operations on t instead of executing them.
+/// Returns whether a tracer such as torch.compile records the operations on t instead of executing them.
 inline bool is_traced(const at::Tensor& t) {
   return c10::impl::dispatch_mode_enabled() ||
          t.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
 }
 
-/// Returns true if this backward pass is the last use of the tensors that the node saved.
+/// Returns whether the current backward pass may overwrite the tensors that an autograd node saved, because
+/// they are not used again. upstream: gradient of the node's output.
 inline bool used_once(const at::Tensor& upstream) {
   return !is_traced(upstream) && !at::GradMode::is_enabled() &&
          !torch::autograd::get_current_graph_task_keep_graph();
 }
 
-/// Returns gradient * upstream, where upstream is a scalar tensor. Multiplies in place, without a second
-/// tensor of the gradient's size, if the gradient is not needed again. If upstream is 1, the gradient's
-/// memory is then not touched.
+/// Returns gradient * upstream for a scalar tensor `upstream`, the gradient of the loss. Multiplies in place
+/// if the saved `gradient` is not used again, which avoids another tensor of its size. If upstream is 1, the
+/// memory of the gradient is not even read.
 inline at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& upstream) {
   if (!used_once(upstream)) return gradient.mul(upstream);
   at::AutoDispatchBelowADInplaceOrView below;
@@ -100,8 +103,8 @@ inline at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& u
   return changed;
 }
 
-/// Sums grad (..., features) over all but the last dimension, which is the gradient of a bias. Returns
-/// `dtype`.
+/// Returns the gradient of a bias: the sum of grad (..., features) over all dimensions except the last,
+/// converted to `dtype`.
 inline at::Tensor sum_to_bias(const at::Tensor& grad, at::ScalarType dtype) {
   std::vector<int64_t> dims(grad.dim() - 1);
   std::iota(dims.begin(), dims.end(), 0);

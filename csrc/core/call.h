@@ -18,11 +18,12 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 using NamedArguments = std::vector<std::pair<std::string, c10::IValue>>;
 
-/// Calls an operator with arguments named as in its schema. Arguments that are not given take their defaults.
-/// Returns the operator's results.
+/// Calls the operator `name` through PyTorch's dispatcher, with arguments named as in its schema. Arguments
+/// that are not given take their defaults. Returns the operator's results.
 torch::jit::Stack call_by_name(const std::string& name, const NamedArguments& arguments);
 
-/// Reads the arguments of a boxed call by their names in the schema. The arguments stay on the stack.
+/// Reads the arguments of a boxed operator call from the stack by their names in the schema. Leaves them on
+/// the stack.
 class BoxedArguments {
  public:
   BoxedArguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack)

@@ -1,20 +1,22 @@
 #pragma once
 
-// Selects the build of the CPU kernels. Every *_simd.cpp is compiled once per capability, each time in its
-// own namespace, so that the linker merges no code between builds. Each build exports one table of functions.
+// Selects among the builds of the CPU kernels. Every *_simd.cpp file is compiled once per capability (plain,
+// AVX2, AVX-512). Each build has its own namespace, so that the linker cannot merge their functions. Each
+// build exports one table of function pointers per operator.
 
 namespace shoestring::cpu {
 
 enum class Capability { kPlain, kAvx2, kAvx512 };
 
-/// Returns the capability in use: the best one of this machine, or the one that SHOESTRING_CPU selects.
+/// Returns the capability whose CPU kernels are in use: the best one that this machine supports, or the one
+/// that the environment variable SHOESTRING_CPU selects.
 Capability capability();
 
-/// Returns true if this machine and this build support the capability.
+/// Returns whether this machine and this build support the CPU capability.
 bool supports(Capability capability);
 
-/// Selects another capability, for tests and comparisons. Returns false and changes nothing if it is not
-/// supported.
+/// Selects another CPU capability, for tests and comparisons. If the machine does not support it, changes
+/// nothing and returns false.
 bool set_capability(Capability capability);
 
 const char* name(Capability capability);
@@ -33,9 +35,9 @@ const Table& choose(const Table& plain, const Table& avx2, const Table& avx512) 
 
 }  // namespace shoestring::cpu
 
-// Declares a kernel table for each capability and the function shoestring::cpu::NAME(), which returns the
-// table in use. <op>_simd.cpp defines `extern const Table NAME{...}` inside `namespace
-// shoestring::cpu::SHOESTRING_CAPABILITY`.
+// Declares an operator's table of CPU kernels for each capability. Also defines the function
+// shoestring::cpu::NAME(), which returns the table of the capability in use. The operator's *_simd.cpp file
+// defines `extern const Table NAME{...}` inside `namespace shoestring::cpu::SHOESTRING_CAPABILITY`.
 #if defined(__x86_64__)
 #define SHOESTRING_CPU_TABLE(Table, NAME)                                              \
   namespace shoestring::cpu {                                                          \

@@ -1,7 +1,6 @@
 #pragma once
 
-// Helpers for the CUDA side of an operator's host code: the kernel tables, the current stream and launch
-// errors.
+// Helpers for host code that launches CUDA kernels: the current stream and launch errors.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>

@@ -1,12 +1,12 @@
 #pragma once
 
-// Exponentials and reciprocals of fp32 registers.
+// Exponential functions and reciprocals of fp32 registers.
 
 #include "core/vec_simd.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
-// n is the integer nearest to x, |x| < 2^21. `power` encodes n in the form that scale_by_power() takes.
+// The integer n nearest to a number x with |x| < 2^21. `power` encodes n as scale_by_power() expects it.
 struct Whole {
   F32 n, power;
 };
@@ -15,11 +15,14 @@ SHOESTRING_INLINE Whole nearest_whole(F32 x) {
   const F32 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return {n, n};
 #else
-  const F32 shifted = x + 12583039.f;  // 1.5 * 2^23 + 127, which leaves n's biased exponent in the low bits
+  // 12583039 is 1.5 * 2^23 + 127. Adding it to x rounds x to the integer n and leaves n + 127, the biased
+  // exponent of 2^n, in the low bits.
+  const F32 shifted = x + 12583039.f;
   return {shifted - 12583039.f, shifted};
 #endif
 }
-// Returns 2^n y. Without AVX-512, n is from -126 to 127; n = -127 gives 0.
+// Returns y * 2^n, where `power` encodes n (see nearest_whole()). Without AVX-512, n must be from -127 to
+// 127, and n = -127 gives 0.
 SHOESTRING_INLINE F32 scale_by_power(F32 y, F32 power) {
 #if defined(__AVX512F__)
   return _mm512_scalef_ps(y, power);
@@ -28,13 +31,13 @@ SHOESTRING_INLINE F32 scale_by_power(F32 y, F32 power) {
 #endif
 }
 
-// Computes e^x as y 2^n for x from -105 to 89, or NaN. Here x = (n + r) ln 2 with |r| <= 1/2, and y is a
-// polynomial in r that approximates 2^r.
+// Computes e^x as y * 2^n for x from -105 to 89: returns y and stores n, encoded, in `power`. Here x = (n +
+// r) ln 2 with |r| <= 1/2, and y is a polynomial in r that approximates 2^r. For a NaN, y is NaN.
 SHOESTRING_INLINE F32 reduced_exp(F32 x, F32* power) {
   const Whole whole = nearest_whole(x * 1.44269502f);
 #if defined(__FMA__)
   const F32 r = fma(x, splat(1.92596299e-8f), fma(x, splat(1.44269502f), -whole.n)), square = r * r;
-#else  // without FMA: the constants are split so that the products with n need no rounding
+#else  // without FMA, ln 2 is split into two constants, so that the product of n and the larger one is exact
   const F32 rest = x - whole.n * 0.693145752f - whole.n * 1.42860677e-6f, r = rest * 1.44269502f,
             square = r * r;
 #endif
@@ -46,13 +49,13 @@ SHOESTRING_INLINE F32 reduced_exp(F32 x, F32* power) {
 }
 
 #if defined(__AVX512F__)
-constexpr float kNoExp = -105.f, kLeastExp = kNoExp;  // e^kNoExp rounds to 0
+constexpr float kNoExp = -105.f, kLeastExp = kNoExp;  // at or below this x, e^x rounds to 0
 #else
-constexpr float kNoExp = -88.f;       // scale_by_power() turns e^kNoExp into 0, because its exponent is -127
-constexpr float kLeastExp = -87.33f;  // e^kLeastExp is the smallest normal number
+constexpr float kNoExp = -88.f;       // the exponent of e^-88 is -127, which scale_by_power() turns into 0
+constexpr float kLeastExp = -87.33f;  // e^-87.33 is about the smallest normal number
 #endif
 
-// Returns y, the value computed for exp(x), or 0 if x is too small for scale_by_power().
+// Returns y, the computed value of e^x, or 0 if x is too small for scale_by_power().
 SHOESTRING_INLINE F32 unless_too_small(F32 x, F32 y) {
 #if defined(__AVX512F__)
   return y;
@@ -61,8 +64,8 @@ SHOESTRING_INLINE F32 unless_too_small(F32 x, F32 y) {
 #endif
 }
 
-// Returns e^x for x <= 0 with an error of about 1 ulp. Results below 2^-126.5 become 0; with AVX-512 they are
-// subnormal numbers. NaN stays NaN.
+// Returns e^x for x <= 0 with an error of about 1 ulp. Results below 2^-126.5 are subnormal numbers with
+// AVX-512, else 0. e^NaN is NaN.
 SHOESTRING_INLINE F32 exp_of_negative(F32 x) {
   F32 power;
   const F32 y = reduced_exp(max(splat(kNoExp), x), &power);
@@ -78,7 +81,8 @@ SHOESTRING_INLINE F32 short_exp_of_negative(F32 x) {
   return scale_by_power(fma(fma(high, r, splat(0.693124175f)), r, splat(1.f)), whole.power);
 }
 
-// Returns e^x for every x with an error of about 1 ulp. The result is infinity above the largest number.
+// Returns e^x for every x with an error of about 1 ulp, and infinity if e^x exceeds the largest fp32 number.
+// Without AVX-512, results below 2^-125.5 are 0.
 SHOESTRING_INLINE F32 exp(F32 x) {
   F32 power;
   const F32 y = reduced_exp(min(splat(89.f), max(splat(kLeastExp), x)), &power);
@@ -86,11 +90,12 @@ SHOESTRING_INLINE F32 exp(F32 x) {
   return scale_by_power(y, power);
 #else
   return unless_too_small(
-      x, scale_by_power(y * 2.f, power - 1.f));  // in two factors, because 2^128 is not an fp32 number
+      // y * 2^n is computed as (2 y) * 2^(n - 1), because n may be 128, and 2^128 is not an fp32 number.
+      x, scale_by_power(y * 2.f, power - 1.f));
 #endif
 }
 
-// Returns 1 / x for x from 1 to 2^120, with an error of about 1 ulp.
+// Returns 1 / x for x from 1 to 2^120 with an error of about 1 ulp.
 SHOESTRING_INLINE F32 reciprocal(F32 x) {
 #if defined(__AVX512F__)
   const F32 y = _mm512_rcp14_ps(x);

@@ -15,7 +15,7 @@ at::Tensor in_huge_pages(at::Tensor fresh) {
     const auto first = reinterpret_cast<uintptr_t>(fresh.mutable_data_ptr());
     const uintptr_t begin = (first + kPage - 1) / kPage * kPage,
                     end = (first + fresh.nbytes()) / kPage * kPage;
-    // This is only a hint to the system, so an error is ignored.
+    // madvise() is only a hint, so its errors are ignored.
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
   }
 #endif

@@ -4,9 +4,9 @@
 
 namespace shoestring {
 
-/// Requests huge pages for the memory of `fresh`, a CPU tensor of at least 4 MiB that nobody has written to
-/// yet, and returns it. Other tensors are returned unchanged. Each new 4 KiB page costs a page fault, which
-/// takes longer than writing the page.
+/// Requests huge pages for the memory of `fresh`, a CPU tensor to which nothing has been written yet, and
+/// returns the tensor. Huge pages save page faults: the fault at the first write to a 4 KiB page takes longer
+/// than writing the page. Returns tensors smaller than 4 MiB and tensors on other devices unchanged.
 at::Tensor in_huge_pages(at::Tensor fresh);
 
 }  // namespace shoestring

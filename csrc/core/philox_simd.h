@@ -1,14 +1,15 @@
 #pragma once
 
-// Random bits for the elements of a block (see core/philox.h), with one Philox counter per lane.
+// Generates random bits for the elements of a block as core/philox.h does, with one Philox counter per 64-bit
+// lane.
 
 #include "core/philox.h"
 #include "core/vec_simd.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
-// Each 64-bit lane holds one 32-bit word of a counter in its lower half; the upper half is ignored. After a
-// multiplication the product's lower word is already in place, and the upper word is one shift away.
+// Each 64-bit lane holds one 32-bit word of a counter in its lower half; its upper half is ignored. A
+// multiplication leaves the product's lower word in place. A shift by 32 bits gives the upper word.
 constexpr int kCounterLanes = kLanes / 2;
 typedef uint64_t U64 __attribute__((vector_size(kBytes)));
 
@@ -22,7 +23,8 @@ SHOESTRING_INLINE U64 multiply_words(U64 x, uint32_t factor) {
 #endif
 }
 
-// Stores the four words of each counter, one counter after the other.
+// Stores one Philox counter per lane, with its four words side by side. The words of the counter of lane i
+// are in lane i of a, b, c and d.
 SHOESTRING_INLINE void store_counters(uint32_t* to, U64 a, U64 b, U64 c, U64 d) {
   const U64 low = (a & 0xffffffffu) | b << 32, high = (c & 0xffffffffu) | d << 32;
 #if defined(__AVX512F__)
@@ -43,11 +45,11 @@ SHOESTRING_INLINE void store_counters(uint32_t* to, U64 a, U64 b, U64 c, U64 d) 
 #endif
 }
 
-// Generates 16 random bits for each element of a block. Counter `index` yields the bits of elements 8 * index
-// to 8 * index + 7, in order.
+// Generates 16 random bits for each element of a block. Counter `index` gives the bits of the elements 8 *
+// index to 8 * index + 7.
 inline __attribute__((noinline)) void random_block(uint64_t seed, uint32_t step, uint32_t stream,
                                                    uint64_t block, uint16_t* bits) {
-  // kTogether registers are processed together, so that their multiplications hide each other's latency.
+  // Four registers are processed together, so that the latency of their multiplications overlaps.
   constexpr int kCounters = kernels::kRandomBlock / 8, kTogether = 4;
   U64 lanes;
   for (int i = 0; i < kCounterLanes; ++i) lanes[i] = i;
@@ -56,7 +58,8 @@ inline __attribute__((noinline)) void random_block(uint64_t seed, uint32_t step,
     U64 c[kTogether][4];
 #pragma GCC unroll 4
     for (int j = 0; j < kTogether; ++j) {
-      // The counter of lane 0. Adding the lane numbers cannot carry into the upper word.
+      // `index` is the counter of lane 0, and each lane adds its number to it. The addition does not carry
+      // into the counter's upper word.
       const uint64_t index = block * kCounters + first + j * kCounterLanes;
       c[j][0] = lanes + index;
       c[j][1] = U64{} + (index >> 32);

@@ -1,6 +1,7 @@
 #pragma once
 
-// Loops and functions for a row of logits, one register at a time. fp64 "registers" hold one element.
+// Loops and functions for a row of logits, which is processed one register at a time. For fp64, a register is
+// a plain double, which holds one element.
 
 #include <math.h>
 
@@ -10,11 +11,12 @@ namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 constexpr float kLow = -__builtin_inff();
 
-// Partial fp32 sums are added to a double after each lane has summed 256 elements, so the error stays that of
-// a short sum.
+// Each lane sums 256 elements in fp32 before its sum is added to a double, so the rounding error is as small
+// as in a sum of 256 elements.
 constexpr int64_t kFold = 256 * kLanes;
 
-// Calls body(offset, count) for each step of kStep elements in [begin, end), then once for the remainder.
+// Calls body(offset, count) for each group of kStep elements in [begin, end), and once more for the remaining
+// elements.
 template <int64_t kStep = kLanes, class Body>
 SHOESTRING_INLINE void sweep(int64_t begin, int64_t end, Body body) {
   int64_t i = begin;
@@ -22,8 +24,8 @@ SHOESTRING_INLINE void sweep(int64_t begin, int64_t end, Body body) {
   if (i < end) body(i, end - i);
 }
 
-// Calls body(offset, count) for each step and the remainder, and fold() after every kFold elements and at the
-// end.
+// Calls body(offset, count) for each group of kStep elements in [0, vocab) and for the remaining elements.
+// Calls fold() after every kFold elements and at the end.
 template <int64_t kStep = kLanes, class Body, class Fold>
 SHOESTRING_INLINE void folded(int64_t vocab, Body body, Fold fold) {
   for (int64_t begin = 0; begin < vocab; begin += kFold) {
@@ -55,7 +57,7 @@ SHOESTRING_INLINE F32 tanh(F32 x) {
   return abs(x) < 0.625f ? near_zero : elsewhere;
 }
 
-// Returns 1 - e^-x for x >= 0, accurate for small x as well. NaN stays NaN.
+// Returns 1 - e^-x for x >= 0, accurate also for small x. The result for NaN is NaN.
 SHOESTRING_INLINE F32 one_less_exp(F32 x) {
   F32 p = splat(-1.f / 40320);
   p = p * x + 1.f / 5040;
@@ -67,10 +69,10 @@ SHOESTRING_INLINE F32 one_less_exp(F32 x) {
   return x < 0.34f ? x + x * x * p : 1.f - exp(-x);
 }
 
-// Returns ln(1 - w) for w in [0, 1) where 1 - w is a normal number. 1 - w is 2^n m with m in [0.7, 1.4), and
-// ln m = 2 artanh((m - 1) / (m + 1)). If n is 0, m - 1 is -w without rounding. NaN stays NaN.
+// Returns ln(1 - w) for w in [0, 1), if 1 - w is a normal number. Writes 1 - w as 2^n m with m in [0.7, 1.4),
+// and uses ln m = 2 artanh((m - 1) / (m + 1)). If n is 0, m - 1 is exactly -w. The result for NaN is NaN.
 SHOESTRING_INLINE F32 log_of_rest(F32 w) {
-  U32 above = as_bits(1.f - w) - 0x3f333333u;  // the bits of 0.7
+  U32 above = as_bits(1.f - w) - 0x3f333333u;  // 0x3f333333 is the bit pattern of 0.7
   F32 n = __builtin_convertvector((I32)above >> 23, F32);
   F32 m = as_float((above & 0x7fffffu) + 0x3f333333u);
   F32 beyond = n == 0 ? -w : m - 1.f, s = beyond / (beyond + 2.f), square = s * s;
@@ -82,7 +84,7 @@ SHOESTRING_INLINE F32 log_of_rest(F32 w) {
   return w == w ? y : w;
 }
 
-// The register type for element type T. For fp64 it is a plain double, so the same functions work on it.
+// The register type that row functions use for element type T: F32 for float, and a plain double for double.
 template <class T>
 struct Register;
 template <>

@@ -1,13 +1,14 @@
-// The schemas of the operators in csrc/core. An operator whose name ends in _ changes its arguments in place.
+// Declares the operators of csrc/core. An operator whose name ends in _ changes an argument in place.
 
 #include <torch/library.h>
 
 TORCH_LIBRARY(shoestring, m) {
-  // Returns the build of the CPU kernels in use (plain, avx2 or avx512), or selects another one for tests.
-  // The latter returns false if this machine does not support it.
+  // cpu_capability returns which build of the CPU kernels is in use: plain, avx2 or avx512.
+  // set_cpu_capability selects another build for tests; it returns false if this machine does not support
+  // that build.
   m.def("cpu_capability() -> str");
   m.def("set_cpu_capability(str name) -> bool");
-  // Computes x *= factor (one element) unless the factor is 1; on CUDA the device tests for 1. Backward
-  // passes scale saved gradients with it.
+  // Multiplies x in place by a factor (one element). Does nothing if the factor is 1; on CUDA, the kernel
+  // tests for 1. Backward passes use scale_ to scale saved gradients.
   m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
 }

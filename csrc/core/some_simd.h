@@ -1,6 +1,6 @@
 #pragma once
 
-// Groups of kWide registers that are loaded and stored together, also at the end of a row.
+// Loads and stores of groups of kWide registers. A group at the end of a row may be partly filled.
 
 #include "core/element_simd.h"
 
@@ -11,8 +11,8 @@ struct Some {
   F32 value[kWide];
 };
 
-// Loads or stores n elements in order: kWide whole registers, or fewer at the end of a row. Loading fills
-// missing elements with zeros.
+// get_some() loads and put_some() stores n elements in memory order, at most kWide registers. Loading sets
+// missing elements to zero.
 template <class E, int kWide>
 SHOESTRING_INLINE Some<kWide> get_some(const typename E::Type* p, int64_t n) {
   Some<kWide> some;
@@ -31,8 +31,8 @@ SHOESTRING_INLINE void put_some(typename E::Type* p, const Some<kWide>& some, in
   if (n < kWide * kLanes) __builtin_memcpy(p, rest, n * sizeof rest[0]);
 }
 
-// Loads or stores whole groups of registers in the order of `Pair`, which is cheapest. Partial groups at the
-// end of a row stay in order.
+// get_any() loads and put_any() stores n elements, at most kWide registers. A full group has the element
+// order of `Pair`, which is cheapest to load; a partial group at the end of a row has memory order.
 template <class E, int kWide>
 SHOESTRING_INLINE Some<kWide> get_any(const typename E::Type* p, int64_t n) {
   if (n < kWide * kLanes) return get_some<E, kWide>(p, n);
@@ -51,7 +51,8 @@ SHOESTRING_INLINE void put_any(typename E::Type* p, const Some<kWide>& some, int
   for (int k = 0; k < kWide; k += 2) E::store_pair(p + k * kLanes, Pair{some.value[k], some.value[k + 1]});
 }
 
-// Converts fp32 numbers in order to the order of get_any() and put_any(), or back.
+// as_any() converts a group of n fp32 values from memory order to the element order of get_any(), and
+// in_order() converts back.
 template <class E, int kWide>
 SHOESTRING_INLINE Some<kWide> as_any(Some<kWide> some, int64_t n) {
   for (int k = 0; k < kWide && n == kWide * kLanes; k += 2) {

@@ -5,9 +5,9 @@
 
 namespace shoestring::files {
 
-/// A file that appears under its final name only when it is complete and on disk. It is written to a
-/// temporary file in the same folder, synced, and then renamed. Without commit() the temporary file is
-/// removed. Errors are c10::Error and begin with `caller`.
+/// A file that appears under its final name only when it is complete and on disk. The data is written to a
+/// temporary file in the same folder; commit() syncs and renames it. Without commit(), the destructor removes
+/// the temporary file. Errors are raised as c10::Error, and their messages begin with `caller`.
 class AtomicFile {
  public:
   AtomicFile(std::string caller, std::string path);
@@ -26,14 +26,14 @@ class AtomicFile {
   int64_t written_ = 0;
 };
 
-/// Removes a file if it exists.
+/// Removes the file if it exists.
 void remove_file(const std::string& caller, const std::string& path);
 
-/// Syncs a folder: returns once the names of its files are on disk.
+/// Syncs a folder: returns once the names of the files in it are on disk.
 void sync_folder(const std::string& caller, const std::string& path);
 
-/// Creates a folder and its missing parents. Does not use std::filesystem: LibTorch exports an older version
-/// of that library, and calls to it crash.
+/// Creates a folder and its missing parents. Does not use std::filesystem, because LibTorch exports an older
+/// version of that library, and calls to it crash.
 void make_folders(const std::string& caller, const std::string& path);
 
 }  // namespace shoestring::files

@@ -8,23 +8,27 @@
 
 namespace shoestring::files {
 
-/// Opens a regular file for reading and stores its size. Refuses folders, devices and named pipes without
-/// waiting for them. Raises c10::Error with a message that begins with `caller` and the path.
+/// Opens a regular file for reading, stores its size in `size` and returns the file descriptor. Rejects
+/// folders, devices and named pipes without blocking on them. Raises c10::Error, whose message begins with
+/// `caller` and the path.
 int open_regular(const std::string& caller, const std::string& path, int64_t& size);
 
-/// Reads `size` bytes at `offset` into `out`.
+/// Reads `size` bytes of an open file, starting at byte `offset`, into `out`. `caller` and `path` begin error
+/// messages.
 void read_at(const std::string& caller, const std::string& path, int fd, void* out, int64_t size,
              int64_t offset);
 
-/// Receives each key of an object, with the nesting depth of objects and lists at that place.
+/// Function that the JSON parser calls with each key of an object, and with the number of objects and lists
+/// around the key.
 using KeyVisitor = std::function<void(int depth, const std::string& key)>;
 
-/// Parses JSON from a file. Limits the nesting depth and the number of values while parsing: the parsed tree
-/// takes many times the memory of its text, and code that reads the tree may recurse per level. Raises
-/// ValueError.
+/// Parses JSON text from a file. Raises ValueError as soon as the text is nested too deeply or has too many
+/// values. The parsed tree takes many times the memory of the text, and code that reads the tree may recurse
+/// once per level of nesting. `place` begins the error message.
 nlohmann::json parse_json(const std::string& place, const std::string& text, const KeyVisitor& visit = {});
 
-/// Reads and parses a JSON file of at most `most` bytes, with the limits of parse_json().
+/// Reads and parses a JSON file. Raises an error if the file has more than `most` bytes or exceeds a limit of
+/// parse_json().
 nlohmann::json read_json(const std::string& caller, const std::string& path, int64_t most,
                          const KeyVisitor& visit = {});
 

@@ -61,7 +61,7 @@ void SafetensorsFile::read(const Entry& entry, const at::Tensor& out) const {
   files::read_at("safetensors", path_, fd_, out.mutable_data_ptr(), entry.end - entry.begin,
                  data_ + entry.begin);
   if (entry.dtype == at::kBool) {
-    // A bool with a byte other than 0 and 1 would be undefined behaviour later.
+    // A bool tensor with bytes other than 0 and 1 would cause undefined behaviour when it is used.
     const auto* bytes = static_cast<const unsigned char*>(out.const_data_ptr());
     const bool valid = std::all_of(bytes, bytes + out.numel(), [](unsigned char b) { return b <= 1; });
     TORCH_CHECK(valid, "safetensors: ", path_, ": tensor ", quote(entry.name),
@@ -81,7 +81,8 @@ void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) 
   TORCH_CHECK(out.sizes() == entry.shape && out.scalar_type() == entry.dtype, "safetensors: ", path_,
               ": tensor ", quote(name), ": expected shape ", out.sizes(), " of ", out.scalar_type(),
               ", the file has ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
-  // Without autograd history, a parameter may be written in any gradient mode.
+  // The detached tensor shares out's memory but no autograd history. A parameter can therefore be written
+  // even while gradients are recorded.
   const at::Tensor plain = out.detach();
   if (out.is_cpu() && out.is_contiguous()) {
     read(entry, plain);
@@ -144,9 +145,10 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
   } catch (const nlohmann::json::exception&) {
     TORCH_CHECK(false, "save_safetensors: ", path, ": expected names and metadata in UTF-8");
   }
-  if (text.size() > 1) text.pop_back();  // removes the last comma
+  if (text.size() > 1) text.pop_back();  // removes the comma after the last tensor's entry
   text += "}";
-  text.resize((text.size() + 7) / 8 * 8, ' ');  // pads the header, so that the data is aligned to 8 bytes
+  // pads the header, so that tensor data starts at a multiple of 8 bytes
+  text.resize((text.size() + 7) / 8 * 8, ' ');
   TORCH_CHECK(text.size() <= static_cast<size_t>(files::kMaxHeader), "save_safetensors: ", path,
               ": the header has ", text.size(), " bytes, and the format allows ", files::kMaxHeader);
 

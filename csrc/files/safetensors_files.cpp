@@ -13,13 +13,13 @@ namespace shoestring::files {
 
 namespace {
 
-constexpr int64_t kMaxIndex = 16'000'000;  // bytes, about 100 per tensor
+// maximum size of model.safetensors.index.json in bytes; the file has about 100 bytes per tensor
+constexpr int64_t kMaxIndex = 16'000'000;
 
 }  // namespace
 
 SafetensorsFiles::SafetensorsFiles(const std::string& path) {
-  // Uses stat() and not std::filesystem: LibTorch exports an older version of that library, and calls to it
-  // crash.
+  // Uses stat() because std::filesystem crashes: LibTorch exports an older version of that library.
   struct stat info{};
   const bool folder = ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
   const std::string single = folder ? path + "/model.safetensors" : path, index = single + ".index.json";
@@ -50,7 +50,7 @@ void SafetensorsFiles::open_shards(const std::string& folder, const std::string&
     TORCH_CHECK(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name),
                 ": expected the name of a file");
     const auto file = shard.get<std::string>();
-    // A name that contains a folder could point anywhere on the disk.
+    // A shard's name must not contain a folder, because it could then refer to any file on the disk.
     TORCH_CHECK(!file.empty() && file.size() <= NAME_MAX &&
                     file.find_first_of(std::string("/\\\0", 3)) == std::string::npos,
                 "safetensors: ", index, ": tensor ", quote(name),

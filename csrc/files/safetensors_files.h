@@ -9,14 +9,14 @@
 
 namespace shoestring::files {
 
-/// The tensors of one safetensors file or of a Hugging Face model directory. A directory holds
-/// model.safetensors, or the shards that its model.safetensors.index.json lists. The constructor reads and
-/// checks every header but reads no tensor.
+/// The tensors of one safetensors file or of a Hugging Face model folder. A folder holds either
+/// model.safetensors or the shards that its model.safetensors.index.json lists. The constructor reads and
+/// checks the header of every file but reads no tensor.
 class SafetensorsFiles {
  public:
   explicit SafetensorsFiles(const std::string& path);
 
-  /// Returns the tensors' names, file by file, in the order of their bytes.
+  /// Returns the names of all tensors, file by file, in the order in which their data is stored.
   const std::vector<std::string>& names() const { return names_; }
   bool contains(const std::string& name) const { return where_.count(name) > 0; }
   /// Returns the file that holds the tensor `name`, which must exist.

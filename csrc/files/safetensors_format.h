@@ -15,8 +15,8 @@ struct DType {
   at::ScalarType type;
 };
 
-// The dtypes in the order in which tensors are stored in a file: the widest first, so that every tensor is
-// aligned.
+// Dtypes of the safetensors format, in the order in which tensors are written to a file. Wide dtypes come
+// first, so that the data of every tensor is aligned.
 inline constexpr DType kDTypes[] = {
     {"U64", at::kUInt64},
     {"I64", at::kLong},
@@ -37,10 +37,12 @@ inline constexpr DType kDTypes[] = {
     {"BOOL", at::kBool},
 };
 
-inline constexpr int64_t kMaxHeader = 100'000'000;  // bytes; the limit of the safetensors format
-inline constexpr size_t kMaxDims = 64;              // no real tensor has this many dimensions
+// maximum size of a header in bytes; the limit of the safetensors format
+inline constexpr int64_t kMaxHeader = 100'000'000;
+// maximum number of dimensions of a tensor in a file, more than real tensors have
+inline constexpr size_t kMaxDims = 64;
 
-/// Quotes text from a file for an error message, as one line of bounded length.
+/// Quotes text that was read from a file, for an error message. The result is one line, cut after 120 bytes.
 inline std::string quote(std::string_view text) {
   constexpr size_t kLongest = 120;
   const bool cut = text.size() > kLongest;

@@ -1,10 +1,9 @@
-// The schemas of the operators in csrc/files. An operator whose name ends in _ changes its arguments in
-// place.
+// Declares the operators of csrc/files.
 
 #include <torch/library.h>
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // Writes a tensor's bytes at the current position of an open file and returns 0 or errno. Pages of the
-  // tensor that are mapped from another file are dropped from memory after they are written.
+  // Writes the bytes of a CPU tensor to an open file at its current position. Returns 0 or errno. If the
+  // tensor's memory is mapped from another file, its pages are dropped from memory once they are written.
   m.def("write_tensor(int fd, Tensor x) -> int");
 }

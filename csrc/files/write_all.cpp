@@ -17,10 +17,12 @@ namespace {
 
 constexpr int64_t kPiece = int64_t{8} << 20;
 constexpr int64_t kFew =
-    int64_t{1} << 20;  // bytes; for smaller buffers, reading /proc/self/maps takes as long as writing them
+    // Buffers of at most kFew bytes are written without calling is_shared_mapping(), which reads
+    // /proc/self/maps. Reading it would take as long as writing the buffer.
+    int64_t{1} << 20;
 
-// Returns true if the memory range is part of one shared mapping. Its pages may then be dropped, because
-// changes to them are kept in the mapped file.
+// Returns whether the memory range lies in one shared mapping of a file. Pages of such a mapping may be
+// dropped from memory, because their contents are kept in the file.
 bool is_shared_mapping([[maybe_unused]] uintptr_t begin, [[maybe_unused]] uintptr_t end) {
 #if defined(__linux__)
   const std::unique_ptr<FILE, int (*)(FILE*)> maps(std::fopen("/proc/self/maps", "re"), &std::fclose);

@@ -11,7 +11,8 @@ void gemm(const Tensor& out, const Tensor& a, const Tensor& b, double beta, doub
   if (!out.is_cuda()) {
     gemm_cpu(out, a, b, beta, alpha);
   } else if (out.scalar_type() == a.scalar_type()) {
-    // Passing one tensor as self and as out avoids a copy, and with beta = 0 PyTorch does not read it.
+    // `out` is passed to addmm_out both as the result and as its argument self, which avoids a copy. PyTorch
+    // does not read self if beta is 0.
     at::addmm_out(result, result, a, b, beta, alpha);
   } else {
     at::addmm_out(result, result, a, b, out.scalar_type(), beta, alpha);

@@ -1,7 +1,8 @@
-// Matrix products on the CPU. The longer side of the result is split into blocks; each thread packs the
-// panels of its own blocks so that they fit the L2 cache. The panels of the shorter side are packed once and
-// shared by all threads. They cover as much of the depth at a time as kSharedBytes holds. So the larger
-// operand is read from memory once, and threads synchronise only after each such round.
+// Matrix products on the CPU. The depth of a product is its inner dimension, over which it sums. The longer
+// side of the result is divided into blocks. Each thread packs the operand panels of its own blocks, which
+// fit the L2 cache. The panels of the shorter side are packed once and shared by all threads, for as large a
+// range of the depth as fits into kSharedBytes. The larger operand is thus read from memory only once, and
+// the threads synchronise only after each such range.
 
 #include <algorithm>
 #include <mutex>
@@ -22,18 +23,24 @@ namespace {
 
 using at::Tensor;
 
-// The largest depth of a panel. The sums of a tile start anew with each panel, so rounding errors grow with
-// the square root of this value and not of the whole depth. A panel of 32 columns then takes 24 KiB and stays
-// in the L1 cache.
+// Maximum depth of a packed panel. The sums of a tile restart with each panel, so rounding errors grow with
+// the square root of this depth instead of the whole depth. A panel of 32 columns takes 24 KiB and stays in
+// the L1 cache.
 constexpr int64_t kDepth = 192;
-constexpr int64_t kBlockBytes = int64_t{256} << 10;  // of the panels that each thread packs for itself
-// The part of the result, in bytes, that a block covers. Each piece of the depth is added to it.
+constexpr int64_t kBlockBytes = int64_t{256} << 10;  // limit in bytes for the packed panels of each thread
+// Limit in bytes for the part of the result that a block covers. The products over successive ranges of the
+// depth are added to this part.
 constexpr int64_t kResultBytes = int64_t{768} << 10;
-constexpr int64_t kSharedBytes = int64_t{8} << 20;  // of the panels that all threads share
-constexpr int64_t kSkinny = 48;                     // columns of b; with more of them, packing pays off
-constexpr int64_t kFewLines = 8;  // with fewer rows or columns, packing takes as long as the product
+// limit in bytes for the packed panels that all threads share
+constexpr int64_t kSharedBytes = int64_t{8} << 20;
+// maximum number of columns of b for which a product a b runs without packing
+constexpr int64_t kSkinny = 48;
+// if a product has fewer rows, fewer columns or a smaller depth than this, packing takes as long as
+// multiplying
+constexpr int64_t kFewLines = 8;
 
-// One operand of a product, the rows of a or the columns of b ("lines"), split into panels of `width` lines.
+// One operand of a matrix product, divided into panels of `width` lines. A line is a row of a or a column of
+// b.
 struct Side {
   Side(const kernels::GemmProduct& product, const Tensor& matrix, int line_dim, int64_t width)
       : lines(matrix.size(line_dim)), width(width), panels(parts_of(lines, width)), product(product),
@@ -42,10 +49,10 @@ struct Side {
     depth_stride = matrix.size(1 - line_dim) == 1 ? 1 : this->matrix.stride(1 - line_dim);
   }
 
-  // Returns the number of floats in a packed panel.
+  // Returns the size of a packed panel in fp32 elements.
   int64_t packed(int64_t depth) const { return kernels::packed_size(depth, product.steps, width); }
 
-  // Packs panels [first, last) for the depths [begin, begin + depth) into `out`.
+  // Packs the panels [first, last), restricted to the depths [begin, begin + depth), into `out`.
   void pack(int64_t first, int64_t last, int64_t begin, int64_t depth, float* out) const {
     const int64_t line = first * width, count = std::min(last * width, lines) - line;
     const int64_t offset = line * line_stride + begin * depth_stride;
@@ -72,9 +79,9 @@ struct Side {
   int64_t line_stride, depth_stride;
 };
 
-// Memory for packed panels, which the next product reuses. In a small product, page faults in new memory take
-// longer than packing, and an allocator that reused such memory would fragment. The process keeps at most
-// kKept bytes, however many threads multiply.
+// Memory for packed panels, which is kept and reused by later products. In a small product, page faults in
+// new memory take longer than packing. Freeing and reallocating this memory would fragment the heap. The
+// process keeps at most kKept bytes, however many threads multiply.
 class Scratch {
  public:
   explicit Scratch(int64_t count) : buffer_(take(count)) {}
@@ -97,7 +104,7 @@ class Scratch {
     std::vector<Tensor> buffers;
   };
   static Kept& kept() {
-    static auto& all = *new Kept;  // never destroyed: a thread may multiply while the process ends
+    static auto& all = *new Kept;  // never destroyed, because a thread may multiply while the process ends
     return all;
   }
   static Tensor take(int64_t count) {
@@ -111,7 +118,7 @@ class Scratch {
         buffers.erase(found);
         return buffer;
       }
-      buffers.clear();  // they are too small: larger ones take their place
+      buffers.clear();  // no kept buffer is large enough, so all of them are freed
     }
     return in_huge_pages(at::empty({count}, at::kFloat));
   }
@@ -130,8 +137,8 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   const int64_t fit =
       kSharedBytes / static_cast<int64_t>(sizeof(float)) / (shared.panels * shared.packed(piece));
   const int64_t round = piece * std::max<int64_t>(1, std::min(fit, parts_of(depth, piece)));
-  // Blocks have equal size, and each thread gets the same number of them. If there are fewer blocks than
-  // threads, several threads share a block and split the other side between them.
+  // Blocks have equal size, and each thread gets equally many. If there are fewer blocks than threads,
+  // several threads share a block and divide the shorter side of the result among them.
   const int64_t fit_packed = kBlockBytes / static_cast<int64_t>(sizeof(float)) / own.packed(piece);
   const int64_t fit_result = kResultBytes / static_cast<int64_t>(sizeof(float)) / (own.width * shared.lines);
   const int64_t block_fit = std::max<int64_t>(1, std::min(fit_packed, fit_result));
@@ -145,8 +152,8 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
 
   for (int64_t begin = 0; begin < depth; begin += round) {
     const int64_t end = std::min(depth, begin + round);
-    // Calls body(d, count, panels) for each piece of the depth in this round. `panels` points to the shared
-    // panels of that piece.
+    // Calls body(d, count, panels) for each piece [d, d + count) of the depth range [begin, end). `panels`
+    // points to the shared panels of that piece.
     const auto for_each_piece = [&](auto body) {
       for (int64_t d = begin; d < end; d += piece) {
         body(d, std::min(piece, end - d), all + (d - begin) / piece * piece_size);
@@ -183,8 +190,8 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
   }
 }
 
-// Returns true if b has few columns and the rows of a are contiguous along the depth. multiply_skinny() then
-// computes c (m, n) = beta c + alpha a b.
+// Returns whether multiply_skinny() can compute a b: b has few columns, a has many rows, and each row of a is
+// contiguous.
 bool is_skinny(const Tensor& a, const Tensor& b) {
   return b.size(1) <= kSkinny && a.size(0) >= 4 * b.size(1) && (a.stride(1) == 1 || a.size(1) == 1);
 }
@@ -213,7 +220,7 @@ void multiply_skinny(const Tensor& c, const Tensor& a, const Tensor& b, float al
                    });
 }
 
-// Returns true if the product may use the CPU's bf16 instructions.
+// Returns whether the product a b may use the CPU's bf16 instructions.
 bool by_bf16_units(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
 }
@@ -229,12 +236,12 @@ bool has_amx() {
 }
 
 // Computes c (m, n) = beta c + alpha a b for bf16 matrices with oneDNN's AMX kernels, which accumulate and
-// write fp32. The rows of c are contiguous. A task keeps a panel of a (256 x 1,024: 512 KiB) and a packed
+// write fp32. The rows of c must be contiguous. A task keeps a panel of a (256 x 1,024: 512 KiB) and a packed
 // block of b (1,024 x 64: 128 KiB) in the L2 cache.
 void multiply_amx(const Tensor& c, const Tensor& a, const Tensor& b, double alpha, double beta) {
   namespace blas = at::native::cpublas;
   constexpr int64_t kRows = 256, kColumns = 64,
-                    kPiece = 1024;  // kColumns: the largest width that pack() accepts
+                    kPiece = 1024;  // kColumns is the maximum width that pack() accepts
   const int64_t m = a.size(0), n = b.size(1), odd = a.size(1) % 2, depth = a.size(1) + odd;
   // AMX adds products in pairs, so an odd depth is padded with zeros.
   const Tensor left = odd != 0 ? at::constant_pad_nd(a, {0, 1}) : a.contiguous();
@@ -255,8 +262,8 @@ void multiply_amx(const Tensor& c, const Tensor& a, const Tensor& b, double alph
   const auto* rows = left.const_data_ptr<at::BFloat16>();
   float* out = sum.mutable_data_ptr<float>();
   const int64_t stride = sum.stride(0);
-  // A task is a tile of rows and a group of column blocks. Each thread gets four tasks, if there are that
-  // many.
+  // A task is a tile of rows and a group of column blocks. There are about four tasks per thread, if there
+  // are enough blocks.
   const int64_t groups = std::min(blocks, parts_of(4 * at::get_num_threads(), tiles));
   at::parallel_for(0, tiles * groups, 1, [&](int64_t first, int64_t last) {
     for (int64_t task = first; task < last; ++task) {
@@ -312,13 +319,14 @@ void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double be
     at::addmm_out(c, out, a, b, beta, alpha);
     return;
   }
-  // A single product may be rounded to bf16, as PyTorch's own products are. The terms of a sum may not,
-  // because their errors would add up.
+  // With AMX, a product that is added to an fp32 `out` is not rounded to bf16, because the rounding errors of
+  // several products would add up. A product that overwrites `out` may be rounded, as PyTorch's products are.
   const bool contiguous = out.scalar_type() == at::kFloat && (out.stride(1) == 1 || out.size(1) == 1);
   if (has_amx() && contiguous && a.size(1) > 0 && (beta != 0 || a.size(0) >= a.size(1))) {
     return multiply_amx(out, a, b, alpha, beta);
   }
-  // Rows per product, so that each product stays in the cache until it is added.
+  // Number of rows of the product that are computed at a time. The product of these rows stays in the cache
+  // until it is added to `out`.
   const int64_t step = std::max<int64_t>(64, kSharedBytes / 2 / std::max<int64_t>(1, b.size(1)));
   for (int64_t i = 0; i < a.size(0); i += step) {
     const int64_t rows = std::min(step, a.size(0) - i);

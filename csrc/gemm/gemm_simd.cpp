@@ -1,6 +1,6 @@
-// The CPU's matrix product for packed panels, one tile of the result at a time. Each step of the depth loads
-// the registers of a row of b and broadcasts each element of a column of a. It multiplies every pair. The
-// tile is as large as the registers for its sums allow, so that arithmetic hides the loads.
+// Matrix product of packed panels on the CPU, one tile of the result at a time. Each depth step loads a row
+// of b into registers, broadcasts each element of a column of a, and adds the products to the tile's sums.
+// The tile is as large as the registers allow, so that arithmetic hides the latency of loads.
 
 #include "gemm/gemm_table.h"
 
@@ -48,7 +48,7 @@ SHOESTRING_INLINE void store_tile(const F32 (&sum)[kTile][kWide], float* __restr
   }
 }
 
-// Multiplies the first kTile lines of a panel of a, which is kWidth lines wide, with a panel of b.
+// Multiplies the first kTile lines of a panel of a, which is kWidth lines wide, by a panel of b.
 template <int kTile, int kWidth = kTile>
 void tile_fp32(const float* __restrict a, const float* __restrict b, int64_t m, int64_t n, int64_t size,
                float* __restrict c, int64_t stride, float alpha, float beta) {
@@ -114,8 +114,8 @@ void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t dept
   }
 }
 
-// Multiplies panels of `kTile` lines with `tile`. The remaining lines use `rest`; if it is null, they are
-// computed as a whole panel.
+// Multiplies each panel of `kTile` lines by a panel of b with the function `tile`. The function `rest`
+// computes the last panel if it is not full. If `rest` is null, `tile` computes this panel with its padding.
 template <Tile tile, int kTile>
 void strip_of(const float* a, int64_t a_stride, int64_t lines, const float* b, int64_t size, float* c,
               float alpha, float beta, Tile rest = nullptr) {
@@ -148,7 +148,8 @@ void strip_of(const float* a, int64_t a_stride, int64_t lines, const float* b, i
     }                                                                                                        \
   }
 #else
-// Without AVX-512 all panels have kRows lines. Each number of remaining lines has its own tile function.
+// Without AVX-512, all panels of a have kRows lines. Each possible number of remaining lines has its own tile
+// function.
 #define SHOESTRING_STRIP(TILE)                                                                         \
   [](const float* a, int64_t a_stride, int64_t, int64_t lines, const float* b, int64_t size, float* c, \
      float alpha, float beta) {                                                                        \

@@ -6,23 +6,23 @@
 
 namespace shoestring::kernels {
 
-/// Extra elements after each packed panel, which packing may overwrite.
+/// Number of extra elements after each packed panel, because packing may write past the panel's end.
 constexpr int64_t kGemmSlack = 16;
 
-/// Returns the size in elements of a packed panel of `width` lines. Each packed element holds `steps` steps
-/// of the depth.
+/// Returns the size in elements of a packed panel of `width` lines. One packed element holds `steps` depth
+/// steps of a line: an fp32 number, or two bf16 numbers.
 constexpr int64_t packed_size(int64_t depth, int64_t steps, int64_t width) {
   return (depth + steps - 1) / steps * width + kGemmSlack;
 }
 
-/// Matrix products in fp32. A product computes one tile of `rows` by `columns` of the result at a time and
-/// keeps its sums in registers. Both operands are packed into panels first. A panel holds `width` lines (rows
-/// of a, or columns of b), interleaved so that the lines' elements of one depth step are contiguous. Missing
-/// lines of the last panel are filled with zeros.
+/// Functions for matrix products with fp32 results. They compute one tile of the result at a time, `rows` by
+/// `columns` of GemmTable, and keep its sums in registers. Both operands are first packed into panels. A
+/// panel holds `width` lines (rows of a, or columns of b), interleaved so that the elements of one depth step
+/// (one index of the inner dimension) are contiguous. The last panel is padded with lines of zeros.
 struct GemmProduct {
-  // Packs `lines` lines of `depth` elements into panels of packed_size() elements. Element (l, d) is at
-  // source[l * line_stride + d * depth_stride], and one of the strides is 1. If line_stride is 1, width is at
-  // most the product's columns.
+  // Packs `lines` lines of `depth` elements into panels of packed_size() elements. Element d of line l is at
+  // source[l * line_stride + d * depth_stride], and one of the two strides is 1. If line_stride is 1, `width`
+  // must not exceed the columns of a tile.
   void (*pack_float)(const float* source, int64_t lines, int64_t depth, int64_t line_stride,
                      int64_t depth_stride, int64_t width, float* out);
   void (*pack_bf16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride,
@@ -31,28 +31,30 @@ struct GemmProduct {
                     int64_t depth_stride, int64_t width, float* out);
 
   // Computes c (m, n) = beta c + alpha a b for packed a and b. The rows of c are `stride` elements apart, and
-  // c is not read if beta is 0. If b_outside, the outer loop runs over the panels of b, otherwise over those
-  // of a. The operand of the inner loop should fit the L2 cache.
+  // c is not read if beta is 0. The outer loop runs over the panels of b if b_outside is true, else over the
+  // panels of a. The operand of the inner loop should fit the L2 cache.
   void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
                    int64_t stride, float alpha, float beta, bool b_outside);
 
-  // Computes c (lines, columns) = beta c + alpha a b for one panel of b; c is contiguous. The panels of a are
-  // `a_stride` apart and `width` lines wide, from least_rows to rows. c has room for all lines of the last
-  // panel, which may be written. `size` is the depth in packed elements; the pointers may start in the middle
-  // of a panel.
+  // Computes c (lines, columns) = beta c + alpha a b for several panels of a and one panel of b; c is
+  // contiguous. The panels of a start `a_stride` elements apart. Each has `width` lines, where least_rows <=
+  // width <= rows in GemmTable. If `lines` is not a multiple of width, the kernel may also write the padding
+  // lines of the last panel, so c must have room for them. `size` is the depth in packed elements. a and b
+  // may point to the middle of a panel.
   using Strip = void (*)(const float* a, int64_t a_stride, int64_t width, int64_t lines, const float* b,
                          int64_t size, float* c, float alpha, float beta);
   Strip strip;
 
-  int64_t steps;  // depth steps that one element of a packed panel holds
+  int64_t steps;  // number of depth steps in one element of a packed panel
 };
 
 struct GemmTable {
   int64_t rows, least_rows, columns;
-  bool beats_library;  // if false, products of whole matrices use the BLAS library
+  // whether the kernels are faster than the BLAS library; if not, whole matrix products use BLAS
+  bool beats_library;
   GemmProduct fp32;
-  // A product that rounds both operands to bf16 and adds two of their products at a time in fp32. Empty if
-  // the CPU has no bf16 instructions.
+  // Functions that round both operands to bf16 and add pairs of products in fp32. They are null pointers if
+  // this build of the kernels has no bf16 instructions.
   GemmProduct bf16;
 };
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// Packs rows or columns of a matrix into panels. Neighbouring lines (line stride 1) are copied; otherwise the
-// lines are transposed one block of registers at a time.
+// Packs rows or columns of a matrix ("lines") into panels. Lines that are adjacent in memory (line stride 1)
+// are copied. Other lines are transposed, one block of registers at a time.
 
 #include "core/element_simd.h"
 #include "gemm/gemm_table.h"
@@ -9,30 +9,32 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 #if defined(__AVX512F__)
-constexpr int kRows = 14,
-              kLeastRows = 8;  // 28 of the 32 registers hold sums; 16 sums hide the latency of an addition
+// A tile of kRows rows keeps its sums in 28 of the 32 registers. kLeastRows rows have 16 registers of sums,
+// which are enough to hide latency.
+constexpr int kRows = 14, kLeastRows = 8;
 #elif defined(__AVX2__)
-constexpr int kRows = 6, kLeastRows = 6;  // 12 of the 16 registers hold sums
+constexpr int kRows = 6, kLeastRows = 6;  // 12 of the 16 registers hold sums of a tile
 #else
 constexpr int kRows = 4, kLeastRows = 4;
 #endif
-constexpr int kWide = 2;  // registers that hold one row of a result tile
+constexpr int kWide = 2;  // number of registers that hold one row of a result tile
 constexpr int kColumns = kWide * kLanes;
 
-// Packing writes whole registers for each depth step. If a panel is narrower than a register, the next step
-// overwrites the excess.
+// Packing writes whole registers for each depth step. If a panel is narrower than a register, the next depth
+// step overwrites the excess elements.
 static_assert(kRows <= kLanes && kLanes <= kernels::kGemmSlack);
 
-// The contents of a packed panel's elements: One holds an fp32 number. Two holds two depth steps in bf16, the
-// first one in the lower half.
+// One and Two are the formats of an element in a packed panel. One is an fp32 number. Two holds two depth
+// steps of a line as bf16, with the earlier step in the lower half.
 struct One {
   static constexpr int kSteps = 1;
-  // Loads one packed element for each of `n` neighbouring lines, from `count` depth steps starting at p.
+  // Loads one packed element for each of `n` adjacent lines. p points to the first depth step in the element.
+  // The matrix has `count` depth steps from there on.
   template <class Element>
   static SHOESTRING_METHOD F32 across(const typename Element::Type* p, int64_t n, int64_t, int64_t) {
     return load_some<Element>(p, n);
   }
-  // Loads kLanes packed elements of one line along the depth, of which `n` steps exist.
+  // Loads kLanes consecutive packed elements of one line. The line has `n` depth steps from p on.
   template <class Element>
   static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
     return load_some<Element>(p, n);
@@ -51,7 +53,7 @@ struct Two {
   template <class Element>
   static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
     if (__is_same(Element, BFloat16) && n >= 2 * kLanes)
-      return load_as<F32>(p);  // bf16 pairs are already packed
+      return load_as<F32>(p);  // two adjacent bf16 elements already have the packed format
     uint16_t both[2 * kLanes];
     store_upper_halves(both, rounded_bf16(load_some<Element>(p, n)),
                        rounded_bf16(load_some<Element>(p + kLanes, n - kLanes)));
@@ -65,15 +67,15 @@ SHOESTRING_INLINE I32 lanes() {
   return v;
 }
 
-// A separate function, because inlining it would slow down the calling loop.
+// Not inlined, because inlining slows down the calling loop.
 template <class Packed, class Element>
 __attribute__((noinline)) F32 across_some(const typename Element::Type* p, int64_t n, int64_t count,
                                           int64_t stride) {
   return Packed::template across<Element>(p, n, count, stride);
 }
 
-// Packs neighbouring lines (line stride 1) into one or two registers of a panel's width. `readable` elements
-// may be read from `source` on.
+// Packs adjacent lines (line stride 1) into a panel that is at most kParts registers wide. `readable`
+// elements from `source` on may be read.
 template <class Packed, class Element, int kParts>
 void copy(const typename Element::Type* source, int64_t lines, int64_t readable, int64_t depth,
           int64_t depth_stride, int64_t width, float* out) {
@@ -94,8 +96,8 @@ void copy(const typename Element::Type* source, int64_t lines, int64_t readable,
   }
 }
 
-// Exchanges groups of kHalf lanes between rows that are kHalf apart. This is the first step of a
-// transposition.
+// Exchanges groups of kHalf lanes between registers that are kHalf apart, a step in transposing a square of
+// registers.
 template <int kHalf>
 SHOESTRING_INLINE void exchange(F32 (&rows)[kLanes]) {
   I32 low, high;
@@ -113,8 +115,8 @@ SHOESTRING_INLINE void exchange(F32 (&rows)[kLanes]) {
   }
 }
 
-// Transposes kLanes rows of kLanes elements. Once the blocks of four lanes are in place, all shuffles stay
-// within 128 bits, where they are fast.
+// Transposes the square matrix in kLanes registers in place. Once the groups of four lanes are in place, all
+// shuffles stay within 128 bits, where they are fast.
 SHOESTRING_INLINE void transpose(F32 (&rows)[kLanes]) {
   if constexpr (kLanes >= 16) exchange<kLanes / 2>(rows);
   if constexpr (kLanes >= 8) exchange<4>(rows);
@@ -135,8 +137,8 @@ SHOESTRING_INLINE void transpose(F32 (&rows)[kLanes]) {
   }
 }
 
-// Transposes the whole blocks of kLanes packed elements along the depth, for kLines lines. Returns the depth
-// that these blocks cover.
+// Packs kLines lines, each contiguous along the depth, in whole blocks of kLanes packed elements. Returns the
+// depth that these blocks cover. Does not pack the remaining depth steps.
 template <class Packed, class Element, int kLines>
 int64_t transpose_whole(const typename Element::Type* source, int64_t depth, int64_t line_stride,
                         int64_t width, float* out) {
@@ -154,7 +156,7 @@ int64_t transpose_whole(const typename Element::Type* source, int64_t depth, int
   return d;
 }
 
-// Transposes a block with fewer than kLanes lines or at the end of the depth.
+// Packs a block that has fewer than kLanes lines or is cut off by the end of the depth.
 template <class Packed, class Element>
 __attribute__((noinline)) void transpose_some(const typename Element::Type* source, int64_t lines,
                                               int64_t depth, int64_t line_stride, int64_t width, float* out) {
@@ -166,7 +168,7 @@ __attribute__((noinline)) void transpose_some(const typename Element::Type* sour
   for (int i = 0; i < kLanes && i * Packed::kSteps < depth; ++i) store(out + i * width, block[i]);
 }
 
-// Packs lines that are each contiguous along the depth.
+// Packs lines that are contiguous along the depth, by transposing them.
 template <class Packed, class Element>
 void transpose(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride,
                int64_t width, float* out) {
@@ -195,8 +197,9 @@ void pack(const typename Element::Type* source, int64_t lines, int64_t depth, in
     }
     return;
   }
-  // This many depth steps are packed for all panels while they are in the cache. Fewer steps are used if they
-  // are 4 KiB or more apart, because such addresses compete for the same cache sets.
+  // Number of depth steps that are packed for all panels before the next depth steps are packed. These depth
+  // steps of the source thus stay in the cache. The number is lower if depth steps are 4 KiB or more apart,
+  // because their addresses then compete for the same cache sets.
   const int64_t together =
       depth_stride * static_cast<int64_t>(sizeof(typename Element::Type)) < 4096 ? 32 : 16;
   for (int64_t d = 0; d < depth; d += together) {

@@ -4,31 +4,32 @@
 
 namespace shoestring::gemm {
 
-/// Returns true if this CPU has bf16 product instructions and PyTorch's oneDNN backend is enabled.
+/// Returns whether this CPU has instructions for products of bf16 matrices and PyTorch's oneDNN backend is
+/// enabled.
 bool multiplies_bf16();
 
-/// Returns the dtype of the operands of CPU products with the weight: bf16 if x is bf16 and the CPU has bf16
-/// instructions, otherwise the compute type. Without these instructions PyTorch's 16-bit products are ten to
-/// hundreds of times slower than fp32.
+/// Returns the dtype of the operands of a CPU product of x and a weight: bf16 if x is bf16 and the CPU has
+/// bf16 instructions, else fp32 (fp64 for fp64). Without bf16 instructions, PyTorch's 16-bit products are ten
+/// to hundreds of times slower than fp32 products.
 at::ScalarType product_type(const at::Tensor& x);
 
-/// The dtypes of the matrix products of an operator on x. On CUDA both are x's dtype: tensor cores take
-/// 16-bit operands and accumulate in fp32. On the CPU they are product_type() for products with the weight,
-/// and compute_type() for all other products.
+/// The operand dtypes of the matrix products in an operator on x. On CUDA, all operands have x's dtype,
+/// because tensor cores take 16-bit operands and accumulate in fp32. On the CPU, operands of products with
+/// the weight have the dtype product_type(x), and other operands have compute_type(x).
 struct Products {
   Products(Backend backend, const at::Tensor& x);
 
   Backend backend;
-  at::ScalarType weight;  // operands of the products of x, or of a gradient, with the weight
-  at::ScalarType other;   // operands of all other products
+  at::ScalarType weight;  // dtype of both operands of a product with the weight
+  at::ScalarType other;   // dtype of both operands of other products
 };
 
-/// Returns alpha * a b in `dtype`, rounded once. a and b have the dtype products.other.
+/// Returns alpha * a b in `dtype`, rounded once. The operands a and b have the dtype products.other.
 at::Tensor multiply(const Products& products, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype,
                     double alpha = 1);
 
-/// Computes out = beta * out + alpha * a b, or bias + alpha * a b if `bias` is defined. `out` may have any
-/// strides.
+/// Computes out = beta * out + alpha * a b or, if `bias` is defined, out = bias + alpha * a b. `out` may have
+/// any strides.
 void multiply_into(const at::Tensor& out, const Products& products, const at::Tensor& bias,
                    const at::Tensor& a, const at::Tensor& b, double beta, double alpha = 1);
 

@@ -1,6 +1,6 @@
-// The product of a large matrix with a few vectors. Each element of the matrix is used only a few times, so
-// packing it first, as gemm_cpu.cpp does, would take as long as the product. The kernel reads the matrix
-// directly and accumulates tiles of rows by vectors in registers.
+// Product of a large matrix and a few vectors. Each element of the matrix is used only a few times, so
+// packing it first, as gemm_cpu.cpp does, would take as long as the product. This kernel reads the matrix
+// directly. It multiplies kRows rows by kVectors vectors at a time and keeps the sums in registers.
 
 #include "gemm/skinny_gemm_table.h"
 
@@ -10,9 +10,9 @@ namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kRows = 4, kVectors = 4;  // 16 of the 32 registers hold sums
+constexpr int kRows = 4, kVectors = 4;  // 16 of the 32 vector registers hold sums of a tile
 #else
-constexpr int kRows = 2, kVectors = 4;  // 8 of the 16 registers hold sums
+constexpr int kRows = 2, kVectors = 4;  // 8 of the 16 vector registers hold sums of a tile
 #endif
 
 template <class E, int rows, int vectors>

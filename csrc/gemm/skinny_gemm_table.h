@@ -6,8 +6,9 @@
 
 namespace shoestring::kernels {
 
-/// Computes c (m, n) = beta c + alpha a b^T for few columns n. a (m, k) has rows stride_a apart, b (n, k) is
-/// contiguous, and c has rows stride_c apart. c is not read if beta is 0.
+/// CPU kernels that compute c (m, n) = beta c + alpha a b^T for few columns n. The rows of a (m, k) start
+/// stride_a elements apart, and those of c stride_c elements apart. b (n, k) is contiguous. c is not read if
+/// beta is 0.
 struct SkinnyGemmTable {
   void (*multiply_float)(const float* a, int64_t stride_a, int64_t m, const float* b, int64_t n, int64_t k,
                          float* c, int64_t stride_c, float alpha, float beta);

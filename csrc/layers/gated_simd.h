@@ -1,9 +1,9 @@
 #pragma once
 
-// Vectorised loops over activation(gate) * up. An activation is a struct constructed from a register of
-// numbers: of() is the value and slope() the derivative. For 16-bit numbers (kShort), an error of 2^-15 is
-// good enough. Backward is one pass. If the caller wants the product, backward computes it from the inputs
-// that it reads for the gradients anyway.
+// Vectorised loops that compute activation(gate) * up and its gradients. An activation is a struct
+// constructed from a register of inputs: of() returns its values and slope() its derivatives. For 16-bit
+// dtypes (kShort), a relative error of 2^-15 is good enough. Backward is one pass over its inputs, which also
+// computes activation(gate) * up if the caller wants it.
 
 #include "core/element_simd.h"
 #include "core/exp_simd.h"
@@ -16,7 +16,7 @@ SHOESTRING_INLINE F32 decay(F32 x) {
   return kShort ? short_exp_of_negative(x) : exp_of_negative(x);
 }
 
-// The logistic function of x (`of`) and of -x (`of_negative`), both without cancellation.
+// Computes the logistic function of x (`of`) and of -x (`of_negative`), without cancellation in either.
 template <bool kShort>
 struct Logistic {
   F32 of, of_negative;
@@ -35,7 +35,8 @@ SHOESTRING_INLINE void forward_step(const T* gate, const T* up, T* out) {
   E::store_pair(out, {A(g.first).of() * u.first, A(g.second).of() * u.second});
 }
 
-// The elements after the last whole step are copied to and from buffers.
+// Computes activation(gate) * up for `count` elements, kGatedStep at a time. Fewer elements at the end are
+// copied to buffers of kGatedStep elements and computed there.
 template <class A, class E, class T>
 void gated_forward(const T* gate, const T* up, int64_t count, T* out) {
   int64_t i = 0;

@@ -4,8 +4,9 @@
 
 namespace shoestring::kernels {
 
-// Compute activation(gate) * up, and its gradients, for `count` elements. In backward, grad_up may be `grad`
-// and grad_gate may be `gate`. `out` receives the product activation(gate) * up, or is null.
+// CPU kernels that compute activation(gate) * up, or the gradients of gate and up, for `count` elements. In
+// backward, grad_up may point to `grad`, and grad_gate may point to `gate`. Backward also writes
+// activation(gate) * up to `out` unless it is null.
 struct GatedTable {
   void (*forward_float)(const float* gate, const float* up, int64_t count, float* out);
   void (*forward_bf16)(const uint16_t* gate, const uint16_t* up, int64_t count, uint16_t* out);
@@ -18,8 +19,8 @@ struct GatedTable {
                         uint16_t* grad_gate, uint16_t* grad_up, uint16_t* out);
 };
 
-// CUDA kernels. Pointers are on the device; stream is a cudaStream_t. Functions return the text of an error,
-// or null.
+// CUDA kernels that compute activation(gate) * up and its gradients. Pointers are on the device; `stream` is
+// a cudaStream_t. Each function returns an error message, or null.
 struct GatedCuda {
   using Forward = const char* (*)(const void* gate, const void* up, int64_t count, void* out, void* stream);
   using Backward = const char* (*)(const void* grad, const void* gate, const void* up, int64_t count,

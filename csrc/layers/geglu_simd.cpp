@@ -1,6 +1,6 @@
 // gelu(gate) * up on the CPU, with the loops of layers/gated_simd.h. gelu(x) is x times the distribution
-// function of the normal distribution, or times its tanh approximation. Neither has cancellation, so far
-// below zero the result is small but not 0.
+// function of the standard normal distribution, or times a tanh approximation of it. Both are computed
+// without cancellation, so a small result for a large negative x is accurate and not 0.
 
 #include "layers/geglu_table.h"
 
@@ -9,28 +9,31 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
-// (1 + tanh(u)) / 2 is the logistic function of 2 u.
+// GELU with the tanh approximation: x times (1 + tanh(u)) / 2, which is the logistic function of 2 u.
 template <bool kShort>
 struct GeluTanh {
-  static constexpr float kTwice = 1.5957691216f, kCube = 0.044715f;  // 2 sqrt(2 / pi)
+  // 2 u = kTwice * (x + kCube * x^3), where kTwice is 2 sqrt(2 / pi)
+  static constexpr float kTwice = 1.5957691216f, kCube = 0.044715f;
   F32 x;
   Logistic<kShort> s;
   explicit SHOESTRING_METHOD GeluTanh(F32 x)
       : x(x), s(x * fma(x * x, splat(kTwice * kCube), splat(kTwice))) {}
   SHOESTRING_METHOD F32 of() const { return x * s.of; }
   SHOESTRING_METHOD F32 slope() const {
-    // If x is so large that its square is infinite, `rest` is 0, and the product would be NaN.
+    // `rest` is the product of the logistic functions of 2 u and -2 u. If x * x overflows to infinity, `rest`
+    // is 0 and their product would be NaN, so 0 is used instead.
     const F32 rest = s.of * s.of_negative;
     return s.of + (rest > 0.f ? x * rest * fma(x * x, splat(3 * kTwice * kCube), splat(kTwice)) : F32{});
   }
 };
 
-// The tail of the normal distribution beyond |x| is exp(-x^2 / 2) t P(t) with t = 1 / (1 + 0.35 |x|). The
-// polynomial P has degree 8 and a relative error of 4e-8; for 16-bit numbers, degree 5 and 2.4e-5. P was
-// fitted for |x| up to 14, where the tail is 0 in fp32.
+// Exact GELU. The tail of the normal distribution beyond |x| is exp(-x^2 / 2) t P(t) with t = 1 / (1 + 0.35
+// |x|). The polynomial P has degree 8 and a relative error of 4e-8; for 16-bit dtypes, it has degree 5 and a
+// relative error of 2.4e-5. P was fitted for |x| up to 14, where the tail is 0 in fp32.
 template <bool kShort>
 struct GeluErf {
-  F32 x, density, below;  // x, density and distribution function of the normal distribution at x
+  // x, and the standard normal density and distribution function at x
+  F32 x, density, below;
   explicit SHOESTRING_METHOD GeluErf(F32 x) : x(x) {
     const F32 bell = decay<kShort>(-0.5f * x * x);
     const F32 t = reciprocal(fma(min(splat(20.f), abs(x)), splat(0.35f), splat(1.f)));

@@ -3,6 +3,6 @@
 #include "core/capability.h"
 #include "layers/gated_table.h"
 
-// Kernels for GELU with the tanh approximation, and for the exact GELU.
+// CPU kernels of geglu: with the tanh approximation of GELU, and with the exact GELU.
 SHOESTRING_CPU_TABLE(kernels::GatedTable, geglu_tanh)
 SHOESTRING_CPU_TABLE(kernels::GatedTable, geglu_erf)

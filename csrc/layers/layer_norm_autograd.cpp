@@ -40,7 +40,7 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
     }
     variable_list gradients = once_differentiable(
         "layer_norm", {to_x, weight_grad ? to_weight : Tensor(), bias_grad ? to_bias : Tensor()});
-    gradients.emplace_back();  // eps has no gradient
+    gradients.emplace_back();  // no gradient for eps
     return gradients;
   }
 };

@@ -1,6 +1,6 @@
 #pragma once
 
-// Forward and backward over rows of x's last dimension, which rms_norm and layer_norm share.
+// Forward and backward shared by rms_norm and layer_norm, which normalise rows of x's last dimension.
 
 #include <optional>
 #include <tuple>
@@ -24,37 +24,39 @@ struct Options {
   bool centred = false;
 };
 
-/// Raise unless x is floating-point with at least one dimension, and unless `t` (weight or bias) fits x.
+/// check_x raises unless x is floating-point with at least one dimension, and eps is not negative.
+/// check_vector raises unless the weight or bias `t` fits x.
 void check_x(const char* op, const Tensor& x, double eps);
 void check_vector(const char* op, const char* name, const Tensor& x, const OptionalTensor& t);
 
 struct Forward {
-  // sum: x + residual, if there is a residual. mean (only if centred) and rstd: one number for each row, fp32
-  // (fp64 for fp64).
+  // y: the normalised result. sum: x + residual; undefined without a residual. mean and rstd: one value per
+  // row, fp64 if x is fp64, else fp32. mean is undefined for rms_norm.
   Tensor y, sum, mean, rstd;
 };
 Forward forward(Backend backend, const char* op, const Tensor& x, const OptionalTensor& residual,
                 const OptionalTensor& weight, const OptionalTensor& bias, const Options& options);
 
-/// Returns the gradients of x (plus grad_sum), weight and bias. A gradient that is not wanted is undefined.
-/// mean: undefined if not centred. bias: the dtype of the bias's gradient, or nullopt if it is not wanted.
+/// Returns the gradients of x, weight and bias; grad_sum is added to the gradient of x. A gradient that is
+/// not wanted is undefined. mean: undefined for rms_norm. bias: the dtype of the bias's gradient, or nullopt
+/// if that gradient is not wanted.
 std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, const Tensor& grad,
                                             const OptionalTensor& grad_sum, const Tensor& x,
                                             const OptionalTensor& weight, const Tensor& mean,
                                             const Tensor& rstd, const Options& options, bool weight_grad,
                                             c10::optional<at::ScalarType> bias);
 
-/// Calls rms_norm_forward through the dispatcher.
+/// Calls the operator rms_norm_forward through PyTorch's dispatcher.
 std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
                                                          const OptionalTensor& weight, double eps,
                                                          double offset, c10::string_view casting);
 
-/// Returns t or, if t is undefined, the empty tensor that operators return in its place.
+/// Returns t or, if t is undefined, an empty tensor, because operators cannot return undefined tensors.
 inline Tensor or_none(const Tensor& t, const Tensor& like) {
   return t.defined() ? t : at::empty({0}, like.options());
 }
 
-/// Returns the dtype of a row's mean and rstd.
+/// Returns the dtype of the mean and rstd of rows: fp64 if x is fp64, else fp32.
 inline at::ScalarType statistics_type(const Tensor& x) {
   return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

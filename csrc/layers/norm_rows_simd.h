@@ -1,6 +1,6 @@
 #pragma once
 
-// Helpers for the passes of a norm over its rows.
+// Helpers for loops over the rows of rms_norm and layer_norm on the CPU.
 
 #include "core/row_simd.h"
 #include "core/some_simd.h"
@@ -8,19 +8,23 @@
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
-constexpr int kWide = 4;  // vector registers in one step through a row
+constexpr int kWide = 4;  // number of vector registers in one step through a row
 constexpr int64_t kStep = kWide * kLanes;
-constexpr int kChains = kLanes == 16 ? 4 : 2;  // partial sums whose additions are independent
-constexpr int kRowsAtOnce = 2;  // with weights and sums over rows, two rows still fit the L1 cache
+// number of independent partial sums into which a sum is divided, to hide the latency of additions
+constexpr int kChains = kLanes == 16 ? 4 : 2;
+// Number of rows that are computed together: two, because the L1 cache holds two rows, the weight and the
+// sums over rows.
+constexpr int kRowsAtOnce = 2;
 
-using Row = Some<kWide>;  // the elements of one step through a row
+using Row = Some<kWide>;  // elements of one step through a row
 
 SHOESTRING_INLINE F32 rounded(Float, F32 x) { return x; }
 SHOESTRING_INLINE F32 rounded(BFloat16, F32 x) { return as_float(rounded_bf16(x) & 0xffff0000u); }
 SHOESTRING_INLINE F32 rounded(Half, F32 x) { return from_fp16(to_fp16(x)); }
 
-// Rounds a value that was computed from elements. The lower half of a bf16 NaN is zero, so rounding cannot
-// carry into its upper half. NaNs of the weights have the same form, because `arrange` writes them so.
+// Rounds an fp32 value that was computed from elements of type E to E. A NaN that comes from bf16 elements
+// has zeros in its lower 16 bits as fp32, so rounding cannot carry into its upper 16 bits. NormRows::arrange
+// converts NaNs of the weights to this form.
 template <class E>
 SHOESTRING_INLINE F32 rounded_of_elements(E, F32 x) {
   return rounded(E{}, x);
@@ -29,8 +33,8 @@ SHOESTRING_INLINE F32 rounded_of_elements(BFloat16, F32 x) {
   return as_float(round_upper_half(x) & 0xffff0000u);
 }
 
-// Prefetches the elements of the next rows at p's place in a row, to read or to write them. Without this,
-// memory would be idle while a pass works in cache.
+// Prefetches the memory `ahead` elements after p, which holds elements of the next rows. Otherwise the memory
+// bus would be idle while a pass works on cached data.
 template <bool kWrite = false, class T>
 SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
 #pragma GCC unroll 4
@@ -38,7 +42,7 @@ SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
     __builtin_prefetch(p + ahead + i, kWrite, 2);
 }
 
-// Computes kSums sums over one row, or over consecutive rows. body(offset, count, sums) adds register k of a
+// Computes kSums sums, each over all elements of a row. body(offset, count, sums) adds register k of each
 // step to sums[..][k % kChains].
 template <int kSums, class Body>
 SHOESTRING_INLINE void row_sums(int64_t features, double* totals, Body body) {
@@ -57,7 +61,7 @@ SHOESTRING_INLINE void row_sums(int64_t features, double* totals, Body body) {
       });
 }
 
-// The numbers with which a row is normalised.
+// Mean and reciprocal standard deviation with which a row is normalised.
 struct Statistics {
   float mean, rstd;
 };

@@ -1,6 +1,6 @@
-// Rows of rms_norm and layer_norm on the CPU. A row is read from memory once: the later passes find it in the
-// L1 cache. Backward adds the row's share of the weight's gradient to a row of sums in that cache. x and the
-// gradient are therefore read once for all three gradients.
+// Row kernels of rms_norm and layer_norm on the CPU. A row is read from memory once; later passes find it in
+// the L1 cache. Backward also keeps the sums for the gradients of weight and bias in that cache. One pass
+// over memory thus computes the gradients of x, weight and bias.
 
 #include "layers/norm_table.h"
 
@@ -16,7 +16,8 @@ template <class E>
 SHOESTRING_INLINE Row elements(const typename E::Type* p, int64_t n) {
   return get_any<E, kWide>(p, n);
 }
-// Loads weights or sums over rows, which are stored in the order of the elements in a step.
+// Loads elements of the weight, the bias or the sums over rows, which are stored in the order in which
+// get_any() loads elements of x.
 SHOESTRING_INLINE Row arranged(const float* p, int64_t n) { return get_some<Float, kWide>(p, n); }
 
 template <class E, Casting kCasting, bool kCentred, int kRows>
@@ -33,7 +34,7 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * norm.features + i;
-      if (kCentred) {  // the pass before this one has prefetched the inputs
+      if (kCentred) {  // the pass that computed the mean has already prefetched the next rows of x
         ask_for<true>(y + at, kRows * norm.features, n);
       } else {
         ask_for(source + at, kRows * norm.features, n);
@@ -51,7 +52,7 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
   });
 }
 
-// Computes the mean of each row and the sum of squares around this mean.
+// Computes the mean of each row and the sum of squared differences from the mean.
 template <class E, int kRows>
 SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type* x, Statistics* of,
                                        double* squares) {
@@ -68,8 +69,8 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type*
   F32 mean[kRows];
   for (int r = 0; r < kRows; ++r)
     of[r].mean = static_cast<float>(sums[r] / count), mean[r] = splat(of[r].mean);
-  // The mean of the differences is the rounding error of the mean and is added to it. Missing elements at the
-  // end of a row count as 0, since each difference would otherwise be -mean.
+  // The mean of the differences x - mean is the rounding error of the computed mean, and is used to correct
+  // it. Missing elements at the end of a row must count as 0; otherwise each would add a difference of -mean.
   row_sums<2 * kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
@@ -87,7 +88,7 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type*
   for (int r = 0; r < kRows; ++r) {
     const double shift = sums[kRows + r] / count, apart = sums[r] - shift * shift * count;
     of[r].mean = static_cast<float>(static_cast<double>(of[r].mean) + shift);
-    // Rounding may make the sum of squares negative if the numbers of a row are equal.
+    // If all elements of a row are equal, rounding may make the sum of squares negative.
     squares[r] = apart < 0 ? 0 : apart;
   }
 }
@@ -143,8 +144,8 @@ void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, in
   for (; row < end; ++row) forward_rows<E, 1>(norm, io, row);
 }
 
-// Factors of a row's gradient. With h the normalised row and g = grad * weight, the gradient is rstd (g -
-// mean(g) - h mean(g h)). The term mean(g) exists only if centred.
+// Coefficients of a row's gradient. With h the normalised row and g = grad * weight, the gradient of x is
+// rstd (g - mean(g) - h mean(g h)). For rms_norm, the term mean(g) is absent.
 struct Slopes {
   float level, slope;  // level = -rstd mean(g), slope = -rstd mean(g h)
 };
@@ -152,7 +153,9 @@ struct Slopes {
 template <class E, bool kCentred, int kRows>
 SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, const typename E::Type* grad,
                                  const float* weight, const Statistics* of, Slopes* slopes) {
-  constexpr int kLevels = kCentred ? kRows : 0;  // number of sums of g; the sums of g h follow
+  // The first kLevels elements of `sums` are the sums of g = grad * weight, one per row, which only
+  // layer_norm needs. The kRows elements after them are the sums of g * (x - mean).
+  constexpr int kLevels = kCentred ? kRows : 0;
   double sums[kLevels + kRows];
   F32 mean[kRows];
   for (int r = 0; r < kRows; ++r) mean[r] = splat(of[r].mean);
@@ -181,8 +184,8 @@ SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, co
   }
 }
 
-// Computes the gradients of kRows rows together. The rows share the loads and stores of the weight and of the
-// sums.
+// Computes the gradients of kRows rows together, so that the weight and the sums over rows are loaded and
+// stored once for all of them.
 template <class E, bool kCentred, bool kVectors, int kRows>
 SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
   using T = typename E::Type;

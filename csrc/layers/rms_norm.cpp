@@ -72,7 +72,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor& grad, const Opti
       weight_grad ? at::empty_symint(weight->sym_sizes(), weight->options()) : at::empty({0}, x.options())};
 }
 
-// The operators that users call. They return no values that only backward needs.
+// Implement rms_norm and add_rms_norm if no gradient is needed. They call rms_norm_forward and drop results
+// that only backward needs.
 Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
                           c10::string_view casting) {
   return std::get<0>(norm::call_rms_norm_forward(x, std::nullopt, weight, eps, offset, casting));

@@ -13,8 +13,8 @@ using norm::OptionalTensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Saves the input of the norm and one number for each row. With a residual, the input of the norm is the
-// second result.
+// Autograd of rms_norm and add_rms_norm. Saves the tensor that is normalised (x, or the result x + residual),
+// the weight and rstd of each row.
 class RmsNorm : public torch::autograd::Function<RmsNorm> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,

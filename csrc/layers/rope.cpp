@@ -21,13 +21,14 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kRopeGrain = int64_t{1} << 14;  // fewest elements that are worth another thread
-constexpr int64_t kRopeParts = 128;  // partial sums over tokens on the CPU, for any number of threads
-// On CUDA, the weights' gradients have at most kTeams rows of partial sums, each over at least kHeadsEach
-// heads.
+constexpr int64_t kRopeGrain = int64_t{1} << 14;  // minimum number of elements per thread
+// maximum number of partial sums over tokens on the CPU; independent of the number of threads
+constexpr int64_t kRopeParts = 128;
+// On CUDA, the gradients of q_weight and k_weight are first summed into at most kTeams partial sums, each
+// over at least kHeadsEach heads.
 constexpr int64_t kTeams = 8192, kHeadsEach = 16;
 
-// Returns x, or a copy of x if the elements of a head are not contiguous. The other strides may be any.
+// Returns x, or a contiguous copy of x if the elements within a head are not contiguous.
 Tensor dense_heads(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 kernels::HeadStrides strides_of(const Tensor& x) {
@@ -35,7 +36,7 @@ kernels::HeadStrides strides_of(const Tensor& x) {
   return {x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// A rope call in the form that kernels take, and the tensors into which it points.
+// The arguments of a rope call as the struct that kernels take, and the tensors to which its pointers point.
 struct RopeProblem {
   kernels::Rope rope{};
   int64_t batches;
@@ -53,8 +54,8 @@ struct RopeProblem {
   void set_positions(Backend backend, const RopeCall& call);
 };
 
-// inputs: null in forward. In backward, `inputs` holds q and k, and call.q and call.k are the gradients of
-// the results.
+// `inputs` is null in forward. In backward it points to q and k, while call.q and call.k are the gradients of
+// the rotated q and k.
 RopeProblem::RopeProblem(Backend backend, const RopeCall& call, const OptionalTensor* inputs) {
   const bool packed = call.q.dim() == 3;
   batches = packed ? 1 : call.q.size(0);
@@ -132,7 +133,8 @@ void RopeProblem::set_tables(Backend backend, const RopeCall& call) {
 
 void RopeProblem::set_positions(Backend backend, const RopeCall& call) {
   const Tensor& p = *call.position_ids;
-  // The CUDA kernel does not check positions: it writes NaN for a position that is not in the tables.
+  // Checks positions on the CPU only. For a position outside of the tables of cosines and sines, the CUDA
+  // kernel writes NaN instead.
   if (backend == Backend::kCpu && p.numel() > 0) {
     const int64_t least = p.min().item<int64_t>(), most = p.max().item<int64_t>();
     TORCH_CHECK_INDEX(least >= 0 && most < rope.table_rows, kRopeOp,
@@ -168,8 +170,8 @@ void run_rope_kernel(Backend backend, const RopeCall& call, const RopeProblem& p
   at::parallel_for(0, all, rope_grain(p), [&](int64_t begin, int64_t end) { run(p.rope, begin, end); });
 }
 
-// Returns the gradients of the weights, summed over all heads, (2, head_dim). Undefined if they are not
-// wanted.
+// Runs the backward kernel of rope. If `sums`, returns the gradients of q_weight and k_weight as rows of one
+// tensor (2, head_dim); else the result is undefined.
 Tensor run_rope_backward_kernel(Backend backend, const RopeCall& call, const RopeProblem& p, bool sums) {
   const int64_t all = p.batches * p.rope.tokens, heads = p.rope.sides[0].heads + p.rope.sides[1].heads;
   const auto wide = call.q.options().dtype(at::kFloat);
@@ -239,7 +241,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_rope_backward(
   const RopeProblem p(backend, call, inputs);
   const Tensor sums = run_rope_backward_kernel(backend, call, p, weight_grad);
   if (!weight_grad) return {p.outs[0], p.outs[1], none(), none()};
-  // Copies both rows, because the outputs of an operator must not share memory.
+  // Copies the two rows of `sums`, because outputs of an operator must not share memory.
   return {p.outs[0], p.outs[1], sums.select(0, 0).to(q_weight->scalar_type(), false, /*copy=*/true),
           sums.select(0, 1).to(k_weight->scalar_type(), false, /*copy=*/true)};
 }

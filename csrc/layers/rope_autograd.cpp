@@ -25,8 +25,8 @@ using RopeBackwardSignature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     std::optional<int64_t>, bool, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
     double, bool);
 
-// The gradient of a rotation is the inverse rotation. q and k are therefore saved only if they are
-// normalised.
+// Autograd of rope. The backward of a rotation is the inverse rotation, which needs no inputs. q and k are
+// therefore saved only if they are normalised before the rotation.
 class Rope : public torch::autograd::Function<Rope> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,

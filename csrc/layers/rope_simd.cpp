@@ -1,6 +1,6 @@
-// Rotary embedding on the CPU. The angles of a token stay in registers while all of its heads are rotated.
-// Each head is read once, in place in memory, with any strides. With a norm, the rotation reads the
-// normalised head from a copy in the L1 cache.
+// Rotary position embedding on the CPU. The cosines and sines of a token stay in registers while all its
+// heads are rotated. Each head is read once, directly from q or k with any strides. With a norm, the
+// normalised head is first written to a buffer in the L1 cache, from which the rotation reads it.
 
 #include "layers/rope_table.h"
 
@@ -15,7 +15,7 @@ namespace {
 using kernels::Rope;
 using kernels::RopeHeads;
 
-constexpr int kWide = 2;  // vector registers in one step through a head
+constexpr int kWide = 2;  // number of vector registers in one step through a head
 constexpr int64_t kStep = kWide * kLanes;
 
 SHOESTRING_INLINE F32 neighbours(F32 x) {
@@ -24,7 +24,7 @@ SHOESTRING_INLINE F32 neighbours(F32 x) {
   return __builtin_shuffle(x, other);
 }
 
-// Rotates one head. sign: 1, or -1 for the inverse rotation. The elements after rotary_dim are copied.
+// Rotates one head and copies its elements after rotary_dim. sign: 1, or -1 for the inverse rotation.
 template <class From, class To>
 SHOESTRING_INLINE void rotate(const Rope& rope, const typename From::Type* x, const float* cos,
                               const float* sin, float sign, typename To::Type* y) {
@@ -58,8 +58,8 @@ SHOESTRING_INLINE void rotate(const Rope& rope, const typename From::Type* x, co
   });
 }
 
-// Rotates all heads of one token, without a norm, for pairs that are rotary_dim / 2 apart. The angles of a
-// step are loaded once for all heads.
+// Rotates all heads of one token, without a norm, for pairs of elements that are rotary_dim / 2 apart. The
+// cosines and sines of a step are loaded once for all heads.
 template <class E>
 SHOESTRING_INLINE void rotate_heads(const Rope& rope, int64_t heads, const typename E::Type* x,
                                     int64_t x_stride, const float* cos, const float* sin, float sign,
@@ -91,7 +91,8 @@ SHOESTRING_INLINE void rotate_heads(const Rope& rope, int64_t heads, const typen
   }
 }
 
-// Returns the sum over a head. body(offset, count, sums) adds to one partial sum for each register of a step.
+// Returns a sum over the elements of a head. body(offset, count, sums) adds each register of a step to its
+// own partial sum.
 template <class Body>
 SHOESTRING_INLINE float head_sum(int64_t head_dim, Body body) {
   Some<kWide> sums = {};
@@ -124,8 +125,8 @@ SHOESTRING_INLINE void forward_head(const Rope& rope, const float* weight, const
   rotate<Float, E>(rope, normed, cos, sin, 1, y);
 }
 
-// With h the normalised head, d the gradient rotated back and g = d * weight, the gradient of x is rstd (g -
-// h mean(g h)). The gradient of the weight is the sum of d h.
+// Backward for one head. With h the normalised head, d the gradient rotated back and g = d * weight, the
+// gradient of x is rstd (g - h mean(g h)). The gradient of the weight is the sum of d h over all heads.
 template <class E>
 SHOESTRING_INLINE void backward_head(const Rope& rope, const float* weight, const typename E::Type* x,
                                      const typename E::Type* grad, const float* cos, const float* sin,
@@ -163,7 +164,8 @@ SHOESTRING_INLINE T* head_at(const void* base, const kernels::HeadStrides& strid
          head * strides.head;
 }
 
-// Calls body(side, batch, token, cos, sin) for each token, with side 0 for queries and 1 for keys.
+// Calls body(side, batch, token, cos, sin) twice for each token, with side 0 for its queries and side 1 for
+// its keys.
 template <class Body>
 SHOESTRING_INLINE void for_tokens(const Rope& rope, int64_t begin, int64_t end, Body body) {
   for (int64_t i = begin; i < end; ++i) {
@@ -198,7 +200,8 @@ void forward(const Rope& rope, int64_t begin, int64_t end) {
       });
 }
 
-// Sums over the heads of one token before it adds to the total, so that the error is that of short sums.
+// Computes the gradients of rope. The weight's gradient is summed over the heads of one token before it is
+// added to the total. The rounding error is then smaller than in one long sum.
 template <class E>
 void backward(const Rope& rope, int64_t begin, int64_t end, float* grad_weights) {
   using T = typename E::Type;

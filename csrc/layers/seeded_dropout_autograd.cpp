@@ -15,8 +15,8 @@ Tensor call_seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
   return op.call(x, seed, p);
 }
 
-// Dropout with a fixed mask is linear in x and its own adjoint. Its backward is therefore differentiable,
-// too.
+// Autograd of seeded_dropout. Its backward applies the same mask and scale to the gradient, so it is again
+// seeded_dropout and differentiable.
 class SeededDropout : public torch::autograd::Function<SeededDropout> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& seed, double p) {

@@ -1,5 +1,5 @@
-// Seeded dropout on the CPU. The mask is a function of the seed and the index of the element. It is not
-// saved, because backward computes it again.
+// Seeded dropout on the CPU. The mask depends only on the seed and the index of the element, so backward
+// recomputes it instead of saving it.
 
 #include "layers/seeded_dropout_table.h"
 

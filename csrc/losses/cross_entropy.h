@@ -1,6 +1,7 @@
 #pragma once
 
-// Shared declarations of cross_entropy and linear_cross_entropy, and then those of cross_entropy alone.
+// Declarations that cross_entropy and linear_cross_entropy share, followed by the declarations of
+// cross_entropy alone.
 
 #include <ATen/core/Tensor.h>
 
@@ -18,8 +19,9 @@ namespace shoestring::losses {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-/// Argument checks. check_tokens() compares the shapes of target and `input`, (..., `last`), and their
-/// dtypes. check_weights() expects a floating tensor of the given shape, with one weight per class or token.
+/// Argument checks. check_tokens() expects `input` of shape (..., `last`) and floating dtype, and an int64
+/// target of shape (...). check_weights() expects a floating tensor of the given shape, with one weight per
+/// class or token.
 void check_tokens(const char* op, const char* name, const char* last, const Tensor& input,
                   const Tensor& target);
 void check_weights(const char* op, const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape,
@@ -27,39 +29,42 @@ void check_weights(const char* op, const char* name, const OptionalTensor& weigh
 double finite(const char* op, const BoxedArguments& arguments, const char* name, const char* expected,
               bool (*holds)(double));
 
-/// The arguments of the `*_rows` operators, which compute a loss for each row of logits. They are checked,
-/// except for the values of the targets.
+/// The arguments of cross_entropy_rows and linear_cross_entropy_rows, which compute a loss for each row of
+/// logits. The constructor checks all arguments except for the values of the targets.
 struct RowsProblem {
   RowsProblem(const char* op, const BoxedArguments& arguments, const Tensor& input, c10::SymInt vocab);
 
   const char* op;
   Tensor target;
   OptionalTensor class_weights;
-  OptionalTensor grad_loss, grad_lse, grad_entropy;  // shape () or target's shape
+  // upstream gradients of loss, lse and entropy, each of shape () or of target's shape
+  OptionalTensor grad_loss, grad_lse, grad_entropy;
   int64_t ignore_index;
   double label_smoothing, softcap, logit_scale, z_loss;
   bool stats;
   c10::SymInt classes;
 };
 
-/// The results for each row of logits.
+/// The loss and the statistics (log-sum-exp, entropy, argmax) of each row of logits.
 struct RowsResult {
-  Tensor loss, lse;        // target's shape, compute dtype
-  Tensor entropy, argmax;  // undefined if not requested
+  Tensor loss, lse;        // loss and lse have target's shape and dtype fp32 (fp64 for fp64 inputs)
+  Tensor entropy, argmax;  // entropy and argmax are undefined unless stats are requested
 };
 
-/// The arguments of one call of a cross-entropy operator, with or without stats.
+/// The arguments of one call of a cross-entropy operator, with or without stats. `input` holds the argument
+/// `hidden` (..., features) or `logits` (..., vocab). `target` has the shape (...).
 struct TokenCall {
   TokenCall() = default;
   TokenCall(const char* op, const BoxedArguments& arguments, const Tensor& input, c10::SymInt vocab,
             bool stats);
 
-  Tensor input, target;  // (..., features) or (..., vocab); (...), already shifted
+  Tensor input, target;  // target is already shifted by one token if the caller asked for `shift`
   c10::SymInt classes;
   OptionalTensor class_weights, token_weights;
   std::string reduction;
   double hard_fraction = 1;
-  // The options that the `*_rows` operators have as well. The first one is ignore_index.
+  // Options that are passed on unchanged to cross_entropy_rows or linear_cross_entropy_rows. ignore_index
+  // must come first.
   NamedArguments options;
   bool stats = false;
 
@@ -67,8 +72,9 @@ struct TokenCall {
   double z_loss() const;
 };
 
-/// Keeps the tokens with the largest `losses()`, which take an extra pass, and ignores all others. Does
-/// nothing if hard_fraction is 1.
+/// Keeps the fraction hard_fraction of the tokens, those with the largest losses, and sets the targets of all
+/// other tokens to ignore_index. `losses` is a function that computes the loss of each token in an extra
+/// pass. Does nothing if hard_fraction is 1.
 void keep_largest(TokenCall& call, Tensor loss);
 template <class Losses>
 void keep_hardest(TokenCall& call, Losses losses) {
@@ -79,43 +85,52 @@ void keep_hardest(TokenCall& call, Losses losses) {
   keep_largest(call, std::move(loss));
 }
 
-/// Turns the losses of the tokens into the result, sum(weights * loss) / total. Undefined `weights` are all
-/// 1; an undefined `total` is 1.
+/// Computes the result of a reduction from the tokens' losses: sum(weights * loss) / total. Undefined
+/// `weights` are all 1; an undefined `total` is 1.
 ///
-/// A mean divides the cross-entropies by the sum of the targets' class weights. The z terms have no class
-/// weights. They are divided by the number of tokens (or by the sum of the token weights), as in Liger
-/// Kernel. `share` is the quotient of the first sum and the second. Class weights divided by `share` give
-/// both terms the same divisor, which is the second sum.
+/// A mean divides the cross-entropies by the sum of the targets' class weights (each times its token weight).
+/// The z terms, z_loss * lse^2, have no class weights. They are divided by the number of tokens (or by the
+/// sum of the token weights), as in Liger Kernel. `share` is the divisor of the cross-entropies divided by
+/// the divisor of the z terms. If the class weights are divided by `share`, both terms can be divided by the
+/// divisor of the z terms.
 struct Reduction {
   explicit Reduction(const TokenCall& call);
 
   Tensor weights;  // weight of each token's loss, shape (...)
   Tensor total;    // divisor of a mean, shape (), fp64
-  // Quotient of the two sums, shape (), fp64. Undefined if it is 1, or if the result is no mean with z terms.
+  // The divisor of the cross-entropies over the divisor of the z terms, shape (), fp64. Undefined without
+  // class weights or without z_loss, or if the reduction is no mean.
   Tensor share;
-  double z_loss = 0;  // 0 unless `share` is defined
+  double z_loss = 0;  // the caller's z_loss if `share` is defined, otherwise 0
 
-  /// Divides the call's class weights by `share`. The losses of the rows are then what apply() expects.
+  /// Divides the class weights of the call by the member `share`, so that apply() can divide the whole loss
+  /// of a token by `total`.
   void balance(TokenCall& call) const;
-  /// Convert the tokens' losses: balanced() from the caller's class weights to the balanced ones, original()
-  /// back.
+  /// balanced() converts the tokens' losses with the caller's class weights to losses with class weights
+  /// divided by the member `share`. original() converts them back. The z terms do not change, because they
+  /// have no class weights.
   Tensor balanced(const Tensor& loss, const Tensor& lse) const;
   Tensor original(const Tensor& loss, const Tensor& lse) const;
-  /// Returns the result, from the tokens' losses.
+  /// Reduces the tokens' losses to the result: a scalar, or with reduction='none' the weighted losses.
   Tensor apply(const Tensor& loss) const;
-  /// Returns the gradient of a scalar result with respect to the tokens' losses: () or (...), of `dtype`.
+  /// Returns the gradient of the result with respect to the tokens' losses, shape () or (...), of `dtype`.
+  /// With reduction='none', this gradient is the token weights. An undefined return value means a gradient of
+  /// 1.
   Tensor factor(at::ScalarType dtype) const;
   bool scalar;
-  bool copies;  // whether the tokens' losses are also returned
+  // whether the operator also returns the tokens' losses, so that the result must not share their memory
+  bool copies;
 };
 
-/// Converts upstream gradients if class weights are balanced. The gradient of a token's original loss becomes
-/// a gradient of its balanced loss and one of its lse.
+/// Converts upstream gradients if the class weights are divided by Reduction::share. The gradient of a
+/// token's loss with the caller's class weights becomes two gradients: of the loss with the divided weights,
+/// and of the lse.
 std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,
                                       double z_loss);
 
-/// Returns the gradients of the result with respect to the tokens' loss, lse and entropy, from the gradients
-/// of an operator's outputs. Undefined means no gradient.
+/// Returns the upstream gradients of each token's loss, lse and entropy. `upstream` holds the gradients of
+/// the operator's outputs: the result and, with stats, the tokens' loss, lse and entropy. `factor` is
+/// Reduction::factor(). An undefined tensor means no gradient.
 std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, const Tensor& factor,
                                          at::ScalarType compute);
 
@@ -127,29 +142,31 @@ using at::Tensor;
 
 constexpr const char* kCrossEntropyOp = "cross_entropy";
 
-/// The memory layout of the rows of logits: row r is at (r / inner) * outer_stride + (r % inner) *
-/// inner_stride elements.
+/// The memory layout of the rows of logits: row r begins (r / inner) * outer_stride + (r % inner) *
+/// inner_stride elements after the first row.
 struct LogitsLayout {
   int64_t outer = 1, outer_stride = 0, inner = 1, inner_stride = 0;
   int64_t operator()(int64_t r) const { return r / inner * outer_stride + r % inner * inner_stride; }
 };
 
-/// Returns the layout of the logits, or nullopt if the classes of a row are not contiguous or the tokens need
-/// more than two strides.
+/// Returns the layout of the logits. Returns nullopt if the classes of a row are not contiguous, or if the
+/// dimensions of the tokens need more than two strides.
 std::optional<LogitsLayout> layout_of(const Tensor& logits);
-/// Returns whether the logits have a layout without overlap, so that a gradient can overwrite them.
+/// Returns whether the rows of the logits have a LogitsLayout and do not overlap, so that a gradient can
+/// overwrite them.
 bool writable(const Tensor& logits);
 
-/// The arguments of cross_entropy_rows.
+/// The checked arguments of cross_entropy_rows or cross_entropy_rows_.
 struct CrossEntropyProblem : RowsProblem {
   explicit CrossEntropyProblem(const BoxedArguments& arguments);
 
   Tensor logits;    // (..., vocab)
-  Tensor gradient;  // like logits; undefined if not requested
+  Tensor gradient;  // gradient of the logits, in their shape and dtype; undefined if not requested
   LogitsLayout layout, gradient_layout;
 };
 
-/// Implement a device's cross_entropy_rows and cross_entropy_rows_ as boxed kernels.
+/// Boxed kernels of the operators cross_entropy_rows and cross_entropy_rows_. The argument `run` is the
+/// function that computes all rows on the CPU or on CUDA.
 using CrossEntropyRun = RowsResult (*)(const CrossEntropyProblem&);
 void run_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack, CrossEntropyRun run);
 void run_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack,
@@ -171,11 +188,11 @@ struct CrossEntropyCall : TokenCall {
 constexpr const char* kCrossEntropyOptions[] = {"ignore_index", "label_smoothing", "softcap", "logit_scale",
                                                 "z_loss"};
 
-/// Calls cross_entropy_rows or cross_entropy_rows_ through the dispatcher. `upstream` holds the gradients of
-/// loss, lse and entropy; an undefined tensor means no gradient.
+/// Calls cross_entropy_rows or, for kInPlace, cross_entropy_rows_ through the dispatcher. `upstream` holds
+/// the gradients of each token's loss, lse and entropy; an undefined tensor means no gradient.
 enum class LogitsGradient { kNone, kNew, kInPlace };
 struct CrossEntropyResult : RowsResult {
-  Tensor gradient;  // set for kNew
+  Tensor gradient;  // gradient of the logits; undefined unless LogitsGradient::kNew was requested
 };
 CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
                                       LogitsGradient gradient);

@@ -16,27 +16,28 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Returns whether autograd can prevent uses of the logits after their gradient has replaced them. Autograd
-// nodes that have saved the logits compare version counters. Any other use goes through the logits' new
-// history, which raises in backward.
+// Returns whether the gradient may overwrite the logits. It may if autograd detects every later use of them:
+// nodes that have saved the logits compare version counters, and any other use goes through the new grad_fn
+// of the logits, which raises in backward.
 bool is_replaceable(const Tensor& logits) {
   using torch::autograd::can_mutate_inplace;
-  if (is_traced(logits) || !logits.requires_grad()) return false;  // a tracing compiler plans memory itself
+  // torch.compile and other tracers plan memory themselves
+  if (is_traced(logits) || !logits.requires_grad()) return false;
   const bool allowed =
       can_mutate_inplace(logits, true) == torch::autograd::can_mutate_inplace_result::success;
   if (!allowed || !logits.has_storage() || logits.retains_grad()) return false;
   return !(logits.is_view() && logits._base().retains_grad()) && writable(logits);
 }
 
-// Returns whether a saved tensor is the last reference to its memory, when autograd is about to release it.
+// Returns whether nothing but autograd's saved variable still refers to the memory of `saved`, so that a
+// gradient may overwrite it.
 bool is_unshared(const Tensor& saved) {
-  constexpr size_t kHere = 2;  // the saved variable's reference, and that of `saved`
+  constexpr size_t kHere = 2;  // expected number of references: one by the saved variable, one by `saved`
   return saved.has_storage() && saved.use_count() == kHere && saved.storage().use_count() == 1 &&
          writable(saved);
 }
 
-// Computes x *= upstream. If only parts of x are contiguous (a slice of the tokens of each sequence), works
-// part by part.
+// Computes x *= upstream in place. If x is not contiguous but its slices x[i] are, multiplies slice by slice.
 Tensor scaled_gradient(const Tensor& x, const Tensor& upstream) {
   if (x.is_contiguous() || !used_once(upstream)) return scale_gradient(x, upstream);
   if (x.dim() < 3 || !x.select(0, 0).is_contiguous()) return x.mul_(upstream);
@@ -49,14 +50,14 @@ struct Alias {
   bool replace;  // whether the gradient may overwrite the logits
 };
 
-// The autograd function of cross_entropy. If the logits may be overwritten, forward computes their gradient
-// in place, which saves a second read of the logits. Otherwise backward computes it: before, it would only
-// occupy memory, and its upstream factor is not known. In backward, the gradient overwrites the logits if
-// nothing else refers to them.
+// The autograd function of cross_entropy. If the gradient may overwrite the logits and the result is a
+// scalar, forward computes the gradient in place. This saves a second read of the logits. Otherwise backward
+// computes the gradient, so that it occupies no memory in between. In backward, the gradient overwrites the
+// logits if nothing else refers to them.
 class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
  public:
-  // `alias` holds the logits without their history and their Python object. Otherwise the references of
-  // autograd and of a caller could not be told apart.
+  // `alias` holds a detached alias of the logits. Only autograd refers to the alias, so its reference count
+  // does not include the caller's references.
   static variable_list forward(AutogradContext* ctx, const Tensor& logits, CrossEntropyCall call,
                                const Alias& alias) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -107,8 +108,9 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
   }
 
  private:
-  // Returns a factor that is removed again in backward. The gradients of a mean are about 1 / tokens, too
-  // small for fp16, so they are multiplied by about the number of tokens.
+  // Returns the factor by which forward multiplies the gradient of the logits, and by which backward divides
+  // it again. In fp16 the gradients of a mean, about 1 / tokens, would be too small. For them the factor is a
+  // power of two near the number of tokens, otherwise 1.
   static double enlargement(const CrossEntropyCall& call) {
     double known = 1;
     if (call.input.scalar_type() != at::kHalf || call.reduction != "mean") return known;
@@ -151,8 +153,9 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
     keep_hardest(call);
   }
   std::optional<Reduction> reduction;
-  // Plain autograd differentiates the token weights. It needs the tokens' losses, and their lse if there is a
-  // `share`.
+  // Token weights that require a gradient are applied by plain autograd operations. The autograd function is
+  // therefore called without them and with reduction='none'. These operations also need each token's lse if
+  // Reduction::share is defined, i.e. for a mean with class weights and z_loss.
   if (weighted) {
     reduction.emplace(call);
     call.token_weights.reset();
@@ -161,7 +164,8 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
   }
   const Tensor logits = call.input;
   const Alias alias{logits.detach(), in_place && is_replaceable(logits)};
-  // The edge must be read before the change, because a view gets a new one after it.
+  // The gradient edge of the logits must be read before the in-place change, because a changed view gets a
+  // new grad_fn.
   const auto history = torch::autograd::impl::gradient_edge(logits);
   variable_list out = CrossEntropy::apply(logits, call, alias);
   if (alias.replace && call.reduction != "none") {

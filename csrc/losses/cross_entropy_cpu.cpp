@@ -19,7 +19,8 @@ template <class X, class T>
 RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::CrossEntropyLogits<X, T> row) {
   const auto compute = p.logits.options().dtype(c10::CppTypeToScalarType<T>::value);
   const auto rows = rows_that_count(kCrossEntropyOp, p.target.numel(), p.target, p.ignore_index,
-                                    // Targets are checked before anything is written.
+                                    // rows_that_count() also checks the targets, because it gets the number
+                                    // of classes. The check runs before any result is written.
                                     p.classes.expect_int());
   const Tensor class_weights = p.class_weights ? p.class_weights->to(compute.dtype()).contiguous() : Tensor();
   auto rule = rule_of<T>(p, Tensor(), class_weights,
@@ -27,7 +28,7 @@ RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::Cro
   rule.logit_scale = p.logit_scale;
   const Factor<T> u(p.grad_loss, compute.dtype().toScalarType()),
       v(p.grad_lse, compute.dtype().toScalarType()), h(p.grad_entropy, compute.dtype().toScalarType());
-  // Ignored rows are never visited, so their results must start at zero.
+  // The kernel skips rows with an ignored target, so their results must start at zero.
   RowsResult out{at::zeros(p.target.sizes(), compute), at::zeros(p.target.sizes(), compute), {}, {}};
   if (p.stats) {
     out.entropy = at::zeros(p.target.sizes(), compute);
@@ -40,7 +41,7 @@ RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::Cro
   T *loss = out.loss.template mutable_data_ptr<T>(), *lse = out.lse.template mutable_data_ptr<T>();
   T* entropy = p.stats ? out.entropy.template mutable_data_ptr<T>() : nullptr;
   int64_t* argmax = p.stats ? out.argmax.template mutable_data_ptr<int64_t>() : nullptr;
-  // Rows per task, for a few microseconds of work.
+  // Number of rows per parallel task, chosen so that a task takes a few microseconds.
   const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, rule.vocab));
   at::parallel_for(0, static_cast<int64_t>(rows.size()), grain, [&](int64_t first, int64_t last) {
     std::vector<T> work(to != nullptr && std::is_same_v<X, T> ? 0 : rule.vocab);

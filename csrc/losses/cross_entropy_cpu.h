@@ -9,7 +9,8 @@
 
 namespace shoestring::losses {
 
-/// A factor of the tokens' gradients: one per token, one for all tokens, or none.
+/// A per-token factor of the gradients: a tensor with one value per token, a scalar for all tokens, or
+/// undefined, which counts as 0.
 template <class T>
 class Factor {
  public:
@@ -25,8 +26,8 @@ class Factor {
   int64_t stride_;
 };
 
-/// Builds the kernel's rule. bias and class_weights are contiguous and of dtype T, or undefined. total_weight
-/// is the sum of the class weights.
+/// Builds the parameters that the CPU kernel uses for all rows. bias and class_weights are contiguous and of
+/// dtype T, or undefined. total_weight is the sum of the class weights.
 template <class T>
 kernels::CrossEntropyRule<T> rule_of(const RowsProblem& p, const Tensor& bias, const Tensor& class_weights,
                                      double total_weight) {

@@ -35,7 +35,8 @@ RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
   rows.target = target.const_data_ptr<int64_t>();
   rows.logits = p.logits.const_data_ptr();
   rows.logits_at = place(p.layout);
-  // The gradient with respect to the raw logits has logit_scale as a factor, too.
+  // The logits are logit_scale times the raw logits, so the gradient with respect to the raw logits has the
+  // factor logit_scale as well.
   rows.logit_scale = rows.factor = p.logit_scale;
   if (p.gradient.defined()) rows.gradient = p.gradient.mutable_data_ptr();
   rows.gradient_at = place(p.gradient_layout);

@@ -11,8 +11,8 @@
 
 namespace shoestring::losses {
 
-/// Converts the upstream gradients of loss, lse and entropy to contiguous tensors of dtype `compute`. Missing
-/// ones stay undefined.
+/// Converts the upstream gradients grad_loss, grad_lse and grad_entropy to contiguous tensors of dtype
+/// `compute`. Gradients that were not given stay undefined.
 inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType compute) {
   std::array<Tensor, 3> found;
   const OptionalTensor* given[] = {&p.grad_loss, &p.grad_lse, &p.grad_entropy};
@@ -22,8 +22,8 @@ inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType com
   return found;
 }
 
-/// Fills a launch's parameters, except for the pointers to rows and results. The tensors are of compute dtype
-/// or undefined, and must outlive the launch.
+/// Fills the parameters of a CUDA launch, except for the pointers to logits and results. The tensors are
+/// undefined or of the compute dtype (fp32, or fp64 for fp64 inputs), and must outlive the launch.
 inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::array<Tensor, 3>& factors,
                                            const Tensor& class_weights, const Tensor& total_weight) {
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };

@@ -1,7 +1,7 @@
 #pragma once
 
-// CPU kernels for the cross-entropy of a row of logits and its gradient (losses/cross_entropy_table.h). Each
-// makes several passes over a row in cache.
+// CPU kernels for the cross-entropy of one row of logits and its gradient. losses/cross_entropy_table.h has
+// the formulas. Each kernel makes several passes over a row that stays in cache.
 
 #include <math.h>
 
@@ -15,7 +15,7 @@ using kernels::CrossEntropyResult;
 using kernels::CrossEntropyRule;
 using kernels::CrossEntropyUpstream;
 
-// Loads the first n elements as fp32, and fills the other lanes with `fill`.
+// Loads the first n elements of p as fp32, and fills the other lanes of the vector with `fill`.
 template <class Element>
 SHOESTRING_INLINE F32 get_as(const typename Element::Type* p, int64_t n, float fill) {
   if (n == kLanes) return Element::load(p);
@@ -26,8 +26,9 @@ SHOESTRING_INLINE F32 get_as(const typename Element::Type* p, int64_t n, float f
   return load(lanes, n, fill);
 }
 
-// Computes the final logits (scale, bias, softcap) into z, and returns the largest. z may be the same memory
-// as `raw`. With `lazy`, only the scale applies, and z is not written.
+// Computes the final logits from the raw ones (scale, bias, softcap), stores them in z, and returns the
+// largest. z may be the same memory as `raw`. If `lazy` is set there is neither bias nor softcap, and z is
+// not written.
 template <class Element>
 SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
                                const CrossEntropyRule<float>& rule, bool lazy) {
@@ -37,7 +38,8 @@ SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
   if (lazy) {
     sweep(0, rule.vocab, [&](int64_t i, int64_t n) {
       F32 v = get_as<Element>(raw + i, n, kLow) * scale;
-      if (n < kLanes) {  // -inf times a negative scale would be +inf in the padding lanes
+      // lanes that hold no element of the row are -inf, which a negative scale would turn into +inf
+      if (n < kLanes) {
         float lanes[kLanes];
         store(lanes, v);
         v = load(lanes, n, kLow);
@@ -50,7 +52,8 @@ SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
       if (rule.bias != nullptr) v += get(rule.bias + i, n, 0);
       if (cap != 0) v = cap * tanh(v / cap);
       put(z + i, v, n);
-      if (n < kLanes) v = load(z + i, n, kLow);  // the padding lanes may have become finite
+      // after bias and softcap, lanes that hold no element of the row must be -inf again
+      if (n < kLanes) v = load(z + i, n, kLow);
       best = max(v, best);
     });
   } else {
@@ -59,7 +62,8 @@ SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
   return horizontal_max(best);
 }
 
-// Returns sum(w z); without class weights w is 1.
+// Returns the sum of w_j * z_j over all classes j, where w are the class weights. Without class weights w_j
+// is 1.
 inline double weighted_total(const float* z, const CrossEntropyRule<float>& rule) {
   double total = 0;
   F32 partial{};
@@ -84,12 +88,12 @@ struct No {
 };
 
 struct Sums {
-  double exp, moment;  // the sums of e = exp(z - largest), and of e * (z - largest)
+  double exp, moment;  // the sum of e = exp(z - largest), and the sum of e * (z - largest)
 };
 
-// Computes the sums of exponentials of scale * from. With kKeep it stores the exponentials in z, which may be
-// the same memory as `from`. This pass never waits for memory, so it also prefetches `next`, the following
-// row, unless that is null.
+// Let x = scale * from - largest for each element of the row `from`. Computes the sum of exp(x) and, with
+// kMoment, the sum of exp(x) * x. With kKeep, stores the exponentials in z, which may be the same memory as
+// `from`. This pass is bound by computation, so it also prefetches the next row, unless `next` is null.
 template <class Element, bool kKeep, bool kMoment>
 Sums exponentials(const typename Element::Type* from, float scale, float* z, int64_t vocab, float largest,
                   const char* next) {
@@ -103,14 +107,15 @@ Sums exponentials(const typename Element::Type* from, float scale, float* z, int
           __builtin_prefetch(next + i * sizeof(typename Element::Type), 0, 2);
         }
         F32 x = get_as<Element>(from + i, n, 0) * scale - largest, e = exp_of_negative(x);
-        if (n < kLanes) {  // the padding lanes must not count
+        if (n < kLanes) {  // lanes that hold no element of the row must not add to the sum
           float lanes[kLanes];
           store(lanes, e);
           e = load(lanes, n, 0);
         }
         if (kKeep) put(z + i, e, n);
         partial += e;
-        if (kMoment) moment += e > 0 ? e * x : F32{};  // if e is zero, x may be -inf
+        // if e = exp(x) is 0, x may be -inf, and e * x would be NaN
+        if (kMoment) moment += e > 0 ? e * x : F32{};
       },
       [&] {
         sums.exp += horizontal_sum(partial);
@@ -120,7 +125,7 @@ Sums exponentials(const typename Element::Type* from, float scale, float* z, int
   return sums;
 }
 
-// Returns the index of the first element that equals the largest.
+// Returns the index of the first element of z that equals `largest`.
 template <class T>
 int64_t first_of(const T* z, int64_t vocab, T largest) {
   int64_t i = 0;
@@ -128,8 +133,8 @@ int64_t first_of(const T* z, int64_t vocab, T largest) {
   return i;
 }
 
-// Computes z_j = multiply * e_j - each * w_j, and subtracts `at_target` from the target's element. z holds e
-// on entry.
+// Computes z_j = multiply * z_j - each * w_j for all classes j, where w are the class weights. Then subtracts
+// `at_target` from the target's element of z.
 inline void subtract(float* z, int64_t target, const CrossEntropyRule<float>& rule, double multiply,
                      double each, double at_target) {
   const float factor = static_cast<float>(multiply), less = static_cast<float>(each);
@@ -142,8 +147,8 @@ inline void subtract(float* z, int64_t target, const CrossEntropyRule<float>& ru
   z[target] = static_cast<float>(z[target] - at_target);
 }
 
-// Computes to = factor * z. `to` may begin at the same address as z, because elements are written only after
-// they have been read.
+// Writes factor * z to `to`, converted to Element. `to` may begin at the same address as z, because elements
+// are written only after they have been read.
 template <class Element>
 void scale_row(const float* z, float factor, int64_t vocab, typename Element::Type* to) {
   sweep<2 * kLanes>(0, vocab, [&](int64_t i, int64_t n) {
@@ -156,8 +161,8 @@ void scale_row(const float* z, float factor, int64_t vocab, typename Element::Ty
   });
 }
 
-// Returns the results of a row. With `upstream`, z becomes the gradient with respect to the logits
-// before softcap, without the factor result.scale.
+// Returns the loss and the statistics of a row. If `upstream` is given, z becomes the gradient with respect
+// to the logits before softcap, divided by the returned result.scale.
 template <class Element>
 CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64_t target,
                               const CrossEntropyRule<float>& rule, const CrossEntropyUpstream* upstream,
@@ -196,9 +201,11 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
   const double a = u * (sure + spread + 2 * rule.z_loss * lse) + upstream->lse;
   result.scale = 1;
   if (keep) {
-    // Usually the common factor a / sum stays in result.scale, and the exponentials need no multiplication.
-    // If |a| is small, the subtracted terms divided by it would be large, and adding the exponentials to them
-    // would lose precision. The factor is then applied to z.
+    // Here z holds exponentials e_j. The gradient is a e_j / sum minus terms of the target and of label
+    // smoothing, with `a` as in cross_entropy_table.h. Usually the factor a / sum is returned in
+    // result.scale, and only these terms, divided by the factor, are subtracted. If |a| is small, the divided
+    // terms would be large, and the subtraction would lose precision. In this case z is multiplied by the
+    // factor first, and result.scale is 1.
     const double size = __builtin_fabs(u) * (sure + spread);
     if (__builtin_fabs(a) >= 0.25 * size) {
       const double each = a != 0 ? sums.exp * u / a : 0;
@@ -209,7 +216,7 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
     }
     return result;
   }
-  // With z = cap * tanh(raw / cap), d z / d raw = 1 - (z / cap)^2.
+  // The softcapped logit z = cap * tanh(raw / cap) has the derivative dz / draw = 1 - (z / cap)^2.
   const float inverse = static_cast<float>(1 / sums.exp), less = static_cast<float>(u * share);
   const float constant = static_cast<float>(a + h * (lse - largest - result.entropy)),
               slope = static_cast<float>(h);
@@ -225,7 +232,7 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
   return result;
 }
 
-// The fp64 version serves gradient checks. It is written for clarity, not for speed.
+// The fp64 version of reduce_row() serves gradient checks. It is written for clarity, not for speed.
 inline CrossEntropyResult reduce_row(double* z, int64_t target, const CrossEntropyRule<double>& rule,
                                      const CrossEntropyUpstream* upstream) {
   const int64_t vocab = rule.vocab;

@@ -1,6 +1,7 @@
-// CPU kernels for the rows of cross_entropy, which are bound by memory bandwidth. Each row is read once, and
-// its gradient is written once; all steps between run in cache, in fp32. An fp32 gradient's own memory holds
-// the intermediate values; for other dtypes each thread has a row for them.
+// CPU kernels for the rows of cross_entropy, which are bound by memory bandwidth. Each row of logits is read
+// from memory once, and its gradient is written once. The steps in between run in cache, in fp32. If the
+// gradient is fp32, its own memory holds the intermediate values; otherwise each thread has a buffer of one
+// row for them.
 
 #include "losses/cross_entropy_row_simd.h"
 

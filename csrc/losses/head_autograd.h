@@ -1,6 +1,6 @@
 #pragma once
 
-// Saves the arguments of a loss with an output layer for backward, and restores them.
+// Saves the arguments of linear_cross_entropy and linear_distillation for backward, and restores them there.
 
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -8,7 +8,8 @@
 
 namespace shoestring::losses {
 
-/// Reads saved tensors one after the other.
+/// Hands out the saved tensors of an autograd node one after the other, in the order in which they were
+/// saved.
 class SavedTensors {
  public:
   explicit SavedTensors(torch::autograd::variable_list tensors) : tensors_(std::move(tensors)) {}
@@ -23,7 +24,7 @@ class SavedTensors {
   size_t next_ = 0;
 };
 
-/// Returns which inputs of the head require a gradient.
+/// Returns a mask of the head's inputs that require a gradient.
 inline Mask require_grad(const Head& head) {
   const auto inputs = head.inputs();
   Mask mask;
@@ -46,7 +47,8 @@ NamedArguments saved_options(torch::autograd::AutogradContext* ctx, const char* 
   return options;
 }
 
-/// save_head() appends the head's tensors to the tensors to save; saved_head() reads them in the same order.
+/// save_head() appends the head's tensors to `saved`, the tensors to save for backward. saved_head() reads
+/// them in the same order.
 inline void save_head(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& saved,
                       const Head& head) {
   saved.insert(saved.end(), {head.hidden, head.weight});

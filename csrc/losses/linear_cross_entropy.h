@@ -15,7 +15,8 @@ namespace shoestring::losses {
 
 constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
-/// The arguments of linear_cross_entropy_rows. They are checked, except for the values of the targets.
+/// The arguments of linear_cross_entropy_rows. The constructor checks all of them except for the values of
+/// the targets.
 struct LinearCrossEntropyProblem : Head, RowsProblem {
   explicit LinearCrossEntropyProblem(const BoxedArguments& arguments);
 
@@ -26,12 +27,13 @@ struct LinearCrossEntropyProblem : Head, RowsProblem {
   Mask mask;
 };
 
-/// The results for each token, and the requested gradients.
+/// The loss and statistics of each token, and the requested gradients of the inputs.
 struct LinearCrossEntropyResult : RowsResult {
   Gradients gradients;
 };
 
-/// Implement a device's linear_cross_entropy_rows as a boxed kernel.
+/// Boxed kernel of the operator linear_cross_entropy_rows. The argument `run` is the function that computes
+/// all rows on the CPU or on CUDA.
 using LinearCrossEntropyRun = LinearCrossEntropyResult (*)(const LinearCrossEntropyProblem&);
 void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                                     const LinearCrossEntropyResult& result, const Tensor& hidden);
@@ -41,11 +43,12 @@ void boxed_linear_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::
   push_linear_cross_entropy_rows(stack, op, run(problem), problem.hidden);
 }
 
-/// The options that linear_cross_entropy_rows has as well.
+/// Options of linear_cross_entropy that are passed on unchanged to linear_cross_entropy_rows.
 constexpr const char* kLinearCrossEntropyOptions[] = {
     "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "filter_eps", "workspace_mb"};
 
-/// The arguments of one call of linear_cross_entropy. TokenCall's `input` is hidden.
+/// The arguments of one call of linear_cross_entropy. The member `input` of TokenCall holds the argument
+/// `hidden`.
 struct LinearCrossEntropyCall : Head, TokenCall {
   LinearCrossEntropyCall() = default;
   LinearCrossEntropyCall(const BoxedArguments& arguments, bool stats);
@@ -54,9 +57,9 @@ struct LinearCrossEntropyCall : Head, TokenCall {
   std::optional<double> grad_scale;
 };
 
-/// Calls linear_cross_entropy_rows through the dispatcher, and returns the results in the call's shapes.
-/// `upstream` holds the gradients of loss, lse and entropy, each () or in target's shape; an undefined tensor
-/// means no gradient.
+/// Calls linear_cross_entropy_rows through the dispatcher. Returns the losses and statistics in target's
+/// shape, and the gradients in the shapes of their inputs. `upstream` holds the gradients of each token's
+/// loss, lse and entropy: shape (), target's shape, or undefined for no gradient.
 LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
                                                    const std::array<Tensor, 3>& upstream, const Mask& mask);
 inline void keep_hardest(LinearCrossEntropyCall& call) {

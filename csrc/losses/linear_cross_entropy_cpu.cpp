@@ -21,8 +21,8 @@ namespace {
 
 using at::Tensor;
 
-// Runs one call of the operator on the CPU. It processes the tokens that are not ignored, one chunk at a
-// time.
+// Runs one call of linear_cross_entropy_rows on the CPU. It processes the tokens that are not ignored, one
+// chunk at a time.
 template <class T>
 class LinearCrossEntropyOnCpu {
  public:
@@ -42,10 +42,12 @@ class LinearCrossEntropyOnCpu {
 
  private:
   void add_chunk(int64_t begin);
-  // Computes z (tokens, vocab) = logit_scale * (x (tokens, features) weight^T + low up^T).
+  // Computes the logits z (tokens, vocab) = logit_scale * (x (tokens, features) weight^T + low up^T), where
+  // low and up are the LoRA pair.
   void make_logits(const Tensor& x, const Tensor& low, Tensor& z) const;
-  // Runs the kernel on rows of logits. It writes the results to out_, turns z into the gradient without its
-  // scales, and returns these scales, (tokens, 1). With narrow_, z becomes the complete gradient in bf16.
+  // Runs the row kernel on the logits z of a chunk, whose first token is number `begin` of the tokens that
+  // are not ignored. It writes the losses and statistics to out_. The gradient of the logits is z times the
+  // returned scales, (tokens, 1). If narrow_ is set, z itself becomes the complete gradient in bf16.
   Tensor reduce_rows(Tensor& z, int64_t begin);
   static void mark(const T* z, int64_t vocab, double least, uint8_t* live) {
     if constexpr (std::is_same_v<T, float>) {
@@ -64,7 +66,7 @@ class LinearCrossEntropyOnCpu {
     if (!t) return {};
     return scale == 1 ? t->to(type()).contiguous() : t->to(type()).mul(scale);
   }
-  // Returns the number of classes whose weights stay in cache.
+  // Returns the number of classes whose weights fit into 8 MiB, so that they stay in cache.
   static int64_t panel_of(int64_t features) {
     return std::max<int64_t>(64, (int64_t{8} << 20) / std::max<int64_t>(1, features * sizeof(T)));
   }
@@ -73,23 +75,26 @@ class LinearCrossEntropyOnCpu {
   const LinearCrossEntropyProblem& p_;
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
-  const Tensor target_, bias_, class_weights_;  // contiguous; class_weights_ has the compute dtype
+  // targets, bias and class weights, contiguous; the class weights are in the compute dtype (fp32 or fp64)
+  const Tensor target_, bias_, class_weights_;
   const Factor<T> grad_loss_, grad_lse_, grad_entropy_;
   const int64_t features_, vocab_, count_;
   const bool gradient_;
   double total_weight_ = 0;  // sum of the class weights
-  const Tensor low_, up_;    // LoRA pair in the compute dtype, or undefined
-  // The weight. It is converted in panels that stay in cache, if the GEMM cannot read it directly.
+  const Tensor low_, up_;    // LoRA pair in the compute dtype (fp32 or fp64), or undefined
+  // The weight of the output layer. If the GEMM cannot read it directly, it is converted in panels that stay
+  // in cache.
   const quantization::BaseWeight weight_;
   // Whether the gradient of the logits is rounded to bf16 once, as in eager PyTorch with fp32 logits.
   bool narrow_;
   int64_t chunk_;  // number of tokens per chunk
   Tensor logits_;  // logits of a chunk, shape (chunk, vocab)
-  // One row of flags per thread, (threads, vocab), used with filter_eps: the classes that a chunk's gradient
-  // needs.
+  // Used with filter_eps, shape (threads, vocab): each thread marks in its row the classes for which the
+  // gradient of the chunk's logits is not negligible.
   Tensor live_;
-  Tensor grad_weight_;  // the tensor to which the weight's gradient is added
-  // Whether grad_weight_ is still uninitialised, so that the first product overwrites it.
+  Tensor grad_weight_;  // the fp32 or fp64 tensor to which the gradient of the weight is added
+  // Whether grad_weight_ is still uninitialised, so that the first matrix product must overwrite it instead
+  // of adding.
   bool fresh_ = false;
   LinearCrossEntropyResult out_;
 };
@@ -104,7 +109,8 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
       grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
       vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)), low_(computed(p_.low, 1)),
       up_(computed(p_.up, 1)), weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
-  // On a CPU with bf16 units, the products of the gradients use them. The logits are always fp32.
+  // On a CPU with bf16 instructions, the matrix products that compute gradients take bf16 operands. The
+  // logits are always fp32.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
             gemm::product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
   const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
@@ -116,7 +122,7 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
   if (gradient_ && p_.filter_eps > 0)
     live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));
 
-  // Ignored rows are never visited, so their results must start at zero.
+  // The row kernel never visits ignored tokens, so their results must start at zero.
   const auto each = [&](at::TensorOptions options) { return at::zeros({p_.target.size(0)}, options); };
   if (class_weights_.defined()) total_weight_ = class_weights_.sum(at::kDouble).template item<double>();
   out_.loss = each(compute_);
@@ -213,7 +219,8 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
   return narrow_ ? scale.fill_(1) : scale;
 }
 
-// The gradient of the logits is diag(scale) z. If x and low are already multiplied by scale, then
+// The gradient of the logits is diag(scale) z, where z is the result of the row kernel and scale has one
+// factor per token. W is the weight. The caller has already multiplied x and low by scale, so
 //   grad_hidden = diag(scale) (z W),  grad_weight += z^T x,  grad_bias += z^T scale.
 template <class T>
 void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x,
@@ -236,14 +243,15 @@ void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& sc
   if (p_.mask[kWeight])
     gemm::gemm_rounded(grad_weight_, z.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
   if (p_.mask[kUp]) gemm::gemm(gradient(kUp), z.t(), low, /*beta=*/1);
-  // Short sums are taken in fp32, and added up in fp64.
+  // The bias gradient sums 16 tokens at a time in the compute dtype, and adds these sums in fp64.
   for (int64_t i = 0; p_.mask[kBias] && i < z.size(0); i += 16) {
     const int64_t n = std::min<int64_t>(16, z.size(0) - i);
     gradient(kBias).add_(at::mv(z.narrow(0, i, n).t().to(type()), scale.narrow(0, i, n).squeeze(1)));
   }
 }
 
-// Computes the same for the classes `live` only, a few MiB of their weights at a time.
+// Computes the same gradients as add_gradients(), but only for the classes whose indices are in `live`.
+// Processes the weights of these classes in groups of a few MiB.
 template <class T>
 void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale,
                                                     Tensor& x, Tensor& low, const Tensor& index) {

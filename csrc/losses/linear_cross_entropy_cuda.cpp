@@ -12,15 +12,19 @@ namespace {
 
 using at::Tensor;
 
-// The arguments of a call, with the tensors that the kernels need on the device.
+// The arguments of one call of linear_cross_entropy_rows, with the tensors that its CUDA kernels need on the
+// device.
 struct LinearCrossEntropyOnCuda : LinearCrossEntropyProblem {
   explicit LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem);
-  LinearCrossEntropyOnCuda(const LinearCrossEntropyOnCuda&) = delete;  // waves refers to this object
+  // A copy would be wrong, because the member `waves` keeps a reference to this object.
+  LinearCrossEntropyOnCuda(const LinearCrossEntropyOnCuda&) = delete;
 
   LogitWaves waves;
-  // Shapes (stride), (stride) and (); compute dtype, or undefined.
+  // Bias, class weights and sum of the class weights: shapes (stride), (stride) and (), where stride is the
+  // padded number of classes. They are in the compute dtype (fp32 or fp64), or undefined.
   Tensor padded_bias, padded_weights, total_weight;
-  std::array<Tensor, 3> factors;  // grad_loss, grad_lse, grad_entropy: compute dtype, or undefined
+  // upstream gradients of loss, lse and entropy in the compute dtype, or undefined
+  std::array<Tensor, 3> factors;
 };
 
 LinearCrossEntropyOnCuda::LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem)
@@ -40,7 +44,7 @@ LinearCrossEntropyOnCuda::LinearCrossEntropyOnCuda(const LinearCrossEntropyProbl
   factors = factors_of(*this, compute_type(hidden));
 }
 
-// Launches the row kernel on the rows of `logits`, whose first row is token `begin`.
+// Launches the row kernel on `logits`, whose first row belongs to token number `begin`.
 void start_linear_cross_entropy_rows(const LinearCrossEntropyOnCuda& p, const Tensor& logits,
                                      const Tensor& gradient, int64_t begin,
                                      const LinearCrossEntropyResult& out) {

@@ -1,7 +1,7 @@
 // CPU kernels for the rows of linear_cross_entropy. A row of logits is read from memory once. It fits into
-// the second-level cache, where the maximum, the exponentials and the gradient are computed. The exponentials
-// stay in place without normalisation. The factor 1 / sum goes into the matrix products' operands of size
-// (tokens, features), which saves a pass over the vocabulary.
+// the second-level cache, where the kernel computes the maximum, the exponentials and the gradient. The
+// exponentials replace the logits and are not normalised. The missing factor 1 / sum is applied to the
+// (tokens, features) operands of the matrix products. This saves a pass over the (tokens, vocab) logits.
 
 #include "losses/linear_cross_entropy_table.h"
 

@@ -15,11 +15,12 @@ namespace shoestring::losses {
 constexpr const char* kDistillationOp = "linear_distillation";
 
 struct DistillationResult {
-  Tensor loss;  // loss of each token, shape (tokens), compute dtype
+  Tensor loss;  // loss of each token, shape (tokens), fp32 or fp64
   Gradients gradients;
 };
 
-/// The checked arguments of linear_distillation_rows: the student's head (the base class) and the teacher's.
+/// The arguments of linear_distillation_rows, checked by the constructor. The base class Head is the
+/// student's output layer.
 struct DistillationProblem : Head {
   explicit DistillationProblem(const BoxedArguments& arguments);
 
@@ -36,7 +37,8 @@ struct DistillationProblem : Head {
   Mask mask;
 };
 
-/// Implement a device's linear_distillation_rows as a boxed kernel.
+/// Boxed kernel of the operator linear_distillation_rows. The argument `run` is the function that computes
+/// all rows on the CPU or on CUDA.
 using DistillationRun = DistillationResult (*)(const DistillationProblem&);
 void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                             const DistillationResult& result, const Tensor& hidden);
@@ -46,7 +48,7 @@ void boxed_distillation_rows(const c10::OperatorHandle& op, torch::jit::Stack* s
   push_distillation_rows(stack, op, run(problem), problem.hidden);
 }
 
-/// The options that linear_distillation_rows has as well.
+/// Options of linear_distillation that are passed on unchanged to linear_distillation_rows.
 constexpr const char* kDistillationOptions[] = {"ignore_index", "divergence", "beta", "temperature",
                                                 "workspace_mb"};
 
@@ -58,19 +60,19 @@ struct DistillationCall : Head {
   Head teacher;
   OptionalTensor target;
   std::string reduction;
-  NamedArguments options;  // the values of kDistillationOptions
+  NamedArguments options;  // the caller's values of the options that kDistillationOptions names, in its order
 
   bool scalar() const { return reduction != "none"; }
   int64_t ignore_index() const { return value_of(options, "ignore_index").toInt(); }
-  /// Returns the number of tokens that are not ignored, (), fp64.
+  /// Returns the number of tokens that are not ignored, as a tensor of shape (), fp64.
   Tensor count() const;
-  /// Returns the result, from the tokens' losses.
+  /// Reduces the tokens' losses to their mean or sum. With reduction='none' it returns them unchanged.
   Tensor reduce(const Tensor& loss) const;
 };
 
-/// Calls linear_distillation_rows through the dispatcher, and returns the results in the call's shapes.
-/// `upstream` is the gradient of the tokens' losses, () or in their shape; undefined if no gradients are
-/// requested.
+/// Calls linear_distillation_rows through the dispatcher. Returns the losses in the shape of the tokens, and
+/// the gradients in the shapes of their inputs. `upstream` is the gradient of the tokens' losses: a scalar
+/// for all tokens, or one number per token. It is undefined if no gradients are requested.
 DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask);
 
 }  // namespace shoestring::losses

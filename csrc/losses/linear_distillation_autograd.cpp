@@ -14,9 +14,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // The autograd function of linear_distillation. A scalar loss has a scalar upstream gradient. Forward
-// therefore computes the gradients while it has the logits, and backward only multiplies them. With
-// reduction='none' there is one upstream gradient per token. It is known only in backward, which computes the
-// logits of student and teacher again.
+// therefore computes the gradients while it has the logits, and backward only multiplies them by the upstream
+// gradient. With reduction='none' there is one upstream gradient per token. It is known only in backward,
+// which computes the logits of student and teacher again.
 class LinearDistillation : public torch::autograd::Function<LinearDistillation> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
@@ -93,8 +93,8 @@ void distillation_autograd(const c10::OperatorHandle& op, torch::jit::Stack* sta
   torch::jit::push(*stack, std::move(out[0]));
 }
 
-// Under autocast the operands are cast to the autocast dtype, as for a linear layer. The loss is fp32 in
-// every case.
+// Under autocast, both heads' hidden, weight and bias are cast to the autocast dtype, as for a linear layer.
+// The loss is fp32 with every autocast dtype.
 template <c10::DeviceType device>
 void distillation_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_autocast(op, stack, device,

@@ -16,8 +16,8 @@ namespace {
 
 using at::Tensor;
 
-// Runs one call of the operator on the CPU. It processes the tokens that are not ignored, one chunk at a
-// time.
+// Runs one call of linear_distillation_rows on the CPU. It processes the tokens that are not ignored, one
+// chunk at a time.
 template <class T>
 class DistillationOnCpu {
  public:
@@ -26,19 +26,20 @@ class DistillationOnCpu {
 
  private:
   void add_chunk(int64_t begin);
-  // Computes z (tokens, vocab) = x (tokens, features) weight^T / temperature.
+  // Computes the logits z (tokens, vocab) = x (tokens, features) weight^T / temperature.
   void make_logits(const Tensor& x, const quantization::BaseWeight& weight, const Tensor& z) const {
     weight.for_each_panel([&](int64_t v, const Tensor& panel) {
       gemm::gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/1 / p_.temperature);
     });
   }
-  // Runs the kernel on rows of logits. It writes the losses to out_. If gradients are requested, z becomes
-  // the gradient of the student's logits.
+  // Runs the row kernel on a chunk: z holds the student's logits, `teacher` the teacher's. The chunk begins
+  // at number `begin` of the tokens that are not ignored. The kernel writes the losses to out_. If gradients
+  // are requested, z becomes the gradient of the student's logits before their division by the temperature.
   void reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin);
   void add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, const Tensor& index);
 
   static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
-  // Returns the rows of the tokens `index`.
+  // Returns the rows of t whose numbers are in `index`, converted to the compute dtype (fp32 or fp64).
   static Tensor rows_of(const Tensor& t, const Tensor& index) { return t.index_select(0, index).to(type()); }
   Tensor divided(const OptionalTensor& bias) const {
     return bias ? bias->to(type()).div(p_.temperature).contiguous() : Tensor();
@@ -47,13 +48,15 @@ class DistillationOnCpu {
   const DistillationProblem& p_;
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
-  const Tensor bias_, teacher_bias_;  // compute dtype, divided by the temperature; undefined without a bias
-  const Tensor up_;                   // compute dtype, or undefined without LoRA
-  // The weights. They are converted in panels that stay in cache, if the GEMM cannot read them directly.
+  // bias in the compute dtype, divided by the temperature; undefined without a bias
+  const Tensor bias_, teacher_bias_;
+  const Tensor up_;  // LoRA factor (vocab, rank) in the compute dtype; undefined without LoRA
+  // The weights of student and teacher. If the GEMM cannot read a weight directly, it is converted in panels
+  // that stay in cache.
   const quantization::BaseWeight weight_, teacher_weight_;
   const int64_t vocab_, count_;
   int64_t chunk_;            // number of tokens per chunk
-  Tensor logits_, teacher_;  // logits of a chunk, shape (chunk, vocab)
+  Tensor logits_, teacher_;  // a chunk's logits of student and teacher, shape (chunk, vocab)
   Tensor factor_;            // upstream gradient of the loss, shape (tokens), or undefined
   DistillationResult out_;
 };
@@ -74,7 +77,7 @@ DistillationOnCpu<T>::DistillationOnCpu(const DistillationProblem& problem)
   teacher_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
   if (p_.grad_loss) factor_ = p_.grad_loss->to(type()).expand({p_.hidden.size(0)}).contiguous();
 
-  // Ignored rows are never visited, so their results must start at zero.
+  // The row kernel never visits ignored tokens, so their results must start at zero.
   out_.loss = at::zeros({p_.hidden.size(0)}, compute_);
   if (p_.mask[kHidden]) out_.gradients[kHidden] = at::zeros(p_.hidden.sizes(), p_.hidden.options());
   if (p_.mask[kWeight]) out_.gradients[kWeight] = at::zeros(p_.weight.sizes(), compute_);

@@ -10,7 +10,8 @@ namespace {
 
 using at::Tensor;
 
-// The arguments of a call, with the tensors that the kernels need on the device.
+// The arguments of one call of linear_distillation_rows, with the tensors that its CUDA kernels need on the
+// device.
 struct DistillationOnCuda : DistillationProblem {
   explicit DistillationOnCuda(const DistillationProblem& problem)
       : DistillationProblem(problem), ignored(target ? target->eq(ignore_index).unsqueeze(1) : Tensor()),
@@ -26,9 +27,10 @@ struct DistillationOnCuda : DistillationProblem {
 
   Tensor ignored;
   LogitWaves waves;
-  // Compute dtype, divided by the temperature; undefined without a bias.
+  // Biases in the compute dtype (fp32 or fp64), padded with zeros and divided by the temperature. Undefined
+  // without a bias.
   Tensor padded_bias, padded_teacher_bias;
-  Tensor factors;  // grad_loss in the compute dtype, or undefined
+  Tensor factors;  // upstream gradient of the loss in the compute dtype, or undefined
 
  private:
   Tensor divided(const OptionalTensor& t) const {
@@ -37,7 +39,8 @@ struct DistillationOnCuda : DistillationProblem {
   }
 };
 
-// Launches the row kernel on the rows of `student`, whose first row is token `begin`.
+// Launches the row kernel on the logits of student and teacher; their first row belongs to token number
+// `begin`.
 void start_distillation_rows(const DistillationOnCuda& p, const Tensor& student, const Tensor& teacher,
                              const Tensor& gradient, int64_t begin, const Tensor& loss) {
   kernels::DistillationRows rows{};

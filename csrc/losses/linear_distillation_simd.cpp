@@ -1,7 +1,7 @@
-// CPU kernels for the rows of linear_distillation. Both rows are in the second-level cache, so four passes
-// over them (maxima, sums, divergence, gradient) are cheap compared to the matrix products. The exponentials
-// are computed again instead of being stored. All differences are then between logits minus their maxima,
-// never between two logarithms of sums.
+// CPU kernels for the rows of linear_distillation. The student's and the teacher's row of logits stay in the
+// second-level cache. Four passes over them (maxima, sums, divergence, gradient) are therefore cheap compared
+// to the matrix products. The exponentials are computed again instead of being stored. To keep precision, the
+// kernels subtract logits that are reduced by their row's maximum, never log-sum-exps.
 
 #include "losses/linear_distillation_table.h"
 
@@ -15,7 +15,7 @@ namespace {
 using kernels::DistillationRule;
 using kernels::Divergence;
 
-// Adds the bias to raw logits, and returns the largest logit.
+// Adds the bias to the raw logits z, and returns the largest sum.
 template <class T>
 T finish(T* z, const T* bias, int64_t vocab) {
   constexpr T kLeast = kLow;
@@ -44,8 +44,9 @@ double sum_of_exponentials(const T* z, int64_t vocab, T largest) {
   return total;
 }
 
-// A class's contribution to the divergence. `surprise` is log(p / reference) with q or m as the reference, as
-// far as the gradient needs it.
+// One class's term of the divergence, where p is the student's and q the teacher's probability. `surprise` is
+// log(p / q) for reverse_kl and log(p / m) for jsd, with the mixture m. For forward_kl it is 0, because the
+// gradient does not need it.
 template <class V>
 struct Share {
   V loss, surprise;
@@ -55,16 +56,17 @@ template <Divergence kDivergence, class T>
 struct Pair {
   using V = RegisterOf<T>;
 
-  // Computes the contribution of a class from p, q and r = log(q / p).
+  // Computes the term of one class from p, q and r = log(q / p), where p is the student's and q the teacher's
+  // probability.
   SHOESTRING_METHOD Share<V> share(V p, V q, V r) const {
     if constexpr (kDivergence == Divergence::kForwardKl) {
       return {q == 0 ? V{} : q * r, V{}};
     } else if constexpr (kDivergence == Divergence::kReverseKl) {
       return {p == 0 ? V{} : -p * r, p == 0 ? V{} : -r};
     } else {
-      // log(m / the larger of p and q). Its argument is at least the smaller of beta and 1 - beta. The terms
-      // of the loss are of first order in the difference of p and q, while their sum is of second order. The
-      // formulas therefore avoid adding 1 anywhere, which would lose precision.
+      // of_larger is log(m / max(p, q)), where m is the mixture of p and q. m / max(p, q) is at least
+      // min(beta, 1 - beta). Each term of the loss is of first order in q - p, while the sum of the terms is
+      // of second order. The formulas therefore never add 1 to a small number, which would lose precision.
       V of_larger = log_of_rest((r > 0 ? V{} + other : V{} + beta) * one_less_exp(abs(r)));
       V of_student = -(r > 0 ? of_larger + r : of_larger), of_teacher = -(r > 0 ? of_larger : of_larger - r);
       V surprise = p == 0 ? V{} : of_student;
@@ -72,7 +74,8 @@ struct Pair {
     }
   }
 
-  // Calls body(offset, count, p, q, r) for the whole row.
+  // Calls body(offset, count, p, q, r) for each vector of the row. p are the student's probabilities, q the
+  // teacher's, and r = log(q / p).
   template <class Body, class Fold>
   SHOESTRING_METHOD void each(Body body, Fold fold) const {
     folded<kSizeOf<T>>(
@@ -86,9 +89,11 @@ struct Pair {
 
   T *student, *teacher;
   int64_t vocab;
-  T student_max, teacher_max, student_share, teacher_share;  // each share is 1 / sum of exponentials
-  T offset;                                                  // log of the quotient of the two sums
-  T beta, other;                                             // other = 1 - beta
+  // student_share is 1 / (sum of the student's exponentials), and teacher_share is 1 / (sum of the teacher's
+  // exponentials)
+  T student_max, teacher_max, student_share, teacher_share;
+  T offset;       // log(sum of the student's exponentials / sum of the teacher's)
+  T beta, other;  // other is 1 - beta, the student's weight in the mixture m
 };
 
 template <Divergence kDivergence, class T>
@@ -105,7 +110,7 @@ double row(T* student, T* teacher, const DistillationRule<T>& rule, const double
   rows.beta = static_cast<T>(rule.beta);
   rows.other = static_cast<T>(1 - rule.beta);
 
-  double loss = 0, mean = 0;  // mean = sum p log(p / reference)
+  double loss = 0, mean = 0;  // mean is the sum of p * surprise over all classes
   V partial{}, surprise{};
   rows.each(
       [&](int64_t i, int64_t n, V p, V q, V r) {
@@ -131,8 +136,8 @@ double row(T* student, T* teacher, const DistillationRule<T>& rule, const double
         },
         [] {});
   }
-  // Corrects the loss for the rounding of `offset` to T. The jsd divergence does not depend on it to first
-  // order.
+  // `offset`, the difference of the log-sum-exps of student and teacher, was rounded to T. The returned loss
+  // is corrected for this rounding. The correction of jsd would be of second order, so jsd has none.
   const double lost = offset - static_cast<double>(rows.offset);
   if (kDivergence == Divergence::kForwardKl) return loss + lost;
   return kDivergence == Divergence::kReverseKl ? loss - lost : loss;

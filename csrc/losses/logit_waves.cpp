@@ -12,8 +12,8 @@ using at::Tensor;
 
 namespace {
 
-// Splits `total` into equal parts of at most `most`, and returns their size. If possible, it is a multiple of
-// a GEMM's tile.
+// Splits `total` into equal parts of at most `most` (a maximum), and returns the size of a part. If there are
+// several parts and `most` is at least one GEMM tile, the size is a multiple of a tile.
 int64_t even_part(int64_t total, int64_t most) {
   constexpr int64_t kTile = 128;
   most = std::max<int64_t>(1, most >= kTile ? most / kTile * kTile : most);
@@ -31,9 +31,9 @@ LogitWaves::LogitWaves(const char* op, const Head& head, const Tensor& ignored, 
       vocab_(head.vocab.expect_int()) {
   TORCH_CHECK(vocab_ <= (int64_t{1} << 31) - 16, op_,
               ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ", vocab_);
-  // scale_ is a power of two near 1 / count, the factor of a mean. Without it most gradients of the logits
-  // would be rounded to zero in fp16. It is at least 2^-15, so that the largest gradient, 1 / scale, is
-  // finite in fp16.
+  // scale_ is a power of two near 1 / tokens, the factor of a mean. The gradient of the logits is stored
+  // divided by scale_, since most of its elements would be zero in fp16 otherwise. scale_ is at least 2^-15,
+  // so that the largest stored element, 1 / scale_, is finite in fp16.
   for (int64_t n = tokens(); options_.averaged && n > 1 && scale_ > 0x1p-15; n /= 2) scale_ /= 2;
   plan();
   if (options_.filter && any(mask)) live_ = at::empty({stride()}, head.hidden.options().dtype(at::kByte));
@@ -49,12 +49,15 @@ bool LogitWaves::narrow() const {
   return any(mask_) && head_.hidden.scalar_type() != compute_type(head_.hidden);
 }
 
-// If there are several chunks, each one is a pass over the fp32 accumulator of the weight's gradient. It
-// takes 8 * vocab * features bytes and 6 * chunk * features * vocab flops. On an H200 this pass is about 230
-// / chunk of the time of a 16-bit problem.
+// Chooses the number of tokens in a wave of logits and in a chunk of their gradient. With several chunks,
+// each chunk makes a pass over the fp32 accumulator of the weight's gradient. The pass moves 8 * vocab *
+// features bytes, and the chunk's three products take 6 * chunk * features * vocab flops. On an H200, with
+// 16-bit inputs, the pass takes about 230 / chunk times as long as the products.
 //
-// By default one chunk takes all tokens if their 16-bit gradient is no larger than the accumulator, which is
-// then not needed. fp32 accumulates in the result itself, and its products are slow enough for small chunks.
+// By default one chunk takes all tokens if the 16-bit gradient of their logits is no larger than the
+// accumulator. With one chunk the accumulator is not needed. With fp32 inputs the result itself is the
+// accumulator, and the products are so slow that the additional passes for small chunks take little time in
+// comparison.
 void LogitWaves::plan() {
   const int64_t row = stride() * static_cast<int64_t>(compute().dtype().itemsize()),
                 logits = options_.buffers * row;
@@ -95,7 +98,8 @@ void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeigh
   const Tensor &grad = chunk.grad, &x = chunk.x;
   const int64_t begin = chunk.begin;
   const double scale = scale_ * options_.logit_scale;
-  // With several panels, the sum is taken in fp32 and rounded once.
+  // If the weight comes in several panels, the gradient of hidden is summed over the panels in fp32 and
+  // rounded once.
   if (mask_[kHidden]) {
     const Tensor result = sums[kHidden].narrow(0, begin, grad.size(0));
     const Tensor sum = weight.one_panel() ? result : at::empty(result.sizes(), compute());
@@ -111,7 +115,8 @@ void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeigh
   if (mask_[kUp]) gemm::gemm(sums[kUp], grad.t(), chunk.low, /*beta=*/1, scale);
 }
 
-// Computes the same for some classes only, 64 MiB of their weights at a time, since there can still be many.
+// Computes the same gradients as add_gradients(), but only for the given classes. Processes the weights of
+// these classes in groups of 64 MiB, since there can still be many classes.
 void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, const Tensor& up,
                                     Gradients& sums) const {
   const Tensor &x = chunk.x, &low = chunk.low;
@@ -157,7 +162,8 @@ Gradients LogitWaves::run(const StartRows& start_rows) const {
   };
   Gradients gradients;
   if (mask_[kHidden]) gradients[kHidden] = at::empty_like(hidden, at::MemoryFormat::Contiguous);
-  // Several chunks are summed in fp32 and rounded once. A single chunk writes the result directly.
+  // With several chunks, the gradient of the weight is summed in fp32 and rounded once. A single chunk writes
+  // the result directly.
   if (mask_[kWeight]) {
     const auto type = chunk_ < tokens() ? compute() : hidden.options();
     gradients[kWeight] = options_.weight_grad ? *options_.weight_grad : start(head_.weight.sizes(), type);
@@ -183,8 +189,8 @@ Gradients LogitWaves::run(const StartRows& start_rows) const {
     }
     if (!gradient) continue;
     const Chunk chunk{grad_logits.narrow(0, 0, count).narrow(1, 0, vocab_), x, low, begin};
-    // Waits for the GPU, which nothing else here does: the number of remaining classes is the size of the
-    // products.
+    // nonzero() waits for the GPU, and nothing else here does. The host must know how many classes are
+    // marked, because this number is a size of the matrix products.
     const Tensor classes = live_.defined() ? live_.narrow(0, 0, vocab_).nonzero().squeeze(1) : Tensor();
     if (classes.defined() && classes.size(0) < vocab_ / 2) {
       add_live_gradients(chunk, classes, up, gradients);

@@ -1,16 +1,17 @@
-// Schemas of the operators of losses. An operator whose name ends in _ modifies its arguments in place.
+// Schemas of the operators in csrc/losses. An operator whose name ends in _ may modify its arguments in
+// place.
 
 #include <string>
 
 #include <torch/library.h>
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // linear_cross_entropy computes the cross-entropy of logit_scale * (hidden W^T + low up^T + bias) against
-  // target. It processes a chunk of tokens at a time, and never has a (tokens, vocab) tensor.
+  // linear_cross_entropy computes the cross-entropy of the logits logit_scale * (hidden W^T + low up^T +
+  // bias) against target. It processes a chunk of tokens at a time, and never has a (tokens, vocab) tensor.
   //
-  // Shapes: hidden (..., features), weight (vocab, features), or the codes of a quantised weight if absmax is
-  // given; target (...) int64, bias (vocab), low (..., rank), up (vocab, rank). The loss is fp32 for 16-bit
-  // inputs.
+  // Shapes: hidden (..., features), target (...) int64, bias (vocab), low (..., rank), up (vocab, rank).
+  // weight is W (vocab, features) or, if absmax is given, the codes of a quantised W. The loss is fp32 for
+  // 16-bit inputs.
   //
   // If weight_grad, fp32 (vocab, features), is given, the gradient of the weight is added to it. This happens
   // in backward; or in forward, if grad_scale gives the upstream gradient that backward is going to get.
@@ -29,20 +30,22 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
                            ", str reduction='mean', Tensor? token_weights=None, bool shift=False, float "
                            "hard_fraction=1., float? grad_scale=None)";
   m.def(("linear_cross_entropy" + call + " -> Tensor").c_str());
-  // Like linear_cross_entropy, but also returns for each token its loss, log-sum-exp and entropy (compute
-  // dtype), and its most likely class.
+  // Like linear_cross_entropy, but also returns each token's loss, log-sum-exp, entropy and most likely
+  // class. Loss, log-sum-exp and entropy are fp32 for 16-bit inputs.
   m.def(("linear_cross_entropy_with_stats" + call +
          " -> (Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)")
             .c_str());
-  // Computes the rows of both operators above. Shapes: hidden (tokens, features), target (tokens), low
-  // (tokens, rank). Returns one result per token; entropy and argmax are empty without stats.
+  // Computes loss, log-sum-exp, entropy and argmax of each token, for linear_cross_entropy and
+  // linear_cross_entropy_with_stats. Shapes: hidden (tokens, features), target (tokens), low (tokens, rank).
+  // entropy and argmax are empty unless stats is set.
   //
-  // output_mask (hidden, weight, bias, low, up) requests gradients of sum(grad_loss loss + grad_lse lse +
-  // grad_entropy entropy), with factors of shape () or (tokens). Gradients that are not requested are empty.
-  // So is the gradient of the weight if it was added to weight_grad.
+  // output_mask (hidden, weight, bias, low, up) requests gradients of sum(grad_loss * loss + grad_lse * lse +
+  // grad_entropy * entropy). The upstream gradients grad_loss, grad_lse and grad_entropy have the shape () or
+  // (tokens). A gradient that is not requested is returned empty. So is the gradient of the weight if it was
+  // added to weight_grad.
   //
-  // averaged tells that the factors are about 1 / tokens. The 16-bit gradient of the logits is then
-  // multiplied by about the number of tokens.
+  // averaged tells that the upstream gradients are about 1 / tokens. The 16-bit gradient of the logits is
+  // then stored multiplied by about the number of tokens.
   m.def(("linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " +
          rule +
          ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool averaged=False, "
@@ -50,20 +53,20 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
          "lse, Tensor entropy, Tensor argmax, " +
          gradients)
             .c_str());
-  // Computes one shard of the classes, those from first_class on. Returns for each token, in target's shape,
-  // the log-sum-exp of its logits in this shard and the logit of its target. The latter is 0 if the target is
-  // in another shard. weight, bias and up belong to this shard's classes; target counts classes of the whole
-  // vocabulary.
+  // Computes the part of a cross-entropy that belongs to one shard of the classes, whose first class is
+  // first_class. Returns for each token, in target's shape, the log-sum-exp of its logits in this shard and
+  // the logit of its target. This logit is 0 if the target is in another shard. weight, bias and up belong to
+  // this shard's classes; target holds class indices of the whole vocabulary.
   m.def(("linear_cross_entropy_shard(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int "
          "first_class, " +
          layer +
          "int ignore_index=-100, float softcap=0., float logit_scale=1., Tensor(a!)? weight_grad=None, int "
          "workspace_mb=0) -> (Tensor lse, Tensor target_logit)")
             .c_str());
-  // Computes the cross-entropy of logits (..., vocab) against target (...) int64. The loss is fp32 for 16-bit
-  // logits. The variants with _ replace the logits by their gradient. They do so in forward if the result is
-  // a scalar (its statistics then have no gradients), and otherwise in backward. They leave the logits
-  // unchanged without gradients, or if autograd does not allow changing the logits.
+  // cross_entropy computes the cross-entropy of logits (..., vocab) against target (...) int64. The loss is
+  // fp32 for 16-bit logits. The variants with _ replace the logits by their gradient. If the result is a
+  // scalar, forward does so, and the statistics have no gradients. Otherwise backward does so. The logits
+  // stay unchanged if they need no gradient, or if autograd does not allow changing them.
   const std::string of_logits =
       "Tensor target, *, Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., float "
       "softcap=0., float logit_scale=1., float z_loss=0.";
@@ -74,9 +77,11 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def(("cross_entropy_(Tensor(a!) logits, " + of_logits + reduced + "Tensor").c_str());
   m.def(("cross_entropy_with_stats(Tensor logits, " + of_logits + reduced + stats).c_str());
   m.def(("cross_entropy_with_stats_(Tensor(a!) logits, " + of_logits + reduced + stats).c_str());
-  // Computes the rows of the four operators above. Returns one result per token; entropy and argmax are empty
-  // without stats. Also returns the gradient of sum(grad_loss loss + grad_lse lse + grad_entropy entropy),
-  // with factors of shape () or target's shape. It is a new tensor or, with _, replaces the logits.
+  // Computes loss, log-sum-exp, entropy and argmax of each row of logits, for the four cross_entropy
+  // operators. entropy and argmax are empty unless stats is set. Also computes the gradient of sum(grad_loss
+  // * loss + grad_lse * lse + grad_entropy * entropy). The upstream gradients grad_loss, grad_lse and
+  // grad_entropy have the shape () or target's shape. cross_entropy_rows returns the gradient as a new
+  // tensor, if `gradient` is set. cross_entropy_rows_ writes it into the logits.
   const std::string each =
       ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool stats=False";
   m.def(("cross_entropy_rows(Tensor logits, " + of_logits + each +
@@ -86,14 +91,15 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def(("cross_entropy_rows_(Tensor(a!) logits, " + of_logits + each +
          ") -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)")
             .c_str());
-  // Computes for each token the divergence of the student's softmax of (hidden W^T + bias) / temperature from
-  // the teacher's. The logits of both exist for one chunk of tokens at a time.
+  // Computes for each token the divergence between two softmax distributions, a teacher's and a student's.
+  // The student's is the softmax of (hidden W^T + bias) / temperature. Logits exist for one chunk of tokens
+  // at a time.
   // - 'forward_kl': KL(teacher || student);
   // - 'reverse_kl': KL(student || teacher);
   // - 'jsd': beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 - beta) student.
   // The student's layer has the same arguments as in linear_cross_entropy. The teacher's layer has its own
-  // number of features, no low and up, and no gradient. Tokens whose target (...) int64 is ignore_index are
-  // ignored.
+  // number of features, no LoRA pair (low, up), and no gradient. Tokens whose target (...) int64 is
+  // ignore_index are ignored.
   const std::string distilled =
       "(Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor? bias=None, "
       "Tensor? teacher_bias=None, *, " +
@@ -101,9 +107,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       "Tensor? target=None, int ignore_index=-100, str divergence='forward_kl', float beta=0.5, float "
       "temperature=1., int workspace_mb=0";
   m.def(("linear_distillation" + distilled + ", str reduction='mean') -> Tensor").c_str());
-  // Computes the rows of linear_distillation, with tokens in one dimension. Returns the loss of each token.
-  // output_mask requests gradients of sum(grad_loss loss), with a factor of shape () or (tokens); other
-  // gradients are empty. averaged has the same meaning as in linear_cross_entropy_rows.
+  // Computes the loss of each token for linear_distillation; hidden has the shape (tokens, features).
+  // output_mask requests gradients of sum(grad_loss * loss), where grad_loss has the shape () or (tokens). A
+  // gradient that is not requested is returned empty. averaged tells that grad_loss is about 1 / tokens, as
+  // in linear_cross_entropy_rows.
   m.def(("linear_distillation_rows" + distilled +
          ", Tensor? grad_loss=None, bool averaged=False, bool[5] output_mask=[False, False, False, False, "
          "False]) -> (Tensor loss, " +

@@ -12,15 +12,15 @@
 namespace shoestring::offload {
 namespace {
 
-constexpr int64_t kPartAlignment = 64;  // alignment of encoded parts in bytes, for vector loads
+constexpr int64_t kPartAlignment = 64;  // alignment in bytes of each encoded part, for vector loads
 
 at::Tensor part_of(const at::Tensor& host, const EncodedPart& part) {
   const int64_t bytes = part.count * static_cast<int64_t>(c10::elementSize(part.dtype));
   return host.narrow(0, part.offset, bytes).view(part.dtype);
 }
 
-// Returns the scales, with NaN or infinity for each block with an element that is not finite. Such a block is
-// decoded as NaN.
+// Adds NaN to the quantisation scale of each block of x that has an element that is not finite, and returns
+// the scales. Such a block is then decoded as NaN.
 at::Tensor checked_scale(const at::Tensor& x, const at::Tensor& scale) {
   const int64_t whole = x.numel() / kernels::kStateBlock, length = whole * kernels::kStateBlock;
   const at::Tensor zeros = at::zeros_like(scale), of = x * 0;
@@ -74,7 +74,7 @@ Encoding encoding_of(Compression compression, int64_t count, at::ScalarType dtyp
 
 void encode(const Encoding& encoding, const at::Tensor& elements, const at::Tensor& host) {
   const at::Tensor first = part_of(host, encoding.parts[0]);
-  // A copy to another dtype creates its temporary on the device.
+  // Convert the dtype before the copy, so that the temporary tensor of the conversion is on the device.
   if (encoding.compression != Compression::k8bit) {
     first.copy_(elements.to(first.scalar_type()), /*non_blocking=*/true);
     return;

@@ -13,11 +13,11 @@ enum class Compression { kNone, kBfloat16, k8bit };
 
 Compression compression_of(const char* op, const std::string& name);
 
-/// Returns whether the encoding of this dtype is smaller than the elements.
+/// Returns whether elements of `dtype` take fewer bytes when they are encoded with `compression`.
 bool compresses(Compression compression, at::ScalarType dtype);
 
-/// The parts of the encoding of one storage, one after the other: offsets in bytes, element counts and
-/// dtypes.
+/// The parts of the encoding of one storage, which follow one another in host memory. Each part has an offset
+/// in bytes, an element count and a dtype.
 struct EncodedPart {
   int64_t offset, count;
   at::ScalarType dtype;
@@ -29,8 +29,8 @@ struct Encoding {
 };
 Encoding encoding_of(Compression compression, int64_t count, at::ScalarType dtype);
 
-/// encode writes elements (count) to host memory (encoding.bytes); decode writes the encoding back into
-/// elements.
+/// encode() writes the encoding of the flat tensor `elements` to `host`, which has encoding.bytes bytes.
+/// decode() writes the decoded values back into `elements`.
 void encode(const Encoding& encoding, const at::Tensor& elements, const at::Tensor& host);
 void decode(const Encoding& encoding, const at::Tensor& host, const at::Tensor& elements);
 

@@ -1,6 +1,6 @@
 #include "offload/activation_core.h"
 
-// Moves storages of saved activations to the host or to a disk, and back.
+// Moves the storages of saved activations to host memory or to a disk, and back.
 
 #include <algorithm>
 #include <utility>
@@ -13,15 +13,16 @@ namespace shoestring::offload {
 namespace {
 
 constexpr const char* kOp = "offload_activations";
-// Host memory grows by this many bytes in the first step. Later steps use one slab of the size that the first
-// step took.
+// In the first training step, host memory grows in slabs of at least this many bytes. Later steps use a
+// single slab as large as all slabs of the first step.
 constexpr int64_t kGrowth = int64_t{16} << 20;
 
 int64_t pages(int64_t bytes) {
   return (bytes + SwapFile::kAlignment - 1) / SwapFile::kAlignment * SwapFile::kAlignment;
 }
 
-// Returns a view of the elements of a storage. The storage must outlive the view.
+// Returns a flat tensor over the elements of a storage. The caller must keep the storage alive as long as the
+// tensor.
 at::Tensor elements(const c10::Storage& storage, at::ScalarType dtype, int64_t count) {
   return at::from_blob(storage.mutable_data(), {count},
                        at::TensorOptions().dtype(dtype).device(storage.device()));
@@ -60,7 +61,8 @@ ActivationEntry::~ActivationEntry() {
     if (l->second.empty()) core->layers.erase(l);
   }
   std::erase_if(core->pending, [](const auto& e) { return e.expired(); });
-  // The result of the copy does not matter any more, but no copy may still use the memory.
+  // Wait for the copy to the host. Its result and its errors do not matter any more, but it must not use
+  // memory that is freed here.
   try {
     if (out) out->block(source ? stream : std::nullopt);
   } catch (...) {
@@ -103,7 +105,8 @@ bool ActivationStoreCore::stays(const at::Tensor& x) const {
   const auto bytes = static_cast<int64_t>(x.storage().nbytes());
   if (bytes == 0 || bytes < min_bytes) return true;
   const at::Tensor base = x.is_view() ? at::Tensor(x._base()) : x;
-  if (base.is_leaf() && base.requires_grad()) return true;  // moving a parameter frees no memory
+  // a parameter stays alive anyway, so offloading it would free no memory
+  if (base.is_leaf() && base.requires_grad()) return true;
   const std::lock_guard lock(mutex);
   const auto found = excluded.find(x.storage().unsafeGetStorageImpl());
   return found != excluded.end() && !found->second.expired();
@@ -116,7 +119,8 @@ at::Tensor ActivationStoreCore::host_memory(int64_t bytes) {
     return true;
   });
   int64_t slab = kGrowth;
-  // A step is over: allocate what it took as one slab.
+  // No host memory is in use, so a training step has ended: replace the slabs of the step by one slab of
+  // their total size.
   if (live_host == 0 && slabs > 1) {
     slab = memory.bytes();
     memory.trim();
@@ -143,8 +147,9 @@ std::shared_ptr<ActivationEntry> ActivationStoreCore::entry_of(const at::Tensor&
   const bool whole = compresses(compression, x.scalar_type()) && x.storage().nbytes() % x.element_size() == 0;
   const ActivationEntry::Key key{x.storage().unsafeGetStorageImpl(), whole ? x.scalar_type() : at::kByte};
   if (const auto found = entries.find(key); found != entries.end()) {
-    // The same address means the same storage, because the entry keeps the address from being reused. The
-    // storage may have changed since, so compare versions.
+    // An entry with the same storage address has the same storage, because the entry keeps the address from
+    // being reused. The contents may have changed since the entry was made, so the version counters are
+    // compared.
     const auto e = found->second.lock();
     if (e && e->version.current_version() == e->stored_version &&
         e->bytes == static_cast<int64_t>(x.storage().nbytes())) {
@@ -170,7 +175,8 @@ void ActivationStoreCore::begin_out(ActivationEntry& e) {
     e.disk_bytes = size;
   }
   e.host = host_memory(size);
-  ActivationEntry* const entry = &e;  // stays valid: the destructor of the entry waits for these jobs
+  // The copies below may use a raw pointer to the entry, because the entry's destructor waits for them.
+  ActivationEntry* const entry = &e;
   e.out = out.run({Fence::now(device)}, [entry] {
     if (entry->dropped) return;
     const int64_t count = entry->bytes / static_cast<int64_t>(c10::elementSize(entry->dtype));
@@ -185,8 +191,9 @@ void ActivationStoreCore::begin_out(ActivationEntry& e) {
 
 void ActivationStoreCore::begin_in(ActivationEntry& e) {
   const c10::OptionalDeviceGuard guard(device);
-  // The destination is memory of this thread's stream. So the copy waits for the stream's present work, and
-  // the stream waits for the copy.
+  // The destination `copy` is allocated on this thread's current stream, but a CopyLane copies it in another
+  // stream. That stream must therefore wait for the work that is already in the current stream. Later, the
+  // current stream waits for the copy.
   const at::Tensor copy = at::empty({e.bytes}, at::TensorOptions().dtype(at::kByte).device(device));
   std::vector<FencePtr> after{Fence::now(device), e.out};
   ActivationEntry* const entry = &e;
@@ -218,7 +225,7 @@ void ActivationStoreCore::forget_copy(ActivationEntry& e) {
 }
 
 c10::Storage ActivationStoreCore::on_device(ActivationEntry& e) {
-  // The storage has not left the device, or another tensor keeps it alive.
+  // The source storage is still on the device, because it has not been freed yet or another tensor uses it.
   if (c10::Storage source = present(e.identity, e.bytes)) return source;
   const auto stream = current_stream(device);
   c10::Storage copy = e.in ? present(e.copy_identity, e.bytes) : c10::Storage();
@@ -231,7 +238,7 @@ c10::Storage ActivationStoreCore::on_device(ActivationEntry& e) {
     e.in->block(stream);
   } catch (...) {
     forget_copy(e);
-    e.in = nullptr;  // the next call starts a new copy
+    e.in = nullptr;  // let the next call start a new copy
     throw;
   }
   retire(std::move(e.staging), e.in);
@@ -251,18 +258,20 @@ void ActivationStoreCore::prefetch_before(int64_t of) {
 }
 
 void ActivationStoreCore::settle(int64_t most) {
-  int64_t behind = 0;  // bytes of finished layers that are still on the device
+  int64_t behind = 0;  // bytes of earlier layers that are still on the device
   for (const auto& one : pending) {
     if (const auto e = one.lock(); e && e->layer < layer) behind += e->bytes;
   }
   while (!pending.empty()) {
     const auto e = pending.front().lock();
-    if (e && e->layer >= layer) return;  // backward begins with the last layer, which stays
+    // the current layer stays on the device, because backward begins with the last layer
+    if (e && e->layer >= layer) return;
     if (e && layer - e->layer <= max_pending && behind <= most && !e->out->is_done()) return;
     pending.pop_front();
     if (e == nullptr) continue;
     behind -= e->bytes;
-    e->out->block(e->stream);  // block throws if the copy failed; the source then stays
+    // block() throws if the copy failed; the source storage then stays on the device
+    e->out->block(e->stream);
     copied_out += e->encoding.bytes;
     gone.push_back(std::move(e->source));
     e->source = c10::Storage();

@@ -1,6 +1,7 @@
 #pragma once
 
-// The internals that an ActivationStore shares with the activations that it has returned.
+// The internal state of an ActivationStore, shared with the StoredActivation objects that the store has
+// returned.
 
 #include <atomic>
 #include <deque>
@@ -21,10 +22,11 @@
 
 namespace shoestring::offload {
 
-/// One offloaded storage. It lives as long as the last StoredActivation that uses it.
+/// One offloaded storage. The entry lives as long as the last StoredActivation that uses it.
 struct ActivationEntry {
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  // A storage and the dtype of its elements. The dtype counts only if the elements are compressed.
+  // Identifies an entry: a storage and the dtype of its elements. The dtype is kByte unless the elements are
+  // compressed.
   using Key = std::pair<c10::StorageImpl*, at::ScalarType>;
 
   ActivationEntry(std::shared_ptr<ActivationStoreCore> core, const at::Tensor& x);
@@ -32,30 +34,33 @@ struct ActivationEntry {
 
   std::shared_ptr<ActivationStoreCore> core;
   Key key;
-  Weak identity;        // keeps the address of the storage from being reused
-  c10::Storage source;  // the storage on the device, until it has been copied and its layer is over
+  Weak identity;  // weak reference to the storage; keeps its address from being reused
+  // the storage on the device; released when it has been copied and the next layer has begun
+  c10::Storage source;
   int64_t bytes;
   at::ScalarType dtype;
   c10::VariableVersion version;
   uint32_t stored_version;
-  std::optional<c10::Stream> stream;  // the stream that computed the storage
-  int64_t layer = 0, unread = 0;      // unread: activations of this storage that have not been reloaded yet
+  std::optional<c10::Stream> stream;  // the stream on which the storage was computed
+  // unread: number of StoredActivations of this storage that have not been reloaded yet
+  int64_t layer = 0, unread = 0;
   std::atomic<bool> dropped{false};
 
   Encoding encoding;
-  at::Tensor host;                  // the encoding; with a swap file, only while it is being written
-  int64_t at = -1, disk_bytes = 0;  // offset (-1: none) and size in the swap file
+  // the encoded storage in host memory; with a swap file, released after the write to the file
+  at::Tensor host;
+  int64_t at = -1, disk_bytes = 0;  // offset in the swap file (-1 if not there) and size in bytes
   FencePtr out;                     // signals that the encoding has reached the host or the disk
 
-  c10::Storage copy;  // the storage after it was copied back to the device
+  c10::Storage copy;  // the new storage on the device, after it was copied back
   Weak copy_identity;
   std::optional<c10::Stream> copy_stream;
   at::Tensor staging;
   FencePtr in;
 };
 
-/// Holds the mutex of a core. Raises in a forked child, where a thread of the parent may hold the mutex
-/// forever.
+/// An ActivationTurn holds the mutex of an ActivationStoreCore while it lives. The constructor raises in a
+/// forked child, where a thread of the parent may hold the mutex forever.
 class ActivationTurn {
  public:
   explicit ActivationTurn(std::shared_ptr<ActivationStoreCore> core);
@@ -74,14 +79,16 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   void begin_out(ActivationEntry& e);
   void begin_in(ActivationEntry& e);
   void forget_copy(ActivationEntry& e);
-  /// Returns the storage on the device: the source if it is still there, else the copy.
+  /// Returns the entry's storage on the device: the source if it is still there, otherwise a copy that is
+  /// loaded back.
   c10::Storage on_device(ActivationEntry& e);
   void prefetch_before(int64_t layer);
-  /// Frees sources that have been copied. Waits for copies that are more than max_pending layers behind, or
-  /// until at most `most` bytes of sources are left.
+  /// Frees the device storages of earlier layers whose copies to the host have finished. First waits for the
+  /// copies of layers more than max_pending layers back. Also waits until the earlier layers' storages that
+  /// are still on the device take at most `most` bytes.
   void settle(int64_t most = std::numeric_limits<int64_t>::max());
   at::Tensor host_memory(int64_t bytes);
-  /// Frees host memory that a stream may still use, once the fence is done.
+  /// Frees host memory once `fence` is done, since a copy may use the memory until then.
   void retire(at::Tensor host, const FencePtr& fence);
 
   const OwnProcess process;
@@ -90,7 +97,8 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   const int64_t prefetch, max_pending, min_bytes, host_bytes;
   const std::string folder;
 
-  mutable std::recursive_mutex mutex;  // recursive: an entry may be destroyed while the mutex is held
+  // recursive, because an entry may be destroyed while this thread holds the mutex
+  mutable std::recursive_mutex mutex;
   std::map<c10::StorageImpl*, ActivationEntry::Weak> excluded;
   std::map<ActivationEntry::Key, std::weak_ptr<ActivationEntry>> entries;
   std::map<int64_t, std::vector<std::weak_ptr<ActivationEntry>>> layers;
@@ -99,13 +107,14 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   int64_t layer = 0, live_host = 0, slabs = 0;
   int64_t stored = 0, copied_out = 0, reloaded = 0, alive = 0;
   bool marked = false;
-  // Storages to free once `mutex` is unlocked. Freeing may need the GIL, whose owner may wait for `mutex`.
+  // Storages to free after `mutex` is unlocked. Freeing a storage may need the GIL, and the thread that holds
+  // the GIL may wait for `mutex`.
   std::vector<c10::Storage> gone;
 
   HostMemory memory;
   std::unique_ptr<SwapFile> file;
-  // Lanes are destroyed in reverse order: copies to the host finish before the writes to the disk that need
-  // them.
+  // C++ destroys these members in reverse order, and each destructor waits for its copies. Copies to the host
+  // (`out`) thus finish before the writes to the disk (`write`) that need them.
   CopyLane write, read, out, in;
 };
 

@@ -1,6 +1,6 @@
 #include "offload/activation_store.h"
 
-// ActivationStore and StoredActivation: the interface over ActivationStoreCore, and its registration.
+// Implements ActivationStore and StoredActivation over ActivationStoreCore, and registers them with PyTorch.
 
 #include <utility>
 
@@ -34,7 +34,8 @@ at::Tensor StoredActivation::reload() {
   const ActivationTurn turn(core_);
   const c10::Storage storage = core_->on_device(*entry_);
   if (!std::exchange(read_, true)) --entry_->unread;
-  if (entry_->unread == 0) entry_->copy = c10::Storage();  // a tensor that uses the storage keeps it alive
+  // a reloaded tensor that is still in use keeps the storage alive
+  if (entry_->unread == 0) entry_->copy = c10::Storage();
   core_->prefetch_before(entry_->layer);
   at::Tensor x = at::empty({0}, at::TensorOptions().dtype(dtype_).device(core_->device));
   x.set_(storage, offset_, sizes_, strides_);
@@ -61,7 +62,9 @@ c10::intrusive_ptr<StoredActivation> ActivationStore::store(const at::Tensor& x)
   core_->process.check("offload_activations");
   auto stored = c10::make_intrusive<StoredActivation>(x);
   if (core_->stays(x)) {
-    stored->kept_ = x.requires_grad() ? x.detach() : x;  // x itself may own the graph that owns `stored`
+    // Keep a detached tensor. x itself may own the autograd graph that owns `stored`, so keeping x would make
+    // a reference cycle.
+    stored->kept_ = x.requires_grad() ? x.detach() : x;
     return stored;
   }
   const ActivationTurn turn(core_);
@@ -123,8 +126,8 @@ void register_activation_store(torch::Library& library) {
                                link.prefetch);
            })
       .def("statistics", &ActivationStore::statistics);
-  // Registered here, not in a TORCH_LIBRARY_IMPL block: a kernel's signature may name a class only after its
-  // registration.
+  // The operators are implemented here, not in a TORCH_LIBRARY_IMPL block. The signature of a kernel may name
+  // a custom class only after the class is registered.
   constexpr auto key = c10::DispatchKey::CompositeExplicitAutograd;
   const auto store = [](const c10::intrusive_ptr<ActivationStore>& store, const at::Tensor& x) {
     return store->store(x);

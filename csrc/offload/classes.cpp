@@ -1,5 +1,5 @@
-// Registers the classes behind Python's offloading optimizers. They are classes, not operators, because they
-// own memory, files and threads.
+// Registers the classes with which Python's optimizers offload their state. They are classes, not operators,
+// because they own memory, files and threads.
 
 #include <torch/library.h>
 
@@ -8,7 +8,8 @@
 namespace shoestring::offload {
 namespace {
 
-// Reads dtypes from empty tensors, since a schema cannot have a list of dtypes.
+// Returns the dtypes of (empty) tensors. A TorchScript schema cannot have a list of dtypes as an argument, so
+// it has a list of tensors.
 std::vector<at::ScalarType> dtypes_of(const std::vector<Tensor>& like) {
   std::vector<at::ScalarType> dtypes;
   for (const Tensor& t : like) dtypes.push_back(t.scalar_type());

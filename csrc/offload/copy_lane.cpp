@@ -83,8 +83,8 @@ FencePtr CopyLane::run(std::vector<FencePtr> after, std::function<void()> copy) 
 
 void CopyLane::work() {
   const c10::NoGradGuard no_grad;
-  // Initialise first, or the first operator would reset the number of threads. The limit applies to this
-  // thread only; other threads compute.
+  // Initialise PyTorch's number of threads before limiting it, or the first operator would reset the limit.
+  // The limit applies to this copying thread only; other threads compute.
   at::internal::lazy_init_num_threads();
   if (threads_ > 0) omp_set_num_threads(threads_);
   std::optional<c10::Stream> stream;
@@ -110,7 +110,8 @@ void CopyLane::work() {
     } catch (...) {
       error = std::current_exception();
     }
-    job.copy = nullptr;  // free the copy's captures before the fence signals
+    // before the fence signals that the copy is done, free the tensors that the copy function has captured
+    job.copy = nullptr;
     job.fence->issue(std::move(event), std::move(error));
   }
 }

@@ -28,7 +28,7 @@ int64_t random_delay_us() {
   const int64_t most = max_delay_us.load(std::memory_order_relaxed);
   if (most == 0) return 0;
   uint64_t x = static_cast<uint64_t>(state.fetch_add(1)) *
-               0x9E3779B97F4A7C15u;  // random bits from a counter (splitmix64)
+               0x9E3779B97F4A7C15u;  // hashes a counter to random bits (splitmix64)
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
   return static_cast<int64_t>((x ^ x >> 31) % static_cast<uint64_t>(most));
 }

@@ -11,24 +11,27 @@ namespace shoestring::offload::io {
 
 /// Faults that tests inject into transfers between device, host memory and disk.
 struct Disturbance {
-  int64_t max_delay_us = 0;      // upper limit of a random delay before each copy, read or write
-  int64_t fail_after = -1;       // number of reads and writes before one fails, once; -1: none fails
-  int error = 0;                 // errno that the failing call reports
-  bool short_transfers = false;  // transfers above 8 KiB do only half of the bytes at a time
-  bool reserves = true;          // false: the file system reports that it cannot reserve blocks
+  int64_t max_delay_us = 0;  // upper limit in microseconds of a random delay before each copy, read or write
+  // number of reads and writes that succeed before exactly one fails; -1: none fails
+  int64_t fail_after = -1;
+  int error = 0;  // the errno that the failing read or write reports
+  // if true, a read or write of more than 8 KiB transfers only half of the bytes
+  bool short_transfers = false;
+  bool reserves = true;  // if false, reserve() fails as if the file system could not reserve blocks
 };
 SHOESTRING_API void disturb(const Disturbance& disturbance);
 
-/// Returns the delay of the next copy, read or write; 0 outside of tests.
+/// Returns the random delay of the next copy, read or write in microseconds; 0 outside of tests.
 int64_t random_delay_us();
-/// Sleeps for random_delay_us().
+/// Sleeps for the delay that random_delay_us() returns.
 void delay();
-/// Returns the result of a read or write that has to fail instead of running, else nothing. Called once for
-/// each system call.
+/// If tests want the next read or write to fail, returns the result to report instead of running it;
+/// otherwise nullopt. Must be called once for each system call.
 std::optional<ssize_t> failure();
-/// Calls fallocate unless the disturbance forbids it. Returns 0 or an errno.
+/// Reserves disk blocks with fallocate, unless Disturbance::reserves forbids it. Returns 0 or an errno.
 int reserve(int fd, int64_t offset, int64_t size);
-/// Returns the result of a system call, reduced if the disturbance asks for short transfers.
+/// Returns the result to report for a read or write of `asked` bytes: `result`, or about half of it if tests
+/// want short transfers.
 ssize_t shortened(ssize_t result, int64_t asked);
 
 }  // namespace shoestring::offload::io

@@ -6,14 +6,14 @@
 
 namespace shoestring::offload {
 
-/// Keeps the free extents of a file or of a slab of memory. Allocation takes the first extent that fits;
-/// neighbouring free extents are merged.
+/// Keeps track of the free extents of a file or of a slab of memory. An allocation takes the first free
+/// extent that is large enough; neighbouring free extents are merged.
 class Extents {
  public:
-  /// Adds `size` free bytes that the space has gained at its end.
+  /// Adds `size` free bytes at offset `from`, by which the file or slab has grown at its end.
   void grow(int64_t from, int64_t size) { free(from, size); }
 
-  /// Returns the offset of `size` bytes, or -1 if no free extent is large enough.
+  /// Allocates `size` bytes. Returns their offset, or -1 if no free extent is large enough.
   int64_t allocate(int64_t size) {
     for (auto i = free_.begin(); i != free_.end(); ++i) {
       if (i->second < size) continue;
@@ -41,7 +41,7 @@ class Extents {
     free_.emplace(offset, size);
   }
 
-  /// Returns how many bytes are free at the end of a space of `end` bytes.
+  /// Returns how many bytes are free at the end of a file or slab of `end` bytes.
   int64_t at_end(int64_t end) const {
     if (free_.empty()) return 0;
     const auto& [offset, length] = *free_.rbegin();

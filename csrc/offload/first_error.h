@@ -5,8 +5,8 @@
 
 namespace shoestring::offload {
 
-/// Runs several functions although one of them may throw. Keeps the first exception, to rethrow it at the
-/// end.
+/// Runs several functions even if one of them throws, and keeps the first exception. rethrow() throws it
+/// again.
 class FirstError {
  public:
   template <class Body>

@@ -48,7 +48,7 @@ struct HostMemory::Slabs {
     void* begin = ::mmap(nullptr, static_cast<size_t>(size), kAccess, kFlags, -1, 0);
     TORCH_CHECK(begin != MAP_FAILED, caller, ": expected ", size,
                 " bytes of host memory, received none: ", std::strerror(errno));
-    // Huge pages are only a hint, so errors are ignored.
+    // Huge pages only make access faster, so an error of madvise is ignored.
     ::madvise(begin, static_cast<size_t>(size), MADV_HUGEPAGE);
     if (device.is_cuda()) {
       const c10::OptionalDeviceGuard guard(device);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Allocator of host memory, pinned if the device is a GPU.
+// Allocates host memory, which is pinned if the device is a GPU.
 
 #include <cstdint>
 #include <functional>
@@ -14,19 +14,19 @@
 
 namespace shoestring::offload {
 
-/// Allocates host memory for tensors that leave a device. Slabs have the size that is asked for, whereas
-/// PyTorch's pinned memory is rounded up to powers of two. They are aligned for direct I/O, in huge pages,
-/// and pinned if `device` is a GPU. Freed memory is reused. A tensor keeps its slab alive and may outlive
-/// this object. Thread-safe. A forked child may read the tensors, but empty() raises there.
+/// Allocates host memory for tensors that leave a device. The memory comes in slabs of the requested size,
+/// whereas PyTorch's allocator rounds pinned memory up to powers of two. Slabs are aligned for direct I/O, in
+/// huge pages, and pinned if `device` is a GPU. Freed memory is reused. A tensor keeps its slab alive and may
+/// outlive this object. Thread-safe. A forked child may read the tensors, but empty() raises there.
 class SHOESTRING_API HostMemory {
  public:
   HostMemory(std::string caller, c10::Device device);
 
-  /// Returns an uninitialised tensor; memory of a new slab is zero. If no free extent is large enough,
+  /// Returns an uninitialised tensor (zero if its memory is new). If no free extent is large enough,
   /// allocates a new slab of at least `slab` bytes.
   at::Tensor empty(at::IntArrayRef shape, at::ScalarType dtype, int64_t slab = 0);
 
-  /// Returns the size of all slabs, in use or not.
+  /// Returns the total size in bytes of all slabs, whether in use or not.
   int64_t bytes() const;
   bool is_pinned() const;
   /// Frees the slabs that no tensor uses.

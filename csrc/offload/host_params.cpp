@@ -6,7 +6,7 @@
 namespace shoestring::offload {
 namespace {
 
-// Alignment in bytes of each tensor within the slab.
+// Alignment in bytes of each tensor within a slab of host memory.
 constexpr int64_t kParamAlignment = 64;
 
 int64_t bytes_of(const Tensor& t) {
@@ -24,7 +24,8 @@ uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : static_cast
 HostParams::HostParams(c10::intrusive_ptr<Offload> offload, const std::vector<Tensor>& params)
     : offload_(std::move(offload)), weights_(slab(params)), own_(params.size()) {}
 
-// Allocates uninitialised contiguous tensors with the shapes and dtypes of `like`, in one slab.
+// Allocates uninitialised contiguous tensors in host memory, with the shapes and dtypes of `like`, all in one
+// slab.
 std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
   int64_t total = 0, begin = 0;
   for (const Tensor& t : like) total += bytes_of(t);
@@ -38,14 +39,15 @@ std::vector<Tensor> HostParams::slab(const std::vector<Tensor>& like) {
   return found;
 }
 
-// A copy in flight must finish before its memory is freed.
+// Waits for all copies, which must finish before their memory is freed.
 HostParams::~HostParams() {
   if (!offload_->process.is_here()) return;
   for (Own& own : own_) {
     for (const FencePtr& fence : {own.fetched, own.sent}) {
       try {
         if (fence != nullptr) fence->synchronize();
-      } catch (const std::exception&) {  // an error does not matter: no step will use this memory
+        // An error of the copy does not matter, since no optimizer step will use the copied values.
+      } catch (const std::exception&) {
       }
     }
   }
@@ -66,7 +68,8 @@ void HostParams::fetch(int64_t index, const Tensor& param, const std::optional<T
   }
   if (grad) {
     if (gradients_.empty()) {
-      offload_->memory.trim();  // frees the slabs of arenas that this one replaces
+      // Free the slabs that no tensor uses, such as those of a HostParams object that this one replaces.
+      offload_->memory.trim();
       gradients_ = slab(weights_);
     }
     Tensor& on_host = gradients_[static_cast<size_t>(index)];
@@ -80,8 +83,9 @@ void HostParams::fetch(int64_t index, const Tensor& param, const std::optional<T
   own.fetched = offload_->out.run({Fence::now(offload_->device)},
                                   [device = offload_->device, copies = std::move(copies)]() mutable {
                                     copy_all(copies);
-                                    // The gradient may be freed on the host now. record_stream keeps its
-                                    // memory from being reused before the copy has finished.
+                                    // The tensors in `copies` may be freed on the host after this job.
+                                    // record_stream keeps the caching allocator from reusing their memory
+                                    // before the copy has finished.
                                     for (auto& [to, from] : copies) {
                                       if (const auto stream = current_stream(device))
                                         from.record_stream(*stream);

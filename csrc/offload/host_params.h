@@ -1,7 +1,7 @@
 #pragma once
 
 // Parameters and gradients in host memory, for an optimizer that steps on the CPU because the device has no
-// room for its state. Copies overlap the work of the device.
+// room for the optimizer state. Copies overlap the computation on the device.
 
 #include <cstdint>
 #include <optional>
@@ -11,33 +11,34 @@
 
 namespace shoestring::offload {
 
-/// Host copies of the parameters of an arena. Thread-safe for calls on different parameters; calls on the
-/// same parameter must not overlap.
+/// Host copies of the parameters of an optimizer and of their gradients. Thread-safe for calls on different
+/// parameters; calls on the same parameter must not overlap.
 class SHOESTRING_API HostParams : public torch::CustomClassHolder {
  public:
   HostParams(c10::intrusive_ptr<Offload> offload, const std::vector<Tensor>& params);
   ~HostParams() override;
 
-  /// Returns the weights, contiguous, in host memory of exactly their size. A weight is up to date after
-  /// collect(), until its parameter changes on the device.
+  /// Returns the host copies of the weights, which are contiguous and in host memory of exactly their size. A
+  /// host copy is up to date after collect(), until its parameter changes on the device.
   const std::vector<Tensor>& weights() const { return weights_; }
 
-  /// Starts copying a gradient to the host, after the device's present work. Also copies the parameter if it
-  /// changed since send(). The gradient is released when its copy has finished.
+  /// Starts copying a gradient to the host, once the work that is in the device's current stream is done.
+  /// Also copies the parameter if it has changed on the device since send(). The gradient is released when
+  /// its copy has finished.
   void fetch(int64_t index, const Tensor& param, const std::optional<Tensor>& grad);
-  /// Waits until fetched gradients have arrived and sent weights have left. Returns the gradients of
-  /// parameters [first, last), or nothing for a parameter without a gradient.
+  /// Waits for the copies that fetch() and send() have started for parameters [first, last). Returns the host
+  /// copies of their gradients, or nullopt for a parameter without a gradient.
   std::vector<std::optional<Tensor>> collect(int64_t first, int64_t last);
-  /// Starts copying the weights of these parameters back to the device.
+  /// Starts copying the weights of these parameters from the host back to the device.
   void send(const std::vector<int64_t>& indices, const std::vector<Tensor>& params);
-  /// Makes the later work of this thread on the device wait for all weights that were sent.
+  /// Makes later work in this thread's current stream wait for all weights that send() has started to copy.
   void receive();
 
  private:
   struct Own {
     bool has_gradient = false;
     FencePtr fetched, sent;
-    uint32_t version = 0;  // version of the parameter when it last equalled the host copy
+    uint32_t version = 0;  // version counter of the parameter when it last equalled its host copy
     const void* data = nullptr;
     bool is_new = true;
   };

@@ -1,5 +1,5 @@
-// Measures the speed of a store's copies during a computation. Copies always run that way, and on a CPU they
-// compete with the computation for cores.
+// Measures the speed of an ActivationStore's copies while a computation runs, since training copies
+// activations during computation. On a CPU the copies compete with the computation for cores.
 
 #include <algorithm>
 #include <chrono>
@@ -19,7 +19,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kRuns = 5;  // the median counts; one extra run before them allocates slabs and files
+// number of measured runs, whose median is the result; an extra run before them allocates memory and files
+constexpr int kRuns = 5;
 constexpr int kPieces = 4;
 constexpr int kLayers = 20;
 
@@ -29,7 +30,8 @@ double seconds_since(Clock::time_point began) {
   return std::chrono::duration<double>(Clock::now() - began).count();
 }
 
-// A matrix product and an elementwise operator, as in a layer, on all cores or on the device.
+// A computation to run beside the copies: a matrix product and an elementwise operator, as in a layer. It
+// runs on all cores or on the GPU.
 class Computation {
  public:
   explicit Computation(c10::Device device)
@@ -43,7 +45,7 @@ class Computation {
   }
 
   struct Beside {
-    // Seconds until the copies were done, and seconds of computation lost to them.
+    // seconds: time until the copies were done; lost: time by which the copies delayed the computation
     double seconds = 0, lost = 0;
   };
   template <class Begin, class Done>
@@ -81,7 +83,7 @@ LinkSpeed ActivationStore::measure_link(int64_t bytes) const {
   for (int i = 0; i < kPieces; ++i) {
     pieces.push_back(at::ones({piece_bytes(core->device) / 4}, at::TensorOptions().device(core->device)));
   }
-  core->marked = true;  // one layer for all pieces, so nothing is prefetched
+  core->marked = true;  // put all offloaded tensors in one layer, so that nothing is prefetched
   std::vector<Computation::Beside> outs, ins;
   for (int run = 0; run <= kRuns; ++run) {
     std::vector<std::shared_ptr<ActivationEntry>> entries;
@@ -97,7 +99,8 @@ LinkSpeed ActivationStore::measure_link(int64_t bytes) const {
           for (const at::Tensor& piece : pieces) entries.push_back(core->entry_of(piece));
         },
         all(&ActivationEntry::out)));
-    for (const auto& e : entries) e->out->synchronize();  // synchronize throws if a copy failed
+    // synchronize() throws if a copy failed; is_done() does not.
+    for (const auto& e : entries) e->out->synchronize();
     ins.push_back(computation.beside(
         [&] {
           const ActivationTurn turn(core);

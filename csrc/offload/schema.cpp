@@ -5,8 +5,9 @@
 #include "offload/activation_store.h"
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // Store what autograd saves of x in host memory or on a disk, and reload it for backward. The interface for
-  // Python is torch.classes.shoestring.ActivationStore, and for C++ shoestring/offload_activations.h.
+  // store_activation moves a tensor x that autograd saves to host memory or to a disk, and reload_activation
+  // returns it for backward. Python code uses torch.classes.shoestring.ActivationStore, C++ code
+  // shoestring/offload_activations.h.
   shoestring::offload::register_activation_store(m);
   m.def(R"(store_activation(__torch__.torch.classes.shoestring.ActivationStore store,
       Tensor x) -> __torch__.torch.classes.shoestring.StoredActivation)");

@@ -1,4 +1,5 @@
-// Moves chunks of optimizer state to the device and back, through a few slots that hold one chunk each.
+// Moves chunks of optimizer state to the device and back, through a few buffers called slots. A slot holds
+// one chunk.
 
 #include <algorithm>
 #include <exception>
@@ -12,15 +13,16 @@
 namespace shoestring::offload {
 namespace {
 
-// One slot is being stepped, two are being read, and one is being written.
+// Number of slots: the optimizer steps on the chunk in one slot, two slots are being read, and one is being
+// written.
 constexpr size_t kSlots = 4;
-// Number of chunks that are read ahead. More reads would share the disk with the first one, which the step
-// waits for.
+// Number of chunks that are read ahead. With more, the chunk for which the optimizer step waits would share
+// the disk's bandwidth with too many other chunks.
 constexpr int64_t kAhead = 2;
 
 }  // namespace
 
-// Transfers in flight must finish before their buffers are freed.
+// Waits for all transfers, which must finish before their buffers are freed.
 State::~State() {
   if (offload_->process.is_here()) discard();
 }
@@ -53,7 +55,8 @@ bool State::is_over(const Slot& slot) {
                      [&](int64_t ticket) { return offload_->file->is_finished(ticket); });
 }
 
-// Returns the clean slot that was used least recently, or null if no slot is clean.
+// Returns the slot that was used least recently among those without unwritten changes. Returns null if there
+// is none.
 State::Slot* State::idle() {
   Slot* oldest = nullptr;
   for (Slot& slot : slots_) {
@@ -72,15 +75,15 @@ State::Slot& State::make_idle() {
     oldest = &slot;
   }
   TORCH_INTERNAL_ASSERT(oldest != nullptr);
-  // The chunk was read ahead but not taken, because the plan has changed.
+  // A chunk in phase kReading was announced and read ahead, but the caller took other chunks instead.
   if (oldest->phase == Phase::kReading) await_read(*oldest);
   if (oldest->phase == Phase::kDirty) write(*oldest);
   while (oldest->phase == Phase::kFetching || oldest->phase == Phase::kWriting) await_write(*oldest);
   return *oldest;
 }
 
-// Waits for all transfers of a slot. If one of them failed, sets the phase to `failed` and rethrows the first
-// error.
+// Waits for all transfers of a slot. If a transfer failed, sets the slot's phase to `failed` and rethrows the
+// first error.
 void State::wait_all(Slot& slot, Phase failed) {
   FirstError error;
   if (!is_in_file(slot)) {
@@ -122,8 +125,8 @@ void State::await_read(Slot& slot) {
   slot.phase = Phase::kReady;
 }
 
-// Starts writing a slot back. With a file and a GPU, the chunk is first copied to the host; the write to the
-// file follows.
+// Starts writing a slot's chunk back. With a file and a GPU, the chunk is first copied to the host; a second
+// call starts the write to the file.
 void State::write(Slot& slot) {
   const int64_t begin = edges_[static_cast<size_t>(slot.chunk)];
   const int64_t blocks = edges_[static_cast<size_t>(slot.chunk) + 1] - begin;
@@ -143,7 +146,8 @@ void State::write(Slot& slot) {
   }
 }
 
-// Waits for the end of a write, or for the copy to the host if a write to the file follows.
+// Waits until a slot's write has ended. If the slot's copy to the host comes before a write to the file,
+// waits for the copy only and starts the write.
 void State::await_write(Slot& slot) {
   const bool fetched = slot.phase == Phase::kFetching && offload_->file != nullptr;
   wait_all(slot, Phase::kDirty);

@@ -1,6 +1,7 @@
 #include "offload/state.h"
 
-// Layout of an optimizer's offloaded state: parameters, chunks and parts, in host memory or in a file.
+// The layout of an optimizer's offloaded state in host memory or in a file: how parameters, chunks and parts
+// are placed.
 
 #include <sys/mman.h>
 
@@ -15,16 +16,16 @@
 namespace shoestring::offload {
 namespace {
 
-// Chunks begin at multiples of this many blocks. Every part of a chunk then consists of whole pages, even at
-// four bytes per block.
+// Chunks begin at multiples of this many blocks (of 256 parameter elements). Every part of a chunk (codes,
+// scales, ...) then consists of whole pages, even if it has only four bytes per block.
 constexpr int64_t kEdge = 1024;
-// Bytes per chunk. Its parts have a few MiB, which a disk needs for full speed, but still fit into the CPU's
-// caches.
+// Bytes per chunk of state. The parts of such a chunk have a few MiB each: large enough for the full speed of
+// a disk, and small enough for the CPU's caches.
 constexpr int64_t kChunkBytes = int64_t{8} << 20;
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// A part of the swap file that is mapped into memory.
+// An extent of the swap file that is mapped into memory.
 struct Region {
   c10::intrusive_ptr<Offload> offload;
   int64_t offset, size;
@@ -43,8 +44,9 @@ int64_t block_bytes(const std::vector<at::ScalarType>& dtypes, const std::vector
   return bytes;
 }
 
-// Lays out blocks of `bytes` bytes each. Returns the first block of each parameter, and the edges of the
-// chunks, in blocks.
+// Places the state of the parameters one after the other, with `bytes` bytes of state per block of 256
+// parameter elements, and divides it into chunks. Returns the first block of each parameter, and the blocks
+// at which chunks begin and end.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> layout(int64_t bytes,
                                                              const std::vector<int64_t>& blocks,
                                                              bool splits) {
@@ -75,7 +77,7 @@ std::shared_ptr<Region> map(const c10::intrusive_ptr<Offload>& offload, int64_t 
   if (memory == MAP_FAILED) file.free(offset, size);
   TORCH_CHECK(memory != MAP_FAILED, offload->caller, ": ", file.path(), ": cannot map ", size,
               " bytes: ", std::strerror(errno));
-  // Zero an extent that was used before; new space in the file is zero already.
+  // If the extent was used before, fill it with zeros. New space in the file is zero already.
   if (offset < before) std::memset(memory, 0, static_cast<size_t>(size));
   return std::shared_ptr<Region>(new Region{offload, offset, size, memory});
 }
@@ -136,7 +138,8 @@ std::vector<int64_t> State::chunks(int64_t first, int64_t last) const {
   return found;
 }
 
-// Returns the chunk that contains the block, or in which a parameter without blocks begins.
+// Returns the index of the chunk that contains `block`. For a parameter without blocks, `block` is where the
+// parameter would begin.
 int64_t State::chunk_of(int64_t block) const {
   const auto after = std::upper_bound(edges_.begin() + 1, edges_.end() - 1, block);
   return after - edges_.begin() - 1;
@@ -146,7 +149,8 @@ State::Piece State::piece(int64_t chunk, int64_t first, int64_t last) const {
   const int64_t begin = edges_[static_cast<size_t>(chunk)], end = edges_[static_cast<size_t>(chunk) + 1];
   const auto begin_of = [&](int64_t i) { return begins_[static_cast<size_t>(i)]; };
   const auto end_of = [&](int64_t i) { return begin_of(i) + blocks_[static_cast<size_t>(i)]; };
-  // A parameter without elements also belongs to a chunk: the step counter of every parameter must advance.
+  // A parameter without elements also belongs to a chunk, because a step must advance the step counter of
+  // every parameter.
   const auto is_in = [&](int64_t i) {
     return chunk_of(begin_of(i)) <= chunk && (end_of(i) > begin || begin_of(i) == begin);
   };

@@ -1,7 +1,7 @@
 #pragma once
 
-// Optimizer state in host memory or in a file, for a device that has no room for it. A step copies the state
-// to the device and back in chunks, several of them in flight.
+// Optimizer state in host memory or in a file, for a device that has no room for it. An optimizer step copies
+// the state to the device and back in chunks, several of which are being copied at a time.
 
 #include <cstdint>
 #include <memory>
@@ -20,16 +20,17 @@ namespace shoestring::offload {
 
 using at::Tensor;
 
-/// The resources that the arenas of an optimizer on one device share: host memory, the swap file, and the
-/// copies to and from the device.
+/// The resources that all offloaded state of an optimizer on one device shares: host memory, the swap file,
+/// and the copies to and from the device.
 class SHOESTRING_API Offload : public torch::CustomClassHolder {
  public:
-  /// where: "cpu" or "stream" (state in host memory), or "nvme:DIR" (in a file in the folder DIR).
+  /// `where` says where the state is: "cpu" or "stream" for host memory, "nvme:DIR" for a file in the folder
+  /// DIR.
   Offload(std::string caller, const std::string& where, c10::Device device);
-  /// Raises in a forked child.
+  /// Raises if it is called in a forked child of the process that created this object.
   void check() const { process.check(caller); }
-  /// Reserves space in the file for `bytes` more bytes of state. Raises if the disk has no room. Has no
-  /// effect without a file.
+  /// Reserves space in the swap file for `bytes` more bytes of state. Raises if the disk has no room. Has no
+  /// effect without a swap file.
   void reserve(int64_t bytes) {
     if (file != nullptr) file->reserve(bytes);
   }
@@ -38,56 +39,58 @@ class SHOESTRING_API Offload : public torch::CustomClassHolder {
   const std::string caller;
   const c10::Device device;
   HostMemory memory;
-  std::unique_ptr<SwapFile> file;  // null if the state is in host memory
-  CopyLane in, out;                // copies to the device, and from it
+  std::unique_ptr<SwapFile> file;  // swap file; null if the state is in host memory
+  CopyLane in, out;                // in: copies to the device; out: copies from the device
 };
 
-/// The state of an arena. It consists of flat parts (codes, scales, ...), each with a fixed number of
-/// elements per block of 256 parameter elements. A step takes chunks to the device, updates them, and puts
-/// them back. Not thread-safe.
+/// The offloaded state of some parameters of an optimizer. It consists of flat tensors called parts (codes,
+/// scales, ...). Each part has a fixed number of elements per block of 256 parameter elements. An optimizer
+/// step takes chunks of the state to the device, updates them, and puts them back. Not thread-safe.
 class SHOESTRING_API State : public torch::CustomClassHolder {
  public:
-  /// blocks: number of blocks of each parameter. splits: whether a chunk may end within a parameter.
+  /// `per_block` is the number of elements per block in each part, `blocks` the number of blocks of each
+  /// parameter. `splits` tells whether a chunk may end within a parameter.
   State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarType>& dtypes,
         std::vector<int64_t> per_block, const std::vector<int64_t>& blocks, bool splits);
   ~State() override;
 
-  /// Returns the size in bytes of such a state in the file.
+  /// Returns the size in bytes that a State with the same arguments takes in the swap file.
   static int64_t bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block,
                        const std::vector<int64_t>& blocks, bool splits);
 
-  /// begins() returns the first block of each parameter; total() returns the block after the last one,
-  /// rounded up.
+  /// begins() returns the first block of each parameter. total() returns the number of blocks, rounded up to
+  /// a multiple of 1024.
   const std::vector<int64_t>& begins() const { return begins_; }
   int64_t total() const { return edges_.back(); }
-  /// Returns the whole parts, initially zero, in host memory or in the mapped file. Up to date after
-  /// finish().
+  /// Returns the parts of the whole state, in host memory or in the mapped file. They are initially zero, and
+  /// up to date after finish().
   const std::vector<Tensor>& values() const { return values_; }
 
-  /// Returns the chunks that contain parameters [first, last).
+  /// Returns the indices of the chunks that contain state of the parameters [first, last).
   std::vector<int64_t> chunks(int64_t first, int64_t last) const;
-  /// The part of some parameters that is in one chunk. [first, last) are these parameters. The part begins at
-  /// block first_block of the first parameter, at block `offset` of the chunk, and has `blocks` blocks.
+  /// The section of one chunk that belongs to the parameters [first, last). The section begins at block
+  /// first_block of the first parameter, which is block `offset` of the chunk. It has `blocks` blocks.
   struct Piece {
     int64_t first, last, first_block, offset, blocks;
   };
   Piece piece(int64_t chunk, int64_t first, int64_t last) const;
 
-  /// Announces the chunks that will be taken, in this order, so that they can be read ahead.
+  /// Announces the chunks that take() will ask for, in this order, so that they can be read ahead.
   void start(std::vector<int64_t> chunks);
-  /// Returns the parts of a chunk on the device. The caller may write to them until put().
+  /// Returns the parts of a chunk on the device. The caller may write to them until it calls put().
   std::vector<Tensor> take(int64_t chunk);
   void put(int64_t chunk);
-  /// Waits until all chunks that were put are back in host memory or in the file. If a transfer fails, raises
-  /// an error that names the file. Nothing is lost then: chunks that were put stay done(), and calling
-  /// finish() again retries.
+  /// Waits until all chunks given to put() are back in host memory or in the file. If a transfer fails,
+  /// raises an error that names the file. No state is lost then: done() stays true for these chunks, and
+  /// calling finish() again retries.
   void finish();
-  /// Returns whether the chunk has been put since the last commit(). A step that is repeated after an error
-  /// skips such chunks.
+  /// Returns whether put() was called for the chunk since the last commit(). A step that is repeated after an
+  /// error skips such chunks.
   bool done(int64_t chunk) const { return done_.count(chunk) > 0; }
   bool any_done() const { return !done_.empty(); }
   void commit() { done_.clear(); }
-  /// Ends a step in which no chunk has been put. Errors of transfers in flight are ignored.
+  /// Drops all slots, to end a step in which put() was not called for any chunk. Waits for running transfers
+  /// and ignores their errors.
   void discard();
 
  private:
@@ -95,10 +98,12 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   struct Slot {
     int64_t chunk = -1, used = 0;
     Phase phase = Phase::kClean;
-    // Equal if the device is the CPU and there is a file. `host` is used only with a file.
+    // The slot's buffers in host memory and on the device. `host` is used only with a swap file. On the CPU,
+    // both are then the same tensors.
     std::vector<Tensor> host, device;
-    std::vector<int64_t> tickets;  // tickets of transfers between host memory and the file
-    // Signals that earlier users of the device memory are done; signals the end of the last copy.
+    std::vector<int64_t> tickets;  // tickets of the swap file's reads or writes that are in progress
+    // made: fence for earlier work that uses the slot's device memory. copied: fence for the slot's last
+    // copy.
     FencePtr made, copied;
   };
 
@@ -126,7 +131,7 @@ class SHOESTRING_API State : public torch::CustomClassHolder {
   const std::vector<int64_t> per_block_;
   std::vector<int64_t> begins_, blocks_, edges_;
   std::vector<Tensor> values_;
-  std::vector<int64_t> offsets_;  // offsets of the parts in the file, in bytes
+  std::vector<int64_t> offsets_;  // offset in bytes of each part in the swap file
   std::vector<Slot> slots_;
   std::vector<int64_t> plan_;
   size_t planned_ = 0;

@@ -1,6 +1,6 @@
 #include "offload/swap_file.h"
 
-// Memory on disk: a file that is read and written past the page cache.
+// Implements a swap file that is read and written past the page cache.
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
@@ -25,7 +25,8 @@ SwapFile::SwapFile(std::string caller, const std::string& folder, Backend backen
   for (int i = 0; fd_ < 0; ++i) {
     path_ = folder + "/shoestring-swap-" + std::to_string(::getpid()) + "-" + std::to_string(i);
     fd_ = ::open(path_.c_str(), kFlags | O_DIRECT, 0600);
-    if (fd_ < 0 && errno == EINVAL) {  // some file systems create the file before they refuse O_DIRECT
+    // Some file systems create the file although they refuse O_DIRECT, so it must be removed.
+    if (fd_ < 0 && errno == EINVAL) {
       ::unlink(path_.c_str());
       direct_ = false;
       fd_ = ::open(path_.c_str(), kFlags, 0600);
@@ -82,13 +83,13 @@ void SwapFile::reserve(int64_t size) {
   if (size > 0) grow(size_ + size);
 }
 
-// Reserves the blocks now, so that no later write finds the disk full.
+// Grows the file to `size` bytes. Reserves the disk blocks now, so that no later write finds the disk full.
 void SwapFile::grow(int64_t size) {
   const int64_t more = size - size_;
   struct statvfs info{};
   if (::fstatvfs(fd_, &info) != 0) fail("cannot ask for the free space", errno);
   const auto free = static_cast<int64_t>(info.f_bavail * info.f_frsize);
-  const bool counts = info.f_blocks > 0;  // some file systems do not report their size
+  const bool counts = info.f_blocks > 0;  // some file systems do not report how much space they have
   const int error = counts && more > free ? ENOSPC : reserve_blocks(size);
   if (error != 0) {
     if (::ftruncate(fd_, size_) != 0) fail("cannot give back space", errno);
@@ -105,8 +106,9 @@ void SwapFile::grow(int64_t size) {
   size_ = size;
 }
 
-// Returns 0 or an errno. If the file system cannot reserve blocks, writes zeros instead. A sparse file would
-// end the process with SIGBUS when mapped memory is written and the disk is full.
+// Reserves disk blocks up to `size`. Returns 0 or an errno. If the file system cannot reserve blocks, writes
+// zeros instead. Otherwise, writing to mapped memory of a sparse file on a full disk would end the process
+// with SIGBUS.
 int SwapFile::reserve_blocks(int64_t size) const {
   if (const int error = io::reserve(fd_, size_, size - size_); error != EOPNOTSUPP) return error;
   constexpr int64_t kPiece = int64_t{1} << 20;

@@ -1,6 +1,6 @@
 #include <unistd.h>
 
-// Reads and writes of a swap file by a pool of threads, for kernels without io_uring.
+// Reads and writes a swap file by a pool of threads, for Linux kernels without io_uring.
 
 #include <algorithm>
 #include <cerrno>
@@ -25,20 +25,23 @@ bool advance(Transfer& t, ssize_t result, int64_t alignment) {
   } else {
     t.done += result;
     if (t.done >= t.size) return true;
-    // The rest of a short transfer begins at a multiple of `alignment`, as direct I/O requires.
+    // After a short transfer, the next attempt must begin at a multiple of `alignment`, as direct I/O
+    // requires.
     const int64_t whole = t.done / alignment * alignment;
     if (whole == t.done || result > t.done - whole) {
       t.done = whole;
       return false;
     }
-    t.error = t.is_write ? EIO : kEndOfFile;  // less than one sector was transferred, so no more will follow
+    // less than one sector was transferred, so another attempt would not help
+    t.error = t.is_write ? EIO : kEndOfFile;
   }
   return true;
 }
 
 namespace {
 
-// A read of some MiB keeps a fast disk busy by itself. Several threads hide the gaps between reads.
+// Number of threads. A single read of some MiB keeps a fast disk busy; several threads fill the gaps between
+// reads.
 constexpr int kThreads = 8;
 
 class Threads final : public Engine {

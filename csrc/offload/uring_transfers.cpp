@@ -1,4 +1,4 @@
-// Reads and writes of a swap file through io_uring.
+// Reads and writes a swap file through io_uring.
 
 #include "offload/transfers.h"
 
@@ -24,17 +24,18 @@ ProcessOwned<Engine> io_uring_engine(int, int64_t, Engine::Finished) { return nu
 namespace shoestring::offload::io {
 namespace {
 
-// Transfers in the kernel at a time. At a MiB each, this exceeds the queue of any disk.
+// Maximum number of transfers in the kernel at a time. With 1 MiB each, they keep any disk busy.
 constexpr unsigned kDepth = 64;
 
-// An engine over io_uring. The thread that calls submit() submits; one reaper thread handles completions.
+// Runs transfers through io_uring. The thread that calls submit() submits them; one thread, the reaper,
+// handles completions.
 class Ring final : public Engine {
  public:
   Ring(int fd, int64_t alignment, Finished finished)
       : fd_(fd), alignment_(alignment), finished_(std::move(finished)) {}
 
   bool open() {
-    // Twice the depth, since in tests a delay precedes each transfer.
+    // The submission queue has 2 * kDepth entries, since tests submit a delay before each transfer.
     if (::io_uring_queue_init(2 * kDepth, &ring_, 0) != 0) return false;
     io_uring_probe* probe = ::io_uring_get_probe_ring(&ring_);
     const bool good = probe != nullptr && ::io_uring_opcode_supported(probe, IORING_OP_READ) != 0;
@@ -66,11 +67,12 @@ class Ring final : public Engine {
     fill();
   }
 
-  // The parent shares the memory of these queues: an entry submitted by the child would run in the parent.
+  // A forked child closes the queues without submitting anything. It shares their memory with the parent, so
+  // its entries would run in the parent.
   void close_inherited() override { ::io_uring_queue_exit(&ring_); }
 
  private:
-  // Completion tags that cannot be the address of a transfer
+  // Tags of submissions that are not transfers. The tag of a transfer is its address, which is never 1 or 2.
   static constexpr uint64_t kStop = 1, kDelay = 2;
 
   void fill() {
@@ -102,9 +104,9 @@ class Ring final : public Engine {
     if (any) send();
   }
 
-  // Submits the entries of the queue. Entries that the kernel does not take now stay in the queue and are
-  // submitted with later ones. The kernel takes all unless it is out of memory; then this waits until a
-  // transfer has finished.
+  // Submits all entries of the queue to the kernel. Entries that the kernel does not take now stay in the
+  // queue and are submitted with later ones. The kernel refuses entries only if it is out of memory; then
+  // send() retries until a transfer has finished.
   void send() {
     int result;
     do {
@@ -116,7 +118,7 @@ class Ring final : public Engine {
   void reap() {
     for (;;) {
       io_uring_cqe* entry = nullptr;
-      if (::io_uring_wait_cqe(&ring_, &entry) != 0) continue;  // a signal interrupted the wait
+      if (::io_uring_wait_cqe(&ring_, &entry) != 0) continue;  // only a signal can interrupt the wait
       const uint64_t data = ::io_uring_cqe_get_data64(entry);
       const ssize_t result = entry->res;
       ::io_uring_cqe_seen(&ring_, entry);

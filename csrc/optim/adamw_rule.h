@@ -9,16 +9,19 @@ struct AdamWOptions;
 // The update rule of AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 struct alignas(16) AdamWRule {
   static constexpr const char* kName = "adamw";
-  static constexpr int kMoments = 2;  // the moments exp_avg and exp_avg_sq
+  static constexpr int kMoments = 2;  // AdamW has two moments: exp_avg and exp_avg_sq
   static constexpr bool kSigned[] = {true, false};
   using Options = AdamWOptions;
 
-  float decay;  // 1 - lr * weight_decay, applied before the update
+  float decay;  // factor of the weight: 1 - lr * weight_decay, applied before the update
   float beta1, beta2;
-  float gradient;               // (1 - beta1) * factor of the gradient; negative to maximise
-  float gradient_squared_root;  // sqrt(1 - beta2) * factor of the gradient
-  float step;                   // -lr / (1 - beta1^step)
-  float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
+  // Factor of the gradient in exp_avg: (1 - beta1) * clip_coef / grad_scale, negated if the objective is
+  // maximised.
+  float gradient;
+  // Factor of the gradient before it is squared for exp_avg_sq: sqrt(1 - beta2) * clip_coef / grad_scale.
+  float gradient_squared_root;
+  float step;           // factor of the update: -lr / (1 - beta1^step)
+  float inverse_bias2;  // bias correction of sqrt(exp_avg_sq): 1 / sqrt(1 - beta2^step)
   float eps;
 
   template <class V, class Math>
@@ -34,8 +37,8 @@ struct alignas(16) AdamWRule {
 
   SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? beta1 : beta2; }
 
-  // In fast math, the root of a second moment below 1.2e-38 is zero. eps is therefore at least the root of
-  // 1.2e-38, so that an update can become too small, but not explode.
+  // The fast square root returns zero for a second moment below 1.2e-38. eps is therefore at least the root
+  // of 1.2e-38, so that an update can become too small, but not explode.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[2]) {
     beta1 *= scales[0];
     beta2 *= scales[1];

@@ -10,18 +10,21 @@ struct AdEMAMixOptions;
 // gradients. The slow mean has no bias correction.
 struct alignas(16) AdEMAMixRule {
   static constexpr const char* kName = "ademamix";
-  static constexpr int kMoments = 3;  // the moments exp_avg, exp_avg_slow and exp_avg_sq
+  static constexpr int kMoments = 3;  // AdEMAMix has three moments: exp_avg, exp_avg_slow and exp_avg_sq
   static constexpr bool kSigned[] = {true, true, false};
   static constexpr bool kLong[] = {false, true, false};
   using Options = AdEMAMixOptions;
 
-  float decay;  // 1 - lr * weight_decay, applied before the update
+  float decay;  // factor of the weight: 1 - lr * weight_decay, applied before the update
   float beta1, beta2, beta3;
-  // (1 - beta1), (1 - beta3), each times the factor of the gradient; negative to maximise.
+  // Weights of the gradient in the fast and in the slow mean: (1 - beta1) * factor and (1 - beta3) * factor.
+  // Here factor is clip_coef / grad_scale, negated if the objective is maximised.
   float gradient1, gradient3;
-  float gradient_squared_root;  // sqrt(1 - beta2) * factor of the gradient
-  float fast, slow;             // -lr / (1 - beta1^step), -lr alpha
-  float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
+  // Factor of the gradient before it is squared for exp_avg_sq: sqrt(1 - beta2) * clip_coef / grad_scale.
+  float gradient_squared_root;
+  // Factors in the update: -lr / (1 - beta1^step) for the fast mean, -lr * alpha for the slow mean.
+  float fast, slow;
+  float inverse_bias2;  // bias correction of sqrt(exp_avg_sq): 1 / sqrt(1 - beta2^step)
   float eps;
 
   template <class V, class Math>
@@ -36,7 +39,8 @@ struct alignas(16) AdEMAMixRule {
 
   SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? beta1 : k == 1 ? beta3 : beta2; }
 
-  // The lower bound of eps has the same reason as in AdamWRule.
+  // The fast square root returns zero for a second moment below 1.2e-38. eps is therefore at least the root
+  // of 1.2e-38, so that an update can become too small, but not explode.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[3]) {
     beta1 *= scales[0];
     beta3 *= scales[1];
@@ -47,10 +51,10 @@ struct alignas(16) AdEMAMixRule {
 
 struct AdEMAMixOptions : StepOptions {
   double beta1, beta2, beta3, alpha, eps;
-  double t_alpha, t_beta3;  // number of steps of the schedule; 0 for no schedule
+  double t_alpha, t_beta3;  // steps over which alpha and beta3 rise; 0 if they are constant
 
-  // Returns the decay of the slow mean. It rises from beta1 to beta3 such that the mean's half-life grows
-  // linearly.
+  // Returns the decay of the slow mean. It rises from beta1 to beta3 over t_beta3 steps, such that the
+  // half-life of the slow mean grows linearly.
   SHOESTRING_HOST_DEVICE double slow_beta(double step) const {
     if (step >= t_beta3) return beta3;
     const double from = log(beta1), to = log(beta3), share = step / t_beta3;

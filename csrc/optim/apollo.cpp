@@ -13,7 +13,8 @@ using at::Tensor;
 
 namespace {
 
-// Largest factor by which the norm of an update grows per step, from the paper.
+// Upper bound of the norm of a parameter's update, divided by the norm of its previous update (from the
+// APOLLO paper).
 constexpr double kNormGrowth = 1.01;
 
 }  // namespace
@@ -46,7 +47,8 @@ Tensor APOLLOCore::down(Projected& p, const Tensor& grad, const LowRankOptions& 
 void APOLLOCore::up(Projected& p, const Tensor& clip, const LowRankOptions& o, double lr, double decay,
                     bool maximize) {
   const Tensor grad = p.param.grad().flatten(1);
-  // Norm of each channel, taken along the projected dimension; or of the whole matrix.
+  // Returns the norm of each channel of x, or of the whole matrix x if scale_type is "tensor". A channel
+  // extends along the dimension that the projection reduces.
   const auto norm = [&](const Tensor& x) {
     at::OptionalIntArrayRef dim;
     const int64_t along = p.left ? 0 : 1;

@@ -6,16 +6,17 @@ namespace shoestring::kernels {
 
 struct ApplyOptions;
 
-// The rule that applies a known update, which takes the place of the gradient. Optimizers that need more than
-// a rule end with it, and so support every rounding of weights.
+// The update rule of the operator apply_: param = param * (1 - lr * weight_decay) - lr * update. The update
+// is passed in place of the gradient. Optimizers such as LAMB and Muon compute the update with other
+// operators and call apply_ last. So they support every rounding mode of bf16 weights.
 struct alignas(8) ApplyRule {
   static constexpr const char* kName = "apply";
   static constexpr int kMoments = 0;
   static constexpr bool kSigned[1] = {};
   using Options = ApplyOptions;
 
-  float decay;  // 1 - lr * weight_decay
-  float step;   // -lr * factor of the update; positive to maximise
+  float decay;  // factor of the weight: 1 - lr * weight_decay
+  float step;   // factor of the update: -lr * clip_coef / grad_scale; positive if the objective is maximised
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V update, V (&)[1], Math math) const {

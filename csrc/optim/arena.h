@@ -1,8 +1,9 @@
 #pragma once
 
-// The storage of optimizer state. Arenas are flat tensors that an operator steps in one call; each
-// parameter's state is a view into them. Sizes, names and parameter numbers equal those of Python
-// (shoestring/optim/arena.py), so that state and random bits are equal, too.
+// The storage of optimizer state. An arena is a set of flat tensors with the state of many parameters, so
+// that one operator call can step all of them. Each parameter's state is a view into these tensors. Sizes,
+// names and the numbers of parameters are those of shoestring/optim/arena.py. So C++ and Python have equal
+// state and equal random bits.
 
 #include <map>
 #include <optional>
@@ -23,12 +24,13 @@ inline constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};
 inline constexpr const char* kWeights[] = {"plain", "stochastic", "remainder"};
 inline constexpr int64_t kBlock = kernels::kStateBlock;
 
-/// Properties that all parameters of an arena share.
+/// Properties that all parameters of an arena (flat tensors of optimizer state) share: state format, whether
+/// a 16-bit remainder of each weight is stored, and devices.
 struct Kind {
   std::string state;
   bool remainder;
-  at::Device device;  // device that steps the parameters
-  at::Device source;  // device of the parameters
+  at::Device device;  // device on which the parameters are stepped
+  at::Device source;  // device that holds the parameters
 
   bool operator==(const Kind& other) const = default;
 };
@@ -37,78 +39,91 @@ Kind kind_of(const Tensor& param, const LowMemoryOptions& options);
 
 inline int64_t blocks_of(const Tensor& param) { return (param.numel() + kBlock - 1) / kBlock; }
 
-/// One entry of the state: its name, its dtype, and the number of its elements per block of 256 parameters.
+/// One tensor of the optimizer state, such as a moment or its scales: name, dtype, and number of elements per
+/// block of 256 parameter elements.
 struct Part {
   std::string name;
   at::ScalarType dtype;
   int64_t per_block;
-  bool shaped;  // whether views have the parameter's shape; if not, they are flat and cover whole blocks
+  // Whether a parameter's view of this state tensor has the parameter's shape. Otherwise the view is flat
+  // and covers whole blocks.
+  bool shaped;
 
   std::vector<int64_t> shape(const Tensor& param) const {
     return shaped ? param.sizes().vec() : std::vector<int64_t>{blocks_of(param) * per_block};
   }
 };
 
-/// Returns the entries of a parameter's state, except `step`.
+/// Describes the tensors in a parameter's optimizer state, except for the tensor `step`.
 std::vector<Part> parts(const Rule& rule, const Kind& kind);
 
-/// The state of all parameters of a group that have the same kind. Each parameter begins at a block boundary.
+/// The optimizer state of all parameters in a parameter group that have the same Kind (state format and
+/// devices). The state of each parameter begins at a multiple of 256 elements.
 struct Arena {
   Kind kind;
   std::vector<Tensor> params;
-  std::vector<int64_t> begins;  // first block of each parameter in the arena
+  std::vector<int64_t> begins;  // index of the first block of each parameter's state
   int64_t blocks;
   Tensor step;
-  std::map<std::string, Tensor> values;  // key: name of the operator's argument
-  // The parameters' numbers in the whole optimizer, which select their random bits.
+  // The flat state tensors, by the name of the operator's argument, such as exp_avg.
+  std::map<std::string, Tensor> values;
+  // Index of each parameter among all parameters of the optimizer. It selects the random bits of stochastic
+  // rounding.
   std::vector<int64_t> numbers;
   Tensor accumulated;
 
-  // The next members are for offloaded state. `values` is then in host memory or in a file.
+  // The next members are used only if the optimizer state is offloaded. The tensors in `values` are then in
+  // host memory or in a file.
   c10::intrusive_ptr<offload::State> offloaded;
-  int64_t start = 0;  // index of the arena's first parameter in `offloaded`
-  Tensor stepped;     // the new step counters, while a step is in progress
-  // In a piece that holds parts of parameters: the first parameter's first block, and the number of
-  // blocks.
+  int64_t start = 0;  // index of this arena's first parameter among the parameters of `offloaded`
+  Tensor stepped;     // new step counters, copied to `step` when the optimizer step is complete
+  // Set if the arena holds only some blocks of its parameters: index of the arena's first block in the first
+  // parameter, and number of blocks in the arena.
   std::optional<std::pair<int64_t, int64_t>> part;
 
-  // The next members are for parameters on a device that the CPU steps.
+  // The next members are used only with set_offload("cpu"): the CPU steps copies of parameters that are on
+  // another device.
   c10::intrusive_ptr<offload::HostParams> host;
   std::vector<Tensor> weights;  // copies of the parameters in host memory
   bool has_fetched = false;     // whether the gradients of the current step are in host memory
   // After a failed step: index of the first parameter that has not been stepped.
   size_t next_param = 0;
 
-  /// Creates an arena of zeros.
+  /// Creates an arena in which all optimizer state is zero.
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
         const c10::intrusive_ptr<offload::Offload>& offload, bool on_host);
 
-  /// Returns a parameter's state, as views into the arena.
+  /// Returns the optimizer state of parameter `index`, as views into the arena.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
-  /// Returns the sum of gradients of each parameter, in the parameter's shape; zeros at first.
+  /// Returns a view of each parameter's accumulated gradient, in the parameter's shape. The first call
+  /// allocates the accumulated gradients as zeros.
   std::vector<Tensor> accumulated_views(at::ScalarType dtype);
   /// Returns the tensors that the operator steps: the parameters, or their copies in host memory.
   const std::vector<Tensor>& stepped_params() const { return weights.empty() ? params : weights; }
-  /// Returns an arena over consecutive parameters [first, last), with views into this one.
+  /// Returns an arena of the parameters [first, last) whose tensors are views into this arena.
   Arena run(const Rule& rule, size_t first, size_t last) const;
 
   using Gradients = std::vector<Tensor>;
-  /// Calls `step` for each piece of the offloaded state, once it is on the device, with its gradients and
-  /// sums. If the same step has failed before, skips the pieces that it has finished.
+  /// Copies the offloaded state to the device in chunks, and calls `step` for each chunk with the gradients
+  /// and accumulated gradients that belong to it. If the same optimizer step has failed before, skips the
+  /// chunks that have already been stepped.
   void in_pieces(
       const Rule& rule, const Gradients& grads, const Tensor& accumulated,
       c10::function_ref<void(const Arena& piece, const Gradients& grads, const Tensor& accumulated)> step);
-  /// Completes a step, after all pieces have been stepped.
+  /// Completes an optimizer step of offloaded state: stores the new step counters after all chunks of state
+  /// have been stepped.
   void commit();
 
  private:
   Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
 };
 
-/// Returns the number of bytes that the state of these parameters takes in an offload's file.
+/// Returns the number of bytes that the optimizer state of `params` takes in the file of
+/// set_offload("nvme:DIR").
 int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params);
 
-/// Raises c10::Error if a parameter's state does not fit.
+/// Raises c10::Error unless a parameter's state has the names, dtypes and shapes that `rule` and `kind`
+/// require.
 void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind);
 
 }  // namespace shoestring::optim::detail

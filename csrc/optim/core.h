@@ -1,7 +1,7 @@
 #pragma once
 
-// The implementation of LowMemoryOptimizer: steps (base.cpp), gradients before a step (gradients.cpp), and
-// steps on the CPU (host.cpp).
+// The implementation of LowMemoryOptimizer: steps (base.cpp), gradients before a step (gradients.cpp), steps
+// on the CPU for parameters on a GPU (host.cpp), and failed steps (unfinished.cpp).
 
 #include <map>
 #include <memory>
@@ -23,14 +23,16 @@ struct Layout {
   std::vector<Tensor> absent;
 };
 
-/// LibTorch's key of a parameter's state: the address of its TensorImpl.
+/// The key under which LibTorch stores a parameter's optimizer state: the address of the parameter's
+/// TensorImpl.
 using Key = c10::TensorImpl*;
 
 inline std::optional<Tensor> some(const Tensor& t) {
   return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
 }
 
-/// The backward passes, by id of their graph task, in which a hook has taken a gradient.
+/// The ids (of autograd's graph tasks) of the unfinished backward passes in which a gradient hook of the
+/// optimizer has run.
 struct Backwards {
   std::mutex mutex;
   std::set<int> open;
@@ -42,36 +44,37 @@ struct Core : std::enable_shared_from_this<Core> {
 
   // ---- steps
 
-  LowMemoryOptimizer* optimizer;               // the owner; updated when the owner is moved
-  std::unordered_map<size_t, Layout> layouts;  // key: index of the parameter group
+  LowMemoryOptimizer* optimizer;  // the optimizer that owns this Core; updated when that optimizer is moved
+  std::unordered_map<size_t, Layout> layouts;  // arenas, by the index of the parameter group
 
   const char* name() const;  // returns the name of the optimizer's class
   const LowMemoryOptions& options(size_t group) const;
   const Rule& rule(size_t group) const { return Access::rule(options(group)); }
   const ParamState* state(const Tensor& param) const;
-  /// Returns the arenas of a group. They cover all parameters that have state or a gradient, or can get one
-  /// in backward.
+  /// Returns the arenas of a parameter group. The arenas cover all parameters that have state or a gradient,
+  /// and all parameters that a hook may step in backward.
   Layout& layout(size_t group);
   Tensor step();
   Tensor scaled_step(const Tensor& scale, const Tensor& skip);
   void step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                   const Tensor& clip_coef);
 
-  std::string offload;  // place of the state (see set_offload); "" for the parameters' device
+  std::string offload;  // place of the optimizer state (see set_offload); "" for the parameters' device
   bool on_cpu() const { return offload == "cpu"; }
   bool streams() const { return !offload.empty() && !on_cpu(); }
-  /// Returns the offload that all arenas of a device share; null without offload.
+  /// Returns the Offload object that all arenas with parameters on `device` share; null without offload.
   c10::intrusive_ptr<offload::Offload> offload_of(at::Device device);
   void set_offload(const std::string& where);
-  /// Reserves disk space for the state of all trainable parameters, in the groups from `first` on.
+  /// Reserves disk space for the state of all trainable parameters in the parameter groups from index `first`
+  /// on.
   void reserve(size_t first);
-  /// Waits until all stepped state has been written back to host memory or to the file.
+  /// Waits until all new optimizer state has been written back to host memory or to the file.
   void bring_back();
-  /// Waits like bring_back(), before state is read or saved. Raises if a failed step has stepped some of the
-  /// parameters.
+  /// Waits until all new optimizer state has been written back, before the state is read or saved. Raises if
+  /// a failed step has stepped some of the parameters, but not all.
   void settle();
-  /// Drops the remains of a failed step or backward pass if it has not stepped any parameter. Called by
-  /// zero_grad.
+  /// Drops the gradients that a failed step or backward pass has left, if it has not stepped any parameter.
+  /// zero_grad calls this function.
   void discard();
 
   // ---- gradients
@@ -81,28 +84,32 @@ struct Core : std::enable_shared_from_this<Core> {
   bool step_in_backward = false, accumulating = false;
   at::ScalarType accumulate_dtype = at::kFloat;
 
-  /// Installs hooks on parameters, for settings that take gradients away from grad().
+  /// Installs a post-accumulate-grad hook on each parameter. step_in_backward and accumulate() need the
+  /// hooks, because they free grad() during backward.
   void watch(const std::vector<Tensor>& params);
   void on_gradient(const Tensor& param);
-  /// Drops everything that belongs to the old state. Called after a load.
+  /// Drops arenas, accumulated gradients and unfinished steps, which belong to the old state. Called when a
+  /// saved state is loaded.
   void forget();
 
   // ---- steps by the CPU (host.cpp)
 
   void flush();
   void drain();
-  /// Raises if the last step is unfinished. Called before gradients are accumulated.
+  /// Raises if a step has failed after it had stepped some of the parameters, or if accumulated gradients are
+  /// incomplete. accumulate() calls this function first.
   void begin_sums();
 
  private:
-  // The parameters of a group that have the same kind.
+  // The parameters of a parameter group that have the same Kind (state format and devices), and the index of
+  // each one among all parameters of the optimizer.
   struct Members {
     Kind kind;
     std::vector<Tensor> params;
     std::vector<int64_t> numbers;
   };
-  // One call of the operator: an arena, the gradients of its parameters, and the sums that the step adds to
-  // them.
+  // One call of the optimizer's operator: an arena, the gradients of the arena's parameters, and the
+  // accumulated gradients that the operator adds to the gradients.
   struct Call {
     size_t group;
     Arena* arena;
@@ -122,30 +129,34 @@ struct Core : std::enable_shared_from_this<Core> {
     size_t first, last;
     // Indices of parameters whose gradient is being copied to the host.
     std::set<size_t> arrived{};
-    // Indices of parameters whose gradient of this step has been handed to a job.
+    // Indices of parameters whose gradient in this step has been passed to a job of the worker thread.
     std::set<size_t> given{};
-    bool steps = false;  // whether the bucket's job takes a step
+    // Whether the bucket's job steps the parameters, or only accumulates or keeps gradients.
+    bool steps = false;
     offload::FencePtr job{};
     struct Result {
       size_t index;
       Tensor grad, norm;
       bool is_sum;
     };
-    std::vector<Result> results{};  // results of the bucket's job
+    std::vector<Result> results{};  // gradients that the bucket's job has kept for clipping
   };
 
-  using Versions = std::vector<std::pair<Tensor, uint32_t>>;  // each gradient with its version counter
+  // The gradients of all parameters, each with its version counter, to detect gradients that have changed
+  // since a failed step.
+  using Versions = std::vector<std::pair<Tensor, uint32_t>>;
 
   void step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads,
                    const Tensor& accumulated, const Tensor& clip_coef);
-  // A step that is in progress or has failed.
+  // An optimizer step that is in progress, or that has failed.
   struct Unfinished {
     std::vector<Call> calls;
-    size_t done;  // number of calls that have finished
+    size_t done;  // number of operator calls that have finished
     Tensor coefficient, grad_scale, found_inf;
     Versions gradients;
   };
-  // The part of the state that an error has left incomplete, apart from an unfinished step.
+  // The data that an error has left incomplete: none, the accumulated gradients, or the weights and the
+  // optimizer state.
   enum class Broken { kNone, kSums, kWeights };
 
   std::vector<Members> members(size_t group, c10::function_ref<bool(const Tensor&)> belongs) const;
@@ -191,31 +202,31 @@ struct Core : std::enable_shared_from_this<Core> {
   Broken broken_ = Broken::kNone;
   bool stepped_in_backward_ = false;  // whether the last backward has stepped any parameter
   const std::shared_ptr<Backwards> backwards_ = std::make_shared<Backwards>();
-  // Set while scaled_step() runs. found_inf_ tells the operator to skip the step.
+  // Arguments of scaled_step(), set while it runs. If found_inf_ is not zero, the operators skip the step.
   Tensor grad_scale_, found_inf_;
-  // Sums of gradients; views into arenas, once the arenas exist.
+  // The accumulated gradient of each parameter; a view into an arena, once the arena exists.
   std::unordered_map<Key, Tensor> sums_;
-  // Parameters whose sum is not empty.
+  // Parameters whose accumulated gradient contains at least one micro-batch.
   std::unordered_set<Key> pending_;
-  // Sums that replace gradients in this step, and must be cleared after it.
+  // Accumulated gradients that are the gradients of the current step, and are set to zero after it.
   std::vector<Tensor> used_;
   std::unordered_set<Key> watched_;
-  // For steps within backward: the state of each parameter.
+  // The arena of each single parameter, for steps within backward.
   std::unordered_map<Key, Alone> alone_;
-  // Norms of gradients that have been freed.
+  // Norms of the gradients that steps within backward have freed.
   std::vector<Tensor> norms_;
-  // Guards the hooks, since backward runs one thread per device.
+  // Serialises the gradient hooks, since backward runs one thread per device.
   std::mutex mutex_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
-  // The bucket of a parameter, and the parameter's index in the arena.
+  // For each parameter: its bucket, and its index in the bucket's arena.
   std::unordered_map<Key, std::pair<Bucket*, size_t>> bucket_of_;
-  // Buckets with gradients being copied, or with a running job.
+  // Buckets whose gradients are being copied to the host, or whose job is running.
   std::vector<Bucket*> jobs_;
-  // Gradients in host memory that wait for the norm of all gradients.
+  // Gradients in host memory that are applied later, because clipping needs the norm of all gradients first.
   std::unordered_map<Key, Tensor> collected_;
-  // Norms of the collected gradients, by their address.
+  // Norms of the gradients that wait in host memory for clipping, by the address of the gradient's data.
   std::unordered_map<const void*, Tensor> known_norms_;
-  // Declared last, so that the worker thread ends before the members that it uses.
+  // Declared last, so that the worker thread ends before the members that it uses are destroyed.
   std::unique_ptr<offload::CopyLane> worker_;
 };
 

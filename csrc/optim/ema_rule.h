@@ -6,17 +6,19 @@ namespace shoestring::kernels {
 
 struct EmaOptions;
 
-// The rule of a running mean of gradients. It overwrites parameters with the mean, or with Nesterov's
-// look-ahead. Optimizers that need more than a rule begin with it.
+// The update rule of the operator ema_. It updates exp_avg, the running mean of gradients, and overwrites the
+// parameter with lr * exp_avg. With Nesterov momentum, it overwrites the parameter with lr * (beta * exp_avg
+// + (1 - beta) * gradient). Optimizers such as Muon call ema_ first and process its result.
 struct alignas(16) EmaRule {
   static constexpr const char* kName = "ema";
-  static constexpr int kMoments = 1;  // the moment exp_avg
+  static constexpr int kMoments = 1;  // the update rule has one moment, exp_avg
   static constexpr bool kSigned[] = {true};
   using Options = EmaOptions;
 
-  // Decay of the mean; (1 - beta) * factor of the gradient, negative to maximise.
+  // beta: decay of exp_avg. gradient: weight of the gradient in exp_avg, (1 - beta) * clip_coef / grad_scale,
+  // negated if the objective is maximised.
   float beta, gradient;
-  float mean, own;  // weights of the new mean and of the gradient in the result
+  float mean, own;  // weights of exp_avg and of the gradient in the value that the parameter receives
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[1], Math math) const {

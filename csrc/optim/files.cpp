@@ -11,8 +11,8 @@
 #include "files/safetensors_format.h"
 #include "optim/saved.h"
 
-// Format of the safetensors file. Tensors are called "<group>.<index in the group>.<name>". The metadata has
-// the keys:
+// Format of the safetensors file that save_optimizer writes. Tensors are called "<parameter group>.<index of
+// the parameter in the group>.<name>". The metadata has the keys:
 // - format: "shoestring.optimizer";
 // - format_version;
 // - optimizer: the name of the class;
@@ -94,7 +94,8 @@ Json options_json(const LowMemoryOptions& options) {
   return json;
 }
 
-// Reads the parameter groups without their states. JSON exceptions report entries that do not fit.
+// Reads the sizes and options of the parameter groups, without the states of parameters. Throws a JSON
+// exception if an entry is missing or has a wrong type.
 std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer& optimizer,
                                       const char* where) {
   const char* name = Access::core(optimizer).name();

@@ -39,19 +39,20 @@ auto squares_of(const Tensor& x) {
                                  : kernels.squares_fp16;
 }
 
-// Treats all tensors as one sequence of chunks. The sums of a tensor's chunks are added in order, so threads
-// do not affect the result.
+// Splits all tensors into one sequence of chunks, which the threads share. The sums of a tensor's chunks are
+// added in order, so the number of threads does not affect the norms.
 Tensor norm_cpu(at::TensorList tensors) {
   check(tensors);
   std::vector<Tensor> x;
-  std::vector<int64_t> ends;  // end of each tensor in that sequence, in chunks
+  std::vector<int64_t> ends;  // end of each tensor in the sequence of all chunks, counted in chunks
   for (const Tensor& g : tensors) {
-    // The order of elements does not matter for a norm, so any dense layout is read directly.
+    // The order of elements does not matter for a norm, so a dense tensor with any strides is read directly.
     x.push_back(g.is_non_overlapping_and_dense() ? g : g.contiguous());
     ends.push_back((ends.empty() ? 0 : ends.back()) + (g.numel() + kNormChunk - 1) / kNormChunk);
   }
   std::vector<double> sums(static_cast<size_t>(ends.back()));
-  // Chunks per task: a few microseconds of work, which is the time to wake a thread.
+  // Minimum number of chunks per parallel task. Such a task takes a few microseconds, about as long as waking
+  // a thread.
   constexpr int64_t kGrain = 8;
   at::parallel_for(0, ends.back(), kGrain, [&](int64_t first, int64_t last) {
     size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), first) - ends.begin());
@@ -72,8 +73,8 @@ Tensor norm_cpu(at::TensorList tensors) {
   return norms;
 }
 
-// On CUDA, PyTorch's multi-tensor norm reads 16-bit tensors at full memory bandwidth. (On the CPU it reads
-// one element at a time.) It needs one call per dtype.
+// On CUDA, at::_foreach_norm reads 16-bit tensors at full memory bandwidth. (On the CPU it reads one element
+// at a time.) It needs one call per dtype.
 Tensor norm_cuda(at::TensorList tensors) {
   check(tensors);
   std::vector<Tensor> norms(tensors.size());
@@ -86,7 +87,8 @@ Tensor norm_cuda(at::TensorList tensors) {
       places.push_back(i);
     }
     if (same.empty()) continue;
-    // The result is fp32: in fp16, the norm of finite gradients under a loss scale could overflow.
+    // The norms are computed in fp32. In fp16, the norm could overflow although all gradients are finite,
+    // since gradients may be multiplied by a loss scale.
     const auto found = at::_foreach_norm(same, 2, at::kFloat);
     for (size_t i = 0; i < places.size(); ++i) norms[places[i]] = found[i];
   }

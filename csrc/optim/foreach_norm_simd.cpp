@@ -1,6 +1,6 @@
 // CPU kernels for sums of squares. Each element is read once, in its own dtype. Eight registers hold partial
-// sums, which hides the latency of the additions and reduces their rounding errors. Their lanes are then
-// added in double precision.
+// sums, which hides the latency of the additions and reduces their rounding errors. Finally, the lanes of the
+// eight registers are added in double precision.
 
 #include "optim/foreach_norm_table.h"
 

@@ -6,8 +6,8 @@
 
 namespace shoestring::kernels {
 
-/// Compute the sum of squares of `count` elements. The additions are in fp32, so call them with at most
-/// kNormChunk elements.
+/// CPU kernels, one per dtype. Each returns the sum of squares of `count` elements. The additions are in
+/// fp32, so `count` must be at most kNormChunk.
 struct ForeachNormTable {
   double (*squares_float)(const void* x, int64_t count);
   double (*squares_bf16)(const void* x, int64_t count);

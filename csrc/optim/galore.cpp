@@ -29,16 +29,15 @@ std::pair<at::ScalarType, std::vector<int64_t>> GaLoreCore::kept_as(const Projec
   return {p.param.scalar_type(), {p.left ? p.param.size(0) : p.param.numel() / p.param.size(0), *o.rank}};
 }
 
-// Computes a new projection. If the gradient is zero or not finite, keeps the old projection (or starts with
-// a random one), and tries again in the next step.
-// step, or starts with a random one.
+// Computes a new projection matrix for GaLore. If the gradient is zero or not finite, keeps the old
+// projection (or starts with a random one), and tries again in the next step.
 void GaLoreCore::renew(Projected& p, const Tensor& grad, const LowRankOptions& o) {
   const double largest = at::linalg_vector_norm(grad, INFINITY).item<double>();
   const Tensor matrix = p.left ? grad : grad.mT();
   if (largest > 0 && std::isfinite(largest)) {
     Tensor basis = leading_vectors(matrix.to(at::kFloat), *o.rank, p.seed);
-    // The sign of a singular vector is arbitrary. Aligning it with the old projection keeps first moments
-    // valid.
+    // The sign of a singular vector is arbitrary. Here it follows the old projection, so that the first
+    // moments, computed with the old projection, stay valid.
     if (p.kept.defined()) {
       basis.mul_(at::where((basis * p.kept).sum(0) < 0, -1.0, 1.0).to(at::kFloat));
     }

@@ -1,5 +1,5 @@
-// Steps on the CPU for parameters on a device. Gradients are copied to host memory and weights are copied
-// back, while the device computes.
+// Optimizer steps on the CPU for parameters on another device, such as a GPU. Gradients are copied to host
+// memory and weights are copied back, while the device computes.
 
 #include <algorithm>
 
@@ -12,13 +12,13 @@
 namespace shoestring::optim::detail {
 namespace {
 
-// Bytes of parameters per bucket: enough for the full bandwidth of the link, and small enough for copies and
-// steps to overlap.
+// Maximum bytes of parameters per bucket: enough for the full bandwidth of the link between host and device,
+// and small enough for copies and steps to overlap.
 constexpr size_t kBucketBytes = size_t{8} << 20;
 
 }  // namespace
 
-// Splits an arena's parameters into buckets. A parameter larger than a bucket gets its own.
+// Splits an arena's parameters into buckets. A parameter larger than a bucket gets a bucket of its own.
 std::vector<Core::Bucket> Core::buckets(size_t group, Arena& arena) {
   std::vector<Bucket> found;
   size_t size = 0;
@@ -36,7 +36,7 @@ std::vector<Core::Bucket> Core::buckets(size_t group, Arena& arena) {
 
 // ---- A step of all parameters
 
-// Copies the gradients to host memory and waits for them.
+// Copies the gradients of an arena's parameters to host memory and waits for the copies.
 std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
     if (has_gradient(arena.params[i]))
@@ -46,14 +46,15 @@ std::vector<Tensor> Core::on_host(Arena& arena, std::vector<Tensor> grads) {
   arena.has_fetched = true;
   for (size_t i = 0; i < grads.size(); ++i) {
     const auto kept = collected_.find(arena.params[i].unsafeGetTensorImpl());
-    const bool has = grads[i].defined();  // a gradient on the host without one here belongs to a failed step
+    // If grad() is undefined, a gradient in host memory is left over from a failed step and must not be used.
+    const bool has = grads[i].defined();
     grads[i] = kept != collected_.end() ? kept->second : has ? fetched[i].value_or(Tensor()) : Tensor();
   }
   return grads;
 }
 
-// Starts the copies of all gradients before it waits for the first. Weights are copied back while later
-// buckets are stepped.
+// Steps an arena on the CPU. Starts the copies of all gradients to the host before it waits for the first
+// copy. Weights are copied back while later buckets are stepped.
 void Core::step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,
                         const Tensor& clip_coef) {
   for (size_t i = arena.next_param; i < grads.size() && !arena.has_fetched; ++i) {
@@ -95,8 +96,8 @@ void Core::step_bucket(const Bucket& bucket, const std::vector<Tensor>& grads, b
 
 // ---- within backward
 
-// Takes a gradient that is complete, or that has to be accumulated: copies it to the host, and frees it after
-// the copy.
+// Called when backward has completed a parameter's gradient. Copies the gradient to the host, and frees it
+// after the copy.
 void Core::arrive(const Tensor& param) {
   const Key key = param.unsafeGetTensorImpl();
   auto found = bucket_of_.find(key);
@@ -108,7 +109,9 @@ void Core::arrive(const Tensor& param) {
   Access::check_step(options(bucket->group));
   const bool here = bucket->arrived.count(index) > 0;
   const bool fits = bucket->given.count(index) == 0 && (!here || accumulating);
-  if (!fits) {  // the gradients of the previous backward stay available to step()
+  // An error about a second gradient must not drop the gradients of the previous backward pass, since step()
+  // can still use them.
+  if (!fits) {
     const std::lock_guard lock(backwards_->mutex);
     backwards_->open.clear();
   }
@@ -116,7 +119,8 @@ void Core::arrive(const Tensor& param) {
               ": step_in_backward: expected step() after each backward, received a second gradient of a "
               "parameter; use "
               "accumulate() around all backwards but the last of a step");
-  if (here) send_job(*bucket);  // this is a second backward of the same micro-batch
+  // Within the same accumulate(), a second gradient of a parameter arrives: process the first one now.
+  if (here) send_job(*bucket);
   if (bucket->job != nullptr) bucket->job->synchronize();
   bucket->arena->host->fetch(static_cast<int64_t>(index), param, param.grad());
   param.mutable_grad() = Tensor();
@@ -153,11 +157,13 @@ void Core::drop_buckets() {
   buckets_.clear();
 }
 
-// Lets the worker thread process the gradients that a bucket has received. Jobs run in the order of these
-// calls.
+// Gives the worker thread a job that processes the gradients that the bucket has received. The job
+// accumulates the gradients, keeps them for clipping, or steps the parameters. Jobs run in the order of the
+// calls of send_job.
 void Core::send_job(Bucket& bucket) {
   if (worker_ == nullptr) worker_ = std::make_unique<offload::CopyLane>(at::kCPU, /*threads=*/0);
-  std::vector<Tensor> sums(bucket.last - bucket.first);  // undefined for parameters without a sum
+  // The accumulated gradient of each parameter; undefined for a parameter that has none.
+  std::vector<Tensor> sums(bucket.last - bucket.first);
   for (const size_t i : bucket.arrived) {
     const Key key = bucket.arena->params[i].unsafeGetTensorImpl();
     if (pending_.count(key) > 0) sums[i - bucket.first] = sums_.at(key);
@@ -188,7 +194,8 @@ void Core::send_job(Bucket& bucket) {
   });
 }
 
-// Starts the jobs of all buckets, including those that have not received all gradients.
+// Starts the jobs of all buckets that have received a gradient, even if gradients of other parameters in the
+// bucket are missing.
 void Core::send_jobs() {
   for (Bucket* bucket : jobs_) {
     if (!bucket->arrived.empty()) send_job(*bucket);
@@ -200,7 +207,8 @@ void Core::flush() {
   send_jobs();
 }
 
-// Waits until all received gradients have been processed. Later work on the device sees the new weights.
+// Waits until the worker thread has processed all received gradients. Work that is later submitted to the
+// device sees the new weights.
 void Core::drain() {
   send_jobs();
   offload::FirstError error;

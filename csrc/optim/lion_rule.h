@@ -9,15 +9,16 @@ struct LionOptions;
 // The update rule of Lion (Chen et al., arXiv 2302.06675).
 struct alignas(16) LionRule {
   static constexpr const char* kName = "lion";
-  static constexpr int kMoments = 1;  // the moment exp_avg
+  static constexpr int kMoments = 1;  // the update rule has one moment, exp_avg
   static constexpr bool kSigned[] = {true};
   using Options = LionOptions;
 
-  float decay;  // 1 - lr * weight_decay, applied before the update
+  float decay;  // factor of the weight: 1 - lr * weight_decay, applied before the update
   float step;   // -lr
-  // For the update: weight of the moment; (1 - beta1) * factor of the gradient, negative to maximise.
+  // Weights of exp_avg and of the gradient in the update: beta1 and (1 - beta1) * clip_coef / grad_scale.
+  // gradient1 is negated if the objective is maximised.
   float beta1, gradient1;
-  float beta2, gradient2;  // the same two factors for the new moment
+  float beta2, gradient2;  // weights of exp_avg and of the gradient in the new exp_avg
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[1], Math math) const {

@@ -7,13 +7,14 @@
 
 namespace shoestring::optim::detail {
 
-/// Returns the norm of all gradients together (at least one), fp32 on the device of the first one, without a
-/// synchronisation. `known` maps addresses of gradients to their norms, (1,), if these have been computed
-/// before.
+/// Returns the norm of all gradients together, as fp32 on the device of the first gradient, without a
+/// synchronisation. `grads` must not be empty. `known` maps the address of a gradient's data to the
+/// gradient's norm, (1,), if that norm has been computed before.
 at::Tensor total_norm(const std::vector<at::Tensor>& grads,
                       const std::unordered_map<const void*, at::Tensor>& known = {});
 
-/// Returns the factor of the gradients, as in torch::nn::utils::clip_grad_norm_.
+/// Returns the factor that clips gradients whose norm is `norm`: min(1, max_norm / (norm + 1e-6)), as in
+/// torch::nn::utils::clip_grad_norm_.
 at::Tensor clip_coef(const at::Tensor& norm, double max_norm);
 
 }  // namespace shoestring::optim::detail

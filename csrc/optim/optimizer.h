@@ -1,8 +1,8 @@
 #pragma once
 
 // Host side of the optimizers' operators, for any update rule (optim/optimizer_table.h). It reads arguments
-// from the schema by name, checks them, makes tensors contiguous, and starts threads or kernels. The options
-// of an operator are in the operator's own file.
+// from the schema by name, checks them, makes tensors contiguous, and starts threads or kernels. Options that
+// only one operator has are read in the file of that operator.
 
 #include <string>
 #include <vector>
@@ -22,8 +22,9 @@ using at::Tensor;
 using kernels::kStateBlock;
 using OptionalTensor = std::optional<Tensor>;
 
-// One moment of all parameters, in one arena. The argument of its scale is called <name>_scale. A long moment
-// (optim/optimizer_table.h) has no scale.
+// One moment (such as exp_avg) of all parameters, in one arena. Its scales are the operator's argument
+// <name>_scale. A long moment, which changes by less than one quantisation level per step, is never stored as
+// codes and has no scales.
 struct Moment {
   const char* name;
   bool is_signed;
@@ -43,8 +44,8 @@ class Call : public BoxedArguments {
   std::vector<int64_t> numbers;
   Tensor step;
   OptionalTensor lr_tensor, grad_scale, clip_coef, found_inf, weight_remainder, accumulated;
-  // first_block: block of the first parameter at which the arenas begin. blocks: number of blocks in the
-  // arenas.
+  // first_block: index of the block in the first parameter at which the arenas begin. blocks: number of
+  // blocks in each arena.
   int64_t first_block, blocks;
 
   /// Returns whether the arenas hold all blocks of all parameters.
@@ -54,17 +55,17 @@ class Call : public BoxedArguments {
     return static_cast<uint32_t>(numbers.empty() ? param : numbers[param]);
   }
   double at_least_zero(const char* name) const;
-  double fraction(const char* name) const;  // returns a number, checked to be in [0, 1)
+  double fraction(const char* name) const;  // returns the argument `name`; raises unless it is in [0, 1)
 
-  /// Reads lr, weight_decay (if the operator has it), maximize, and the options that are tensors.
+  /// Reads lr, weight_decay (if the operator has it), maximize, lr_tensor, grad_scale, clip_coef and
+  /// found_inf.
   kernels::StepOptions options() const;
 };
 
 // A parameter that has a gradient.
 struct Stepped {
-  // index: position in the call's parameters. block: block of the arena at which the parameter's state begins
-  // (below 0 if the arena begins later).
-  // later).
+  // index: index of the parameter in the operator call. block: block of the arena at which the parameter's
+  // state begins; negative if the arena begins after the parameter's first block.
   int64_t index, block;
   int64_t first, last;  // range of the parameter's blocks to step
   Tensor param, grad;
@@ -74,19 +75,22 @@ struct Stepped {
 kernels::ElementType type_of(const Tensor& t);
 int64_t blocks_of(const Tensor& param);
 
-/// Returns the parameters to step. Checks all arguments before anything changes.
+/// Checks all arguments of the operator call before anything changes. Returns the parameters that have a
+/// gradient.
 std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moments);
 void make_contiguous(std::vector<Stepped>& work);
 void copy_back(const std::vector<Stepped>& work);
 
-/// Clears the accumulated sums, which is all that a skipped step does.
+/// Sets the accumulated gradients of the parameters in `work` to zero. A skipped optimizer step does only
+/// this.
 void drop_accumulated(const Call& call, const std::vector<Stepped>& work);
 
-/// Returns the storage format of the moments. All moments share it, except long ones.
+/// Returns the storage format that all moments share. (Long moments change too little per step for codes.
+/// They are stored as bf16 if the other moments are codes.)
 kernels::StateType state_of(const Call& call, const std::vector<Moment>& moments);
 
-/// Calls body(index in `work`, first block, last block + 1) in parallel, for ranges of blocks of all
-/// parameters.
+/// Splits the blocks of all parameters in `work` into ranges. Calls body(index in `work`, first block, last
+/// block + 1) for each range, in parallel.
 void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t, int64_t, int64_t)> body);
 
 /// Raises unless the arenas are aligned to 16 bytes, because the CUDA kernels read them in vectors.
@@ -126,8 +130,8 @@ auto arenas_of(const Call& call, const std::vector<Moment>& moments) {
   return a;
 }
 
-/// The CPU implementation of an operator that is nothing but an update rule. Op provides Rule, kNames (of the
-/// moments), options(call), and table(), the CPU kernels.
+/// The CPU implementation of an operator that applies an update rule to each element and does nothing else.
+/// Op provides Rule, kNames (of the moments), options(call), and table(), the CPU kernels.
 template <class Op>
 void step_cpu(const Call& call) {
   using Rule = typename Op::Rule;
@@ -145,7 +149,9 @@ void step_cpu(const Call& call) {
   float previous = -1;
   for (const Stepped& s : stepped) {
     steps[s.index] += 1;
-    if (steps[s.index] != previous) {  // the step is nearly always the same for all parameters
+    // The rule holds coefficients that depend on the step number. Nearly all parameters have the same step
+    // number, so the previous parameter's rule can usually be used again.
+    if (steps[s.index] != previous) {
       previous = steps[s.index];
       rule = options.rule(previous);
     }
@@ -159,11 +165,13 @@ void step_cpu(const Call& call) {
   copy_back(stepped);
 }
 
-// The address that stands for the gradient of a parameter without elements. Null would mean no gradient.
+// The address that stands for the gradient of a parameter without elements. A null pointer would mean that
+// the parameter has no gradient.
 inline constexpr char kNoElements = 0;
 
-// The CUDA implementation of an operator that is nothing but an update rule. The kernel reads numbers that
-// are in device memory, so the host does not wait for the device.
+// The CUDA implementation of an operator that applies an update rule to each element and does nothing else.
+// The kernel reads step numbers and tensor options from device memory, so the host does not wait for the
+// device.
 template <class Op>
 void step_cuda(const Call& call) {
   using Rule = typename Op::Rule;
@@ -205,11 +213,11 @@ void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
-/// Calls the implementation below autograd. Raises if grad mode is on and a parameter requires a gradient,
-/// since a step cannot be recorded.
+/// The implementation for the dispatch key Autograd: calls the operator without autograd. Raises if grad mode
+/// is on and a parameter requires a gradient, since autograd cannot record an optimizer step.
 void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-/// Does nothing on meta tensors: a step returns and allocates nothing.
+/// The implementation for meta tensors does nothing, because an optimizer step returns no tensor.
 inline void on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
@@ -222,7 +230,8 @@ struct Registered {
   explicit Registered(const char* op) {
     add(op, c10::DispatchKey::CPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
     add(op, c10::DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
-    // Sparse gradients reach the same implementation, which raises a clear error.
+    // With sparse gradients, the operator also runs the dense implementation, which reports that sparse
+    // gradients are not supported.
     add(op, c10::DispatchKey::SparseCPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
     add(op, c10::DispatchKey::SparseCUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
     add(op, c10::DispatchKey::Autograd, torch::CppFunction::makeFromBoxedFunction<&below_autograd>());

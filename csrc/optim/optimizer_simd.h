@@ -1,10 +1,11 @@
 #pragma once
 
-// The CPU kernel of the optimizers, for any update rule. It decodes a block's moments, updates them, and
-// keeps them in the first-level cache (1 KiB each). The largest magnitudes become the new scales, and the
-// codes are encoded from the cache. Three short loops keep more instructions in flight than one long chain of
-// dependent instructions would. If weights and gradients are both fp32 or both bf16, the same pass reads and
-// writes them. Other types, and the last block of a tensor, go through fp32 copies of the block.
+// The CPU kernel of the optimizers, for any update rule. It processes blocks of 256 elements in three loops.
+// The first loop decodes the moments of a block, updates them, and keeps them in the first-level cache (1 KiB
+// per moment). The second loop computes the new scales from the largest magnitudes, and the third loop
+// encodes the moments. Three short loops keep more instructions in flight than one long chain of dependent
+// instructions would. If weights and gradients are both fp32 or both bf16, the first loop reads and writes
+// them directly. Other types, and the last block of a tensor, go through fp32 copies of the block.
 
 #include <type_traits>
 #include <utility>
@@ -26,27 +27,28 @@ struct Math {
   static SHOESTRING_METHOD F32 fma(F32 a, float b, F32 c) {
     return cpu::SHOESTRING_CAPABILITY::fma(a, splat(b), c);
   }
-  static SHOESTRING_METHOD F32 sign(F32 x) {  // zero and NaN are returned unchanged
+  // Returns the sign of each element, 1 or -1. Zero and NaN are returned unchanged.
+  static SHOESTRING_METHOD F32 sign(F32 x) {
     F32 one = as_float((as_bits(x) & 0x80000000u) | as_bits(splat(1.f)));
     return abs(x) > 0 ? one : x;
   }
 };
 
-// The position of one block, and the seed of its random bits.
+// The position of one block of 256 elements, and the seed of the block's random bits.
 struct Block {
   uint64_t seed;
   uint32_t step, number;
   int64_t own;   // index of the block in its parameter
   int64_t at;    // index of the block in the arenas
-  int64_t left;  // elements from the block's start to the tensor's end
+  int64_t left;  // number of elements from the block's start to the tensor's end
 
   void random(uint32_t stream, uint16_t* bits) const {
     random_block(seed, step, kernels::stream_word(number, stream), own, bits);
   }
 };
 
-// One moment of a block. read() and write() move one vector; measure() then computes the scale, and encode()
-// the codes.
+// One moment of a block of 256 elements. read() and write() process one SIMD vector. After the last write(),
+// measure() computes the block's scale, and encode() computes the codes.
 template <StateType kState, bool kSigned>
 struct Moment;
 
@@ -91,9 +93,8 @@ struct Moment<StateType::k8Bit, kSigned> {
   SHOESTRING_METHOD Moment(const Block& block, void* arena, float* scales, int, float)
       : codes(static_cast<uint8_t*>(arena) + block.at * kStateBlock), scale(scales + block.at),
         decode(*scale), most{} {
-    // Elements past the tensor's end must read as zero, whatever their codes are. Their codes are therefore
-    // set to the code of zero.
-    // code.
+    // In the last block of a moment, elements past the tensor's end must read as zero, whatever their codes
+    // are. Their codes are therefore set to the code of zero.
     if (block.left < kStateBlock)
       __builtin_memset(codes + block.left, kSigned ? 127 : 0, kStateBlock - block.left);
   }
@@ -121,7 +122,8 @@ struct Moment<StateType::k4Bit, kSigned> {
         encoder(kernels::rounding_4bit(kSigned, keeps, block.step)) {}
   SHOESTRING_METHOD F32 read(int64_t i) const {
     F32 x = decode(i);
-    // Elements past the tensor's end must read as zero, whatever their codes are.
+    // In the last block of a moment, elements past the tensor's end must read as zero, whatever their codes
+    // are.
     if (__builtin_expect(left < kStateBlock, 0)) {
       for (int lane = 0; lane < kLanes; ++lane) x[lane] = i + lane < left ? x[lane] : 0;
     }
@@ -132,7 +134,7 @@ struct Moment<StateType::k4Bit, kSigned> {
   SHOESTRING_METHOD void encode() { encoder(values, scales, codes); }
 };
 
-// The weights of a block. load() reads one vector, and store() writes two.
+// The weights of a block. load() reads one SIMD vector, and store() writes two SIMD vectors.
 template <class Element>
 struct Plain {
   using Type = typename Element::Type;
@@ -174,7 +176,8 @@ struct Remainder : Plain<BFloat16> {
 template <class Weights, class Rule, class... Moments>
 SHOESTRING_INLINE void update_block(const Rule& shared, Weights weights, const typename Weights::Type* grad,
                                     Moments&&... moments) {
-  // A local copy stays in registers: the compiler knows that the stores below cannot modify it.
+  // A local copy of the rule stays in registers: the compiler knows that stores to weights and moments cannot
+  // modify it.
   const Rule rule = shared;
   for (int64_t i = 0; i < kStateBlock; i += 2 * kLanes) {
     F32 p[2];
@@ -189,8 +192,8 @@ SHOESTRING_INLINE void update_block(const Rule& shared, Weights weights, const t
     }
     weights.store(i, p[0], p[1]);
   }
-  // All scales are computed before any codes. Encoding right after its scale would wait for the scale's long
-  // latency.
+  // The scales of all moments are computed before any moment is encoded. Encoding a moment right after
+  // computing its scale would wait for the scale's long latency.
   (moments.measure(), ...);
   (moments.encode(), ...);
 }
@@ -205,7 +208,8 @@ SHOESTRING_INLINE void update_block(const OptimizerTensor<Rule>& t, const Optimi
                    block, a.moment[k], a.scale[k], k, t.rule.keeps(k))...);
 }
 
-// Steps a block through fp32 copies, for weights and gradients of any type and rounding.
+// Steps one block through fp32 copies of its weights and gradients, which may have any dtype and rounding
+// mode.
 template <StateType kState, class Weights, class Rule>
 void step_copied(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>& a,
                  const Block& block) {

@@ -9,7 +9,8 @@ namespace shoestring::optim {
 namespace detail {
 namespace {
 
-// Returns the name of a tuple's element: "beta2" for "betas" and 2, "eps2" for "eps" and 2.
+// Returns the argument name of one element of a tuple option: "beta2" for ("betas", 2), "eps2" for ("eps",
+// 2).
 std::string numbered(const std::string& name, int number) {
   return (name == "betas" ? "beta" : name) + std::to_string(number);
 }
@@ -130,7 +131,7 @@ void LowMemoryOptions::serialize(torch::serialize::OutputArchive& archive) const
 }
 
 void LowMemoryOptions::serialize(torch::serialize::InputArchive& archive) {
-  // Archives of the first format do not have these options.
+  // Archives of the first format do not have the options weights, min_quantize_size and seed.
   weights_ = "plain";
   min_quantize_size_ = seed_ = 0;
   c10::IValue weights;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The interface between LowMemoryOptimizer and the optimizer classes. A class consists of its options, a list
-// of the options' fields, and a rule.
+// The interface between LowMemoryOptimizer and the optimizer classes. Each class provides an options type, a
+// list of the options' fields, and a Rule (its operator and state).
 
 #include <optional>
 #include <string>
@@ -18,7 +18,8 @@ namespace shoestring::optim::detail {
 
 using at::Tensor;
 
-/// The range of a number. `expected` is appended to "a number" in error messages.
+/// The allowed range of a numeric option. `holds` checks a number. Error messages append `expected` to "a
+/// number".
 struct Allowed {
   const char* expected;
   bool (*holds)(double);
@@ -30,28 +31,29 @@ inline constexpr Allowed kAtLeastOne{"of at least 1", [](double x) { return x >=
 inline constexpr Allowed kFraction{"in [0, 1)", [](double x) { return x >= 0 && x < 1; }};
 inline constexpr Allowed kFinite{"that is finite", [](double x) { return x - x == 0; }};
 
-/// A field of an options struct. It is saved, loaded, checked, and passed to the operator under its name. The
-/// elements of a tuple get a number: eps1, eps2; those of betas are called beta1, beta2.
+/// One option of an optimizer. It is saved, loaded, checked, and passed to the operator under its name. The
+/// elements of a tuple get numbers: eps is passed as eps1 and eps2, betas as beta1 and beta2.
 struct Field {
   using Value = std::variant<double*, int64_t*, bool*, std::string*, std::optional<std::string>*,
                              std::optional<int64_t>*, std::vector<double>*, std::tuple<double, double>*,
                              std::tuple<double, double, double>*, std::tuple<std::optional<double>, double>*>;
   const char* name;
   Value value;
-  const Allowed* allowed = nullptr;  // range of a number; null for any value
-  // Whether the operator has this argument; if not, the field is only saved and loaded.
+  const Allowed* allowed = nullptr;  // allowed range of a numeric option; null allows any value
+  // Whether the optimizer's operator has an argument with the name of this option. If not, the option is only
+  // saved and loaded.
   bool of_operator = true;
 };
 
-/// One of a rule's running means: its name, whether it can be negative, and whether it is long. A long moment
-/// changes per step by less than one quantisation level.
+/// One moment (running mean) of an update rule: its name, whether it can be negative, and whether it is long.
+/// A long moment changes per step by less than one quantisation level.
 struct Moment {
   const char* name;
   bool is_signed;
   bool is_long = false;
 };
 
-/// An fp32 tensor of a parameter that is stored outside the arenas.
+/// An fp32 tensor of a parameter's state that is stored outside the arenas, such as Adafactor's row means.
 struct Extra {
   const char* name;
   std::vector<int64_t> shape;
@@ -60,15 +62,16 @@ struct Extra {
 /// An optimizer class: its name, its operator, and the state that the operator needs.
 struct Rule {
   const char* name;  // name of the class in errors and files
-  // Name of the operator. It is called with the options' fields, the moments, and the arguments of
-  // optim/optimizer.h.
+  // Name of the operator that takes a step. Its arguments are the optimizer's options, the moments, and the
+  // arguments that all optimizers share (optim/schema.cpp).
   const char* op;
   std::vector<Moment> moments;
-  /// Returns the extra tensors of a parameter. Their names are the same for every parameter, since the
-  /// operator takes one list per name.
+  /// Returns the extra tensors of a parameter's state. Every parameter has extra tensors of the same names,
+  /// since the operator takes one list per name.
   std::vector<Extra> (*extra_of)(const Tensor& param) = nullptr;
   bool takes_matrices_alone = false;
-  // Whether the operator needs whole parameters. Operators with extra_of or takes_matrices_alone always do.
+  // Whether the operator must get all blocks of a parameter in one call. Not used if extra_of or
+  // takes_matrices_alone is set, because such an operator always needs all blocks.
   bool takes_whole_parameters = false;
 
   std::vector<Extra> extra(const Tensor& param) const {
@@ -77,18 +80,18 @@ struct Rule {
   bool takes_parts() const { return extra_of == nullptr && !takes_matrices_alone && !takes_whole_parameters; }
 };
 
-/// Access to the private members of the public classes.
+/// Gives the implementation access to private members of the public optimizer classes.
 struct Access {
   static const Rule& rule(const LowMemoryOptions& options) { return options.rule(); }
-  /// Returns the rule's own fields (fields() returns all). The pointers refer to the options, which only a
-  /// load modifies.
+  /// Returns the options that only this optimizer class has. (fields() also returns the options that all
+  /// classes share.) The pointers refer to `options`; only loading a saved state writes through them.
   static std::vector<Field> own_fields(const LowMemoryOptions& options) {
     return const_cast<LowMemoryOptions&>(options).fields();
   }
   static std::vector<Field> fields(const LowMemoryOptions& options);
   /// Raises c10::Error if an option is out of range.
   static void check(const LowMemoryOptions& options);
-  /// Copies all fields. Both options must have the same class.
+  /// Copies the values of all options. `to` and `from` must have the same class.
   static void assign(torch::optim::OptimizerOptions& to, const torch::optim::OptimizerOptions& from);
   static bool maximize(const LowMemoryOptions& o) { return o.maximize_; }
   static void check_step(const LowMemoryOptions& o) { o.check_step(); }
@@ -100,10 +103,11 @@ struct Access {
   static Core& core(const LowMemoryOptimizer& optimizer) { return *optimizer.core_; }
 };
 
-/// Returns a field's values as arguments, under the operator's names.
+/// Returns the values of an option as named arguments of the operator.
 NamedArguments values(const Field& field);
 
-/// Raises unless `good`, with the class, the option, the expected value and the received value.
+/// Raises an error unless `good` is true. The message contains the class, the option, the expected value and
+/// the received value.
 template <class Received>
 void expect(bool good, const char* name, const char* option, const std::string& expected,
             const Received& received) {

@@ -58,7 +58,8 @@ const Tensor& ParamState::operator[](const std::string& name) const {
   TORCH_CHECK(false, "shoestring::optim::ParamState: expected one of ", names, ", received ", name);
 }
 
-// Writes copies. An archive would write the whole storage of a view, which is the arena of all parameters.
+// Writes copies of the state tensors. The tensors are views of an arena, and an archive would write the whole
+// arena for each view.
 void ParamState::serialize(OutputArchive& archive) const {
   for (const auto& [name, tensor] : tensors_) archive.write(name, tensor.clone(), /*is_buffer=*/true);
 }
@@ -76,10 +77,10 @@ void LowMemoryOptimizer::save(OutputArchive& archive) const {
   torch::optim::serialize<ParamState, LowMemoryOptions>(archive, *this);
 }
 
-// LibTorch's archives identify parameters, and their state, by the addresses that they had when they were
-// saved.
+// LibTorch's archives identify parameters, and their state, by the addresses that the parameters had when
+// they were saved.
 void LowMemoryOptimizer::load(InputArchive& archive) {
-  c10::IValue version, optimizer("AdamW");  // the first archives of AdamW have no name
+  c10::IValue version, optimizer("AdamW");  // early archives of AdamW do not contain the optimizer's name
   archive.try_read("optimizer", optimizer);
   const bool ours = archive.try_read("format_version", version);
   const char* name = core_->name();

@@ -7,17 +7,17 @@
 
 namespace shoestring::optim::detail {
 
-/// The contents of an archive or a file.
+/// The contents of a LibTorch archive or a safetensors file with optimizer state.
 struct Saved {
   struct Group {
     std::unique_ptr<torch::optim::OptimizerOptions> options;
-    std::vector<ParamState> states;  // one state per parameter; without entries if the parameter has none
+    std::vector<ParamState> states;  // one state per parameter; empty for a parameter without state
   };
   std::vector<Group> groups;
-  Tensor grad_norm;  // gradient norm that clips the next backward, or undefined
+  Tensor grad_norm;  // gradient norm by which the next steps within backward clip, or undefined
 };
 
-/// Restores the saved contents, or raises c10::Error before anything has changed.
+/// Loads saved options and states into the optimizer, or raises c10::Error before anything has changed.
 void restore(LowMemoryOptimizer& optimizer, Saved saved);
 
 inline constexpr int64_t kFormatVersion = 1;

@@ -6,24 +6,28 @@ namespace shoestring::kernels {
 
 struct ScheduleFreeAdamWOptions;
 
-// The update rule of Schedule-Free AdamW (Defazio et al., arXiv 2405.15682). The paper has three sequences x,
-// y and z. The parameter is y, at which gradients are taken. The moment `offset` is z - y. The average x is y
-// - offset (1 - beta1) / beta1.
+// The update rule of Schedule-Free AdamW (Defazio et al., arXiv 2405.15682). The paper has three sequences:
+// the average x, the point y at which gradients are taken, and the point z that the updates move. The
+// parameter is y. The moment `offset` is z - y. The average x is not stored; it is y - offset (1 - beta1) /
+// beta1.
 struct alignas(16) ScheduleFreeAdamWRule {
   static constexpr const char* kName = "schedule_free_adamw";
-  static constexpr int kMoments = 2;  // the moments offset and exp_avg_sq
+  static constexpr int kMoments = 2;  // Schedule-Free AdamW has two moments: offset and exp_avg_sq
   static constexpr bool kSigned[] = {true, false};
   static constexpr bool kLong[] = {true, false};
   using Options = ScheduleFreeAdamWOptions;
 
   float weight_decay;
   float beta2;
-  float gradient;               // factor of the gradient; negative to maximise
-  float gradient_squared_root;  // sqrt(1 - beta2) * factor of the gradient
-  float inverse_bias2;          // 1 / sqrt(1 - beta2^step)
+  // Factor of the gradient in the update: clip_coef / grad_scale, negated if the objective is maximised.
+  float gradient;
+  // Factor of the gradient before it is squared for exp_avg_sq: sqrt(1 - beta2) * clip_coef / grad_scale.
+  float gradient_squared_root;
+  float inverse_bias2;  // bias correction of sqrt(exp_avg_sq): 1 / sqrt(1 - beta2^step)
   float eps;
-  float averaged, kept;     // c, the weight of this step in the average, and 1 - c
-  float step, offset_step;  // lr (beta1 (1 - c) - 1), -lr beta1 (1 - c)
+  float averaged, kept;  // c, the weight of this step in the average x, and 1 - c
+  // Factors of the update in y, lr (beta1 (1 - c) - 1), and in offset, -lr beta1 (1 - c).
+  float step, offset_step;
 
   template <class V, class Math>
   SHOESTRING_HOST_DEVICE void operator()(V& param, V grad, V (&moments)[2], Math math) const {
@@ -39,7 +43,8 @@ struct alignas(16) ScheduleFreeAdamWRule {
 
   SHOESTRING_HOST_DEVICE float keeps(int k) const { return k == 0 ? kept : beta2; }
 
-  // The lower bound of eps has the same reason as in AdamWRule.
+  // The fast square root returns zero for a second moment below 1.2e-38. eps is therefore at least the root
+  // of 1.2e-38, so that an update can become too small, but not explode.
   SHOESTRING_HOST_DEVICE void for_codes(const float (&scales)[2]) {
     averaged *= scales[0];
     kept *= scales[0];
@@ -52,8 +57,8 @@ struct ScheduleFreeAdamWOptions : StepOptions {
   double beta1, beta2, eps;
   double warmup_steps;
 
-  // Returns the weight of a step in the average. With w = min(1, step / warmup_steps), it is w^2 divided by
-  // the sum of w^2 over all steps so far.
+  // Returns the weight of a step in the average of the weights: w(step)^2 / (w(1)^2 + ... + w(step)^2), where
+  // w(i) = min(1, i / warmup_steps).
   SHOESTRING_HOST_DEVICE double share(double step) const {
     const double w = warmup_steps;
     if (step < w) return 6 * step / ((step + 1) * (2 * step + 1));

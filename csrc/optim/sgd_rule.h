@@ -7,18 +7,20 @@ namespace shoestring::kernels {
 struct SGDOptions;
 
 // The update rule of SGD with momentum, as in torch.optim.SGD, after Sutskever et al. (ICML 2013). Weight
-// decay is added to the gradient. The first gradient becomes the buffer without dampening. The buffer does
-// not contain the learning rate.
+// decay is an L2 penalty, added to the gradient. In the first step, the gradient becomes the momentum buffer
+// without dampening. The momentum buffer does not contain the learning rate.
 struct alignas(16) SGDRule {
   static constexpr const char* kName = "sgd";
-  static constexpr int kMoments = 1;  // the moment momentum_buffer
+  static constexpr int kMoments = 1;  // the update rule has one moment, momentum_buffer
   static constexpr bool kSigned[] = {true};
   using Options = SGDOptions;
 
-  // Factors of the gradient (negative to maximise), and of the weight, which is added to it.
+  // scale: factor of the gradient, clip_coef / grad_scale, negated if the objective is maximised. decay:
+  // weight_decay, the share of the weight that is added to the gradient.
   float scale, decay;
-  float momentum, gain;  // factors of the old buffer and of the gradient in the new buffer
-  // Factors of the new buffer and of the gradient, which are subtracted from the parameter.
+  float momentum, gain;  // factors of the old momentum buffer and of the gradient in the new momentum buffer
+  // Factors of the new momentum buffer and of the gradient in the update, which is subtracted from the
+  // parameter.
   float buffer, gradient;
 
   template <class V, class Math>

@@ -15,10 +15,10 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kIterations = 4, kOversampling = 16;
-// Elements of a 16-bit matrix that are converted to fp32 at a time: 64 MiB.
+// Maximum number of elements of a 16-bit matrix that are converted to fp32 at a time: 64 MiB of fp32.
 constexpr int64_t kChunk = int64_t{1} << 24;
 
-// Scales x such that products of the result, with itself or with the matrix, stay in the range of fp32.
+// Divides x by its largest magnitude, so that matrix products with x do not overflow in fp32.
 Tensor scaled(const Tensor& x) { return x / x.abs().amax().clamp_min(std::numeric_limits<float>::min()); }
 
 Tensor orthonormal(const Tensor& x) { return std::get<0>(at::linalg_qr(x)); }
@@ -36,7 +36,8 @@ Tensor leading_vectors(const Tensor& matrix, int64_t count, int64_t seed) {
     sketch = at::mm(matrix, scaled(at::mm(matrix.mT(), orthonormal(sketch))));
   const Tensor basis = orthonormal(sketch);
   const Tensor within = scaled(at::mm(basis.mT(), matrix));
-  const Tensor vectors = std::get<1>(at::linalg_eigh(at::mm(within, within.mT())));  // eigenvalues ascend
+  // linalg_eigh returns the eigenvectors in ascending order of the eigenvalues.
+  const Tensor vectors = std::get<1>(at::linalg_eigh(at::mm(within, within.mT())));
   return at::mm(basis, vectors.flip(1).narrow(1, 0, count)).contiguous();
 }
 
@@ -61,12 +62,12 @@ Tensor project(const Tensor& grad, const Tensor& basis, bool left) {
 
 void change_rows(const Tensor& param, double keep,
                  c10::function_ref<void(int64_t, int64_t, const Tensor&)> body) {
-  // A copy if the parameter is not contiguous enough to be viewed as a matrix.
+  // flatten() returns a copy if the strides of the parameter do not allow a view as a matrix.
   const Tensor matrix = param.flatten(1);
   const int64_t m = matrix.size(0), step = rows_at_a_time(matrix);
   for (int64_t i = 0; i < m; i += step) {
     const int64_t count = std::min(step, m - i);
-    // For fp32, `wide` is `rows` itself.
+    // `wide` is the slice `rows` in fp32. If the parameter is fp32, `wide` and `rows` are the same tensor.
     const Tensor rows = matrix.narrow(0, i, count), wide = rows.to(at::kFloat);
     if (keep != 1) wide.mul_(keep);
     body(i, count, wide);
@@ -86,7 +87,7 @@ Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device) {
 
 int64_t mix(std::initializer_list<int64_t> numbers) {
   uint64_t x = 0;
-  for (const int64_t value : numbers) {  // one step of splitmix64 for each number
+  for (const int64_t value : numbers) {  // one step of the hash function splitmix64 for each number
     x += static_cast<uint64_t>(value) + 0x9E3779B97F4A7C15;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB;

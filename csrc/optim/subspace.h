@@ -8,24 +8,26 @@
 
 namespace shoestring::optim::detail {
 
-/// Returns the leading left singular vectors of an fp32 matrix (rows, columns) as (rows, count), the largest
-/// first. Uses randomised subspace iteration, algorithms 4.4 and 5.1 of arXiv 0909.4061, as
-/// shoestring.optim.projections does in Python.
+/// Returns the leading left singular vectors of an fp32 matrix (rows, columns) as (rows, count), in
+/// descending order of the singular values. Uses randomised subspace iteration, algorithms 4.4 and 5.1 of
+/// arXiv 0909.4061, as shoestring.optim.projections does in Python.
 at::Tensor leading_vectors(const at::Tensor& matrix, int64_t count, int64_t seed);
 
-/// Returns (rows, count) random orthonormal columns, fp32.
+/// Returns an fp32 matrix (rows, count) of random orthonormal columns.
 at::Tensor random_basis(int64_t rows, int64_t count, int64_t seed, at::Device device);
 
-/// Projects a gradient (m, n) to low rank, in fp32: basis^T G, (r, n), or G basis, (m, r).
+/// Projects a gradient G (m, n) to low rank r, in fp32. Returns basis^T G, (r, n), if `left` is true, else G
+/// basis, (m, r).
 at::Tensor project(const at::Tensor& grad, const at::Tensor& basis, bool left);
 
-/// Calls body(first, count, rows) for slices of the parameter's matrix, already multiplied by `keep`. `body`
-/// modifies the rows in place, in fp32; they are then rounded once.
+/// Updates a parameter as a matrix, a slice of rows at a time. Multiplies each slice by `keep` and calls
+/// body(first row, number of rows, slice in fp32), which modifies the slice in place. The result is rounded
+/// once to the parameter's dtype.
 void change_rows(const at::Tensor& param, double keep,
                  c10::function_ref<void(int64_t, int64_t, const at::Tensor&)> body);
 
-/// Returns (rows, columns) normal random numbers, fp32. They depend on the seed and the type of device only,
-/// and are the same in Python.
+/// Returns an fp32 matrix (rows, columns) of normally distributed random numbers. The numbers depend only on
+/// the seed and the type of device. shoestring's Python optimizers draw the same numbers.
 at::Tensor normal(int64_t rows, int64_t columns, int64_t seed, at::Device device);
 
 /// Hashes a list of numbers to a seed of 32 bits.

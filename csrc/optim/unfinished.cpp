@@ -1,4 +1,4 @@
-// A step or a backward that failed leaves work undone; this file finishes or drops that work.
+// An optimizer step or a backward pass that failed leaves work undone; this file finishes or drops that work.
 
 #include <algorithm>
 #include <functional>
@@ -18,7 +18,8 @@ void Core::check_process() const {
 // ---- steps
 
 Core::Unfinished Core::begin_step() {
-  if (step_in_backward) bring_back();  // waits for pending writes, so that a failed step can drop its chunks
+  // Waits for pending writes of offloaded state, so that a failed step can drop its chunks of state.
+  if (step_in_backward) bring_back();
   Unfinished step{{}, 0, {}, {}, {}, {}};
   for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
     const auto& params = optimizer->param_groups()[g].params();
@@ -31,7 +32,8 @@ Core::Unfinished Core::begin_step() {
     find_inf(step.calls);
     step.coefficient = clip(step.calls);
   } catch (...) {
-    if (!used_.empty()) broken_ = Broken::kSums;  // some sums already include the last gradient
+    // After the error, some accumulated gradients may already include the gradient of the last micro-batch.
+    if (!used_.empty()) broken_ = Broken::kSums;
     throw;
   }
   step.grad_scale = grad_scale_;
@@ -39,7 +41,8 @@ Core::Unfinished Core::begin_step() {
   return step;
 }
 
-// Executes the calls of a step. For a scaled step, returns whether it was skipped.
+// Executes the remaining operator calls of an optimizer step. After a scaled step, returns found_inf, which
+// is not zero if the step was skipped.
 Tensor Core::finish_step(Unfinished step) {
   const auto give_back = [this, scale = grad_scale_, skip = found_inf_](void*) {
     grad_scale_ = scale;
@@ -92,8 +95,8 @@ bool Core::has_stepped(const Unfinished& step) const {
          });
 }
 
-// Ends a failed step before another one begins. If all parameters have been stepped, the step counts as
-// complete.
+// Ends a failed step before another step begins. Completes the failed step if it has stepped all parameters,
+// drops it if it has stepped none, and raises an error otherwise.
 void Core::abandon() {
   if (!unfinished_) return;
   if (unfinished_->done == unfinished_->calls.size()) {
@@ -123,8 +126,8 @@ void Core::drop_all_sums() {
 
 namespace {
 
-// Detects the end of a backward pass: a callback calls close() after success. After a failure, the engine
-// only destroys this object.
+// Detects the end of a backward pass. After success, the autograd engine calls a callback, which calls
+// close(). After a failure, the engine only destroys this object.
 class End {
  public:
   End(std::shared_ptr<Backwards> backwards, int task, std::function<void()> after_failure)
@@ -150,9 +153,8 @@ class End {
 
 }  // namespace
 
-// Registers a backward pass; runs at each gradient. A backward pass can run within another one, for example
-// in a checkpoint that recomputes.
-// recomputes.
+// The gradient hook calls this function for each gradient. The first call in a backward pass registers the
+// pass. A backward pass can run within another one, for example in a checkpoint that recomputes.
 void Core::begin_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   bool is_first = true;
@@ -178,7 +180,9 @@ void Core::begin_backward() {
     if (alive == nullptr) return;
     const std::lock_guard lock(alive->mutex_);
     const at::NoGradGuard no_grad;
-    alive->end_backward();  // weights may be loaded next, and no job must step them afterwards
+    // After the failed backward, the caller may load weights. Wait for all jobs now, since a later job would
+    // step the loaded weights.
+    alive->end_backward();
   });
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->close(/*failed=*/false); });
 }
@@ -251,9 +255,8 @@ void Core::discard() {
     broken_ = Broken::kNone;
   }
   if (!step_in_backward || accumulating) return;
-  // A backward pass without step() is over. The parameters that it has stepped stay stepped; the gradients
-  // that it has collected are dropped.
-  // has collected are dropped.
+  // zero_grad() ends a backward pass without step(). Parameters that were stepped within backward stay
+  // stepped. Gradients that were collected for clipping are dropped.
   drain();
   if (!collected_.empty()) drop_all_sums();
   bring_back();

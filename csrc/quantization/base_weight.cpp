@@ -11,11 +11,12 @@ using at::Tensor;
 
 namespace {
 
-// Returns the number of rows in a panel. On the CPU a panel has 4 MiB in fp32, so that it is still in the
-// last-level cache when its product reads it. Smaller panels would cost time: for each panel, all threads
-// wait for each other twice, which is slow if other programs use the CPU. On CUDA a panel has up to 64 MiB in
-// the product's dtype, which fills the GPU. All panels have about equal size, so that the last one is not a
-// small remainder. A multiple of 16 rows starts at a whole word of codes.
+// Returns the number of rows in a panel. On the CPU a panel takes about 4 MiB in fp32, so that it is still in
+// the last-level cache when the matrix product reads it. Smaller panels would cost time: for each panel, all
+// threads wait for each other twice, which is slow if other programs use the CPU. On CUDA a panel has up to
+// 64 MiB in the dtype of the matrix product, which fills the GPU. There all panels have about equal size, so
+// that the last one is not a small remainder. On CUDA each panel starts at a multiple of 16 rows, so that the
+// codes of a quantised panel start at a whole 32-bit word.
 int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t element_bytes) {
   const bool cuda = backend == Backend::kCuda;
   const int64_t panel_bytes = int64_t{cuda ? 64 : 4} << 20;
@@ -83,10 +84,13 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
     return sum.to(dtype);
   }
   Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
-  // With bf16 instructions on the CPU, the sum of both products is kept in fp32.
+  // With bf16 instructions on the CPU, the product with the weight and the low-rank product have different
+  // dtypes. Their sum is then kept in fp32.
   const bool separate = low.defined() && products.weight != products.other;
   const auto type = separate ? products.other : products.weight;
-  Tensor room;  // result of one panel; the first panel is the largest
+  // Buffer for the product with one panel, if the product is not computed in `dtype`. The first panel is the
+  // largest, so it determines the size of the buffer.
+  Tensor room;
   weight.for_each_panel([&](int64_t begin, const Tensor& panel) {
     const int64_t size = panel.size(0);
     if (type != dtype && !room.defined()) room = at::empty({tokens * size}, x.options().dtype(type));
@@ -99,8 +103,8 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
       if (offset.defined()) to.add_(offset);
       gemm::gemm(to, low, part(up).t(), /*beta=*/1, scaling);
     } else if (low.defined()) {
-      // The low-rank product comes first: if `to` has 16 bits, this rounds the smaller term, and then the sum
-      // once.
+      // The low-rank product is computed first. With a 16-bit result, the smaller term is rounded alone, and
+      // the sum of both products is rounded once.
       gemm::multiply_into(to, products, offset, low, part(up).t(), 0, scaling);
       gemm::multiply_into(to, products, Tensor(), x, panel.t(), 1);
     } else {
@@ -115,8 +119,8 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
 Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
                     at::TensorOptions like, const Tensor& low, const Tensor& down,
                     const gemm::Products& products) {
-  // On CUDA the sum over several panels is kept in fp32. A single panel needs no such buffer, because the
-  // product itself accumulates in fp32.
+  // On CUDA the sum over several panels is kept in fp32. With a single term and a single panel there is no
+  // such sum, because the GEMM itself accumulates in fp32.
   const bool narrow = products.backend == Backend::kCuda && terms.size() == 1 && terms[0].weight.one_panel();
   const auto wide = products.other == at::kDouble ? at::kDouble : at::kFloat;
   Tensor out = at::empty({tokens, columns}, like.dtype(narrow ? products.other : wide));

@@ -22,8 +22,8 @@ class BaseWeight {
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
   bool one_panel() const { return rows_ <= step_; }
-  /// Returns the packed weight if PackedReader::multiply() is faster for this number of tokens, otherwise
-  /// null.
+  /// Returns the quantised weight if PackedReader::multiply() is faster for this number of tokens than
+  /// products with panels, otherwise null.
   const PackedReader* for_few(int64_t tokens) const {
     return reader_.has_value() && reader_->multiplies(tokens, columns_) ? &*reader_ : nullptr;
   }
@@ -43,32 +43,35 @@ class BaseWeight {
   std::optional<PackedReader> reader_;
 };
 
-/// The tensors that an adapter adds to a layer's output. Every tensor may be undefined.
+/// The tensors that an adapter (LoRA or a relative) adds to a linear layer, and the layer's bias. Every
+/// tensor may be undefined.
 struct Adaptation {
-  // The term scaling * low (tokens, rank) up (rows, rank)^T is added to the product with the weight.
+  // The low-rank term scaling * low (tokens, rank) up (rows, rank)^T is added to the product of input and
+  // weight.
   at::Tensor low, up;
   double scaling = 1;
-  at::Tensor gain;  // (rows), fp32 or fp64: multiplies the sum of both products
-  at::Tensor bias;  // (rows): added after the multiplication by gain
+  // gain (rows), fp32 or fp64: multiplies the sum of the product and the low-rank term
+  at::Tensor gain;
+  at::Tensor bias;  // bias (rows), added after the multiplication by `gain`
 };
 
 /// Computes out (tokens, rows) in `dtype` = gain * (x (tokens, columns) weight^T + scaling * low up^T) +
-/// bias. x has the dtype products.weight, or one that gemm() widens to it. The other tensors have the dtype
-/// products.other.
+/// bias. `products` gives the dtypes of the products: x has the dtype products.weight, or one that gemm()
+/// widens to it. low, up and bias have the dtype products.other.
 at::Tensor apply_weight(const BaseWeight& weight, const at::Tensor& x, const Adaptation& adaptation,
                         at::ScalarType dtype, const gemm::Products& products);
 
-/// One term of times_weight().
+/// One term of the sum that times_weight() computes: the product (gain * grad) weight.
 struct GradAndWeight {
   at::Tensor grad;
-  at::Tensor gain;  // (rows), fp32 or fp64; may be undefined
+  at::Tensor gain;  // gain (rows), fp32 or fp64; undefined for a gain of 1
   BaseWeight weight;
 };
 
-/// Returns the sum over all terms of (gain * grad) (tokens, rows) weight, plus low (tokens, rank) down. The
-/// result is (tokens, columns) in a dtype wide enough for the sum. Each grad may have any dtype; it is
-/// converted to products.weight, one panel's columns at a time. low and down have the dtype products.other,
-/// or both are undefined.
+/// Returns the gradient of the input of one or several layers: the sum of (gain * grad) (tokens, rows) weight
+/// over all terms, plus low (tokens, rank) down. The result has the shape (tokens, columns). Each grad may
+/// have any dtype; it is converted to products.weight, one panel's columns at a time. low and down have the
+/// dtype products.other, or both are undefined.
 at::Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
                         at::TensorOptions like, const at::Tensor& low, const at::Tensor& down,
                         const gemm::Products& products);

@@ -1,5 +1,5 @@
-// Dequantises 4-bit weights on the CPU. The 16 possible values of a block are scaled and rounded to the
-// output's dtype once. Every element is then found by a register shuffle.
+// Dequantises 4-bit weights on the CPU. For each block, the kernel scales the 16 possible values and rounds
+// them to the output's dtype. Register shuffles then look up the value of every code.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
@@ -16,7 +16,8 @@ namespace {
 using kernels::Packed;
 
 #if defined(__AVX2__)
-// Splits 16 bytes into 32 codes in the elements' order: 0-15 in the first register, 16-31 in the second.
+// Splits 16 bytes into 32 codes in the order of the elements: codes 0-15 in the first register, 16-31 in the
+// second.
 SHOESTRING_INLINE void split(const uint8_t* packed, __m128i& first, __m128i& second) {
   const __m128i mask = _mm_set1_epi8(15);
   __m128i bytes = _mm_loadu_si128((const __m128i*)packed);
@@ -52,8 +53,8 @@ struct HalfTable {
 #elif defined(__AVX2__)
 SHOESTRING_INLINE __m256i twice(__m128i x) { return _mm256_broadcastsi128_si256(x); }
 
-// Stores the table as byte planes: the first bytes of all values, their second bytes and so on. Each plane is
-// looked up by one byte shuffle.
+// A lookup table of 16 values. It is stored as byte planes: the first bytes of all values, their second bytes
+// and so on. One byte shuffle looks up one plane.
 struct FloatTable {
   __m256i plane[4];
   explicit SHOESTRING_METHOD FloatTable(const F32 (&scaled)[2]) {
@@ -78,7 +79,7 @@ struct FloatTable {
     for (int k = 0; k < 4; ++k) b[k] = _mm256_shuffle_epi8(plane[k], index);
     const __m256i low[2] = {_mm256_unpacklo_epi8(b[0], b[1]), _mm256_unpackhi_epi8(b[0], b[1])};
     const __m256i high[2] = {_mm256_unpacklo_epi8(b[2], b[3]), _mm256_unpackhi_epi8(b[2], b[3])};
-    for (int k = 0; k < 2; ++k) {  // each lane of a register holds four neighbouring elements
+    for (int k = 0; k < 2; ++k) {  // each 128-bit half of a register holds four neighbouring elements
       __m256i even = _mm256_unpacklo_epi16(low[k], high[k]), odd = _mm256_unpackhi_epi16(low[k], high[k]);
       _mm256_storeu_si256((__m256i*)(out + 8 * k), _mm256_permute2x128_si256(even, odd, 0x20));
       _mm256_storeu_si256((__m256i*)(out + 16 + 8 * k), _mm256_permute2x128_si256(even, odd, 0x31));
@@ -138,7 +139,7 @@ SHOESTRING_INLINE void dequantize(const Packed& p, int64_t begin, int64_t end, T
     F32 scaled[kTableParts];
     scaled_values(p, code, block, scaled);
     const Table table(scaled);
-    if (i % 2 != 0) {  // the range begins at the second element of a byte
+    if (i % 2 != 0) {  // the requested range begins at the second element of a byte
       T pair[32];
       uint8_t byte[16] = {p.packed[i / 2]};
       table.decode32(byte, pair);

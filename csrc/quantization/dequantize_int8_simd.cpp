@@ -1,5 +1,5 @@
-// Dequantises int8 weights on the CPU. Bandwidth-bound: one byte in, two or four bytes out, one conversion
-// and two multiplications per element.
+// Dequantises int8 weights on the CPU. The kernel is bound by memory bandwidth: it reads one byte per element
+// and writes two or four. An element takes one conversion and two multiplications.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
@@ -17,7 +17,7 @@ using kernels::PackedInt8;
 
 constexpr int kStep = 2 * kLanes;
 
-// Multiplies twice, and so rounds twice, as bitsandbytes does.
+// Multiplies by the scale and then by 1 / 127, and so rounds twice, as bitsandbytes does.
 SHOESTRING_INLINE F32 decode(const int8_t* codes, F32 scale) {
   return to_float(codes) * scale * kernels::kInverse127;
 }

@@ -1,7 +1,9 @@
 #pragma once
 
-// Encodes and decodes block-wise 8-bit state (quantization/dynamic_map.h) without gathers. The segment comes
-// from the bits of a float and its constants from a register; the rest is one multiply-add.
+// Encodes and decodes block-wise 8-bit optimizer state (quantization/dynamic_map.h) without gather
+// instructions. The values of the map form segments, one per decade. The bits of a float give the segment of
+// a magnitude, and a register shuffle gives the constants of the segment. One multiply-add computes the code
+// or the value.
 
 #include "core/vec_simd.h"
 #include "quantization/dynamic_map.h"
@@ -19,7 +21,7 @@ SHOESTRING_INLINE constexpr const DynamicMap& dynamic_map() {
 template <bool kSigned>
 class Decoder {
  public:
-  // Prepares to decode the codes of a block with this scale.
+  // Prepares to decode the codes of a block that has the quantisation scale `scale`.
 #if defined(__AVX2__)
   explicit SHOESTRING_METHOD Decoder(float scale)
       : offset_(load_table8(dynamic_map<kSigned>().offset) * scale),
@@ -28,7 +30,8 @@ class Decoder {
   explicit SHOESTRING_METHOD Decoder(float scale) : scale_(scale) {}
 #endif
 
-  // Decodes kLanes codes with a relative error of 1e-6. The scale is already part of the constants.
+  // Decodes kLanes codes with a relative error of 1e-6. On AVX2 and AVX-512 the table entries already contain
+  // the scale as a factor.
   SHOESTRING_METHOD F32 operator()(const uint8_t* codes) const {
     constexpr const DynamicMap& map = dynamic_map<kSigned>();
     F32 count = __builtin_convertvector(widen(codes), F32) + (kSigned ? -127.f : 1.f);
@@ -37,7 +40,8 @@ class Decoder {
     U32 segment = as_bits(kSigned ? magnitude + map.bias : magnitude) >> 23;
     F32 value = fma(magnitude, lookup(slope_, segment), lookup(offset_, segment));
 #else
-    // Without a fused multiply-add, arithmetic would give other last bits, so the values are looked up.
+    // The last bits of a fused multiply-add differ from those of a multiplication and an addition. Without
+    // AVX2 the values are therefore looked up.
     F32 value;
     for (int i = 0; i < kLanes; ++i) value[i] = map.value[static_cast<int>(magnitude[i])];
     value *= scale_;
@@ -53,8 +57,9 @@ class Decoder {
 #endif
 };
 
-// Updates the largest magnitude, held as an integer: in the order of fp32 bits, NaN is above infinity and so
-// is not lost. If x cannot be negative, a sign bit can only be that of a NaN.
+// Updates `most`, the largest magnitude in each lane, whose fp32 bits are compared as integers. As an integer
+// NaN is larger than infinity, so a NaN is kept. If kSigned is false, x is not negative, so only a NaN can
+// have a sign bit.
 template <bool kSigned>
 SHOESTRING_INLINE U32 larger(U32 most, F32 x) {
   U32 bits = as_bits(kSigned ? abs(x) : x);
@@ -70,14 +75,15 @@ SHOESTRING_INLINE float largest(U32 most) {
   return x;
 }
 
-// Constants that guess a magnitude's segment from the bits of its float, which are a piecewise linear
-// logarithm. The guess is the segment or the one below it. A step of 0.95 decades and a start of -6.3 keep
-// the guess within the exact limits of both maps.
+// Constants for guessing the segment (the decade of the map) of a magnitude from the bits of its float. Read
+// as an integer, the bits are a piecewise linear logarithm. The guess is the right segment or the one below
+// it. With steps of 0.95 decades that start at 10^-6.3, this holds for both maps, signed and unsigned.
 constexpr double kBitsPerStep = 8388608 * 3.321928094887362 * 0.95;
 constexpr float kGuessSlope = static_cast<float>(1 / kBitsPerStep);
-// Adding 1.5 * 2^23 leaves the rounded guess in the low bits of the sum.
+// Adding 1.5 * 2^23 to a guess leaves the guess, rounded to an integer, in the low bits of the sum.
 constexpr float kGuessOffset = static_cast<float>(12582912 + 6.3 / 0.95 + 0.5 - 127 * 8388608 / kBitsPerStep);
-// Magnitudes up to kNegligible round like zero. NaN is replaced by kNegligible, so that every code is valid.
+// Magnitudes up to kNegligible have the same code as zero. NaN is replaced by kNegligible, so that every code
+// is valid.
 constexpr float kNegligible = 2e-7f;
 
 template <bool kSigned>
@@ -87,10 +93,11 @@ struct Encoder {
   Table8 slope = load_table8(dynamic_map<kSigned>().inverse_slope);
   Table8 limit = load_table8(dynamic_map<kSigned>().limit);
 
-  // Stores the codes of a block, kStateBlock elements of x: for each, the map's value nearest to x / scale.
-  // scale is max |x|.
+  // Stores the codes of a block, the kStateBlock elements of x. A code is that of the map's value nearest to
+  // x / scale, where scale is max |x|.
   SHOESTRING_METHOD void operator()(float* x, float scale, uint8_t* codes) const {
-    // The reciprocal of a tiny scale would overflow. Multiplying by a power of two changes no code.
+    // The reciprocal of a tiny scale would overflow, so x and scale are multiplied by a power of two. This
+    // changes no code.
     if (scale > 0 && scale < 0x1p-100f) {
       for (int64_t i = 0; i < kStateBlock; i += kLanes) store(x + i, load(x + i) * 0x1p100f);
       scale *= 0x1p100f;
@@ -120,8 +127,9 @@ struct Encoder {
       if constexpr (kSigned) {
         code[j] = copy_sign(count, scaled);
       } else {
-        // Only zero itself has code zero. Numbers whose bits are small enough to lower the code would have
-        // code 1 anyway.
+        // Only zero itself has code 0. Here `count`, the code of x by rounding, is at least 1. min(count,
+        // bits of x) is 0 for zero only, and does not change the codes of other numbers: the bits of a number
+        // are below 256 only if its code is 1.
         I32 bits = (I32)as_bits(raw);
         code[j] = count < bits ? count : bits;
       }
@@ -130,8 +138,9 @@ struct Encoder {
     if (__builtin_expect(any((nearest & 0xffffu) < 2 * kernels::kNear), 0)) settle(x, inverse, codes);
   }
 
-  // Re-encodes a group in which some value is too close to the middle of two neighbours for arithmetic. The
-  // exact middles decide.
+  // Computes the codes of a group of 4 * kLanes elements again, by comparing elements with the exact middles
+  // between neighbouring values. It is called if some element is so close to a middle that the rounding of
+  // multiply-add arithmetic may give the wrong code.
   static __attribute__((noinline)) void settle(const float* x, float inverse, uint8_t* codes) {
     constexpr const DynamicMap& map = dynamic_map<kSigned>();
     for (int i = 0; i < 4 * kLanes; ++i) {

@@ -1,8 +1,8 @@
 #pragma once
 
 // Encodes and decodes 4-bit optimizer state (quantization/map_4bit.h). A table of 16 values fits one or two
-// registers, so decoding is a permutation. Encoding is arithmetic on the bits of floats. Each operation
-// rounds alike everywhere, so every CPU capability and the GPU produce the same codes.
+// registers, so decoding is a register permutation. Encoding is arithmetic on the bits of floats. Each
+// operation rounds alike everywhere, so every CPU capability and the GPU produce the same codes.
 
 #include "core/vec_simd.h"
 #include "quantization/map_4bit.h"
@@ -25,9 +25,9 @@ class Decoder4 {
   // Prepares to decode the codes and scales of one block.
   SHOESTRING_METHOD Decoder4(const uint8_t* codes, const float* scales) : codes_(codes), scales_(scales) {}
 
-  // Returns the values of elements i to i + kLanes - 1, where i is a multiple of kLanes.
+  // Returns the values of elements i to i + kLanes - 1 of the block, where i is a multiple of kLanes.
   SHOESTRING_METHOD F32 operator()(int64_t i) const {
-    uint32_t words[kLanes / 8 + 1] = {};  // each word holds eight elements
+    uint32_t words[kLanes / 8 + 1] = {};  // each word holds the codes of eight elements
     __builtin_memcpy(words, codes_ + i / 2, kLanes / 2);
 #if defined(__AVX512F__)
     U32 nibble = (U32)_mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]) >> shifts();
@@ -60,7 +60,7 @@ class Decoder4 {
   const float* scales_;
 };
 
-// Multiplies the low half of each lane of a, as a signed 16-bit number, by b.
+// Multiplies the low 16 bits of each 32-bit lane of a, as a signed number, by b.
 SHOESTRING_INLINE I32 times_low(I32 a, int16_t b) {
 #if defined(__AVX512F__)
   return (I32)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(b));
@@ -71,26 +71,27 @@ SHOESTRING_INLINE I32 times_low(I32 a, int16_t b) {
 #endif
 }
 
-// Rounds to the nearest integer, ties to even, for |x| < 2^22.
+// Rounds x to the nearest integer, ties to even, for |x| < 2^22.
 SHOESTRING_INLINE I32 round_to_int(F32 x) {
 #if defined(__AVX512F__)
   return (I32)_mm512_cvtps_epi32(x);
 #elif defined(__AVX2__)
   return (I32)_mm256_cvtps_epi32(x);
 #else
-  return (I32)as_bits(x + 12582912.f) - 0x4b400000;  // adding 1.5 * 2^23 leaves the integer in the low bits
+  // adding 1.5 * 2^23 leaves the rounded integer in the low bits of the sum
+  return (I32)as_bits(x + 12582912.f) - 0x4b400000;
 #endif
 }
 
-// Stores the low four bits of each lane of four registers, in order.
+// Stores the low four bits of each lane of a, b, c and d, in this order, two lanes per byte.
 SHOESTRING_INLINE void store_nibbles(uint8_t* p, I32 a, I32 b, I32 c, I32 d) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // The pack instructions work within 128-bit halves, so interleaving the halves restores the order of the
-  // byte pairs.
+  // The AVX2 pack instructions work within 128-bit halves, so interleaving the halves restores the order of
+  // the byte pairs.
   __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b),
                                      _mm256_packs_epi32((__m256i)c, (__m256i)d));
   bytes = _mm256_and_si256(bytes, _mm256_set1_epi8(15));
-  __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // first + 16 * second
+  __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));  // first code + 16 * second code
   pairs = _mm256_packus_epi16(pairs, pairs);
   __m128i out = _mm_unpacklo_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), out);
@@ -109,11 +110,12 @@ SHOESTRING_INLINE void store_nibbles(uint8_t* p, I32 a, I32 b, I32 c, I32 d) {
 #endif
 }
 
-// Maxima are found for parts of 32 elements. A group consists of one or four parts.
+// The encoder finds the largest magnitude of each part of 32 elements. A group, whose elements share a scale,
+// has one part (signed) or four (unsigned).
 constexpr int kParts4 = 8;
 constexpr int64_t kPart4 = kStateBlock / kParts4;
 
-// Computes the largest lane of each vector.
+// Writes the largest lane of each vector v[i] to out[i].
 SHOESTRING_INLINE void maxima(const U32 (&v)[kParts4], uint32_t (&out)[kParts4]) {
 #if defined(__AVX2__)
   __m256i x[kParts4];
@@ -125,7 +127,7 @@ SHOESTRING_INLINE void maxima(const U32 (&v)[kParts4], uint32_t (&out)[kParts4])
     x[i] = (__m256i)v[i];
 #endif
   }
-  for (int i = 0; i < kParts4; i += 2) {  // transposes and takes maxima at the same time
+  for (int i = 0; i < kParts4; i += 2) {  // transposes the vectors and takes maxima at the same time
     x[i / 2] = _mm256_max_epu32(_mm256_unpacklo_epi32(x[i], x[i + 1]), _mm256_unpackhi_epi32(x[i], x[i + 1]));
   }
   for (int i = 0; i < kParts4 / 2; i += 2) {
@@ -147,8 +149,8 @@ class Encoder4 {
  public:
   explicit SHOESTRING_METHOD Encoder4(Rounding4 rounding) : rounding_(rounding) {}
 
-  // Stores the scales and codes of a block, kStateBlock elements of x. A group with a NaN has the scale NaN,
-  // and a group with an infinity has an infinite scale.
+  // Stores the scales and codes of a block, the kStateBlock elements of x. The scale of a group with a NaN is
+  // NaN, and the scale of a group with an infinity is infinite.
   SHOESTRING_METHOD void operator()(const float* x, float* scales, uint8_t* codes) const {
     float inverse[kParts4], raised[kStateBlock];
     if (__builtin_expect(find_scales(x, scales, inverse), 0)) {
@@ -165,7 +167,8 @@ class Encoder4 {
  private:
   static constexpr int kPartsInScale = kParts4 / kScales4<kSigned>;
 
-  // Computes the scales and their reciprocals. Returns true if a reciprocal may have overflowed.
+  // Computes the scales of the groups and their reciprocals. Returns true if a reciprocal may have
+  // overflowed.
   static SHOESTRING_METHOD bool find_scales(const float* x, float* scales, float (&inverse)[kParts4]) {
     U32 part[kParts4];
     for (int k = 0; k < kParts4; ++k) {
@@ -174,8 +177,8 @@ class Encoder4 {
 #pragma GCC unroll 8
       for (int64_t i = 0; i < kPart4; i += kLanes) {
         U32 bits = as_bits(load(x + k * kPart4 + i));
-        // In the order of integers, NaN is above infinity, and as unsigned integers negative numbers are
-        // above all others.
+        // Compared as signed integers, the bits of a positive NaN are above those of infinity. Compared as
+        // unsigned integers, the bits of negative numbers are above all others.
         if constexpr (kSigned) {
           positive = (I32)bits > positive ? (I32)bits : positive;
           any = bits > any ? bits : any;
@@ -184,7 +187,8 @@ class Encoder4 {
           positive = (I32)bits > positive ? (I32)bits : positive;
         }
       }
-      // For signed values, `part` holds the magnitude with the sign in the lowest bit.
+      // part[k] holds the bits of the largest magnitude, without the sign. For signed values they are shifted
+      // left, and the lowest bit is the sign.
       part[k] = (U32)positive;
       if constexpr (kSigned) {
         U32 rotated = (any << 1) | (any >> 31);
@@ -202,7 +206,8 @@ class Encoder4 {
       }
     }
     for (int k = 0; k < kParts4; ++k) {
-      // A signed group's scale has the sign that makes its largest magnitude -1 in units of the scale.
+      // The scale of a signed group has the opposite sign of the element with the largest magnitude. This
+      // element is then -1 in units of the scale.
       bits[k] = !kSigned ? top[k] : top[k] != 0 ? (top[k] >> 1) | (~top[k] << 31) : 0;
     }
     float all[kParts4];
@@ -243,14 +248,15 @@ class Encoder4 {
   template <bool kDithered>
   static SHOESTRING_METHOD I32 encode_one(F32 x, I32 dither) {
     if constexpr (kSigned) {
-      x = min(x, splat(kernels::kTop4Signed));  // NaN becomes kTop4Signed, too
+      x = min(x, splat(kernels::kTop4Signed));  // min() also turns NaN into kTop4Signed
       I32 steps = (I32)as_bits(abs(x) + kernels::kBias4) + kernels::offset4_signed(kDithered);
       if constexpr (kDithered) steps += times_low(dither, kernels::kDither4Signed);
       F32 magnitude = __builtin_convertvector(steps, F32) * kernels::kInverseStep4Signed;
       if constexpr (kDithered) magnitude = max(magnitude, F32{});
       return copy_sign(round_to_int(magnitude), x);
     } else {
-      I32 steps = kernels::offset4_unsigned(kDithered) - (I32)as_bits(max(x, F32{}));  // NaN becomes zero
+      // max() turns NaN into zero
+      I32 steps = kernels::offset4_unsigned(kDithered) - (I32)as_bits(max(x, F32{}));
       if constexpr (kDithered) steps += times_low(dither, kernels::kDither4Unsigned);
       return round_to_int(
           min(__builtin_convertvector(steps, F32) * kernels::kInverseStep4Unsigned, splat(15)));

@@ -23,7 +23,7 @@ kernels::Codebook make_codebook(const float (&value)[16], const uint8_t (&order)
   return book;
 }
 
-// NF4: quantiles of the normal distribution (QLoRA, arXiv 2305.14314).
+// The 16 values of NF4: quantiles of the normal distribution (QLoRA, arXiv 2305.14314).
 const kernels::Codebook kNf4 =
     make_codebook({-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
                    -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
@@ -31,14 +31,14 @@ const kernels::Codebook kNf4 =
                    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
                   {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
 
-// FP4: one sign bit, two exponent bits and one mantissa bit, divided by the largest value. Small positive
-// numbers get code 8, which is minus zero, as in bitsandbytes.
+// The 16 values of FP4: one sign bit, two exponent bits and one mantissa bit, divided by the largest value.
+// Positive numbers that round to zero get code 8, which is minus zero, as in bitsandbytes.
 const kernels::Codebook kFp4 =
     make_codebook({0.f, 0.0625f / 12, 8.f / 12, 1.f, 4.f / 12, 6.f / 12, 2.f / 12, 3.f / 12, 0.f,
                    -0.0625f / 12, -8.f / 12, -1.f, -4.f / 12, -6.f / 12, -2.f / 12, -3.f / 12},
                   {11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3});
 
-// int4: the codes -8 to 7 in units of the scale, measured from the offset (quantization/fit_int4.h).
+// The 16 values of int4, before scale and offset are applied: the integers -8 to 7 (quantization/fit_int4.h).
 const kernels::Codebook kInt4 = make_codebook({-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
                                               {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15});
 
@@ -141,7 +141,8 @@ void PackedReader::read(int64_t begin, const Tensor& out) const {
 }
 
 void PackedReader::read_cpu(int64_t begin, const Tensor& out) const {
-  // Each task has whole blocks of 4-bit codes, and enough of them that starting a thread pays off.
+  // Elements per task: a multiple of every block size, so that each task has whole blocks, and so many that
+  // the work takes longer than starting a thread.
   const int64_t grain = int64_t{1} << 15, count = out.numel();
   at::parallel_for(0, (count + grain - 1) / grain, 1, [&](int64_t first, int64_t last) {
     const int64_t from = first * grain, to = std::min(last * grain, count);
@@ -163,7 +164,8 @@ void PackedReader::read_cpu(int64_t begin, const Tensor& out) const {
   });
 }
 
-// With more tokens than kFewTokens, a product with panels of the dequantised weight is faster.
+// With more tokens than kFewTokens, dequantising the weight panel by panel and calling a GEMM is faster than
+// multiply().
 constexpr int64_t kFewTokens = 16;
 
 bool PackedReader::multiplies(int64_t tokens, int64_t columns) const {

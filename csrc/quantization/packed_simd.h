@@ -1,14 +1,14 @@
 #pragma once
 
-// Helper functions shared by the CPU kernels that read or write quantised tensors.
+// Helper functions that the CPU kernels for quantised tensors share.
 
 #include "core/vec_simd.h"
 #include "quantization/quantize_4bit_table.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
-// Returns the scale of a block. A nested scale rounds the product before the sum, as bitsandbytes does, so
-// the compiler must not fuse them.
+// Returns the scale of a block. A nested scale is a product plus an offset. The product is rounded before the
+// sum, as in bitsandbytes, so the compiler must not fuse the two operations.
 SHOESTRING_INLINE float scale_of(const kernels::Packed& p, int64_t block) {
   if (p.absmax != nullptr) return p.absmax[block];
   float product = p.nested[1 + p.codes[block]] * p.nested[257 + (block >> 8)];
@@ -21,8 +21,8 @@ SHOESTRING_INLINE float scale_of(const kernels::Packed& p, int64_t block) {
   return product + p.nested[0];
 }
 
-// Computes the 16 values of a block's codes. The products of int4 are exact, so a fused multiply-add gives
-// the same values.
+// Computes the values of all 16 codes for a block. With int4 the products are exact, so a fused multiply-add
+// gives the same values as two operations.
 constexpr int kTableParts = 16 / kLanes;
 SHOESTRING_INLINE void scaled_values(const kernels::Packed& p, const F32 (&code)[kTableParts], int64_t block,
                                      F32 (&values)[kTableParts]) {
@@ -36,7 +36,7 @@ SHOESTRING_INLINE void scaled_values(const kernels::Packed& p, const F32 (&code)
   for (int k = 0; k < kTableParts; ++k) values[k] = code[k] * scale;
 }
 
-// Converts one register of int8 codes to fp32.
+// Converts kLanes int8 codes to fp32.
 SHOESTRING_INLINE F32 to_float(const int8_t* codes) {
 #if defined(__AVX512F__)
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
@@ -48,7 +48,7 @@ SHOESTRING_INLINE F32 to_float(const int8_t* codes) {
 #endif
 }
 
-// Converts n numbers to fp32. For the 16-bit version `to` has room for whole registers.
+// Convert n numbers to fp32: widen() copies fp32 numbers, and widen16() converts bf16 or fp16.
 SHOESTRING_INLINE void widen(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, n * sizeof(float));
 }
@@ -65,8 +65,8 @@ SHOESTRING_INLINE void widen16(const uint16_t* from, int64_t n, float* to) {
 SHOESTRING_INLINE F32 convert_bf16(U16 x) { return from_bf16(x); }
 SHOESTRING_INLINE F32 convert_fp16(U16 x) { return from_fp16(x); }
 
-// Returns the largest magnitude, or NaN if there is one, because the bits of a NaN are the largest. n is a
-// multiple of 16.
+// Returns the largest magnitude of x, or NaN if x contains one. The bits of magnitudes are compared as
+// integers, where NaN is the largest. n is a multiple of 16.
 SHOESTRING_INLINE float largest_magnitude(const float* x, int64_t n) {
   I32 best{};
   for (int64_t i = 0; i < n; i += kLanes) {
@@ -80,8 +80,8 @@ SHOESTRING_INLINE float largest_magnitude(const float* x, int64_t n) {
   return result;
 }
 
-// Packs 32 codes, 0 to 15, into 16 bytes. code(first) returns kLanes codes at a time. The first code of a
-// pair takes the upper four bits.
+// Packs 32 codes of four bits into 16 bytes. code(first) returns kLanes codes, from number `first` on. Of
+// each pair of codes, the first takes the upper four bits.
 template <class Code>
 SHOESTRING_INLINE void pack32(Code code, uint8_t* packed) {
 #if defined(__AVX512F__)

@@ -29,19 +29,20 @@ void check_quantize_4bit(const Tensor& x, c10::string_view quant_type, int64_t b
   check_block_size("quantize_4bit", block_size);
 }
 
-// Returns the dtype of the scales. int4 stores a scale and an offset in one int32.
+// Returns the dtype of absmax, the scales of a 4-bit tensor. With int4, an int32 holds a bf16 scale and a
+// bf16 offset.
 at::ScalarType scale_type(c10::string_view quant_type) {
   return quant_type == "int4" ? at::kInt : at::kFloat;
 }
 
-// Allocates the codes and scales for x.
+// Allocates the packed codes and the scales (absmax) for a quantised x.
 std::tuple<Tensor, Tensor> make_4bit_parts(const Tensor& x, c10::string_view quant_type, int64_t block_size) {
   const int64_t count = x.numel(), blocks = (count + block_size - 1) / block_size;
   return {in_huge_pages(at::empty({(count + 1) / 2}, x.options().dtype(at::kByte))),
           at::empty({blocks}, x.options().dtype(scale_type(quant_type)))};
 }
 
-// Calls the function of a kernel table that matches the dtype of x.
+// Calls the function for the dtype of x in a kernel table: quantize_float, quantize_bf16 or quantize_fp16.
 template <class Kernels, class... Arguments>
 void quantize_range(const Kernels& kernels, const Tensor& x, int64_t begin, Arguments... arguments) {
   switch (x.scalar_type()) {
@@ -74,7 +75,8 @@ std::tuple<Tensor, Tensor> quantize_4bit_cpu(const Tensor& x, c10::string_view q
   const int64_t count = flat.numel();
   uint8_t* bytes = packed.data_ptr<uint8_t>();
   const bool int4 = quant_type == "int4";
-  // Blocks per task. Fitting int4 takes far longer, so its tasks are smaller.
+  // Number of blocks per parallel task. Fitting int4 takes far longer per element, so its tasks have fewer
+  // elements.
   const int64_t grain = std::max<int64_t>(1, (int64_t{1} << (int4 ? 10 : 14)) / block_size);
   at::parallel_for(0, absmax.numel(), grain, [&](int64_t first, int64_t last) {
     const int64_t begin = first * block_size, n = std::min(last * block_size, count) - begin;
@@ -142,11 +144,11 @@ void check_scales(const Tensor& absmax) {
               absmax.scalar_type());
 }
 
-// Quantises scales to 8 bits. There is one scale for 32 to 4096 weights, so PyTorch's operators are fast
-// enough. A scale is first rounded to a grid of 65536 steps and then to the nearest value, as bitsandbytes'
-// lookup table does. On CUDA the mean is summed in another order than on the CPU. Copying the 256 values to
-// the GPU waits for the stream and cannot be captured in a CUDA graph. That is acceptable, because a weight
-// is quantised only once.
+// Quantises scales to 8 bits. There is only one scale for 32 to 4096 weights, so PyTorch's operators are fast
+// enough. A scale is first rounded to a grid of 65536 steps and then to the nearest of the 256 values, as
+// bitsandbytes' lookup table does. On CUDA the mean of the scales is summed in another order than on the CPU.
+// Copying the 256 values to the GPU waits for the stream and cannot be captured in a CUDA graph. That is
+// acceptable, because a weight is quantised only once.
 std::tuple<Tensor, Tensor> quantize_absmax_any(const Tensor& absmax) {
   check_scales(absmax);
   const c10::OptionalDeviceGuard guard(absmax.device());
@@ -164,8 +166,8 @@ std::tuple<Tensor, Tensor> quantize_absmax_any(const Tensor& absmax) {
   Tensor grid =
       centred.mul(scale.reciprocal().nan_to_num(0, 0, 0).unsqueeze(1)).add(1).mul(32767.5).add(0.5).floor();
   Tensor midpoints = values.slice(0, 0, -1).add(values.slice(0, 1)).div(2);
-  // If all scales of a group equal the offset, the second-level scale is 0 and any code is correct.
-  // bitsandbytes uses 0.
+  // If all 256 scales of a group equal the offset, their second-level scale is 0, so any code gives the right
+  // result. bitsandbytes uses code 0.
   Tensor codes = at::bucketize(grid.div(32767.5).sub(1), midpoints, /*out_int32=*/true)
                      .masked_fill(scale.eq(0).unsqueeze(1), 0);
   return {codes.to(at::kByte).view({-1}).slice(0, 0, count).contiguous(),
@@ -231,7 +233,8 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("quantize_absmax", quantize_absmax_meta);
   m.impl("dequantize_4bit", dequantize_4bit_meta);
 }
-// Rounding has no useful gradient, so a request for one raises an error.
+// quantize_4bit, quantize_absmax and dequantize_4bit have no useful gradient, because quantisation rounds.
+// Autograd raises an error if backward reaches one of them.
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   m.impl("quantize_4bit", torch::autograd::autogradNotImplementedFallback());
   m.impl("quantize_absmax", torch::autograd::autogradNotImplementedFallback());

@@ -1,6 +1,6 @@
-// Quantises to 4 bits on the CPU. A code is found by a branch-free binary search of the 15 midpoints in four
-// steps. The 1, 2, 4 or 8 midpoints that a step may compare with are in one register, indexed by the result
-// of the steps before.
+// Quantises to 4 bits on the CPU. The code of an element is found by a branch-free binary search of the 15
+// midpoints between neighbouring values, in four steps. For each step, one register holds the 1, 2, 4 or 8
+// midpoints that it may need. The result of the earlier steps selects one of them.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
@@ -28,7 +28,7 @@ struct Search {
       level[step] = load(entries);
     }
   }
-  // Returns the number of midpoints below x, or 15 for NaN.
+  // Returns the number of midpoints below x, or 15 if x is NaN.
   inline __attribute__((always_inline)) I32 operator()(F32 x) const {
     I32 index = (I32)(x <= splat(level[0][0])) + 1;
     for (int step = 1; step < 4; ++step) {
@@ -54,12 +54,13 @@ struct Search {
 };
 #endif
 
-// Encodes 32 values into 16 bytes.
+// Encodes x[0] to x[31], each multiplied by `inverse`, into 16 bytes.
 SHOESTRING_INLINE void encode32(const float* x, float inverse, const Search& search, uint8_t* packed) {
   pack32([&](int k) __attribute__((always_inline)) { return search(load(x + k) * inverse); }, packed);
 }
 
-// A smaller scale would have an infinite reciprocal. bitsandbytes uses the same constant, so the bytes agree.
+// Lower bound of the scale by which elements are divided: a smaller scale would have an infinite reciprocal.
+// bitsandbytes uses the same constant, so the packed bytes agree.
 constexpr float kSmallestScale = 1e-38f;
 
 template <class T, class Widen>
@@ -83,7 +84,8 @@ SHOESTRING_INLINE void quantize(const T* x, int64_t count, int64_t block_size, c
       for (int64_t i = 0; i < n; i += 32) encode32(block + i, inverse, search, packed + i / 2);
       packed += n / 2;
     } else {
-      // A short last block divides by the scale, which is never below kSmallestScale, as bitsandbytes does.
+      // Like bitsandbytes, a short last block divides by its scale instead of multiplying by the reciprocal,
+      // and stores at least kSmallestScale.
       for (int64_t i = n; i % 32 != 0; ++i) buffer[i] = 0;
       const int64_t padded = (n + 31) / 32 * 32;
       float scale = largest_magnitude(buffer, padded);
@@ -98,7 +100,7 @@ SHOESTRING_INLINE void quantize(const T* x, int64_t count, int64_t block_size, c
       }
     }
   }
-  if (book.order[0] == 0) return;  // in NF4 the codes are already in ascending order of their values
+  if (book.order[0] == 0) return;  // the codes of NF4 are already in ascending order of their values
   for (int64_t i = 0; i < bytes; ++i) {
     const uint8_t b = packed_begin[i];
     packed_begin[i] = (uint8_t)(book.order[b >> 4] << 4 | book.order[b & 15]);

@@ -7,13 +7,14 @@
 
 namespace shoestring::kernels {
 
-// Converts n fp32 values to 8-bit codes and scales, or back. n need not be a multiple of the block size.
+// Converts n fp32 values to 8-bit codes and scales, or back. There is one scale per kStateBlock elements; the
+// last block may be shorter.
 struct Quantize8bitTable {
   void (*quantize)(const float* x, int64_t n, bool is_signed, uint8_t* codes, float* scale);
   void (*dequantize)(const uint8_t* codes, const float* scale, int64_t n, bool is_signed, float* x);
 };
 
-// CUDA launchers of the functions in Quantize8bitTable. Each returns an error text or null.
+// Launchers of CUDA kernels for the functions in Quantize8bitTable. Each returns an error text or null.
 struct Quantize8bitCuda {
   const char* (*quantize)(const float* x, int64_t n, bool is_signed, uint8_t* codes, float* scale,
                           void* stream);

@@ -1,6 +1,6 @@
-// Fits and encodes int4 weights on the CPU. A block stays in the L1 cache while it is fitted. Every
-// capability sums in 16 lanes, in one register or in four, so that all capabilities find the same codes. For
-// the same reason this file is compiled without fused multiply-adds.
+// Fits and encodes int4 weights on the CPU. A block stays in the L1 cache while scale and offset are fitted.
+// Every build of this file (plain, AVX2, AVX-512) sums in 16 lanes, in one, two or four registers, so that
+// all builds find the same codes. For the same reason this file is compiled without fused multiply-adds.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
@@ -23,7 +23,7 @@ constexpr int kBatch = 4;
 constexpr int kParts = kInt4Lanes / kLanes;
 typedef float F4 __attribute__((vector_size(16)));
 
-// A sum that is accumulated in 16 lanes; folded() adds the lanes up.
+// A sum that is accumulated in 16 lanes. folded() returns the sum of the lanes.
 struct Lanes {
   F32 part[kParts] = {};
 
@@ -35,13 +35,13 @@ struct Lanes {
   }
 };
 
-// The scale, its inverse and the offset of a fit, broadcast to registers. They map a value to its code.
+// The grid of an int4 fit: its scale, the reciprocal of the scale, and its offset, broadcast to registers.
 struct Grid {
   F32 scale, offset, inverse;
   explicit SHOESTRING_METHOD Grid(const Int4Fit& fit)
       : scale(splat(fit.scale)), offset(splat(fit.offset)), inverse(splat(fit.inverse())) {}
-  // Returns the code (-8 to 7) plus kInt4Shift. The code is then in the lowest bits, or is the result minus
-  // kInt4Shift.
+  // Returns code + kInt4Shift, where the code (-8 to 7) is away / scale, rounded, and `away` is x - offset.
+  // The lowest bits of the result are the code; subtracting kInt4Shift gives the code as a float.
   SHOESTRING_METHOD F32 shifted(F32 away) const {
     return min(max(away * inverse, splat(-8)), splat(7)) + kInt4Shift;
   }
@@ -74,8 +74,9 @@ struct Sums {
   }
 };
 
-// Returns the initial fit of x (n elements, padded with copies of one element to a multiple of 16). A fit
-// without a scale is final.
+// Returns the initial scale and offset for the block x, which has n elements and is padded to a multiple of
+// 16 with copies of one of them. If the returned scale is 0, later fitting steps change neither scale nor
+// offset.
 SHOESTRING_INLINE Int4Fit first_fit(const float* x, int64_t n) {
   const int64_t padded = (n + kInt4Lanes - 1) / kInt4Lanes * kInt4Lanes;
   const float top = largest_magnitude(x, padded);
@@ -89,8 +90,8 @@ SHOESTRING_INLINE Int4Fit first_fit(const float* x, int64_t n) {
   return kernels::first_int4(-horizontal_max(-low), horizontal_max(high));
 }
 
-// Fits `count` blocks of n elements each. A step for one block is a chain of dependent sums and divisions, so
-// several blocks are fitted together to overlap the chains.
+// Fits scale and offset of `count` blocks of n elements each. A fitting step for one block is a chain of
+// dependent sums and divisions. Several blocks are fitted together, so that their chains overlap.
 SHOESTRING_INLINE void fit_blocks(const float* x, int64_t n, int count, Int4Fit (&best)[kBatch]) {
   Int4Fit fit[kBatch];
   float smallest[kBatch], limit[kBatch], error[kBatch];
@@ -123,7 +124,7 @@ SHOESTRING_INLINE void fit_blocks(const float* x, int64_t n, int count, Int4Fit 
   }
 }
 
-// Stores the codes of x (n elements, padded to a multiple of 32) in (n + 1) / 2 bytes.
+// Stores the codes of x in (n + 1) / 2 bytes. x has n elements and is padded to a multiple of 32.
 SHOESTRING_INLINE void encode(const float* x, int64_t n, const Int4Fit& fit, uint8_t* packed) {
   const Grid grid(fit);
   for (int64_t i = 0; i < n; i += 32) {
@@ -145,7 +146,7 @@ SHOESTRING_INLINE void quantize(const T* x, int64_t count, int64_t block_size, u
   alignas(64) float buffer[kLargestBlock];
   const int64_t most = kLargestBlock / block_size;
   for (int64_t left = count; left > 0;) {
-    const int64_t n = left < block_size ? left : block_size;  // the last block may be short
+    const int64_t n = left < block_size ? left : block_size;  // the last block may be shorter than block_size
     int64_t batch = left / n < most ? left / n : most;
     if (batch > kBatch) batch = kBatch;
     const float* blocks = buffer;

@@ -114,7 +114,8 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("quantize_int8", make_int8_parts);
   m.impl("dequantize_int8", dequantize_int8_meta);
 }
-// Rounding has no useful gradient, so a request for one raises an error.
+// quantize_int8 and dequantize_int8 have no useful gradient, because quantisation rounds. Autograd raises an
+// error if backward reaches one of them.
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   m.impl("quantize_int8", torch::autograd::autogradNotImplementedFallback());
   m.impl("dequantize_int8", torch::autograd::autogradNotImplementedFallback());

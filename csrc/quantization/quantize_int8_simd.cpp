@@ -1,5 +1,5 @@
-// Quantises rows to int8 on the CPU. A row is read twice, first for its largest magnitude, then from the
-// cache for its codes.
+// Quantises the rows of a matrix to int8 on the CPU. Each row is read twice: from memory for its largest
+// magnitude, and from the cache for its codes.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
@@ -16,7 +16,7 @@ constexpr int kRegisters = 4;
 constexpr int kStep = kRegisters * kLanes;
 
 SHOESTRING_INLINE F32 read(const float* x) { return load(x); }
-// A 16-bit number as its own type, so that the overloads below can tell bf16 from fp16.
+// A 16-bit number with a type of its own, so that the overloads of read() can tell bf16 from fp16.
 template <F32 (*Convert)(U16)>
 struct Half {
   uint16_t bits;
@@ -28,7 +28,7 @@ SHOESTRING_INLINE F32 read(const Half<Convert>* x) {
   return Convert(load_as<U16>(x));
 }
 
-// Rounds to the nearest integer, ties to even.
+// Rounds each lane to the nearest integer, ties to even.
 SHOESTRING_INLINE I32 round_to_int(F32 x) {
 #if defined(__AVX512F__)
   return (I32)_mm512_cvtps_epi32(x);
@@ -41,11 +41,11 @@ SHOESTRING_INLINE I32 round_to_int(F32 x) {
 #endif
 }
 
-// Stores kStep integers from -128 to 127 as bytes.
+// Stores kStep integers, each from -128 to 127, as int8 codes.
 SHOESTRING_INLINE void store_int8(int8_t* codes, const I32 (&v)[kRegisters]) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // The pack instructions work within 128-bit halves, so a permutation restores the order of the groups of
-  // four bytes.
+  // The AVX2 pack instructions work within 128-bit halves, so a permutation restores the order of the groups
+  // of four bytes.
   const __m256i low = _mm256_packs_epi32((__m256i)v[0], (__m256i)v[1]);
   const __m256i high = _mm256_packs_epi32((__m256i)v[2], (__m256i)v[3]);
   const __m256i bytes =
@@ -62,8 +62,8 @@ SHOESTRING_INLINE void store_int8(int8_t* codes, const I32 (&v)[kRegisters]) {
 #endif
 }
 
-// Calls body(from, i, n) for each kStep numbers x[i ..]; n of them belong to the row. The last call gets a
-// copy padded with zeros.
+// Calls body(from, i, n) for each step of kStep numbers of a row. The step begins at x[i], and its first n
+// numbers belong to the row. `from` points to x[i] or, in the last step, to a copy that is padded with zeros.
 template <class T, class Body>
 SHOESTRING_INLINE void for_each_step(const T* x, int64_t columns, Body body) {
   int64_t i = 0;
@@ -74,7 +74,8 @@ SHOESTRING_INLINE void for_each_step(const T* x, int64_t columns, Body body) {
   body(rest, i, columns - i);
 }
 
-// Returns the largest magnitude of a row, or NaN if there is one, because the bits of a NaN are the largest.
+// Returns the largest magnitude of a row, or NaN if the row contains one. The bits of magnitudes are compared
+// as integers, where NaN is the largest.
 template <class T>
 SHOESTRING_INLINE float largest_magnitude(const T* x, int64_t columns) {
   I32 best[kRegisters] = {};
@@ -98,8 +99,9 @@ SHOESTRING_INLINE void quantize(const T* x, int64_t rows, int64_t columns, int8_
   for (int64_t row = 0; row < rows; ++row, x += columns, codes += columns) {
     const float top = largest_magnitude(x, columns);
     absmax[row] = top;
-    const float scale = 1 / top * 127;  // rounds twice, as bitsandbytes does
-    // The codes become 0 if the row is zero or nearly zero, or its largest magnitude is not finite.
+    const float scale = 1 / top * 127;  // division and multiplication round separately, as in bitsandbytes
+    // All codes of a row are 0 if its scale is not usable: all elements are zero or nearly zero, or one is
+    // infinite or NaN.
     if (!(scale > 0 && scale < __builtin_inff())) {
       __builtin_memset(codes, 0, columns);
       continue;

@@ -6,18 +6,18 @@
 
 namespace shoestring::kernels {
 
-// An int8 tensor as its kernels read it: element i is codes[i] * absmax[i / columns] / 127.
+// An int8 tensor in the form that the kernels read: element i is codes[i] * absmax[i / columns] / 127.
 struct PackedInt8 {
   const int8_t* codes;
   const float* absmax;
   int64_t columns;
 };
 
-// 1 / 127 as the fp32 constant that bitsandbytes uses, so that the results agree.
+// 1 / 127, as the fp32 constant that bitsandbytes uses, so that dequantised values agree with bitsandbytes.
 constexpr float kInverse127 = 7.874015718698502e-3f;
 
 struct QuantizeInt8Table {
-  // Quantises x (rows, columns) with columns >= 1, and writes the codes and scales of its rows.
+  // Quantises x (rows, columns), columns >= 1, and writes the codes and one scale (absmax) per row.
   void (*quantize_float)(const float* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax);
   void (*quantize_bf16)(const uint16_t* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax);
   void (*quantize_fp16)(const uint16_t* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax);
@@ -30,8 +30,8 @@ struct DequantizeInt8Table {
   void (*dequantize_fp16)(const PackedInt8&, int64_t begin, int64_t end, uint16_t* out);
 };
 
-// CUDA launchers. All pointers are device pointers, and stream is a cudaStream_t. Each function returns an
-// error text or null.
+// Launchers of CUDA kernels. All pointers are device pointers, and stream is a cudaStream_t. Each function
+// returns an error text or null.
 struct QuantizeInt8Cuda {
   const char* (*quantize_float)(const void* x, int64_t rows, int64_t columns, int8_t* codes, float* absmax,
                                 void* stream);
@@ -42,7 +42,8 @@ struct QuantizeInt8Cuda {
 };
 
 struct DequantizeInt8Cuda {
-  // Dequantises elements [begin, begin + count) of the tensor, which are whole rows, into out[0 .. count).
+  // Dequantises elements [begin, begin + count) of the tensor, which must be whole rows, into out[0 ..
+  // count).
   const char* (*dequantize_float)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);
   const char* (*dequantize_bf16)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);
   const char* (*dequantize_fp16)(const PackedInt8&, int64_t begin, int64_t count, void* out, void* stream);

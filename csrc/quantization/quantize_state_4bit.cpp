@@ -99,7 +99,7 @@ Tensor dequantize_state_4bit_cuda(const Tensor& codes, const Tensor& scale, bool
   const c10::OptionalDeviceGuard guard(codes.device());
   Tensor x = empty_state_4bit_values(codes, scale, is_signed, numel);
   Tensor source = codes.contiguous();
-  // The kernel reads the codes in 4-byte words.
+  // The CUDA kernel reads the codes in 4-byte words, so they must be aligned to 4 bytes.
   if (reinterpret_cast<uintptr_t>(source.const_data_ptr()) % 4 != 0) source = source.clone();
   const Tensor factors = scale.contiguous();
   check_launch("dequantize_state_4bit", state_4bit_cuda_kernels().dequantize(

@@ -13,7 +13,7 @@ namespace {
 
 using kernels::kBlockBytes4;
 
-// Calls body(first element, number of elements, block index) for each block.
+// Calls body(first element, number of elements, block index) for each block of kStateBlock elements.
 template <class Body>
 SHOESTRING_INLINE void over_blocks(int64_t n, Body body) {
   for (int64_t begin = 0; begin < n; begin += kStateBlock) {

@@ -7,16 +7,16 @@
 
 namespace shoestring::kernels {
 
-// Converts n fp32 values to 4-bit state, or back. The state has whole blocks; the codes past the end are
-// those of zeros.
+// Converts n fp32 values to 4-bit optimizer state, or back. The state consists of whole blocks; beyond
+// element n it holds the codes of zeros.
 struct QuantizeState4bitTable {
   void (*quantize)(const float* x, int64_t n, bool is_signed, Rounding4 rounding, uint8_t* codes,
                    float* scale);
   void (*dequantize)(const uint8_t* codes, const float* scale, int64_t n, bool is_signed, float* x);
 };
 
-// CUDA launchers of the functions in QuantizeState4bitTable. Each returns an error text or null. codes must
-// be aligned to 4 bytes.
+// Launchers of CUDA kernels for the functions in QuantizeState4bitTable. Each returns an error text or null.
+// The pointer `codes` must be aligned to 4 bytes.
 struct QuantizeState4bitCuda {
   const char* (*quantize)(const float* x, int64_t n, bool is_signed, Rounding4 rounding, uint8_t* codes,
                           float* scale, void* stream);

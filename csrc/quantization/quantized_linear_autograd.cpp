@@ -19,8 +19,8 @@ using QuantizedLinearBackwardSignature = Tensor(const Tensor&, const Tensor&, co
                                                 const OptionalTensor&, c10::SymInt, c10::string_view,
                                                 int64_t);
 
-// The autograd function of quantized_linear. The weight is frozen: only x and the bias receive gradients, and
-// nothing of x's size is saved.
+// The autograd function of quantized_linear. The weight is frozen: only x and the bias receive gradients. The
+// function does not save x.
 class QuantizedLinear : public torch::autograd::Function<QuantizedLinear> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& packed, const Tensor& absmax,
@@ -71,7 +71,7 @@ Tensor quantized_linear_autograd(const Tensor& x, const Tensor& packed, const Te
                                 std::string(quant_type), block_size);
 }
 
-// Under autocast, x and the result take the autocast dtype, as in a linear layer.
+// Under autocast, x and the result have the autocast dtype, as in a linear layer.
 template <c10::DeviceType device>
 Tensor quantized_linear_autocast(const Tensor& x, const Tensor& packed, const Tensor& absmax,
                                  const OptionalTensor& nested, const OptionalTensor& bias,

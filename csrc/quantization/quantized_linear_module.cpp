@@ -16,7 +16,8 @@ QuantizedLinearImpl::QuantizedLinearImpl(const QuantizedLinearOptions& options) 
 }
 
 void QuantizedLinearImpl::reset() {
-  // clone() calls reset() on a copy that still refers to the tensors of the original.
+  // torch::nn::Module::clone() calls reset() on a copy of the layer that still refers to the tensors of the
+  // original.
   packed = absmax = nested = Tensor();
   Tensor dense = torch::empty({options.out_features(), options.in_features()});
   torch::nn::init::kaiming_uniform_(dense, std::sqrt(5));
@@ -64,7 +65,8 @@ void QuantizedLinearImpl::set_parts(const Tensor& bytes, const Tensor& scales, c
                              second.defined() ? std::optional<Tensor>(second) : std::nullopt,
                              options.out_features() * options.in_features(), quantize.quant_type(),
                              quantize.block_size(), bytes.device());
-  // LibTorch cannot unregister a buffer, so a layer with nested scales cannot change to plain scales.
+  // LibTorch cannot unregister a buffer. A layer with nested (double-quantised) scales has the buffer
+  // `nested` and so cannot change to plain scales.
   TORCH_CHECK(
       second.defined() || !options.nested(),
       "QuantizedLinear: set_parts: second: expected nested scales, as the layer has them, received none");
@@ -72,7 +74,8 @@ void QuantizedLinearImpl::set_parts(const Tensor& bytes, const Tensor& scales, c
   take(bytes, scales, second);
 }
 
-// Stores the quantised weight in the layer's own shapes and replaces the weight that it held before.
+// Replaces the layer's quantised weight. Codes and scales are reshaped to one row per output feature if each
+// row consists of whole blocks, otherwise flattened.
 void QuantizedLinearImpl::take(Tensor bytes, Tensor scales, const Tensor& second) {
   const int64_t rows = options.out_features(), columns = options.in_features(),
                 block = options.quantize().block_size();
@@ -86,7 +89,8 @@ void QuantizedLinearImpl::take(Tensor bytes, Tensor scales, const Tensor& second
     bytes = bytes.flatten();
     scales = scales.flatten();
   }
-  if (!packed.defined()) {  // reset() registers the buffers later
+  // In the constructor the buffers do not exist yet; reset() registers them afterwards.
+  if (!packed.defined()) {
     packed = bytes;
     absmax = scales;
     nested = second;
@@ -113,8 +117,8 @@ Tensor QuantizedLinearImpl::forward(const Tensor& x) {
       nested.defined() ? std::optional<Tensor>(nested) : std::nullopt, options.quantize());
 }
 
-// Restores the quantised weight after torch::nn::Module::to(), which converts the dtype of every buffer,
-// integers included. The tensors stay on the device that they were moved to.
+// Restores codes and scales after torch::nn::Module::to(), which converts the dtype of every buffer,
+// including integers. The restored tensors are on the device to which the module was moved.
 void QuantizedLinearImpl::keep_parts(const Tensor& packed_was, const Tensor& absmax_was,
                                      const Tensor& nested_was) {
   packed.set_data(packed_was.to(packed.device()));

@@ -1,8 +1,9 @@
-// The product of a quantised weight with a few tokens on the CPU. Its cost is reading the weight's bytes, so
-// codes are decoded into registers and multiplied there. A block's scale is applied to the block's sum. For
-// int4, scale and offset are applied to the table of values, which is a tenth slower. The codes of even
-// elements are the upper halves of bytes and those of odd elements the lower halves. x is sorted in the same
-// way, so no codes have to be reordered.
+// Multiplies a quantised weight by a few tokens on the CPU. The cost is that of reading the weight's bytes,
+// so codes are decoded into registers and multiplied there. The sum over a block is multiplied by the block's
+// scale. For int4, scale and offset are applied to the table of 16 values instead, which makes the product a
+// tenth slower. The upper half of a byte is the code of an even element, the lower half that of an odd one.
+// The elements of each token of x are therefore stored with the even elements first, so that codes need no
+// reordering.
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about its own AVX-512 headers
@@ -20,7 +21,7 @@ using kernels::kMatvecTokens;
 using kernels::Packed;
 using kernels::PackedInt8;
 
-// Looks up one of 16 values by the low four bits of each lane.
+// Looks up one of 16 values by the low four bits of each lane of the index.
 #if defined(__AVX512F__)
 struct Table16 {
   __m512 table;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Helpers for optimizer state in 8 or 4 bits, which has blocks of kStateBlock elements. The last block may
-// have fewer.
+// Helpers for optimizer state in 8 or 4 bits, which is divided into blocks of kStateBlock elements. The last
+// block may have fewer.
 
 #include <algorithm>
 
@@ -12,13 +12,14 @@
 
 namespace shoestring::quantization {
 
-/// Returns the number of blocks that hold `count` elements.
+/// Returns the number of blocks needed for `count` elements.
 inline c10::SymInt state_blocks(const c10::SymInt& count) {
   return (count + kernels::kStateBlock - 1) / kernels::kStateBlock;
 }
 
-/// Calls body(block, first, count) on all threads: `count` elements from element `first` on, which is the
-/// start of block `block`. count is a multiple of the block size except at the end of the n elements.
+/// Divides n elements of state among all threads. Each call body(block, first, count) covers `count`
+/// elements, from element `first` on, which is the start of block number `block`. count is a multiple of the
+/// block size, except for the call that reaches element n.
 template <class Body>
 void for_state_blocks(int64_t n, Body body) {
   using kernels::kStateBlock;

@@ -1,7 +1,8 @@
 // Forward of attention on CUDA, with the loop order of FlashAttention-2 (Dao, arXiv 2307.08691). A block has
-// 64 queries of a head and iterates over the keys that they see. Probabilities stay in registers: the second
-// product reads them from where the first product wrote them. K and V have one buffer each. A tile of V is
-// copied during q k^T, and the next tile of K during p v.
+// up to 64 queries of a head and iterates over the keys that these queries see. The probabilities stay in
+// registers: the registers that receive the scores q k^T are those from which the product with V reads its
+// left operand. K and V have one shared-memory buffer each. A tile of V is copied during q k^T, and the next
+// tile of K during the product with V.
 
 #include "core/cuda_tables.h"
 #include "cuda/attention/attention.h"
@@ -15,7 +16,8 @@ struct ForwardAccess {
   bool q, k, v, out;
 };
 
-// Keys in a tile. There are fewer with 256 features, because registers are scarce.
+// Number of keys in a tile of K or V. Above 128 features it is 32, because the accumulators of the output
+// then take more registers.
 template <class T, int D>
 constexpr int kKeys = D > 128 ? 32 : kRows<T, D>;
 
@@ -23,7 +25,8 @@ template <class T, int D>
 __device__ void forward_block(const AttentionProblem& p, const AttentionTensors& t,
                               const ForwardAccess& access) {
   constexpr int rows = kRows<T, D>, threads = kThreads<T, D>, keys = kKeys<T, D>, pitch = kPitch<T, D>;
-  // The last tiles of causal sequences have the most keys, so they start first.
+  // In causal attention, the last tiles of queries see the most keys, so the blocks for these tiles start
+  // first.
   const int heads = static_cast<int>(p.heads), units = static_cast<int>(gridDim.x) / heads;
   const int head = static_cast<int>(blockIdx.x) % heads,
             unit = units - 1 - static_cast<int>(blockIdx.x) / heads;
@@ -38,7 +41,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
   unsigned char *q_tile = dynamic_shared(), *k_tile = q_tile + rows * pitch, *v_tile = k_tile + keys * pitch;
   const Scores scores(p, at, head);
   const int first = at.tile * rows, own = first + warp() * 16;
-  // A multiple of 8, because dropout draws bits for eight keys at once.
+  // The first key is rounded down to a multiple of 8, because dropout draws bits for eight keys at once.
   const int begin = max(0, first + scores.window.low) / 8 * 8;
   const int end = min(at.keys, min(first + rows, at.queries) + scores.window.high);
   if (begin < end) {
@@ -50,7 +53,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
   float out[D / 8][4] = {};
   for (int key = begin; key < end; key += keys) {
     cp_async_wait<0>();
-    __syncthreads();  // K's tile has arrived, and no warp reads V's tile any more
+    __syncthreads();  // waits until the tile of K has arrived and no warp still reads the previous tile of V
     copy_rows<T, D, keys, threads>(v_tile, v, t.v_at.token, key, at.keys, value_dim, access.v);
     cp_async_commit();
     float s[keys / 8][4] = {};
@@ -86,8 +89,8 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
 }
 
 // Dynamic shared memory holds tiles of Q, K and V. With 16-bit elements it takes 51 KiB for 128 features and
-// 66 KiB for 256; in fp32, 99 KiB and 97 KiB. A lane holds D / 2 elements of the result and 32 of the scores
-// (16 with 256 features) in registers.
+// 66 KiB for 256; in fp32, 99 KiB and 97 KiB. With D features, a lane holds D / 2 elements of the result and
+// 32 scores (16 scores above 128 features) in registers.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads<T, D>, 2)

@@ -1,7 +1,7 @@
 #pragma once
 
-// Declarations that attention's CUDA kernels share on the host: tile sizes, launches for a head dimension,
-// and entry points of the kernels.
+// Host declarations that the CUDA kernels of attention share: tile sizes, the choice of a template by head
+// dimension, and the entry points of the kernels.
 
 #include <type_traits>
 
@@ -16,22 +16,23 @@ using kernels::AttentionProblem;
 using kernels::AttentionTensors;
 using kernels::HeadStrides;
 
-// sm_75 lacks instructions that the kernels need. There the kernels are empty, and the launchers refuse the
-// GPU.
+// GPUs of sm_75 lack instructions that the attention kernels need. For sm_75 the kernels are compiled empty,
+// and the launchers return an error.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr bool kHasMma = false;
 #else
 constexpr bool kHasMma = true;
 #endif
 
-/// Rows of queries in a block, 16 for each warp. For the gradients of keys and values, they are rows of keys.
-/// Shared memory takes at most 99 KiB, which every GPU from sm_80 on has.
+/// Number of queries that a thread block of attention handles, 16 for each warp. In the kernel for the
+/// gradients of K and V it is the number of keys. Shared memory takes at most 99 KiB, which every GPU from
+/// sm_80 on has.
 template <class T, int kFeatures>
 constexpr int kRows = kFeatures * sizeof(T) <= 512 ? 64 : 32;
 template <class T, int kFeatures>
 constexpr int kThreads = kRows<T, kFeatures> * 2;
 
-/// The accesses that the alignment of a tensor allows: loads of 16 bytes (vectors), and stores of two
+/// Says which accesses the alignment of a tensor allows: loads of 16 bytes (vectors), and stores of two
 /// elements (pairs).
 struct Access {
   bool vectors, pairs;
@@ -45,14 +46,14 @@ inline Access access_of(const void* p, const HeadStrides& at, int size) {
   return {whole(16), whole(2 * size)};
 }
 
-/// Returns the address of a head of a sequence, from first_token on.
+/// Returns the address of token first_token in one head of one sequence.
 template <class T>
 __device__ T* head_of(T* tensor, const HeadStrides& at, int sequence, int64_t head, int first_token) {
   return tensor + sequence * at.batch + head * at.head + first_token * at.token;
 }
 
-/// Writes the compute capability of the current GPU, such as 90 for 9.0. Returns the text of an error, or
-/// null.
+/// Writes the compute capability of the current GPU, such as 90 for 9.0, to `capability`. Returns an error
+/// text, or null.
 inline const char* compute_capability(int& capability) {
   int device = 0, major = 0, minor = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -62,7 +63,7 @@ inline const char* compute_capability(int& capability) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-/// Returns the reason why this GPU cannot run the kernels, or null.
+/// Returns the reason why the current GPU cannot run the attention kernels, or null.
 inline const char* refuse_gpu() {
   int capability = 0;
   if (const char* error = compute_capability(capability)) return error;
@@ -75,8 +76,9 @@ inline const char* refuse_gpu() {
 template <int kFeatures>
 using Features = std::integral_constant<int, kFeatures>;
 
-/// Calls run(Features<n>{}) with the smallest tile that holds `features`, 1 to 256. fp32 has fewer tile
-/// sizes, because it is used for checks more than for training, and each size takes time to compile.
+/// Calls run(Features<n>{}), where n is the smallest compiled head dimension that is at least `features` (1
+/// to 256). fp32 has fewer compiled head dimensions: it is used for checks more than for training, and each
+/// one takes time to compile.
 template <class T, class Run>
 const char* with_features(int64_t features, Run run) {
   if (const char* error = refuse_gpu()) return error;
@@ -89,8 +91,8 @@ const char* with_features(int64_t features, Run run) {
   return features <= 128 ? run(Features<128>{}) : run(Features<256>{});
 }
 
-/// Returns whether the GPU is a Hopper GPU and its kernels can do the call. These kernels have fewer options
-/// and copy only aligned tensors.
+/// Returns whether the GPU is a Hopper GPU and the attention kernels for Hopper support this call. The Hopper
+/// kernels have fewer options and need aligned tensors.
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t);
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g);
 template <class T>

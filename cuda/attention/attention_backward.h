@@ -1,8 +1,8 @@
 #pragma once
 
-// Backward of attention on CUDA. The scores are computed again twice: for the gradients of keys and values,
-// and for the gradient of queries. Each of these two kernels owns the elements that it writes. No atomics are
-// needed, and every run gives the same bits.
+// Backward of attention on CUDA. One kernel computes the gradients of keys and values, another one the
+// gradient of queries. Both kernels compute the scores again. Every element of a gradient is written by one
+// thread only. So the kernels need no atomics, and every run gives the same bits.
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/attention_scores.h"
@@ -10,9 +10,9 @@
 
 namespace shoestring::cuda {
 
-/// Rows of each of the two tiles that change in the loop. Two further tiles, of kRows rows, stay. Shared
-/// memory holds two stages of the changing tiles (one in use, one arriving) and the two others, at most 99
-/// KiB.
+/// Number of rows in the tiles that a backward kernel loads in every iteration of its loop. Shared memory
+/// holds two stages of two such tiles: one stage is in use while the other one is being loaded. It also holds
+/// two tiles of kRows rows for the whole loop. In all this takes at most 99 KiB.
 template <class T, int kFeatures>
 constexpr int kPassing = kFeatures * sizeof(T) <= 256   ? 32
                          : kFeatures * sizeof(T) <= 512 ? 16
@@ -34,8 +34,9 @@ BackwardAccess backward_access(const AttentionTensors& t, const AttentionGradien
           access_of(g.v, g.v_at, size).pairs};
 }
 
-/// The log-sum-exp of a query in powers of 2, and its delta. After the last query, lse is infinite, so that
-/// probabilities are 0. row: row of lse of the first query.
+/// Statistics of one query. lse is its log-sum-exp to base 2; delta is the sum of grad_out * out over its
+/// features. For an index after the last query, stats_of() returns an infinite lse, so that probabilities
+/// become 0. Its argument `row` is the index of the sequence's first query in the tensor lse.
 struct QueryStats {
   float lse, delta;
 };
@@ -50,9 +51,9 @@ __device__ inline QueryStats stats_of(const AttentionTensors& t, const Attention
   return stats_of(t, g, scores.row, scores.at.queries, query);
 }
 
-/// Converts the results of two products to operands for the gradients. s becomes the probabilities, with 0
-/// for dropped ones. by = grad_out v^T becomes the gradient of the scores. stats(j, i) returns the statistics
-/// of the query of element i of tile j.
+/// Converts the results of the products q k^T (in s) and grad_out v^T (in by) to operands for the gradients.
+/// s becomes the probabilities, with 0 for dropped ones. by becomes the gradient of the scores. stats(j, i)
+/// returns the statistics of the query to which s[j][i] belongs.
 template <bool turned, bool kCapSlope, int kTiles, class Stats>
 __device__ void differentiate(const Scores& scores, float (&s)[kTiles][4], float (&by)[kTiles][4],
                               int first_row, int first_column, Stats stats) {
@@ -68,7 +69,8 @@ __device__ void differentiate(const Scores& scores, float (&s)[kTiles][4], float
 #pragma unroll
   for (int e = 0; e < kTiles * 4; ++e) {
     const float x = s[e / 4][e % 4] * scores.factor - stats(e / 4, e % 4).lse;
-    // Scores of 10^9 round by more than exp2 can take, so x is limited to at most 0.
+    // A probability is exp2(x) with x <= 0. With scores near 10^9, rounding may make x so large that exp2
+    // would overflow, so positive x are replaced by 0.
     const float probability = fast_exp2(x > 0 ? 0.f : x);
     by[e / 4][e % 4] *= probability;
     s[e / 4][e % 4] = kept >> e & 1 ? probability : 0.f;

@@ -1,8 +1,9 @@
-// The gradient of attention's bias on CUDA, and delta. The gradient of the bias is the gradient of the
-// scores, summed over all scores that share an element of the bias. A block owns 64 x 64 elements of the
-// bias, fewer where the bias has size 1. It iterates over the batches, heads and queries to which these
-// elements are broadcast. A bias that is broadcast to all keys is handled elsewhere, by shared_bias_gradient.
-// The kernel reads features in pieces, so one kernel serves every head dimension.
+// CUDA kernels for the gradient of attention's bias, and for delta, the sum of grad_out * out over the
+// features of a query. An element of the bias is added to one or more scores; its gradient is the sum of
+// their gradients. A block owns 64 x 64 elements of the bias, fewer where the bias has size 1. It iterates
+// over the batches, heads and queries to which these elements are broadcast. shared_bias_gradient handles a
+// bias that is broadcast to all keys. The kernel loads 64 features at a time, so one kernel serves every head
+// dimension.
 
 #include "cuda/attention/attention_backward.h"
 
@@ -10,16 +11,17 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kTile = 64, kTileThreads = 128;
-constexpr int kPiece = 64;  // features that are in shared memory at once
+constexpr int kPiece = 64;  // number of features that a tile in shared memory holds at a time
 
 struct Range {
   int first, end;
 };
 
-// Sums over the tile's queries. The first row then holds the sums. shared: 64 floats for each warp.
+// Sums the columns of a tile, whose rows are queries. The sums are then in sums[j][0] and sums[j][1] of lanes
+// 0 to 3 of warp 0. `shared` has 64 floats for each warp.
 template <int kTiles>
 __device__ void fold(float (&sums)[kTiles][4], float* shared) {
-  __syncthreads();  // no warp reads a tile any more
+  __syncthreads();  // waits until no warp still reads the tiles in shared memory, which `shared` overwrites
 #pragma unroll
   for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -40,14 +42,14 @@ __device__ void fold(float (&sums)[kTiles][4], float* shared) {
   }
 }
 
-// Computes c += a b^T over all features, one piece at a time.
+// Computes c += a b^T over all features, 64 features at a time.
 template <class T>
 __device__ void product(float (&c)[kTile / 8][4], unsigned char* a_tile, const T* a, int64_t a_stride,
                         int a_first, int a_end, bool a_vectors, const T* b, int64_t b_stride, int b_first,
                         int b_end, bool b_vectors, int features) {
   unsigned char* b_tile = a_tile + kTile * kPitch<T, kPiece>;
   for (int f = 0; f < features; f += kPiece) {
-    __syncthreads();  // no warp reads the previous piece any more
+    __syncthreads();  // waits until no warp still reads the features that the next copy overwrites
     copy_rows<T, kPiece, kTile, kTileThreads>(a_tile, a + f, a_stride, a_first, a_end, features - f,
                                               a_vectors);
     copy_rows<T, kPiece, kTile, kTileThreads>(b_tile, b + f, b_stride, b_first, b_end, features - f,
@@ -62,13 +64,14 @@ __device__ void product(float (&c)[kTile / 8][4], unsigned char* a_tile, const T
 template <class T>
 __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                            const BackwardAccess& access, const kernels::BiasShape& shape) {
-  // If packed, the tiles of queries run through all sequences.
+  // In packed tensors, the tiles of queries are numbered consecutively across all sequences.
   const bool packed = p.cu_seqlens_q != nullptr;
   const int columns = static_cast<int>((shape.keys + kTile - 1) / kTile);
   const int sequences = packed ? 1 : static_cast<int>(p.batch);
   const int tiles = static_cast<int>(packed ? p.queries / kTile + p.batch : (p.queries + kTile - 1) / kTile);
   int block = static_cast<int>(blockIdx.x);
-  // Returns one part of a dimension if the blocks split it, else all of it.
+  // Returns the range of indices over which this block iterates in a dimension of size `count`: one index if
+  // the dimension is divided among the blocks, and otherwise all indices.
   const auto part = [&](bool split, int count) {
     if (!split) return Range{0, count};
     const int i = block % count;
@@ -81,7 +84,7 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
   const int first_key = own_columns.first * kTile;
 
   float sums[kTile / 8][4] = {};
-  // The first row of the bias that this block owns, and the number of its rows.
+  // The first row of the bias that this block owns, and the number of rows that it owns.
   int64_t rows_at = 0, rows = shape.queries > 1 ? 0 : 1;
   for (int i = own_tiles.first; i < own_tiles.end; ++i) {
     for (int b = batches.first; b < batches.end; ++b) {
@@ -131,8 +134,9 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
   }
 }
 
-// Dynamic shared memory holds two tiles of 64 features: 18 KiB with 16-bit elements, 34 KiB in fp32. A lane
-// holds 32 elements each of the sums, of the scores and of their gradients in registers.
+// Dynamic shared memory holds two tiles of 64 features: 18 KiB with 16-bit elements, 34 KiB in fp32. In
+// registers, a lane holds 32 elements of each of three tiles: the sums, the scores and the gradients of the
+// scores.
 // Budget: 255 registers, 0 bytes shared, 32 bytes stack.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
@@ -141,10 +145,11 @@ __global__ void __launch_bounds__(kTileThreads)
   if constexpr (kHasMma) bias_block<T>(p, t, g, access, shape);
 }
 
-// ---- delta
+// ---- delta: the sum of grad_out * out over the features of a query
 
-// Computes sum(grad_out out) of 16 queries as the diagonal of a product. In fp32 it takes the same steps as
-// backward's product of grad_out and v. If a query sees only one key, the two must cancel.
+// Computes delta of 16 queries, the sums of grad_out * out, as the diagonal of the matrix grad_out out^T. In
+// fp32 the arithmetic is the same, operation by operation, as in backward's product grad_out v^T. So if a
+// query sees only one key, the difference of this product and delta is exactly 0.
 template <class T>
 __device__ void delta_block(const AttentionProblem& p, const T* out, const HeadStrides& out_at,
                             const T* grad_out, const HeadStrides& grad_out_at, const float* grad_lse,

@@ -1,7 +1,8 @@
-// Forward of attention on Hopper, after FlashAttention-3 (Shah et al., arXiv 2407.08608). Copies, products
-// and exponentials overlap. One warp copies tiles ahead. Each computing warpgroup has 64 queries. While it
-// computes the probabilities of a tile, the tensor cores multiply the probabilities of the tile before with
-// V. Since the warpgroups take turns, the tensor cores also multiply the other warpgroup's queries with K.
+// Forward of attention on Hopper, after FlashAttention-3 (Shah et al., arXiv 2407.08608). Copies, matrix
+// products and exponentials overlap. One warp copies tiles ahead. Two warpgroups compute, with 64 queries
+// each. While a warpgroup computes the probabilities of a tile of keys, the tensor cores multiply the
+// previous tile's probabilities with V. Since the two warpgroups take turns, the tensor cores also multiply
+// the other warpgroup's queries with K.
 
 #include "cuda/attention/attention_hopper.h"
 #include "cuda/attention/attention_softmax.h"
@@ -9,10 +10,11 @@
 namespace shoestring::cuda {
 namespace {
 
-// Tile sizes. The number of stages uses the shared memory that there is. Up to 128 features, the two
-// warpgroups start their products by turns: one computes exponentials while the products of the other run.
-// Above 128 features, products take most of the time anyway. Three warpgroups would have 160 registers per
-// thread, too few for the sums plus the scores and probabilities of 128 keys.
+// Sizes of the tiles of K and V. There are as many stages (buffers for a tile of K and one of V) as shared
+// memory can hold. Up to 128 features, the two warpgroups take turns: one computes exponentials while the
+// tensor cores run the other's products. Above 128 features they do not take turns, because the matrix
+// products take most of the time anyway. Three warpgroups would have 160 registers per thread. Those cannot
+// hold the accumulators of the output plus the scores and probabilities of 128 keys.
 template <int D>
 struct Tile {
   static constexpr int keys = D <= 128 ? 128 : 64, stages = D == 64 ? 4 : D == 192 ? 3 : 2;
@@ -29,7 +31,7 @@ struct Barriers {
       v_empty[stages];
 };
 
-// Copies tiles to shared memory. One warp runs this function, and its lane 0 starts the copies.
+// Copies tiles of Q, K and V to shared memory. One warp runs this function, and its lane 0 starts the copies.
 template <int D>
 __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const TileRange& range,
                            const HopperMaps& maps, unsigned char* q_tile, unsigned char* k_tiles,
@@ -53,8 +55,8 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
   for (int n = 0; n < range.tiles; ++n) {
     const int stage = n % tile::stages, parity = n / tile::stages & 1, key = range.begin + n * tile::keys;
     unsigned char* v_tile = v_tiles + stage * passing::bytes;
-    // The tile ends in rows of another sequence. V's rows have to be cleared. K's rows only give scores that
-    // are masked.
+    // If `foreign`, the tile ends with keys of the next sequence. Their rows of V must be set to zero. Their
+    // rows of K may stay, because the scores are masked.
     const bool foreign = packed && key + tile::keys > at.keys;
     if (starts) {
       mbarrier_wait(barriers.k_empty[stage], parity ^ 1);
@@ -62,7 +64,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
       mbarrier_wait(barriers.v_empty[stage], parity ^ 1);
       load(maps.v, foreign ? barriers.v_landed : barriers.v_full[stage], v_tile, at.first_key + key);
     }
-    if (foreign) {  // only the last tile has rows of another sequence
+    if (foreign) {  // only the last tile can contain keys of another sequence
       mbarrier_wait(barriers.v_landed, 0);
       clear_rows<passing>(v_tile, at.keys - key);
       async_fence();
@@ -107,7 +109,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
 
   if (range.tiles > 0) {
     float shrink[2];
-    if (tile::turns && group == 1) release(barriers.turn[0]);  // gives warpgroup 0 the first turn
+    // allows warpgroup 0 to start its products first
+    if (tile::turns && group == 1) release(barriers.turn[0]);
     mbarrier_wait(barriers.q_full, 0);
     start_scores(0);
     wgmma_wait<0>(s);
@@ -143,8 +146,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
   store_rows<T, D>(to, t.out_at.token, own, at.queries, static_cast<int>(p.value_dim), pairs, out, by);
 }
 
-// The budget counts the registers at launch. Dynamic shared memory takes 145 KiB for 64 features, 161 KiB for
-// 96 and 128, and 193 KiB above.
+// The registers in the budget are those at launch. Dynamic shared memory takes 145 KiB for 64 features, 161
+// KiB for 96 and 128, and 193 KiB above.
 // Budget: 168 registers, 160 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)
@@ -201,7 +204,8 @@ const char* run(const AttentionProblem& p, const AttentionTensors& t, void* stre
 
 }  // namespace
 
-// The Hopper kernels take all lengths. They lack some options: bias, ALiBi and dropout.
+// The attention kernels for Hopper take any number of queries and keys. They do not support a bias, ALiBi or
+// dropout.
 bool hopper_serves(const AttentionProblem& p, const AttentionTensors& t) {
   const int64_t batch = p.cu_seqlens_q != nullptr ? 1 : p.batch;
   int capability = 0;

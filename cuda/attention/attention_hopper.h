@@ -1,8 +1,9 @@
 #pragma once
 
-// Code that attention's Hopper kernels share. A block has three warpgroups. One warp of the first warpgroup
-// copies tiles ahead. Each of the two others computes 64 rows of the result, with registers that the first
-// warpgroup gives up. Products run asynchronously, in parallel with the other work of the threads.
+// Code that the Hopper kernels of attention share. A block has three warpgroups. One warp of the first
+// warpgroup copies tiles ahead. Each of the other two warpgroups computes 64 rows of the result, and uses
+// registers that the first warpgroup gives up. Matrix products run asynchronously, in parallel with the other
+// work of the threads.
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/attention_scores.h"
@@ -11,35 +12,36 @@
 
 namespace shoestring::cuda {
 
-/// Two warpgroups compute and use the registers that the copying warpgroup gives up. Three would have at most
-/// 160 registers per thread, too few for two tiles of scores plus the sums. A thread has 168 registers at
-/// launch.
+/// Two warpgroups compute, and use registers that the copying warpgroup gives up. Three computing warpgroups
+/// would have at most 160 registers per thread, too few for two tiles of scores plus the sums. Every thread
+/// has 168 registers at launch.
 constexpr int kHopperGroups = 2, kHopperRows = 64 * kHopperGroups, kHopperThreads = 128 * (kHopperGroups + 1);
 constexpr int kCopyingRegisters = 40, kComputingRegisters = 232;
 
-/// A tile of rows in shared memory, in panels of 64 features, laid out as tma_load writes them. Sizes are in
-/// bytes.
+/// A tile in shared memory, laid out as tma_load writes it: panels of 64 features, one after the other.
+/// `panel` and `bytes` are the sizes in bytes of a panel and of the tile.
 template <int rows, int kFeatures>
 struct HopperTile {
   static constexpr int panels = (kFeatures + 63) / 64, panel = rows * 128, bytes = panels * panel;
 };
 
-/// Tiles begin at a multiple of 1024 bytes, but dynamic shared memory begins at a multiple of 16. A launch
-/// therefore requests 1024 bytes more.
+/// Tiles must begin at a multiple of 1024 bytes, but dynamic shared memory begins at a multiple of 16. A
+/// launch therefore requests 1024 bytes more.
 constexpr int kTileAlignment = 1024;
 __device__ inline unsigned char* first_tile() {
   unsigned char* p = dynamic_shared();
   return p + (kTileAlignment - reinterpret_cast<uintptr_t>(p) % kTileAlignment) % kTileAlignment;
 }
 
-/// The tiles over which a block iterates: `tiles` tiles of `rows` rows, the first from row `begin` on.
+/// The rows over which a block iterates: `tiles` tiles of equal size, starting with row `begin`.
 struct TileRange {
   int begin, tiles;
   __device__ TileRange(int first, int end, int rows)
       : begin(first), tiles(end > first ? (end - first + rows - 1) / rows : 0) {}
 };
 
-/// Returns the keys that a block's queries see, or the queries that see a block's keys, in tiles of `rows`.
+/// keys_seen returns the keys that the block's queries see; queries_that_see returns the queries that see the
+/// block's keys. `rows` is the number of rows in a tile.
 __device__ inline TileRange keys_seen(const Place& at, const Window& window, int rows) {
   const int first = at.tile * kHopperRows, behind = min(first + kHopperRows, at.queries);
   return {max(0, first + window.low), min(at.keys, behind + window.high), rows};
@@ -49,15 +51,16 @@ __device__ inline TileRange queries_that_see(const Place& at, const Window& wind
   return {max(0, first - window.high), min(at.queries, behind - window.low), rows};
 }
 
-/// Returns the queries of the block. The last tiles of causal sequences have the most keys, so they start
-/// first.
+/// Returns the tile of queries that this block handles. In causal attention, the last tiles of queries see
+/// the most keys, so the blocks for these tiles start first.
 __device__ inline Place place_of_queries(const AttentionProblem& p) {
   const int heads = static_cast<int>(p.heads), units = static_cast<int>(gridDim.x) / heads;
   const int unit = units - 1 - static_cast<int>(blockIdx.x) / heads;
   return find_tile(p, false, unit, kHopperRows, [](const char* text) { stop(text); });
 }
 
-/// Starts the copy of a tile's rows from `token` on. One thread calls this function.
+/// Starts the copy of a tile to shared memory; its first row is token `token`. One thread calls this
+/// function.
 template <class Tile>
 __device__ void load_tile(unsigned char* to, const TensorMap& map, Mbarrier& full, int token, int head,
                           int sequence) {
@@ -66,8 +69,9 @@ __device__ void load_tile(unsigned char* to, const TensorMap& map, Mbarrier& ful
     tma_load<4>(to + i * Tile::panel, map, full, {i * 64, token, head, sequence});
 }
 
-/// Writes zeros to the tile's rows from `first` on, which belong to another sequence. They may be infinite,
-/// and zero times infinity is not zero. A warp calls this function, and then async_fence() and __syncwarp().
+/// Writes zeros to the rows of a tile from row `first` on, which belong to another sequence. These rows may
+/// contain infinity, and zero times infinity is NaN. A whole warp calls this function, and then async_fence()
+/// and __syncwarp().
 template <class Tile>
 __device__ void clear_rows(unsigned char* tile, int first) {
   for (int i = first * 8 + lane(); i < Tile::panel / 16; i += kWarp) {
@@ -78,7 +82,8 @@ __device__ void clear_rows(unsigned char* tile, int first) {
   }
 }
 
-/// Starts d = a b^T over kFeatures features. a is a tile of 64 rows, and b has 8 rows for each of d's tiles.
+/// Starts the product d = a b^T over kFeatures features. `a` is the descriptor of a tile with 64 rows, and
+/// `b` that of a tile with 8 * kTiles rows.
 template <class T, int kFeatures, int kTiles>
 __device__ void start_rows_times_rows(float (&d)[kTiles][4], uint64_t a, uint64_t b) {
   wgmma_fence(d);
@@ -90,8 +95,8 @@ __device__ void start_rows_times_rows(float (&d)[kTiles][4], uint64_t a, uint64_
   wgmma_commit();
 }
 
-/// Starts d += p b. p is in registers as pack_scores leaves it. b is a tile with a row for each column of p,
-/// prepared by wgmma_rows_together.
+/// Starts the product d += p b. p is in registers, in the layout that pack_scores writes. b is the descriptor
+/// of a tile with one row for each column of p, plus the offset that wgmma_rows_together returns.
 template <class T, int kTiles, int kSteps>
 __device__ void start_scores_times_rows(float (&d)[kTiles][4], uint32_t (&p)[kSteps][4], uint64_t b) {
   wgmma_pin(p);
@@ -101,7 +106,7 @@ __device__ void start_scores_times_rows(float (&d)[kTiles][4], uint32_t (&p)[kSt
   wgmma_commit();
 }
 
-/// Converts the result of a product to the left operand of the next product.
+/// Rounds the result of a matrix product to 16 bits and packs it as the left operand of another product.
 template <class T, int kTiles>
 __device__ void pack_scores(uint32_t (&p)[kTiles / 2][4], const float (&s)[kTiles][4]) {
 #pragma unroll
@@ -112,8 +117,8 @@ __device__ void pack_scores(uint32_t (&p)[kTiles / 2][4], const float (&s)[kTile
   }
 }
 
-/// Masks scores: writes -inf where column - row is outside of [low, high] or where column >= end. A warp has
-/// 16 rows, from `row` on; the columns start at `column`.
+/// Writes -inf to scores that a query may not see: column - row is outside of [low, high], or column >= end.
+/// A warp's scores have 16 rows, from row `row` on, and their columns start at `column`.
 template <int kTiles>
 __device__ void mask_scores(float (&s)[kTiles][4], int low, int high, int end, int row, int column) {
   if (column + kTiles * 8 - 1 - row <= high && column - (row + 15) >= low && column + kTiles * 8 <= end)
@@ -127,12 +132,14 @@ __device__ void mask_scores(float (&s)[kTiles][4], int low, int high, int end, i
   }
 }
 
-/// Returns the factor that turns a product into log2(e^(2x)). Since tanh x = 1 - 2 / (e^(2x) + 1), the cap
-/// takes one exponential and one reciprocal. The factor is computed once, before the loop: a division calls a
-/// function, and no wgmma may be in flight across a call.
+/// Returns the factor by which cap_scores multiplies a product q k, so that the result is log2(e^(2x)) with x
+/// = scale * q k / softcap. Since tanh x = 1 - 2 / (e^(2x) + 1), the cap takes one exponential and one
+/// reciprocal. The factor is computed once, before the loop: a division calls a function, and no wgmma may be
+/// in flight across a call.
 __device__ inline float cap_factor(const AttentionProblem& p) { return 2 * kLog2e * p.scale / p.softcap; }
 
-/// Converts products to capped scores. The rounding error of tanh is that of a number near 1.
+/// Converts products q k^T to capped scores, softcap * tanh(x). The absolute rounding error of tanh x is that
+/// of a number near 1, also if x is small.
 template <int kTiles>
 __device__ void cap_scores(float (&s)[kTiles][4], float factor, float softcap) {
 #pragma unroll
@@ -143,11 +150,11 @@ __device__ void cap_scores(float (&s)[kTiles][4], float factor, float softcap) {
   }
 }
 
-// The functions below are for backward. stats(j, i) returns the log-sum-exp in powers of 2 and the delta of
-// the query of element i of tile j.
+// The functions below are for the backward pass. stats(j, i) returns the statistics of the query to which
+// s[j][i] belongs: its log-sum-exp to base 2 and its delta.
 
-/// Converts products to capped scores, and by to (by - delta) times the derivative of the cap, 1 - tanh^2 x.
-/// This derivative is computed without cancellation.
+/// Converts products q k^T in s to capped scores. `by` holds grad_out v^T and becomes (by - delta) * (1 -
+/// tanh^2 x). The second factor is the derivative of the cap and is computed without cancellation.
 template <int kTiles, class Stats>
 __device__ void cap_scores(float (&s)[kTiles][4], float (&by)[kTiles][4], float factor, float softcap,
                            Stats stats) {
@@ -162,7 +169,7 @@ __device__ void cap_scores(float (&s)[kTiles][4], float (&by)[kTiles][4], float 
   }
 }
 
-/// Converts scores to probabilities.
+/// Converts the scores in s to probabilities: 2^(score * factor - log-sum-exp of the query).
 template <int kTiles, class Stats>
 __device__ void exponentiate(float (&s)[kTiles][4], float factor, Stats stats) {
 #pragma unroll
@@ -170,13 +177,15 @@ __device__ void exponentiate(float (&s)[kTiles][4], float factor, Stats stats) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = s[j][i] * factor - stats(j, i).lse;
-      // Scores of 10^9 round by more than exp2 can take, so x is limited to at most 0.
+      // A probability is exp2(x) with x <= 0. With scores near 10^9, rounding may make x so large that exp2
+      // would overflow, so positive x are replaced by 0.
       s[j][i] = fast_exp2(x > 0 ? 0.f : x);
     }
   }
 }
 
-/// Converts by = grad_out v^T to the gradient of the scores. capped: cap_scores has already subtracted delta.
+/// Converts by = grad_out v^T to the gradient of the scores, given the probabilities s. If `capped`,
+/// cap_scores has already subtracted delta from `by`.
 template <int kTiles, class Stats>
 __device__ void differentiate_softmax(const float (&s)[kTiles][4], float (&by)[kTiles][4], bool capped,
                                       Stats stats) {
@@ -187,8 +196,8 @@ __device__ void differentiate_softmax(const float (&s)[kTiles][4], float (&by)[k
   }
 }
 
-/// Encodes the tensor map of tiles in (features, tokens, heads, batch). A packed tensor has a batch of 1. The
-/// stride of a dimension of size 1 does not matter.
+/// Encodes the tensor map for tiles of a tensor (features, tokens, heads, batch). A packed tensor has a batch
+/// of 1. The stride of a dimension of size 1 is not used, so it may be any number.
 inline const char* encode_rows(TensorMap* map, const void* tensor, const HeadStrides& at, int64_t features,
                                int64_t tokens, int64_t heads, int64_t batch, int rows) {
   const auto bytes = [](int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; };
@@ -198,7 +207,8 @@ inline const char* encode_rows(TensorMap* map, const void* tensor, const HeadStr
   return encode_tensor_map(map, tensor, 4, sizes, strides, box);
 }
 
-/// The tensor maps of a call. One copy takes q_rows rows of q and grad_out, or k_rows rows of k and v.
+/// The tensor maps of the arguments of one attention call. A TMA copy takes q_rows rows of q or grad_out, or
+/// k_rows rows of k or v.
 struct HopperMaps {
   TensorMap q, k, v, grad_out;
 
@@ -217,7 +227,8 @@ struct HopperMaps {
   }
 };
 
-/// Calls run(Features<n>{}) with the smallest tile of 16-bit elements that these kernels have.
+/// Calls run(Features<n>{}), where n is the smallest head dimension of the compiled Hopper kernels that is at
+/// least `features`.
 template <class Run>
 const char* with_hopper_features(int64_t features, Run run) {
   if (features <= 64) return run(Features<64>{});

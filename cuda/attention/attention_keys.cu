@@ -1,14 +1,16 @@
-// The gradients of keys and values on CUDA. A block has 64 keys of a key-value head. It iterates over the
-// queries that see these keys, in every head that shares them, so no other block adds to its sums. The tiles
-// of scores are transposed: rows are keys, and columns are queries. Probabilities and gradients of the scores
-// are then left operands of the second products, in the registers where the first products wrote them.
+// The gradients of keys and values on CUDA. A block has up to 64 keys of a key-value head. It iterates over
+// the queries that see these keys, in every query head that uses the key-value head. So no other block adds
+// to the same gradients. The tiles of scores are transposed: rows are keys, and columns are queries. The
+// probabilities and the gradients of the scores are the left operands of the products with grad_out and q.
+// They are already in the registers where these products read them.
 
 #include "cuda/attention/attention_backward.h"
 
 namespace shoestring::cuda {
 namespace {
 
-// Above 128 features, registers cannot hold both gradients, so a block computes one of them.
+// Above 128 features, registers cannot hold the gradients of both keys and values, so a block computes one of
+// the two.
 template <int D>
 constexpr bool kOneEach = D > 128;
 
@@ -51,7 +53,8 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
     copy_rows<T, D, rows, threads>(v_tile, v, t.v_at.token, first, at.keys, value_dim, access.v);
     start_copies(0);
   }
-  float sums[one_each ? 1 : 2][D / 8][4] = {};  // gradients of v and of k
+  // accumulators of the gradients of v and of k, in this order; above 128 features of only one of the two
+  float sums[one_each ? 1 : 2][D / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     const int query = begin + step % tiles * queries;
     const Scores scores(p, at, kv_head * group + step / tiles);
@@ -61,7 +64,8 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
       stats[e / 2][e % 2] = stats_of(t, g, scores, query + e / 2 * 8 + lane() % 4 * 2 + e % 2);
     }
     cp_async_wait<0>();
-    __syncthreads();  // this stage has arrived, and no warp reads the other one any more
+    // waits until the copies for this step have arrived and no warp still reads the other stage
+    __syncthreads();
     if (step + 1 < steps) start_copies(step + 1);
     const unsigned char *q_tile = passing + step % 2 * 2 * queries * pitch,
                         *grad_tile = q_tile + queries * pitch;
@@ -93,8 +97,9 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
 }
 
 // Dynamic shared memory takes kBackwardShared bytes: 68 KiB for 128 features of 16 bits, and at most 99 KiB.
-// A lane holds D elements of the two results, or D / 2 elements of one result above 128 features. It also
-// holds 16 elements each of the scores and of their gradients, or 8 or 4 if a row has more than 256 bytes.
+// With D features, a lane holds D elements of the two gradients, or D / 2 elements of one gradient if D >
+// 128. It also holds 16 scores and 16 gradients of scores. If a row of features has more than 256 bytes, it
+// holds 8 of each, and above 512 bytes 4 of each.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads<T, D>)

@@ -1,7 +1,8 @@
 // The gradients of keys and values on Hopper. A block has 128 keys of a key-value head. It iterates over the
-// queries that see these keys, in every head that shares them. The tiles of scores are transposed: rows are
-// keys, and columns are queries. Probabilities and gradients of the scores are then left operands in the
-// registers where they are computed. While one of the two warpgroups waits, the other computes.
+// queries that see these keys, in every query head that uses the key-value head. The tiles of scores are
+// transposed: rows are keys, and columns are queries. The probabilities and the gradients of the scores are
+// the left operands of the products with grad_out and q. They stay in the registers in which they were
+// computed. While one of the two computing warpgroups waits, the other one computes.
 
 #include "cuda/attention/attention_backward.h"
 #include "cuda/attention/attention_hopper.h"
@@ -9,16 +10,18 @@
 namespace shoestring::cuda {
 namespace {
 
-// A lane holds D / 2 elements of each sum, and queries / 2 elements each of the scores and of their
-// gradients. Their packed copies take half as many registers. Above 128 features, registers cannot hold both
-// sums, so a launch computes one of them. The softcap takes registers, too.
+// Tile sizes, which registers limit. With D features, a lane holds D / 2 elements of the gradient of keys and
+// as many of the gradient of values. It also holds queries / 2 scores and as many gradients of scores; their
+// packed 16-bit copies take half as many registers. Above 128 features, registers cannot hold both gradients,
+// so a launch computes one of them. A softcap takes further registers.
 template <int D, bool capped>
 struct Tile {
   static constexpr int queries = D == 64 && !capped ? 96 : D == 256 || (D == 128 && capped) ? 48 : 64;
   static constexpr int stages = D <= 128 ? 3 : 2;
   using own = HopperTile<64, D>;  // tile with the keys of one warpgroup
   using passing = HopperTile<queries, D>;
-  // Offsets of the tiles in bytes. K is at 0.
+  // Offsets in bytes, in dynamic shared memory, of the tiles of V, Q and grad_out. The tile of K is at offset
+  // 0.
   static constexpr int v = kHopperGroups * own::bytes, q = 2 * v, grad_out = q + stages * passing::bytes;
   static constexpr int shared_bytes = kTileAlignment + grad_out + stages * passing::bytes;
 };
@@ -29,7 +32,8 @@ struct Shared {
   QueryStats stats[Tile::stages][Tile::queries];
 };
 
-// Copies tiles to shared memory. One warp runs this function, and its lane 0 starts the copies.
+// Copies tiles of K, V, Q and grad_out to shared memory. One warp runs this function, and its lane 0 starts
+// the copies.
 template <class tile, bool by_keys>
 __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t, const AttentionGradients& g,
                            const Place& at, int kv_head, const TileRange& range, const HopperMaps& maps,
@@ -63,7 +67,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t,
     const int64_t row = first_row(p, at, head);
     for (int i = lane(); i < tile::queries; i += kWarp)
       shared.stats[stage][i] = stats_of(t, g, row, at.queries, query + i);
-    if (foreign) {  // only the last tile of each head has rows of another sequence
+    if (foreign) {  // only the last tile of each head can contain queries of another sequence
       mbarrier_wait(shared.landed, nth & 1);
       clear_rows<passing>(q_tile, at.queries - query);
       clear_rows<passing>(grad_tile, at.queries - query);
@@ -133,7 +137,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
       start_scores(step);
       if constexpr (by_values) wgmma_wait<1>(sums_v);
       if constexpr (by_keys) wgmma_wait<1>(sums_k);
-      __syncwarp();  // all lanes have read the statistics of this stage
+      __syncwarp();  // waits until all lanes have read the statistics of this stage
       if (lane() == 0) mbarrier_arrive(shared.empty[stage]);
     }
     if constexpr (by_values) wgmma_wait<0>(sums_v);
@@ -155,8 +159,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionGradient
   }
 }
 
-// The budget counts the registers at launch. Dynamic shared memory takes 105 KiB for 64 features, 161 KiB for
-// 96 and 128, 193 KiB for 192, and 225 KiB for 256.
+// The registers in the budget are those at launch. Dynamic shared memory takes 105 KiB for 64 features, 161
+// KiB for 96 and 128, 193 KiB for 192, and 225 KiB for 256.
 // Budget: 168 registers, 2368 bytes shared, no spills.
 template <class T, int D, bool by_values, bool by_keys, bool capped>
 __global__ void __launch_bounds__(kHopperThreads, 1)
@@ -168,7 +172,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
                              [](const char* text) { stop(text); });
   if (at.tile < 0) return;
   const Window window(p, at);
-  // All heads of the group have the same range of queries.
+  // For every query head that uses the key-value head, the block iterates over this range of queries.
   const TileRange range = queries_that_see(at, window, tile::queries);
 
   __shared__ Shared<tile> shared;
@@ -177,7 +181,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     mbarrier_init(shared.own_full, 1);
     mbarrier_init(shared.landed, 1);
     for (int i = 0; i < tile::stages; ++i) {
-      mbarrier_init(shared.full[i], 2);  // two arrivals: the copies and the statistics
+      // each phase needs two arrivals: one for the copies and one for the statistics
+      mbarrier_init(shared.full[i], 2);
       mbarrier_init(shared.empty[i], 4 * kHopperGroups);
     }
     mbarrier_init_fence();

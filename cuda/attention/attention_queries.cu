@@ -1,7 +1,7 @@
-// The gradient of the queries on CUDA. A block has 64 queries of a head, with their upstream gradients, and
-// iterates over the keys that they see. The next tiles of K and V arrive while the current ones are in use.
-// The gradient of the scores is the left operand of the second product, in the registers where it was
-// computed.
+// The gradient of the queries on CUDA. A block has up to 64 queries of a head, with their rows of grad_out,
+// and iterates over the keys that these queries see. The next tiles of K and V are copied while the current
+// ones are in use. The gradient of the scores is the left operand of the product with K. It is already in the
+// registers where this product reads it.
 
 #include "cuda/attention/attention_backward.h"
 
@@ -48,7 +48,8 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
   float by_q[D / 8][4] = {};
   for (int key = begin, stage = 0; key < end; key += keys, stage ^= 1) {
     cp_async_wait<0>();
-    __syncthreads();  // this stage has arrived, and no warp reads the other one any more
+    // waits until the copies for this step have arrived and no warp still reads the other stage
+    __syncthreads();
     if (key + keys < end) start_copies(key + keys, stage ^ 1);
     const unsigned char* k_tile = passing + stage * 2 * keys * pitch;
     float s[keys / 8][4] = {}, by[keys / 8][4] = {};
@@ -62,8 +63,8 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
 }
 
 // Dynamic shared memory takes kBackwardShared bytes: 68 KiB for 128 features of 16 bits, and at most 99 KiB.
-// A lane holds D / 2 elements of the result. It also holds 16 elements each of the scores and of their
-// gradients, or 8 or 4 if a row has more than 256 bytes.
+// With D features, a lane holds D / 2 elements of the gradient. It also holds 16 scores and 16 gradients of
+// scores. If a row of features has more than 256 bytes, it holds 8 of each, and above 512 bytes 4 of each.
 // Budget: 255 registers, 0 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads<T, D>, 2)

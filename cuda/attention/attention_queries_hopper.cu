@@ -1,6 +1,7 @@
-// The gradient of the queries on Hopper. A block has 128 queries of a head, with their upstream gradients,
-// and iterates over the keys that they see. While a warpgroup computes exponentials, the tensor cores add the
-// tile before to the gradient and multiply grad_out with the current tile of V.
+// The gradient of the queries on Hopper. A block has 128 queries of a head, with their rows of grad_out, and
+// iterates over the keys that these queries see. While a warpgroup computes exponentials for a tile of keys,
+// the tensor cores do two other products. They add the previous tile's part to the gradient, and multiply
+// grad_out by the current tile of V.
 
 #include "cuda/attention/attention_backward.h"
 #include "cuda/attention/attention_hopper.h"
@@ -8,8 +9,9 @@
 namespace shoestring::cuda {
 namespace {
 
-// A lane holds D / 2 elements of the sums, and keys / 2 elements each of the scores and of their gradients.
-// The packed copies take half as many registers. A tile of K is read a second time while the next tile is in
+// Tile sizes, which registers limit. With D features, a lane holds D / 2 elements of the gradient of queries.
+// It also holds keys / 2 scores and as many gradients of scores; their packed 16-bit copies take half as many
+// registers. A tile of K is needed for the scores, and again for the gradient while the next tile of K is in
 // use.
 template <int D>
 struct Tile {
@@ -17,7 +19,8 @@ struct Tile {
   static constexpr int k_stages = D == 256 ? 2 : 3, v_stages = 2;
   using own = HopperTile<64, D>;  // tile with the queries of one warpgroup
   using passing = HopperTile<keys, D>;
-  // Offsets of the tiles in bytes. Q is at 0.
+  // Offsets in bytes, in dynamic shared memory, of the tiles of grad_out, K and V. The tile of Q is at offset
+  // 0.
   static constexpr int grad_out = kHopperGroups * own::bytes, k = 2 * grad_out,
                        v = k + k_stages * passing::bytes;
   static constexpr int shared_bytes = kTileAlignment + v + v_stages * passing::bytes;
@@ -30,7 +33,8 @@ struct Barriers {
       v_empty[Tile<D>::v_stages];
 };
 
-// Copies tiles to shared memory. One warp runs this function, and its lane 0 starts the copies.
+// Copies tiles of Q, grad_out, K and V to shared memory. One warp runs this function, and its lane 0 starts
+// the copies.
 template <int D>
 __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head, const TileRange& range,
                            const HopperMaps& maps, unsigned char* tiles, Barriers<D>& barriers) {
@@ -63,7 +67,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
       mbarrier_arrive_expect(v_full, passing::bytes);
       load_tile<passing>(v_tile, maps.v, v_full, at.first_key + key, kv_head, sequence);
     }
-    if (foreign) {  // only the last tile has rows of another sequence
+    if (foreign) {  // only the last tile can contain keys of another sequence
       mbarrier_wait(barriers.landed, 0);
       clear_rows<passing>(k_tile, at.keys - key);
       clear_rows<passing>(v_tile, at.keys - key);
@@ -151,8 +155,8 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
                    {p.scale, p.scale});
 }
 
-// The budget counts the registers at launch. Dynamic shared memory takes 93 KiB for 64 features, 185 KiB for
-// 96 and 128, 217 KiB for 192, and 225 KiB for 256.
+// The registers in the budget are those at launch. Dynamic shared memory takes 93 KiB for 64 features, 185
+// KiB for 96 and 128, 217 KiB for 192, and 225 KiB for 256.
 // Budget: 168 registers, 96 bytes shared, no spills.
 template <class T, int D>
 __global__ void __launch_bounds__(kHopperThreads, 1)

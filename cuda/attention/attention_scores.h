@@ -1,8 +1,9 @@
 #pragma once
 
-// The steps between the two products of attention: cap, bias, ALiBi, window and dropout. The options are
-// tested once for each tile, so a call without options pays only for a branch. Positions count within a
-// sequence, and each block finds its sequence by itself.
+// The steps between the two matrix products of attention: softcap, bias, ALiBi, window and dropout. The
+// kernels test once per tile whether the call uses any of these options, so without options the cost is one
+// branch. The positions of queries and keys count from the start of their sequence. In packed tensors, each
+// block searches for the sequence that contains its tile.
 
 #include <climits>
 #include <cstdint>
@@ -19,18 +20,21 @@ namespace shoestring::cuda {
 using kernels::AttentionProblem;
 using kernels::BiasType;
 
-constexpr int kFar = 1 << 30;  // twice any distance between tokens; the host limits their number
+// greater than any distance between tokens: the host allows at most 2^29 tokens
+constexpr int kFar = 1 << 30;
 
-/// A tile of a sequence. tile is -1 if there is no tile for the index. If packed, first_query and first_key
-/// are the offsets of the sequence's tokens.
+/// A tile of queries or keys within its sequence. `tile` is -1 if a block has no tile. In packed tensors,
+/// first_query and first_key are the offsets at which the sequence's tokens begin; otherwise they are 0.
 struct Place {
   int sequence, tile;
   int first_query, queries, first_key, keys;
 };
 
-/// Returns tile number `index` among the tiles of `rows` queries, or keys, of all sequences. Sequences of
-/// equal length alternate from tile to tile; packed sequences follow each other. All lanes of a warp get the
-/// same tile. Calls end(text) if the offsets are invalid.
+/// Returns the tile with number `index` of all tiles of all sequences. A tile has `rows` queries, or keys if
+/// of_keys. For sequences of equal length, the index counts the first tiles of all sequences, then the second
+/// tiles, and so on. For packed sequences, it counts the tiles of one sequence after the other. All lanes of
+/// a warp call the function with the same index. The function calls end(text) if the offsets cu_seqlens are
+/// invalid.
 template <class End>
 __device__ Place find_tile(const AttentionProblem& p, bool of_keys, int index, int rows, End end) {
   const int sequences = static_cast<int>(p.batch), queries = static_cast<int>(p.queries),
@@ -78,7 +82,7 @@ __device__ inline Place find_tile(const AttentionProblem& p, bool of_keys, int i
   return find_tile(p, of_keys, index, rows, [](const char* text) { fail(text); });
 }
 
-/// Returns the number of tiles, or slightly more if packed.
+/// Returns the number of tiles of all sequences; for packed sequences, an upper bound of it.
 inline int64_t tile_count(const AttentionProblem& p, bool of_keys, int rows) {
   const int64_t tokens = of_keys ? p.keys : p.queries;
   return p.cu_seqlens_q != nullptr ? tokens / rows + p.batch : (tokens + rows - 1) / rows * p.batch;
@@ -94,7 +98,7 @@ struct Window {
   }
 };
 
-/// Returns the row of lse of a sequence's first query.
+/// Returns the index of a sequence's first query in the tensor lse.
 __device__ inline int64_t first_row(const AttentionProblem& p, const Place& at, int head) {
   return (p.cu_seqlens_q != nullptr ? int64_t{head} : int64_t{at.sequence} * p.heads + head) * p.queries +
          at.first_query;
@@ -113,8 +117,8 @@ __device__ inline float bias_value(const AttentionProblem& p, int64_t at) {
   }
 }
 
-/// The scores of one sequence and one head. A warp's tile is (16 rows, kTiles * 8 columns). Rows are queries
-/// or, if `turned`, keys.
+/// Computes the scores of one sequence and one head. A warp's tile of scores has 16 rows and kTiles * 8
+/// columns. The rows are queries and the columns keys, or the other way round if `turned`.
 class Scores {
  public:
   __device__ Scores(const AttentionProblem& problem, const Place& place, int head)
@@ -131,8 +135,9 @@ class Scores {
     }
   }
 
-  /// Converts products to scores. A score times `factor` is an exponent of 2, and -inf marks keys that a
-  /// query does not see. Multiplies `by` by the derivative of the cap, unless `by` is null.
+  /// Converts the products q k^T in s to scores, or to -inf for keys that a query does not see. The
+  /// exponential of a score x is 2^(x * factor). Unless `by` is null, multiplies it by the derivative of the
+  /// softcap.
   template <bool turned, int kTiles>
   __device__ void apply(float (&s)[kTiles][4], float (*by)[4], int first_row, int first_column) const {
     const int q = turned ? first_column : first_row, k = turned ? first_row : first_column;
@@ -166,13 +171,13 @@ class Scores {
 
   __device__ bool drops() const { return p.seed != nullptr; }
 
-  /// Returns a mask of probabilities: bit 4 j + i is 1 if s[j][i] is kept.
+  /// Returns a bit mask of the probabilities that dropout keeps: bit 4 j + i is 1 if s[j][i] is kept.
   template <bool turned, int kTiles>
   __device__ uint32_t kept(int first_row, int first_column) const {
     const auto seed = static_cast<uint64_t>(*p.seed);
     const int l = lane(), g = l / 4, t = l % 4;
     uint32_t all = 0;
-    if constexpr (turned) {  // a lane draws bits for one query and eight keys, in two tiles
+    if constexpr (turned) {  // a lane draws the bits of one query and eight keys, for two of the 8 x 8 tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         const uint32_t own = draw(seed, first_column + (j + l / 16) * 8 + l % 8, first_row / 8 + l / 8 % 2);
@@ -182,7 +187,7 @@ class Scores {
           all |= (__shfl_sync(kAllLanes, own, from) >> g & 1) << (4 * j + e);
         }
       }
-    } else {  // a lane draws bits for its two queries in one of four tiles
+    } else {  // a lane draws the bits of its two queries and eight keys, for one of four 8 x 8 tiles
 #pragma unroll
       for (int j = 0; j < kTiles; j += 4) {
         const int group = first_column / 8 + j + t;
@@ -201,10 +206,11 @@ class Scores {
   Place at;
   Window window;
   float factor;
-  int64_t row;  // row of lse of the sequence's first query
+  int64_t row;  // index of the sequence's first query in the tensor lse
 
  private:
-  // Returns eight bits for a query and eight keys. A bit is 1 if the probability is kept.
+  // Returns eight dropout bits, for a query and the eight keys from 8 * group on. A bit is 1 if the
+  // probability is kept.
   __device__ uint32_t draw(uint64_t seed, int query, int group) const {
     const uint64_t step = uint64_t{kernels::kAttentionStream} << 32 | static_cast<uint32_t>(row + query);
     const kernels::Random4 random = kernels::philox_at(seed, step, static_cast<uint64_t>(group));

@@ -1,11 +1,11 @@
 #pragma once
 
-// Tiles of rows in shared memory, and the two kinds of product in attention, forward and backward:
-// - rows times rows: scores = q k^T and grad_out v^T. Both operands are in shared memory.
-// - scores times rows: out = p v and each gradient. The left operand is the first product's result, in
-//   registers.
-// A warp has 16 rows of the result. An fp32 number is split into two TF32 numbers; three products of these
-// give 22 bits.
+// Tiles in shared memory, and the two kinds of matrix product in attention's forward and backward:
+// - rows times rows: scores = q k^T, and grad_out v^T. Both operands are in shared memory.
+// - scores times rows: out = p v, and the gradients of q, k and v. The left operand is in the registers that
+//   hold the result of a product of the first kind.
+// A warp computes 16 rows of the result. In fp32, each number is split into two TF32 numbers; three TF32
+// products then give a precision of 22 bits.
 
 #include <cstdint>
 
@@ -16,13 +16,13 @@
 
 namespace shoestring::cuda {
 
-/// Bytes from one row of a tile to the next. This is an odd multiple of 16, so that eight rows are in
-/// different banks.
+/// Bytes from one row of a tile in shared memory to the next. The pitch is an odd multiple of 16, so that
+/// eight rows are in different banks.
 template <class T, int kFeatures>
 constexpr int kPitch = kFeatures * static_cast<int>(sizeof(T)) + 16;
 
-/// Starts copies of rows [first, first + kRows) to a tile. Rows from `end` on, and features from `features`
-/// on, become zero. vectors: rows begin at multiples of 16 bytes.
+/// Starts copies of rows [first, first + kRows) of a matrix to a tile in shared memory. Rows from `end` on
+/// and features from `features` on become zero. `vectors` says that the rows begin at multiples of 16 bytes.
 template <class T, int kFeatures, int kRows, int kThreads>
 __device__ void copy_rows(unsigned char* tile, const T* from, int64_t stride, int first, int end,
                           int features, bool vectors) {
@@ -54,7 +54,8 @@ __device__ inline Tf32Pair split(float x) {
   return {high, to_tf32(x - __uint_as_float(high))};
 }
 
-/// Computes c += a b with three products of TF32 numbers. The small terms are added first.
+/// Computes c += a b in fp32 precision, with three products of TF32 numbers. The products with a small part
+/// are added first.
 __device__ inline void mma_split(float (&c)[4], const Tf32Pair (&a)[4], float b0, float b1) {
   const Tf32Pair x = split(b0), y = split(b1);
   const uint32_t high_a[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
@@ -65,7 +66,7 @@ __device__ inline void mma_split(float (&c)[4], const Tf32Pair (&a)[4], float b0
   mma_16x8x8_tf32(c, high_a, high_b);
 }
 
-/// Packs two numbers into a register, the first one in the low half.
+/// Rounds two numbers to T and packs them into a register, with x in the lower half.
 template <class T>
 __device__ uint32_t pack(float x, float y) {
   T pair[2];
@@ -75,7 +76,8 @@ __device__ uint32_t pack(float x, float y) {
   return bits;
 }
 
-/// Computes c (16, kColumns) += a b^T, for the 16 rows at a and the kColumns rows at b.
+/// Computes c += a b^T, where c is (16, kColumns). a and b are the addresses of 16 and of kColumns rows in
+/// shared memory.
 template <class T, int kFeatures, int kColumns>
 __device__ void rows_times_rows(float (&c)[kColumns / 8][4], const unsigned char* a, const unsigned char* b) {
   constexpr int pitch = kPitch<T, kFeatures>;
@@ -88,7 +90,8 @@ __device__ void rows_times_rows(float (&c)[kColumns / 8][4], const unsigned char
       uint32_t left[4];
       ldmatrix(left, a + k * 2);
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 2) {  // one ldmatrix loads two fragments
+      // one ldmatrix loads the fragments of two columns of 8 x 8 tiles
+      for (int j = 0; j < kColumns / 8; j += 2) {
         uint32_t right[4];
         ldmatrix(right, b + j * 8 * pitch + k * 2);
         mma_16x8x16<T>(c[j], left, {right[0], right[1]});
@@ -109,8 +112,8 @@ __device__ void rows_times_rows(float (&c)[kColumns / 8][4], const unsigned char
   }
 }
 
-/// Computes c (16, kFeatures) += p b. p (16, kRows) is in registers, as rows_times_rows leaves it. b is the
-/// kRows rows of a tile.
+/// Computes c += p b, where c is (16, kFeatures). p, (16, kRows), is in the registers in which
+/// rows_times_rows computed it. b is the address of kRows rows in shared memory.
 template <class T, int kRows, int kFeatures>
 __device__ void scores_times_rows(float (&c)[kFeatures / 8][4], const float (&p)[kRows / 8][4],
                                   const unsigned char* b) {
@@ -131,8 +134,8 @@ __device__ void scores_times_rows(float (&c)[kFeatures / 8][4], const float (&p)
       }
     }
   } else {
-    // A lane holds columns 2t and 2t + 1 of p, but the instruction expects columns t and t + 4. The rows of b
-    // are read in an order that makes up for this.
+    // With t = lane % 4, a lane holds columns 2t and 2t + 1 of p. The mma instruction expects columns t and t
+    // + 4. To make up for this, the rows of b are read in the corresponding order.
     const float* from = reinterpret_cast<const float*>(b + l % 4 * 2 * pitch) + l / 4;
     constexpr int next = pitch / 4;
 #pragma unroll
@@ -146,8 +149,9 @@ __device__ void scores_times_rows(float (&c)[kFeatures / 8][4], const float (&p)
   }
 }
 
-/// Stores a warp's rows to rows [first, end) of `to`. `by` holds the factors of the upper and the lower eight
-/// rows. pairs: two adjacent elements may be stored at once.
+/// Multiplies a warp's 16 rows of c by factors and stores them to rows [first, end) of `to`. A lane holds
+/// elements of two rows, one of the first eight rows and one of the last eight; `by` has the factors of these
+/// two rows. `pairs` says that the alignment allows storing two adjacent elements at once.
 template <class T, int kFeatures>
 __device__ void store_rows(T* to, int64_t stride, int first, int end, int features, bool pairs,
                            const float (&c)[kFeatures / 8][4], const float (&by)[2]) {

@@ -4,9 +4,9 @@
 
 namespace shoestring::cuda {
 
-/// Ends the launch with an error message without making the host wait. The GPU prints `text` on stderr, and
-/// every later CUDA call of the process fails, as after a PyTorch device assertion. `assert` would not do,
-/// because release builds remove it.
+/// Aborts the kernel with an error message. The host does not have to wait for the kernel. The GPU prints
+/// `text` on stderr, and every later CUDA call of the process fails, as after a PyTorch device assertion.
+/// `assert` is no alternative, because release builds remove it.
 __device__ inline void fail(const char* text) {
 #if defined(__CUDA_ARCH__)
   __assert_fail(text, __FILE__, __LINE__, "");
@@ -15,8 +15,8 @@ __device__ inline void fail(const char* text) {
 #endif
 }
 
-/// Ends the launch like fail() but without a message; only the emulator reports `text`. For code in which a
-/// function call is expensive, because wgmma operations must have finished before a call.
+/// Aborts the kernel like fail(), but without a message; only the emulator reports `text`. It is for kernels
+/// with wgmma, in which a function call is expensive: all wgmma operations must finish before the call.
 __device__ inline void stop(const char* text) {
 #if defined(__CUDA_ARCH__)
   __trap();

@@ -9,8 +9,8 @@ __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float to_float(__half x) { return __half2float(x); }
 
-/// Converts two numbers at once, which saves an instruction for bf16: the lower one is a shift, the upper one
-/// a mask.
+/// Converts two adjacent numbers to fp32, which for bf16 takes two instructions: the lower number is shifted,
+/// the upper one masked.
 __device__ inline float2 to_floats(const float* x) { return {x[0], x[1]}; }
 __device__ inline float2 to_floats(const __half* x) { return {to_float(x[0]), to_float(x[1])}; }
 __device__ inline float2 to_floats(const __nv_bfloat16* x) {
@@ -19,7 +19,7 @@ __device__ inline float2 to_floats(const __nv_bfloat16* x) {
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
 }
 
-/// Rounds to nearest, ties to even.
+/// Rounds an fp32 number to T, to nearest, ties to even.
 template <class T>
 __device__ T rounded(float x);
 template <>
@@ -35,7 +35,8 @@ __device__ inline __half rounded<__half>(float x) {
   return __float2half_rn(x);
 }
 
-/// Rounds two numbers at once, with one instruction for the 16-bit types.
+/// Rounds x and y to the type of `to` and stores both. The 16-bit types need one rounding instruction for
+/// both numbers.
 __device__ inline void round_pair(float x, float y, float* to) {
   to[0] = x;
   to[1] = y;

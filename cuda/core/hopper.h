@@ -1,38 +1,40 @@
 #pragma once
 
-// Instructions of Hopper GPUs for kernels that are compiled for sm_90a only. They are barriers that count
-// arrivals and bytes, tile copies that complete on such barriers (TMA), and the transfer of registers between
-// warpgroups. A warpgroup is four warps whose first index is a multiple of 4. The matrix products are in
-// wgmma.h, the host code for tensor maps in tensor_map.h.
+// Instructions of Hopper GPUs, for kernels that are compiled for sm_90a only: barriers that count arrivals
+// and bytes, tile copies (TMA) that complete on such barriers, and the transfer of registers between
+// warpgroups. A warpgroup is four warps; the index of its first warp is a multiple of 4. The matrix products
+// are in wgmma.h, and the host code for tensor maps is in tensor_map.h.
 //
 // A tile in shared memory has rows of 128 bytes and starts at a multiple of 1024 bytes. Its 16-byte chunks
-// are swizzled: the index of the chunk (address bits 4 to 6) is xor-ed with that of the row (bits 7 to 9). So
-// the same chunk of eight consecutive rows is in eight different groups of banks.
+// are swizzled: the chunk's index in its row (address bits 4 to 6) is xor-ed with the row's index (bits 7 to
+// 9). So chunks with the same index in eight consecutive rows are in eight different groups of banks.
 
 #include <cstdint>
 
 #include "cuda/core/ptx.h"
 
 #if defined(__CUDACC__)
-#include <cuda.h>  // only for the type: libcuda is not linked
+#include <cuda.h>  // for the type CUtensorMap only: the library does not link libcuda
 #else
-#include "hopper_emulation.h"  // the emulator defines the same functions
+#include "hopper_emulation.h"  // defines the same functions as this header, for the emulator
 #endif
 
 namespace shoestring::cuda {
 
-/// A barrier in shared memory. A phase completes when `arrivals` threads have arrived and all announced bytes
-/// have been copied; then the next phase begins. Phases have the parities 0, 1, 0, ...
+/// A barrier (mbarrier) in shared memory. A phase of the barrier completes when `arrivals` threads have
+/// arrived and all announced bytes have been copied; then the next phase begins. The phases have the parities
+/// 0, 1, 0, ...
 struct alignas(8) Mbarrier {
   uint64_t state;
 };
 
 #if defined(__CUDACC__)
 
-/// A kernel takes a tensor map as a parameter `const __grid_constant__ TensorMap`.
+/// A TMA descriptor. A kernel takes it as a parameter of type `const __grid_constant__ TensorMap`.
 using TensorMap = CUtensorMap;
 
-/// Initialises a barrier. One thread calls it, and then mbarrier_init_fence(), before the block synchronises.
+/// Initialises a barrier in shared memory. One thread calls this function and then mbarrier_init_fence(). The
+/// other threads of the block may use the barrier after a __syncthreads().
 __device__ inline void mbarrier_init(Mbarrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
                : "memory");
@@ -41,20 +43,22 @@ __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Arrives at the barrier. Threads that wait for the phase see everything this thread did before.
+/// Arrives at the barrier. Threads that wait for the barrier's phase then see all writes that this thread did
+/// before.
 __device__ inline void mbarrier_arrive(Mbarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-/// Announces `bytes` of copies that this thread starts afterwards, and arrives.
+/// Announces that this thread will start copies of `bytes` bytes in this phase of the barrier, and arrives at
+/// the barrier.
 __device__ inline void mbarrier_arrive_expect(Mbarrier& barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
                "r"(bytes)
                : "memory");
 }
 
-/// Waits until the phase of this parity has completed and the phase of the other parity is in progress. On a
-/// new barrier, a wait for parity 1 returns at once.
+/// Waits until the barrier's phase of this parity has completed, that is, while the current phase has this
+/// parity. On a new barrier, a wait for parity 1 returns at once.
 __device__ inline void mbarrier_wait(Mbarrier& barrier, int parity) {
   asm volatile(
       "{\n"
@@ -67,13 +71,14 @@ __device__ inline void mbarrier_wait(Mbarrier& barrier, int parity) {
       : "memory");
 }
 
-/// Makes this thread's writes to shared memory visible to later tile copies and matrix products. To include
-/// other threads' writes, each of them calls it before a barrier.
+/// Makes this thread's writes to shared memory visible to later TMA copies and wgmma products. For the writes
+/// of several threads, each of them calls this function before a common barrier.
 __device__ inline void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// Starts the copy of a tensor map's box to a swizzled tile; one thread calls it. `at` is the box's first
-/// element, innermost dimension first; that coordinate must not be negative. Elements outside the tensor
-/// become zeros. The barrier receives the bytes of the whole box.
+/// Starts the copy of a box of a tensor to a swizzled tile in shared memory. One thread calls this function.
+/// `at` is the index of the box's first element, innermost dimension first; the innermost index must not be
+/// negative. Elements outside the tensor become zeros. The copy reports the bytes of the whole box to the
+/// barrier.
 template <int rank>
 __device__ void tma_load(void* tile, const TensorMap& map, Mbarrier& barrier, const int (&at)[rank]) {
   static_assert(rank >= 3 && rank <= 5, "a tensor map has three to five dimensions");
@@ -100,9 +105,9 @@ __device__ void tma_load(void* tile, const TensorMap& map, Mbarrier& barrier, co
   }
 }
 
-/// Changes the number of registers per thread from here on, to a multiple of 8 from 24 to 256. A whole
-/// warpgroup calls it, to release registers or to wait until enough are free. The kernel needs
-/// __launch_bounds__(threads, 1).
+/// Reduces or raises the number of registers per thread, from here on, to `count`: a multiple of 8 from 24 to
+/// 256. All threads of a warpgroup call it. registers_grow waits until other warpgroups have released enough
+/// registers. The kernel needs __launch_bounds__(threads, 1).
 template <int count>
 __device__ void registers_shrink() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));

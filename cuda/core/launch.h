@@ -6,9 +6,9 @@
 
 namespace shoestring::cuda {
 
-/// Launches a kernel and returns an error text or null. All kernels are launched by this function.
-/// shared_bytes is the size of the memory that dynamic_shared() returns. Above 48 KiB the kernel's attribute
-/// is set first.
+/// Launches a kernel and returns an error text or null. Every kernel of the library is launched by this
+/// function. shared_bytes is the size of the memory that dynamic_shared() returns. Sizes above 48 KiB need an
+/// attribute of the kernel, which is set first.
 template <class... Parameters, class... Arguments>
 const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, void* stream,
                    Arguments... arguments) {
@@ -29,7 +29,7 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
 #endif
 }
 
-/// Returns the launch's dynamic shared memory, aligned to 16 bytes.
+/// Returns the kernel's dynamic shared memory, which is aligned to 16 bytes.
 __device__ inline unsigned char* dynamic_shared() {
 #if defined(__CUDACC__)
   extern __shared__ __align__(16) unsigned char shoestring_dynamic_shared[];

@@ -1,7 +1,7 @@
 #pragma once
 
-// Fast approximations that are one hardware instruction each, where CUDA's own functions take several. Their
-// error is one or two units in the last place, and they treat subnormal numbers as zero.
+// Fast approximations of sqrt, 1 / x, 2^x and log2, one hardware instruction each; CUDA's own functions take
+// several. The error is one or two units in the last place, and subnormal numbers count as zero.
 
 #include <cuda_runtime.h>
 

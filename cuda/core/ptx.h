@@ -1,17 +1,18 @@
 #pragma once
 
 // Inline PTX for instructions that CUDA C++ has no function for. The emulator defines the same functions. All
-// except the barriers and ldmatrix need sm_80. Kernels that use the sm_80 instructions compile for sm_75 and
-// trap there. The host code of such an operator rejects the GPU first.
+// except the barriers and ldmatrix need sm_80. Kernels that use instructions of sm_80 also compile for sm_75,
+// but would trap there. The host code of such an operator therefore rejects GPUs below sm_80.
 //
-// Layout of matrix fragments in a warp, with g = lane / 4 and t = lane % 4. Each row of the table is one
-// register:
+// Layout of the fragments of mma_16x8x16 (A and B in 16 bits) and mma_16x8x8_tf32 (A and B in TF32). With g =
+// lane / 4 and t = lane % 4, each line of the table says which elements a register of a lane holds. The lower
+// k is in the lower half of a register.
 //   16 bit, A (16, 16)                 B (16, 8)                    TF32, A (16, 8)    B (8, 8)
 //   a[0]  row g      k 2t, 2t + 1      b[0]  k 2t, 2t + 1  col g    row g      k t     k t      col g
 //   a[1]  row g + 8  k 2t, 2t + 1      b[1]  k 2t + 8, +9  col g    row g + 8  k t     k t + 4  col g
 //   a[2]  row g      k 2t + 8, +9                                   row g      k t + 4
-//   a[3]  row g + 8  k 2t + 8, +9      the lower k in the low half  row g + 8  k t + 4
-//   C (16, 8), always:  c[0], c[1]  row g, col 2t, 2t + 1;  c[2], c[3]  row g + 8, the same columns
+//   a[3]  row g + 8  k 2t + 8, +9                                   row g + 8  k t + 4
+//   C (16, 8) of either:  c[0], c[1]  row g, col 2t, 2t + 1;  c[2], c[3]  row g + 8, col 2t, 2t + 1
 
 #include <cstdint>
 
@@ -37,9 +38,9 @@ __device__ inline unsigned shared_address(const void* p) {
 
 // ---- asynchronous copies
 
-/// Starts an asynchronous copy of 4, 8 or 16 bytes to shared memory. Both addresses are multiples of that
-/// size. Reads only the first `from_bytes` and fills the rest with zeros. Copies of 16 bytes bypass the L1
-/// cache.
+/// Starts an asynchronous copy of 4, 8 or 16 bytes from global to shared memory. Both addresses must be
+/// multiples of that size. The copy reads only the first `from_bytes` bytes and fills the rest with zeros.
+/// Copies of 16 bytes bypass the L1 cache.
 template <int bytes>
 __device__ void cp_async(void* shared, const void* global, int from_bytes = bytes) {
   static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -52,11 +53,13 @@ __device__ void cp_async(void* shared, const void* global, int from_bytes = byte
   }
 }
 
-/// Closes a group of all copies that this thread started since the last group. A group may be empty.
+/// Makes a group of all asynchronous copies that this thread has started since its last group. A group may be
+/// empty.
 __device__ inline void cp_async_commit() { SHOESTRING_SM80("cp.async.commit_group;" :: : "memory"); }
 
-/// Waits until at most `pending` of this thread's most recent groups are in progress. To use the copies of
-/// other threads, every thread waits and then meets the others at a barrier.
+/// Waits until at most `pending` groups of this thread's asynchronous copies are in progress, always the most
+/// recent ones. To use copies of other threads, every thread first waits for its own, and then all meet at a
+/// barrier.
 template <int pending>
 __device__ void cp_async_wait() {
   SHOESTRING_SM80("cp.async.wait_group %0;" ::"n"(pending) : "memory");
@@ -64,13 +67,15 @@ __device__ void cp_async_wait() {
 
 // ---- named barriers
 
-/// Waits until `threads` threads are at barrier `id`, from 1 to 15; barrier 0 is that of __syncthreads.
-/// `threads` is a multiple of 32 and includes threads that only arrive. Whole warps call it.
+/// Waits until `threads` threads have arrived at the named barrier `id`, 1 to 15. __syncthreads uses barrier
+/// 0. `threads` is a multiple of 32 and includes threads that call barrier_arrive. All lanes of a warp call
+/// the function.
 __device__ inline void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// Arrives at barrier `id` without waiting. Threads that wait there see everything this thread did before.
+/// Arrives at the named barrier `id` without waiting. Threads that wait at the barrier then see all writes
+/// that this thread did before.
 __device__ inline void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -78,8 +83,8 @@ __device__ inline void barrier_arrive(int id, int threads) {
 // ---- matrices: all 32 lanes of a warp execute these instructions together
 
 /// Loads `count` = 1, 2 or 4 matrices of 8 x 8 16-bit values from shared memory. Lane 8 i + r gives the
-/// address of row r of matrix i (16 bytes); addresses of other lanes are ignored. A lane receives row g,
-/// columns 2t and 2t + 1 of each matrix.
+/// address of row r of matrix i (16 bytes); the addresses of lanes from 8 * count on are ignored. With g =
+/// lane / 4 and t = lane % 4, a lane receives columns 2t and 2t + 1 of row g of each matrix.
 template <int count>
 __device__ void ldmatrix(uint32_t (&out)[count], const void* row) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -102,7 +107,8 @@ __device__ void ldmatrix(uint32_t (&out)[count], const void* row) {
   }
 }
 
-/// Loads matrices like ldmatrix, but transposed: a lane receives rows 2t and 2t + 1 of column g.
+/// Loads matrices like ldmatrix, but transposed. With g = lane / 4 and t = lane % 4, a lane receives rows 2t
+/// and 2t + 1 of column g of each matrix.
 template <int count>
 __device__ void ldmatrix_trans(uint32_t (&out)[count], const void* row) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -125,7 +131,7 @@ __device__ void ldmatrix_trans(uint32_t (&out)[count], const void* row) {
   }
 }
 
-/// Computes c += a b with fp32 accumulators. T is __nv_bfloat16 or __half.
+/// Computes c += a b for matrix fragments, with fp32 accumulators. T is __nv_bfloat16 or __half.
 template <class T>
 __device__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
@@ -145,14 +151,14 @@ __device__ inline void mma_16x8x16<__half>(float (&c)[4], const uint32_t (&a)[4]
   SHOESTRING_MMA("m16n8k16.row.col.f32.f16.f16.f32");
 }
 
-/// Computes c += a b in TF32, which uses 10 bits of each operand's mantissa. to_tf32 rounds to 10 bits;
-/// without it, the hardware truncates.
+/// Computes c += a b for matrix fragments in TF32, which has 10 bits of mantissa. The operands should be
+/// results of to_tf32, which rounds; otherwise the hardware truncates them to 10 bits.
 __device__ inline void mma_16x8x8_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   SHOESTRING_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
 }
 #undef SHOESTRING_MMA
 
-/// Rounds to TF32, to nearest, ties away from zero.
+/// Rounds an fp32 number to TF32, to nearest, ties away from zero.
 __device__ inline uint32_t to_tf32(float x) {
   uint32_t bits = 0;
   SHOESTRING_SM80("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));

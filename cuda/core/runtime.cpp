@@ -8,7 +8,8 @@ namespace {
 
 const char* text_of(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // clears the error, so that the next launch does not report it
+  // clears CUDA's last error, so that the next kernel launch does not report this error as its own
+  cudaGetLastError();
   return cudaGetErrorString(error);
 }
 

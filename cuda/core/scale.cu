@@ -1,6 +1,6 @@
-// Multiplies a tensor by a factor on the GPU. The factor is the upstream gradient of a loss and usually 1,
-// and the host must not wait to read it. So the kernel reads the factor first and returns at once if it is 1.
-// The check saves a pass over the gradient of a weight.
+// Multiplies a tensor by a factor that is in GPU memory, so that the host need not wait to read it. The
+// factor is the upstream gradient of a loss and usually 1. The kernel therefore reads it first and returns at
+// once if it is 1, which saves a pass over the tensor.
 
 #include "core/cuda_tables.h"
 #include "core/scale_table.h"
@@ -12,7 +12,8 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Several blocks for every SM, but few enough that an early return is cheap.
+// Maximum number of blocks in a launch: several for every SM, but so few that a launch is cheap if its blocks
+// return at once.
 constexpr int64_t kMaxBlocks = 2048;
 
 template <class T>
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) scale(T* x, int64_t count, const Fac
     for (int i = 0; i < kVector; ++i) values[i] = times(values[i], f);
     store(to, values);
   }
-  // Scales the elements before the first whole vector and after the last one.
+  // Scales the elements before the first 16-byte vector and after the last one.
   const int64_t rest = first < head ? first : first + vectors * kVector;
   if (rest < count) x[rest] = times(x[rest], f);
 }

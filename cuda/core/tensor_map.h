@@ -1,7 +1,7 @@
 #pragma once
 
-// Host code for tma_load (hopper.h): describes a tensor in global memory and the box that one copy loads from
-// it.
+// Host code for TMA copies (tma_load in hopper.h): a tensor map describes a tensor in global memory, and the
+// box of elements that one copy loads.
 
 #include <cstdint>
 
@@ -13,15 +13,15 @@
 
 namespace shoestring::cuda {
 
-/// Encodes the tensor map of a 16-bit tensor (bf16 or fp16, which copies treat alike) with `rank` = 3 to 5
-/// dimensions, innermost first. Sizes are in elements. Strides, of dimension 1 and up, are in bytes. The
-/// strides and the address are multiples of 16. A box has at most 64 elements per row and 256 in each other
-/// dimension. Returns an error text or null.
+/// Encodes the tensor map of a 16-bit tensor with `rank` = 3 to 5 dimensions, innermost first. bf16 and fp16
+/// need the same map. `sizes` are in elements. `strides` are in bytes and leave out the innermost dimension.
+/// The strides and the address must be multiples of 16. `box` has at most 64 elements in the innermost
+/// dimension and 256 in each other one. Returns an error text or null.
 inline const char* encode_tensor_map(TensorMap* map, const void* address, int rank, const int64_t* sizes,
                                      const int64_t* strides, const int* box) {
 #if defined(__CUDACC__)
-  // The function pointer comes from the CUDA runtime, so that the library also loads on a machine without a
-  // driver.
+  // cuTensorMapEncodeTiled is looked up in the driver at run time instead of being linked, so that the
+  // library also loads on a machine without a driver.
   static const auto encode = []() -> PFN_cuTensorMapEncodeTiled_v12000 {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found{};

@@ -6,8 +6,8 @@
 
 namespace shoestring::cuda {
 
-/// N values that are loaded or stored together: one access of up to 16 bytes, or several of 16 bytes. The
-/// address must be a multiple of the vector's size, or of 16 if the vector is larger.
+/// N values that are loaded or stored together, with one access of up to 16 bytes or several of 16 bytes. The
+/// address must be a multiple of the vector's size; for vectors above 16 bytes, a multiple of 16.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T value[N];
@@ -25,7 +25,7 @@ __device__ void store(T* to, const Vector<T, N>& v) {
   *reinterpret_cast<Vector<T, N>*>(to) = v;
 }
 
-/// Returns true if `p` may be read in vectors of `bytes`, a power of two.
+/// Returns true if `p` is a multiple of `bytes`, a power of two.
 inline bool aligned(const void* p, int bytes = 16) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 }  // namespace shoestring::cuda

@@ -10,7 +10,7 @@ constexpr unsigned kAllLanes = 0xffffffff;
 __device__ inline int lane() { return threadIdx.x % kWarp; }
 __device__ inline int warp() { return threadIdx.x / kWarp; }
 
-/// Combines the values of the 32 lanes. Every lane gets the same result, bit for bit.
+/// Reduces the values of a warp's 32 lanes with combine(a, b). Every lane gets the same result, bit for bit.
 template <class T, class Combine>
 __device__ T warp_reduce(T x, Combine combine) {
 #pragma unroll
@@ -18,7 +18,7 @@ __device__ T warp_reduce(T x, Combine combine) {
   return x;
 }
 
-/// Returns the maximum over the warp, with one instruction from sm_80 on.
+/// Returns the maximum over the lanes of a warp; from sm_80 on this is one instruction.
 __device__ inline unsigned warp_max(unsigned x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(kAllLanes, x);

@@ -1,11 +1,12 @@
 #pragma once
 
-// Hopper's asynchronous matrix products (sm_90a). A warpgroup multiplies a (64, 16) by b (16, n), both of
-// 16-bit numbers, while it does other work. The call sequence is:
+// Hopper's asynchronous matrix products (sm_90a). A warpgroup multiplies matrix a (64, 16) by matrix b (16,
+// n), both of 16-bit numbers, and adds the result to registers d while it does other work. The call sequence
+// is:
 //   wgmma_fence(d); wgmma(d, ...) as often as needed; wgmma_commit(); ... ; wgmma_wait<pending>(d);
-// Between the first product and the wait, no code may access the registers d or write to the registers of a
-// or to the operands in shared memory. The fragments are those of mma_16x8x16 (ptx.h). Warp w has rows 16 w
-// to 16 w + 15, and d[j] has columns 8 j to 8 j + 7.
+// Between the first wgmma and the wait, no code may access the registers d. Nor may it write to the registers
+// of a, or to the operands in shared memory. The fragments have the layout of mma_16x8x16 (ptx.h). Warp w of
+// the warpgroup has rows 16 w to 16 w + 15, and d[j] has columns 8 j to 8 j + 7.
 
 #include <cstdint>
 #include <type_traits>
@@ -14,28 +15,30 @@
 
 namespace shoestring::cuda {
 
-/// Returns the operand descriptor of a swizzled tile (rows, 64) as written by tma_load. The descriptor
-/// offsets below are added to it.
+/// Returns the wgmma descriptor of a swizzled tile (rows, 64) in shared memory, as tma_load writes it. The
+/// functions below return offsets to add to such a descriptor.
 __device__ inline uint64_t wgmma_operand(const void* tile) {
   const uint64_t at = shared_address(tile);
   return (at & 0x3ffff) >> 4 | uint64_t{16 >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
-/// Returns the descriptor offset of a tile that starts `bytes` later, a multiple of 1024.
+/// Returns the wgmma descriptor offset of a tile that starts `bytes` bytes later; `bytes` is a multiple of
+/// 1024.
 __device__ constexpr uint64_t wgmma_bytes(int bytes) { return static_cast<uint64_t>(bytes >> 4); }
-/// Returns the descriptor offset for a product that sums over the tile's rows. The next 64 columns are
-/// `panel` bytes further on.
+/// Returns the wgmma descriptor offset for products that sum over the rows of a tile, instead of its columns.
+/// The next 64 columns of the operand are `panel` bytes further on.
 __device__ constexpr uint64_t wgmma_rows_together(int panel) {
   return static_cast<uint64_t>(panel / 16 - 1) << 16;
 }
-/// Returns the descriptor offset for an operand that starts at row or column k, a multiple of 16.
+/// Returns the wgmma descriptor offset of the 16 columns of an operand that start at column k; if
+/// rows_together, of the 16 rows that start at row k. k is a multiple of 16.
 __device__ constexpr uint64_t wgmma_step(int k, bool rows_together = false, int panel = 16) {
   return rows_together ? k * 128 >> 4 : (k / 64 * panel + k % 64 * 2) >> 4;
 }
 
 #if defined(__CUDACC__)
 
-/// Prevents the compiler from moving accesses to these registers past this point. Call it for the registers
-/// of a before wgmma_fence(d), which calls it for d.
+/// Prevents the compiler from moving accesses to these registers across this point. Call it for the registers
+/// of operand a before wgmma_fence(d), which itself calls it for the result d.
 template <int tiles>
 __device__ void wgmma_pin(float (&d)[tiles][4]) {
 #pragma unroll
@@ -52,25 +55,27 @@ __device__ void wgmma_pin(uint32_t (&a)[count][4]) {
   }
 }
 
-/// Orders earlier accesses to d and to the registers of a before the first product of a group.
+/// Makes the first wgmma product of a group wait for earlier accesses to the registers of the result d and of
+/// operand a.
 template <int tiles>
 __device__ void wgmma_fence(float (&d)[tiles][4]) {
   wgmma_pin(d);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-/// Closes a group of all products that were issued since the last group.
+/// Makes a group of all wgmma products that were started since the last group.
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Waits until at most `pending` of the most recent groups are in progress. d belongs to a group that has
-/// then finished.
+/// Waits until at most `pending` of the most recent groups of wgmma products are in progress. d must be the
+/// result of a group that is then finished.
 template <int pending, int tiles>
 __device__ void wgmma_wait(float (&d)[tiles][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
   wgmma_pin(d);
 }
 
-// Asm operands for the registers of d: one tile, eight tiles, and all tiles of each product width n.
+// The asm operands for the registers of the result d: of one tile of 8 columns, of eight tiles, and of all
+// tiles for each n.
 #define SHOESTRING_D(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define SHOESTRING_D8(j)                                                                               \
   SHOESTRING_D(j), SHOESTRING_D(j + 1), SHOESTRING_D(j + 2), SHOESTRING_D(j + 3), SHOESTRING_D(j + 4), \
@@ -111,8 +116,9 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
   "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
-// OPERANDS holds the asm operand numbers of a and b, in braces if a is in registers. ADD and KN are operand
-// numbers, too. TRANS_A is given only for a in shared memory.
+// Arguments of the macro: OPERANDS holds the asm operand numbers of a and b, in braces if a is in registers.
+// ADD and KN are the operand numbers of `add` and b_is_kn. TRANS_A is given only for an operand a in shared
+// memory.
 #define SHOESTRING_WGMMA_OF(TYPE, N, REGISTERS, D, OPERANDS, ADD, TRANS_A, KN, A)                           \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD                                                  \
                ", 0;\n"                                                                                     \
@@ -128,8 +134,8 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
     SHOESTRING_WGMMA_OF("f16", __VA_ARGS__);                                              \
   }
 
-/// Computes d (64, n) = a b, plus d if `add`. n is 8 per tile of d: 48, 64, 96, 128, 192 or 256. If b_is_kn,
-/// the product sums over the rows of b's tile.
+/// Starts d (64, n) = a b, or d += a b if `add`. a and b are wgmma descriptors. n is 8 * tiles: 48, 64, 96,
+/// 128, 192 or 256. If b_is_kn, the product sums over the rows of b's tile, otherwise over its columns.
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (tiles == 6) {
@@ -153,7 +159,7 @@ __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
                      SHOESTRING_A_SHARED)
   }
 }
-/// Computes the same product with a in registers.
+/// Starts d = a b, or d += a b if `add`, with operand a in registers and b given by its wgmma descriptor.
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], const uint32_t (&a)[4], uint64_t b, bool add) {
   if constexpr (tiles == 6) {

@@ -1,9 +1,9 @@
 #pragma once
 
-// CUDA kernels for activation(gate) * up and its gradients. An activation is a struct constructed from a
-// number: of() is the value and slope() the derivative. Bandwidth limits these kernels, so a thread reads 16
-// bytes of each input. If the caller wants the product, backward computes it from the inputs that it reads
-// for the gradients anyway.
+// CUDA kernels for activation(gate) * up and its gradients. An activation is a struct that is constructed
+// from a number x: of() returns activation(x), and slope() its derivative. Memory bandwidth limits these
+// kernels, so a thread reads 16 bytes of each input. Backward also writes the product activation(gate) * up
+// if the caller wants it, since it reads gate and up anyway.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/convert.h"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The logistic function of x (`of`) and of -x (`of_negative`), both without cancellation.
+// The logistic function of x (in `of`) and of -x (in `of_negative`), both without cancellation.
 struct Logistic {
   float of, of_negative;
   explicit __device__ Logistic(float x) {
@@ -26,8 +26,8 @@ struct Logistic {
   }
 };
 
-// Reads or writes elements [i, i + N) of an array of `count` elements, and none after its end. N is 1 if an
-// array does not begin at a multiple of 16 bytes.
+// Reads or writes elements [i, i + N) of an array of `count` elements, except those after the end of the
+// array. N is 1 if one of the arrays does not begin at a multiple of 16 bytes.
 template <int N, class T>
 __device__ Vector<T, N> read(const T* x, int64_t i, int64_t count) {
   if (i + N <= count) return load<N>(x + i);
@@ -99,7 +99,7 @@ const char* run_backward(const void* grad, const void* gate, const void* up, int
                          void* grad_up, void* out, void* stream) {
   constexpr int kVector = 16 / sizeof(T);
   const bool vectors = aligned(grad) && aligned(gate) && aligned(up) && aligned(grad_gate) &&
-                       aligned(grad_up) && aligned(out);  // a null pointer is aligned
+                       aligned(grad_up) && aligned(out);  // a null pointer counts as aligned
   return start(vectors ? backward<A, T, kVector> : backward<A, T, 1>, count, vectors ? kVector : 1, stream,
                static_cast<const T*>(grad), static_cast<const T*>(gate), static_cast<const T*>(up), count,
                static_cast<T*>(grad_gate), static_cast<T*>(grad_up), static_cast<T*>(out));

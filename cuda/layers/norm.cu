@@ -1,7 +1,7 @@
 // rms_norm and layer_norm on CUDA. A row is read once, stays in registers (16 elements per thread) and is
-// written once. Short rows have a warp each, which needs no barrier; longer rows have a block each. In
-// backward, a group of threads computes many rows. It keeps its sums for the weight's gradient in registers
-// until its last row. A second kernel adds the sums of all groups in a fixed order.
+// written once. A short row is computed by a warp, without barriers, and a longer row by a block. In
+// backward, a warp or block computes many rows. It keeps its sums for the weight's gradient in registers
+// until its last row. A second kernel adds the sums of all warps or blocks in a fixed order.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
   constexpr int kHeld = Threads::kHeld ? kEach / N : 1;
   __shared__ float2 slots[2][kMostWarps];
   const int64_t row = Threads::group(), first = row * norm.features;
-  if (row >= rows) return;  // the whole warp returns
+  if (row >= rows) return;  // `row` is the same in all lanes of a warp, so either all lanes return or none
   const T* x = static_cast<const T*>(io.x) + first;
   const T* residual = io.residual == nullptr ? nullptr : static_cast<const T*>(io.residual) + first;
   T *y = static_cast<T*>(io.y) + first, *sum = static_cast<T*>(io.sum) + first;
@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
   sums = group_sum<kGroup>(sums, slots[0]);
   const float count = static_cast<float>(norm.features);
   float mean = norm.centred ? sums.x / count : 0;
-  // The sum of squares of numbers far from zero would cancel, and the mean has a rounding error. This pass
-  // corrects both.
+  // Second pass of layer_norm, with the differences to the mean. The formula mean(x^2) - mean(x)^2 for the
+  // variance would suffer from cancellation if the mean is large. The pass also corrects the mean's rounding
+  // error.
   if (norm.centred) {
     float2 apart = {0, 0};
     Threads::template sweep<N>(norm.features, [&](int j, int64_t i) {
@@ -64,7 +65,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
     const float shift = sums.x / count;
     mean += shift;
     sums.y -= shift * shift * count;
-    // Rounding may make the sum of squares negative if the numbers of a row are equal.
+    // If all elements of a row are equal, rounding may make the sum of squared differences from the mean
+    // negative.
     sums.y = sums.y < 0 ? 0 : sums.y;
   }
   const float rstd = 1 / sqrtf(sums.y / count + norm.eps);
@@ -100,8 +102,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
   });
 }
 
-// With h the normalised row and g = grad * weight, grad_x is rstd (g - mean(g) - h mean(g h)). The term
-// mean(g) exists only if centred.
+// With h the normalised row and g = grad * weight, grad_x is rstd * (g - mean(g) - h * mean(g * h)).
+// rms_norm, which does not subtract the mean (norm.centred is false), has no term mean(g).
 // Budget: 128 registers, 256 bytes shared, no spills.
 template <class T, int N, Group kGroup>
 __global__ void __launch_bounds__(kMostWarps* kWarp)
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   constexpr int kHeld = Threads::kHeld ? kEach / N : 1;
   __shared__ float2 slots[2][kMostWarps];
   const int64_t part = Threads::group();
-  if (part >= parts) return;  // the whole warp returns
+  if (part >= parts) return;  // `part` is the same in all lanes of a warp, so either all lanes return or none
   float* grad_weight = io.grad_weight == nullptr ? nullptr : io.grad_weight + part * norm.features;
   float* grad_bias = io.grad_bias == nullptr ? nullptr : io.grad_bias + part * norm.features;
   Vector<float, N> to_weight[kHeld], to_bias[kHeld];
@@ -182,7 +184,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarp)
   });
 }
 
-// A block has 32 columns. Each of its 32 warps adds every 32nd row.
+// Sums an fp32 matrix (rows, features) over its rows. A block sums 32 columns. Each of its 32 warps adds
+// every 32nd row.
 // Budget: 48 registers, 4096 bytes shared, no spills.
 template <class T>
 __global__ void __launch_bounds__(kWarp* kWarp)
@@ -205,7 +208,8 @@ bool all_aligned(const Pointers*... pointers) {
   return (aligned(pointers) && ...);
 }
 
-// The group that computes a row, and the launch for `groups` such groups.
+// The kind of thread group that computes a row (a warp or a block), and the launch dimensions for `groups`
+// such thread groups.
 struct Plan {
   Group group;
   int threads;

@@ -1,6 +1,7 @@
 #pragma once
 
-// The group of threads that computes a row of a norm, and the elements of the row that a thread has.
+// The group of threads that computes a row of rms_norm or layer_norm, and the assignment of the row's
+// elements to threads.
 
 #include "cuda/core/convert.h"
 #include "cuda/core/vector.h"
@@ -9,16 +10,20 @@
 namespace shoestring::cuda {
 namespace {
 
-constexpr int kEach = 16;       // elements of a row that a thread holds
-constexpr int kWarps = 4;       // warps per block, if each warp has its own row
-constexpr int kMostWarps = 16;  // most warps of a block that holds one row: 128 registers per thread
-constexpr int kThreads = 256;   // threads of a block whose row is too long for registers and is read again
+constexpr int kEach = 16;  // maximum number of elements of a row that a thread holds in registers
+constexpr int kWarps = 4;  // warps per block, if each warp has its own row
+// Maximum number of warps that compute one row; with this many warps per block, a thread can have 128
+// registers.
+constexpr int kMostWarps = 16;
+// threads per block for a row that does not fit into registers and is therefore read twice
+constexpr int kThreads = 256;
 
-// The group that computes a row: a warp, a block, or a block that cannot hold its row (kLong).
+// The threads that compute one row: a warp (kWarp), a block (kBlock), or a block whose registers cannot hold
+// the row (kLong).
 enum class Group { kWarp, kBlock, kLong };
 
-// Returns the sums of x and of y over all threads of the group, to every thread. Two successive calls need
-// different `slots`, because a thread may still read those of the call before.
+// Returns the sums of x.x and of x.y over all threads of the group, to every thread. Two successive calls
+// need different `slots` in shared memory, because a thread may still read the slots of the previous call.
 template <Group kGroup>
 __device__ float2 group_sum(float2 x, float2* slots) {
   const auto add = [](float a, float b) { return a + b; };
@@ -41,8 +46,8 @@ struct Member {
     return kGroup == Group::kWarp ? int64_t{blockIdx.x} * kWarps + warp() : int64_t{blockIdx.x};
   }
 
-  // Calls body(j, i) for each vector of N elements that this thread has. j is the place of the vector in
-  // registers and i its first element in the row.
+  // Calls body(j, i) for each vector of N elements of the row that belongs to this thread. j is the vector's
+  // index in the thread's registers, and i the index of its first element in the row.
   template <int N, class Body>
   __device__ static void sweep(int64_t features, Body body) {
     if constexpr (kHeld) {
@@ -57,7 +62,7 @@ struct Member {
   }
 };
 
-// Loads N elements of a weight or bias, which has type T or, if wide, fp32.
+// Loads N elements of a norm's weight or bias as fp32. The tensor has dtype fp32 if `wide`, and T otherwise.
 template <int N, class T>
 __device__ Vector<float, N> parameters(const void* from, bool wide, int64_t i) {
   if (wide) return load<N>(static_cast<const float*>(from) + i);

@@ -1,7 +1,8 @@
-// Rotary embedding on CUDA. A team of lanes computes a head of a token, with any strides. It has one lane for
-// each 16-byte vector in the first half of a head. With a norm, the team reads the head twice, the second
-// time from L1. The heads of a token are consecutive, so its angles stay in L1, too. Without a norm, nothing
-// of q and k is saved, because backward is the inverse rotation.
+// Rotary embedding on CUDA, optionally with an RMS norm of each head before it. A team of lanes computes one
+// head of one token, with any strides. The team has one lane for each 16-byte vector in the first half of a
+// head. With a norm, the team reads the head twice, the second time from L1. The heads of a token are
+// computed one after the other, so the token's cosines and sines stay in L1, too. Without a norm, q and k are
+// not saved, because backward is the inverse rotation of the gradient.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -50,9 +51,10 @@ __global__ void __launch_bounds__(kWarps* kWarp) forward(Rope rope, int team_siz
       });
 }
 
-// With h the normalised head, d the gradient rotated back and g = d * weight, grad_x is rstd (g - h mean(g
-// h)). The gradient of the weight is the sum of d h. A team computes every teams-th head. It has its own sums
-// of d h, for queries and for keys, in shared memory.
+// Backward of the rotation, and of the RMS norm before it. With h the normalised head, d the gradient rotated
+// back and g = d * weight, grad_x is rstd * (g - h * mean(g * h)). The gradient of the weight is the sum of d
+// * h over all heads. With n teams, each team computes every n-th head. A team has its own sums of d * h, for
+// queries and for keys, in shared memory.
 // Budget: 128 registers, 0 bytes shared, no spills.
 template <class T, int N>
 __global__ void __launch_bounds__(kWarps* kWarp, 4)
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const int64_t self = team.index();
   team.busy = self < teams;
   float* sums = reinterpret_cast<float*>(dynamic_shared()) + threadIdx.x / team_size * 2 * rope.head_dim;
-  // A lane has the same elements in every head, so no other lane reads or writes its sums.
+  // A lane has elements with the same indices in every head, so no other lane reads or writes its sums.
   const auto each_sum = [&](auto body) {
     team.sweep<N>(
         rope,
@@ -134,8 +136,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   });
 }
 
-// Returns whether all heads, and their halves, begin where vectors of `width` elements may be accessed. One
-// access takes at most 16 bytes.
+// Returns whether the heads of all tensors, and the halves of heads, are aligned for accesses to `width`
+// elements. One access takes at most 16 bytes.
 template <class T>
 bool vectors(const Rope& rope, int width) {
   const int bytes = width * static_cast<int>(sizeof(T)) < 16 ? width * static_cast<int>(sizeof(T)) : 16;
@@ -150,7 +152,7 @@ bool vectors(const Rope& rope, int width) {
   return all;
 }
 
-// Returns the number of lanes in a team, a power of two. Each lane has `width` pairs of a head at a time.
+// Returns the number of lanes in a team, a power of two. Each lane handles `width` pairs of a head at a time.
 int team_size(const Rope& rope, int width) {
   int size = 1;
   while (size < kWarp && size * width * 2 < rope.head_dim) size *= 2;

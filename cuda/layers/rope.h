@@ -1,7 +1,7 @@
 #pragma once
 
-// The heads of queries and keys, the pairs of a rotation in a head, and the team of lanes that computes a
-// head.
+// Code of the rotary embedding's kernels: one head of queries or keys, the pairs of elements that are
+// rotated, and the team of lanes that computes a head.
 
 #include "cuda/core/convert.h"
 #include "cuda/core/vector.h"
@@ -23,11 +23,14 @@ __device__ inline float angle(const void* table, int bits, int64_t i) {
   return to_float(static_cast<const __half*>(table)[i]);
 }
 
-// One head of a token. `index` counts the heads of queries and keys together, token by token.
+// One head of a token. `index` numbers all heads: token after token, and within a token the query heads
+// before the key heads.
 template <class T>
 struct Head {
   const RopeHeads& of;
-  int64_t batch, token, head, row;  // row: offset of the token's angles, or -1 if its position is invalid
+  // row: offset of the token's row in the tables of cosines and sines, or -1 if the token's position is
+  // invalid
+  int64_t batch, token, head, row;
   bool key;
 
   __device__ Head(const Rope& rope, int64_t index)
@@ -53,7 +56,7 @@ struct Head {
   __device__ T* out() const { return static_cast<T*>(of.out) + at(of.out_strides); }
 };
 
-// Returns the index of the first, or of the second, element of pair p in a head.
+// Returns the index in a head of the first, or second, element of pair p.
 __device__ inline int first_of(const Rope& rope, int p) { return rope.interleaved ? 2 * p : p; }
 __device__ inline int second_of(const Rope& rope, int p) {
   return rope.interleaved ? 2 * p + 1 : p + static_cast<int>(rope.rotary_dim / 2);
@@ -64,7 +67,8 @@ struct Pairs {
   float first[N], second[N];
 };
 
-// Loads, or stores, N pairs of a rotation. The elements of a pair are adjacent or rotary_dim / 2 apart.
+// Loads, or stores, N pairs of elements that are rotated together. The two elements of a pair are adjacent
+// (interleaved), or rotary_dim / 2 apart.
 template <int N, class T>
 __device__ Pairs<N> get(const Rope& rope, const T* x, int p) {
   Pairs<N> pairs;
@@ -113,8 +117,8 @@ __device__ Pairs<N> rotated(const Rope& rope, int64_t row, int p, float sign, co
   return to;
 }
 
-// The lanes that compute a head; their number is a power of two. A team that is not busy still takes part in
-// the shuffles of its warp.
+// The team of lanes that computes a head. Its size is a power of two. A team that is not busy has no head,
+// but its lanes still take part in the shuffles of the warp.
 struct Team {
   int size;
   bool busy;
@@ -129,7 +133,8 @@ struct Team {
     for (int offset = size / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kAllLanes, x, offset);
     return x;
   }
-  // Calls body(p) for the first of each N pairs, and then rest(i) for each element that is not rotated.
+  // Calls body(p) for each group of N pairs that this lane rotates, where p is the group's first pair. Then
+  // calls rest(i) for each element i of this lane that is not rotated.
   template <int N, class Body, class Rest>
   __device__ void sweep(const Rope& rope, Body body, Rest rest) const {
     const int half = busy ? static_cast<int>(rope.rotary_dim / 2) : 0,

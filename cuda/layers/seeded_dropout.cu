@@ -1,7 +1,7 @@
 // Seeded dropout on CUDA. The mask is a function of the seed and the index of the element. It is not saved,
-// because backward computes it again. A thread has eight adjacent elements, which share one random counter.
-// The kernel reads the seed on the device, so that each replay of a captured CUDA graph uses its current
-// seed.
+// because backward computes it again. A thread has eight adjacent elements, whose random bits come from one
+// Philox counter. The kernel reads the seed from GPU memory, so that each replay of a captured CUDA graph
+// uses the current seed.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/convert.h"
@@ -15,7 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWidth = 8;
 
-// kEdge: x or out is not aligned to whole vectors.
+// If kEdge, x or out is not aligned for vector accesses.
 // Budget: 40 registers, 0 bytes shared, no spills.
 template <class T, bool kEdge>
 __global__ void __launch_bounds__(kThreads)

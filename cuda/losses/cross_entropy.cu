@@ -1,7 +1,8 @@
-// The row kernels of cross_entropy, which are bound by memory bandwidth. A row is read for its maximum and
-// sum. The pass for the gradient reads the row again, from the end backwards. As far as the L2 cache holds
-// the rows in flight, this read comes from the cache, so the total is about one read and one write. Rows may
-// begin at any address; all but their ends move in vectors of 16 bytes.
+// Instantiates the kernels of cuda/losses/cross_entropy.h for cross_entropy. Memory bandwidth limits them.
+// The first pass reads a row of logits for its maximum and sum. The second pass, for the gradient, reads the
+// row again, from the end backwards. If the L2 cache holds the rows in flight, the second read comes from the
+// cache. The traffic is then about one read and one write. Rows may begin at any address; all but the two
+// ends of a row are accessed in vectors of 16 bytes.
 
 #include "core/cuda_tables.h"
 #include "cuda/losses/cross_entropy.h"

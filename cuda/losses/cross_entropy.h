@@ -1,7 +1,7 @@
 #pragma once
 
-// One CUDA kernel for the cross-entropy of a row of logits and its gradient, for cross_entropy and
-// linear_cross_entropy (losses/cross_entropy_table.h).
+// The CUDA kernel that computes the cross-entropy of a row of logits and its gradient. The operators
+// cross_entropy and linear_cross_entropy share it; losses/cross_entropy_table.h describes its arguments.
 
 #include "cuda/core/check.h"
 #include "cuda/core/launch.h"
@@ -11,15 +11,16 @@
 namespace shoestring::cuda {
 namespace {
 
-// The largest block whose threads have enough registers. With kAll and ragged rows a thread needs 90 and
-// more.
+// The maximum number of threads per block for which each thread has enough registers. With both kAll and
+// kRagged, a thread needs 90 registers or more.
 template <class In, bool kAll, bool kRagged>
 constexpr int kMaxThreads = sizeof(In) == 8   ? 256
                             : kAll && kRagged ? 512
                                               : 1024;
 
-// One block per row. kAll: the call needs class weights, entropy, argmax, a gradient of the entropy, or live
-// classes.
+// Computes one row of logits per block. kAll: the call needs class weights, entropy, argmax, a gradient of
+// the entropy, or live classes (those with a gradient above filter_eps). kRagged: rows may begin at any
+// address.
 // Budget: 104 registers, 640 bytes shared, no spills.
 template <class In, class Out, bool kAll, bool kRagged>
 __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
@@ -29,11 +30,11 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   const int64_t r = blockIdx.x;
   const auto offset = [&](const kernels::CrossEntropyLayout& at) {
     if (!kRagged) return r * at.inner_stride;
-    // 32-bit division, since a 64-bit division is a function call.
+    // The index is 32 bits wide, because a 64-bit division is a function call.
     const unsigned inner = static_cast<unsigned>(at.inner);
     return blockIdx.x / inner * at.outer_stride + blockIdx.x % inner * at.inner_stride;
   };
-  // Returns how many elements an address is past a multiple of 16 bytes.
+  // Returns how many elements after a multiple of 16 bytes an address is.
   const auto beyond = [](const void* at) {
     return kRagged ? static_cast<int>(reinterpret_cast<uintptr_t>(at) % 16 / sizeof(In)) : 0;
   };
@@ -47,7 +48,9 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
                              lead,
                              static_cast<int>(p.vocab)};
   const bool wanted = p.gradient != nullptr;
-  const auto place = [&] {  // a lambda, so that its values do not occupy registers before they are needed
+  // a lambda computes the address of the gradient, so that the address occupies no registers before it is
+  // needed
+  const auto place = [&] {
     Out* gradient = static_cast<Out*>(p.gradient) + offset(p.gradient_at);
     return Place<Out, Row<In, kRagged>, kRagged>{gradient - lead, beyond(gradient) == lead};
   };
@@ -85,10 +88,11 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   const T sure = weighted ? row.class_weights[target] * (1 - smooth) : 1 - smooth;
   const T share = static_cast<T>(p.label_smoothing / p.vocab), z_loss = static_cast<T>(p.z_loss);
   const T log_sum = logarithm(all.sum), lse = all.max + log_sum, inverse = 1 / all.sum;
-  const T mean = kAll ? all.moment * inverse : 0;  // mean of z - max over the row's probabilities
+  // the average of z - max under the softmax probabilities of the logits z
+  const T mean = kAll ? all.moment * inverse : 0;
   if (threadIdx.x == 0) {
-    // Takes differences to the maximum first, because the loss of a confident row is small compared to its
-    // logits.
+    // The loss of a confident row is small compared to its logits, so differences to the maximum are taken
+    // first. This avoids cancellation.
     T loss = sure * (log_sum + (all.max - at_target));
     if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
     if (z_loss != 0) loss += z_loss * lse * lse;
@@ -102,7 +106,8 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   const T h = kAll ? upstream(p.grad_entropy, p.grad_entropy_stride) : 0;
   T multiply = u * (sure + share * total_weight) + v;
   if (z_loss != 0) multiply += u * 2 * z_loss * lse;
-  if (kAll && h != 0) multiply += h * mean;  // because lse - entropy - z = mean - (z - max)
+  // With mean = the average of z - max under softmax, lse - entropy - z is mean - (z - max).
+  if (kAll && h != 0) multiply += h * mean;
   const T size = magnitude(u) + magnitude(v) + magnitude(h);
   const Gradient<T> g{all.max,
                       multiply * inverse,

@@ -1,6 +1,6 @@
 #pragma once
 
-// Device code of a row of logits: a block of threads computes its statistics, and then its gradient.
+// Device code for one row of logits: a block of threads computes the row's statistics, and then its gradient.
 
 #include <climits>
 #include <cmath>
@@ -15,8 +15,8 @@ namespace shoestring::cuda {
 namespace {
 
 template <class In>
-constexpr int kVector = sizeof(In) == 2 ? 8 : 4;  // logits per 16-byte load (fp64: per 32 bytes)
-// The dtype in which logits of a type are computed.
+constexpr int kVector = sizeof(In) == 2 ? 8 : 4;  // logits per vector, which has 16 bytes (fp64: 32)
+// The dtype in which the loss of logits with dtype In is computed: double for fp64, and float for all others.
 template <class In>
 using Compute = std::conditional_t<sizeof(In) == 8, double, float>;
 __device__ inline double widened(double x) { return x; }
@@ -30,20 +30,20 @@ __device__ inline double magnitude(double x) { return fabs(x); }
 __device__ inline float tangent(float x) { return tanhf(x); }
 __device__ inline double tangent(double x) { return tanh(x); }
 
-// The statistics of a part of a row's logits. A NaN shows in `sum`, never in `max`. Without kAll, `moment`
-// and `at` are not used.
+// The statistics of a part of a row's logits z. If a logit is NaN, then `sum` is NaN, but `max` ignores it.
+// Without kAll, `moment` and `at` are not used.
 template <class T>
 struct Summary {
   T max = low<T>();
   T sum = 0;     // sum of e = exp(z - max)
   T total = 0;   // sum of class weight * z, for label smoothing
   T moment = 0;  // sum of e * (z - max)
-  // Index of the first largest logit, unless that is -inf.
+  // Index of the first largest logit; INT_MAX if all logits are -inf.
   std::conditional_t<sizeof(T) == 4, int, int64_t> at = INT_MAX;
 };
 
-// Merges two parts. The result has the same bits in either order, because one of the two sums is multiplied
-// by exactly 1.
+// Merges the statistics of two parts of a row. merge(a, b) and merge(b, a) have the same bits, because the
+// sum of the part with the larger maximum is used unscaled.
 template <bool kAll, class T>
 __device__ Summary<T> merge(const Summary<T>& a, const Summary<T>& b) {
   const bool first = a.max > b.max;
@@ -51,7 +51,8 @@ __device__ Summary<T> merge(const Summary<T>& a, const Summary<T>& b) {
   const T scale = less > low<T>() ? exponential(less - max) : 0;
   Summary<T> result{max, (first ? a.sum : b.sum) + sum * scale, a.total + b.total};
   if constexpr (kAll) {
-    // If scale is zero, less - max may be -inf.
+    // `less` is the smaller maximum, and scale = exp(less - max). If scale is zero, less - max may be -inf,
+    // and the product of the two would be NaN.
     const T moved = scale != 0 ? ((first ? b.moment : a.moment) + sum * (less - max)) * scale : 0;
     result.moment = (first ? a.moment : b.moment) + moved;
     result.at = a.max == b.max ? (a.at < b.at ? a.at : b.at) : first ? a.at : b.at;
@@ -74,9 +75,9 @@ __device__ Summary<T> warp_merge(Summary<T> x) {
   return x;
 }
 
-// A row of raw logits. If kRagged, the row may begin at any address, and memory around it belongs to others.
-// `logits` then points to a multiple of 16 bytes, `lead` elements before the row. Otherwise the row begins at
-// a multiple of 16 bytes, and has room for whole vectors.
+// A row of raw logits. If kRagged, the row may begin at any address, and the memory before and after it must
+// not be accessed. `logits` then points to a multiple of 16 bytes, `lead` elements before the row. If not
+// kRagged, the row begins at a multiple of 16 bytes, and its memory extends to a whole number of vectors.
 template <class In, bool kRagged>
 struct Row {
   using T = Compute<In>;
@@ -85,9 +86,9 @@ struct Row {
   static constexpr int kSize = kVector<In>;
 
   const In* logits;
-  const T* bias;           // bias of the classes, or null; always null if ragged
+  const T* bias;           // bias of the classes, or null; always null if kRagged
   const T* class_weights;  // weights of the classes, or null
-  T softcap, scale;        // scale is 1 unless ragged
+  T softcap, scale;        // `scale` multiplies the raw logits; it is 1 unless kRagged
   int lead, vocab;
 
   __device__ int before() const { return kRagged ? lead : 0; }
@@ -114,7 +115,8 @@ struct Row {
     return load<kSize>(logits + v * kSize);
   }
 
-  // Computes the final logits of a vector; -inf outside the row.
+  // Computes the final logits (scale, bias, softcap) of a vector of raw logits. Elements outside the row
+  // become -inf.
   __device__ Final finish(const Raw& raw, int v) const {
     Final z;
 #pragma unroll
@@ -150,8 +152,8 @@ struct Row {
   }
 };
 
-// The destination of a row's gradient. If ragged, `to` points to `lead` elements before it, as for the
-// logits.
+// The memory for a row's gradient. If kRagged, `to` points to `lead` elements before the gradient, like the
+// pointer `logits` of a Row.
 template <class Out, class Row, bool kRagged>
 struct Place {
   Out* to;
@@ -170,8 +172,8 @@ struct Place {
   }
 };
 
-// Vectors per thread and tile. A tile is the part of a row that a block holds in registers at a time: 16
-// logits per thread (fp64: 4), loaded together.
+// Number of vectors that a thread loads together. With 16-bit and fp32 logits this is 16 logits per thread,
+// with fp64 it is 4.
 template <class In>
 constexpr int kUnroll = sizeof(In) == 8 ? 1 : 16 / kVector<In>;
 
@@ -210,8 +212,8 @@ __device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want
         max = larger(z[j][i], max);
       }
     }
-    // If all logits so far are -inf, the base is 0, so that the exponentials are 0 and not those of -inf +
-    // inf.
+    // If all logits so far are -inf, base is 0. The exponentials are then 0; with base = max they would be
+    // exp(-inf + inf), which is NaN.
     const T base = max > low<T>() ? max : 0, change = part.max - base;
     if (kAll && part.sum != 0) part.moment = (part.moment + part.sum * change) * exponential(change);
     part.sum *= exponential(change);
@@ -222,28 +224,30 @@ __device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want
       for (int i = 0; i < kVector<In>; ++i) {
         const T x = z[j][i] - base, e = exponential(x);
         part.sum += e;
-        if (kAll && e != 0) part.moment += e * x;  // if e is zero, x may be -inf
+        // if e = exp(x) is zero, x may be -inf, and e * x would be NaN
+        if (kAll && e != 0) part.moment += e * x;
       }
     }
   }
   return part;
 }
 
-// The gradient of one row with respect to its raw logits. With x = z - max it is
-//   (exp(x) * (multiply - slope * x) - floor * class weight - onehot) * softcap's derivative.
+// The constants of one row's gradient with respect to its raw logits. With x = z - max, the gradient is
+//   (exp(x) * (multiply - slope * x) - floor * class weight - onehot) * softcap's derivative,
+// where onehot is subtracted for the target class only.
 template <class T>
 struct Gradient {
   T max, multiply, slope, floor, onehot;
   int target;
-  T least;         // lower bound of a gradient's magnitude that marks its class in `live`
-  unsigned* live;  // one byte per class, or null; always null if ragged
+  T least;         // threshold: `live` marks the classes whose gradients have at least this magnitude
+  unsigned* live;  // marks, one byte per class; null if not requested, and always null if kRagged
 };
 
 template <bool kAll, class In, class Out, bool kRagged>
 __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compute<In>>& g,
                                const Place<Out, Row<In, kRagged>, kRagged>& place) {
   using T = Compute<In>;
-  // kAll has longer code, so it is unrolled less.
+  // With kAll the code of the loop is longer, so the loop is unrolled over fewer vectors.
   constexpr int kTogether = kAll && kUnroll < In >> 2 ? 2 : kUnroll<In>;
   const int vectors = row.vectors(), tile = blockDim.x * kTogether;
   for (int n = 0; n * tile < vectors; ++n) {

@@ -1,6 +1,7 @@
-// The row kernels of linear_distillation, which are bound by memory bandwidth. They read two rows of logits
-// three times: for maxima and sums, for the divergence, and for the gradient. The second pass runs backwards,
-// so that each pass begins with the data that the previous one has left in the L2 cache.
+// The CUDA kernel of linear_distillation, which memory bandwidth limits. For each token it reads two rows of
+// logits, the student's and the teacher's, three times: for maxima and sums, for the divergence, and for the
+// gradient. The second pass runs backwards, so that each pass begins with the data that the previous pass has
+// left in the L2 cache.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -18,20 +19,24 @@ constexpr int kMaxThreads = sizeof(T) == 4 ? 1024 : 256;
 using kernels::Divergence;
 
 template <class T>
-// Logits that are loaded together. fp64 uses 1, because its functions are long code.
+// Number of logits that are loaded together. For fp64 it is 1, because the functions of fp64 compile to long
+// code.
 constexpr int kVector = sizeof(T) == 4 ? 4 : 1;
 
-// Computes log(1 - weight (1 - e^-x)), also accurately if the result is small.
+// Computes log(1 - weight * (1 - e^-x)), accurately also if the result is close to 0.
 __device__ inline float log_of_mixture(float weight, float x) { return log1pf(weight * expm1f(-x)); }
 __device__ inline double log_of_mixture(double weight, double x) { return log1p(weight * expm1(-x)); }
 
-// The statistics of a part of a row's logits. A NaN shows in `sum`, never in `max`.
+// The maximum and sum of a part of a row's logits. If a logit is NaN, then `sum` is NaN, but `max` ignores
+// it.
 template <class T>
-struct alignas(2 * sizeof(T)) Summary {  // one access to shared memory
+// alignment with which one access to shared memory reads both `max` and `sum`
+struct alignas(2 * sizeof(T)) Summary {
   T max = low<T>();
   T sum = 0;  // sum of exp(logit - max)
 
-  // If all logits so far are -inf, the base is 0, so that the exponentials are 0 and not those of -inf + inf.
+  // Adds logits to the statistics. If all logits so far are -inf, base is 0. The exponentials are then 0;
+  // with base = max they would be exp(-inf + inf), which is NaN.
   __device__ void add(const Vector<T, kVector<T>>& z) {
     T most = max;
 #pragma unroll
@@ -44,8 +49,8 @@ struct alignas(2 * sizeof(T)) Summary {  // one access to shared memory
   }
 };
 
-// Merges the parts of a warp. The result has the same bits in any order, because one of two sums is
-// multiplied by exactly 1.
+// Merges the statistics that the lanes of a warp hold. All lanes get the same bits, because every lane scales
+// the same one of two sums: the one with the smaller maximum.
 template <class T>
 __device__ Summary<T> warp_merge(Summary<T> a) {
 #pragma unroll
@@ -59,7 +64,7 @@ __device__ Summary<T> warp_merge(Summary<T> a) {
   return a;
 }
 
-// Loads vector v of a row and adds the bias; -inf past the vocabulary.
+// Loads vector v of a row of logits and adds the bias. Elements past the vocabulary become -inf.
 template <class T>
 __device__ Vector<T, kVector<T>> logits(const T* row, const T* bias, int v, int vocab) {
   auto z = load<kVector<T>>(row + v * kVector<T>);
@@ -77,8 +82,9 @@ __device__ Vector<T, kVector<T>> logits(const T* row, const T* bias, int v, int 
   return z;
 }
 
-// A class's contribution to the divergence. `surprise` is log(p / reference) with q or m as the reference, as
-// far as the gradient needs it.
+// The term of one class in the divergence of the student's probability p and the teacher's probability q.
+// `surprise` is needed for the gradient: log(p / q) for the reverse KL divergence, and log(p / m) for JSD,
+// where m is the mixture of p and q.
 template <class T>
 struct alignas(2 * sizeof(T)) Share {
   T loss, surprise;
@@ -86,22 +92,23 @@ struct alignas(2 * sizeof(T)) Share {
 
 template <class T>
 struct Pair {
-  T student_max, teacher_max, student_share, teacher_share;  // each share is 1 / sum of exponentials
-  T offset;                                                  // log of the quotient of the two sums
+  // student_share and teacher_share are 1 / (the sum of exp(logit - max) over all classes).
+  T student_max, teacher_max, student_share, teacher_share;
+  T offset;  // log(the student's sum of exponentials / the teacher's)
   T beta;
   Divergence divergence;
 
   __device__ T p(T z) const { return exponential(z - student_max) * student_share; }
   __device__ T q(T z) const { return exponential(z - teacher_max) * teacher_share; }
 
-  // Computes the contribution of a class from p, q and r = log(q / p). A term with a factor of probability 0
-  // is 0.
+  // Computes the term of one class from the student's probability p, the teacher's probability q and r =
+  // log(q / p). A product with a zero probability counts as 0, also if the logarithm is infinite.
   __device__ Share<T> share(T p, T q, T r) const {
     if (divergence == Divergence::kForwardKl) return {q == 0 ? 0 : q * r, 0};
     if (divergence == Divergence::kReverseKl) return {p == 0 ? 0 : -p * r, p == 0 ? 0 : -r};
-    // log(m / the larger of p and q). The terms of the loss are of first order in the difference of p and q,
-    // while their sum is of second order. The formulas therefore avoid adding 1 anywhere, which would lose
-    // precision.
+    // of_larger is log(m / max(p, q)), where m is the mixture of p and q. The terms of JSD are of first order
+    // in p - q, but their sum is of second order. The formulas therefore never add 1 to a small number, which
+    // would lose precision.
     const T of_larger = log_of_mixture(r > 0 ? 1 - beta : beta, r > 0 ? r : -r);
     const T of_student = -(r > 0 ? of_larger + r : of_larger),
             of_teacher = -(r > 0 ? of_larger : of_larger - r);
@@ -118,7 +125,7 @@ __device__ T warp_sum(T x) {
   return warp_reduce(x, [](T a, T b) { return a + b; });
 }
 
-// One block per row.
+// Computes the divergence of one token, and its gradient, per block.
 // Budget: 64 registers, 768 bytes shared, no spills.
 template <class T, class Out>
 __global__ void __launch_bounds__(kMaxThreads<T>) distillation(kernels::DistillationRows p) {

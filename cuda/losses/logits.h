@@ -1,7 +1,7 @@
 #pragma once
 
-// Shared parts of the row kernels over logits: common names for the functions of fp32 and fp64, and the
-// number of threads per row.
+// Code that the kernels for rows of logits share: common names for the math functions of fp32 and fp64, and
+// the number of threads per row.
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,7 @@ __device__ inline float exponential(float x) { return expf(x); }
 __device__ inline double exponential(double x) { return exp(x); }
 __device__ inline float logarithm(float x) { return logf(x); }
 __device__ inline double logarithm(double x) { return log(x); }
-// Ignores a NaN, unless both are NaN.
+// Returns the larger number. If one number is NaN, it returns the other one.
 __device__ inline float larger(float a, float b) { return fmaxf(a, b); }
 __device__ inline double larger(double a, double b) { return fmax(a, b); }
 
@@ -33,9 +33,9 @@ __device__ constexpr T low() {
   return -static_cast<T>(INFINITY);
 }
 
-// Returns the number of threads of a row's block. A long row gets one block per SM (`most` threads), so that
-// the rows in flight fit roughly into the L2 cache. A short row would be finished before a large block has
-// started, so its blocks are small and several share an SM.
+// Returns the number of threads of the block that computes a row. A long row gets `most` threads, so that
+// each SM has one block, and the rows in flight fit roughly into the L2 cache. A short row would be finished
+// before a large block has started. Its blocks are small, and several share an SM.
 inline int threads_for(int64_t vocab, int most) {
   return vocab > 32768 ? most : vocab > 8192 ? most / 2 : vocab > 512 ? 128 : kWarp;
 }

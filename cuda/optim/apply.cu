@@ -1,4 +1,5 @@
-// Instantiates the kernels of cuda/optim/optimizer.h for apply_.
+// Instantiates the kernels of cuda/optim/optimizer.h for the operator apply_, which subtracts an update from
+// the weights.
 
 #include "optim/apply_rule.h"
 

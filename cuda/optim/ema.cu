@@ -1,4 +1,5 @@
-// Instantiates the kernels of cuda/optim/optimizer.h for ema_.
+// Instantiates the kernels of cuda/optim/optimizer.h for the operator ema_, an exponential moving average of
+// weights.
 
 #include "optim/ema_rule.h"
 

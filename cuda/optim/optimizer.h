@@ -1,12 +1,13 @@
 #pragma once
 
-// The CUDA kernels of the optimizers, for any update rule. Memory bandwidth is the limit, but only
-// just: AdamW moves 10 bytes per element for about 60 instructions.
+// The CUDA kernels of the optimizers, for any update rule. Memory bandwidth limits them, but arithmetic takes
+// nearly as long: AdamW moves 10 bytes per element and executes about 60 instructions.
 //
-// A warp steps a block of 256 elements, eight per lane, with 16-byte loads that are all in flight together.
-// Warps share only the tables, so only filling the tables needs a barrier. The descriptions of the tensors
-// are kernel parameters: a launch handles 1000 tensors without a copy to the device. A small kernel runs
-// first, and turns steps and options into rules, so that the main kernel never calls pow().
+// A warp updates a block of 256 elements, eight per lane, with 16-byte loads that are all in flight together.
+// The warps of a thread block share only the look-up tables of 8-bit state, so a barrier is needed only after
+// these are filled. The descriptions of the tensors are kernel parameters, so that a launch handles up to
+// 1000 tensors without a copy to the device. A small kernel runs first. It computes the constants of each
+// tensor's update from its step number and the options, so that the main kernel never calls pow().
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -18,9 +19,11 @@ using kernels::StateType;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerWarp = 8;  // enough blocks to make the cost of filling the tables small
+// Number of blocks of 256 elements that a warp updates. It is large enough to make the time for filling the
+// look-up tables of 8-bit state negligible.
+constexpr int kBlocksPerWarp = 8;
 struct Present {
-  // Bit mask of the tensors that have a gradient.
+  // Bit mask of the tensors in a launch that have a gradient.
   uint32_t bits[(kTensors + 31) / 32];
 };
 
@@ -62,7 +65,9 @@ __device__ void step_block(const Place& place, const typename State::Rule* rules
   const Weights weights(state.arenas, place);
   typename State::Loaded loaded;
   state.load(place, loaded);
-  auto rule = rules[place.tensor];  // read again for each block, to free registers
+  // The constants of the update rule are read again for each block of elements, so that they occupy no
+  // registers in between.
+  auto rule = rules[place.tensor];
   Moments<typename State::Rule> moments;
   state.decode(loaded, Weights::left(place), shared, rule, moments);
   auto param = weights.param(state.arenas, place);
@@ -72,7 +77,7 @@ __device__ void step_block(const Place& place, const typename State::Rule* rules
   state.store(same, moments, shared, rules);
 }
 
-// Steps the blocks [place.own, last) of a tensor by one warp.
+// Updates the blocks [place.own, last) of a tensor. One warp calls this function.
 template <class State>
 __device__ void step_blocks(Place place, uint32_t last, const typename State::Rule* rules, const State& state,
                             const typename State::Shared& shared) {
@@ -95,8 +100,8 @@ __device__ void step_blocks(Place place, uint32_t last, const typename State::Ru
   for (; place.own < last; ++place.own) step_block<Any>(place, rules, state, shared);
 }
 
-// Steps all tensors of a launch. The budget is for three moments; kResident limits the registers of each kind
-// of state.
+// Updates all tensors of a launch. The budget below is for optimizers with three moments. The limit on
+// registers depends on the kind of state (State::kResident).
 // Budget: 96 registers, 3264 bytes shared, no spills.
 template <class State>
 __global__ void __launch_bounds__(kThreads, State::kResident)
@@ -106,12 +111,12 @@ __global__ void __launch_bounds__(kThreads, State::kResident)
   if (group.skips() && state.arenas.accumulated == nullptr) return;
   state.fill_shared(shared);
 
-  // Index of the warp's next block in the launch.
+  // Index of this warp's next block of elements, counted over all tensors of the launch.
   uint32_t block = (blockIdx.x * kWarps + warp()) * kBlocksPerWarp;
   const uint32_t last = min(block + kBlocksPerWarp, group.entry[group.count - 1].end);
   int tensor = 0;
   while (block < last) {
-    int above = group.count - 1;  // binary search for the first tensor that ends after the block
+    int above = group.count - 1;  // binary search for the first tensor that ends after `block`
     while (tensor < above) {
       const int middle = (tensor + above) / 2;
       if (group.entry[middle].end > block) {
@@ -187,7 +192,7 @@ const char* step_all(const OptimizerEntry* entries, int64_t count, const typenam
   return nullptr;
 }
 
-/// Registers a rule's kernels when the library is loaded.
+/// Registers the kernels of an update rule when the library is loaded.
 template <class Rule>
 bool provide_rule() {
   static const kernels::OptimizerCuda<Rule> table{step_all<Rule>};

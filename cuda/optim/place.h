@@ -1,6 +1,6 @@
 #pragma once
 
-// The position of a warp in a launch (a block of a tensor), and the random bits of that position.
+// The block of a tensor that a warp of an optimizer kernel updates, and the random bits for this block.
 
 #include "core/philox.h"
 #include "cuda/quantization/dynamic_map.h"
@@ -13,7 +13,7 @@ using kernels::kStateBlock;
 using kernels::OptimizerArenas;
 using kernels::OptimizerEntry;
 
-// Tensors per launch, which the limit of 32,764 bytes for kernel parameters allows.
+// Maximum number of tensors per launch: CUDA allows 32,764 bytes of kernel parameters.
 constexpr int kTensors = 1000;
 
 // The tensors of one launch, as a kernel parameter.
@@ -21,15 +21,16 @@ struct Group {
   OptimizerEntry entry[kTensors];
   int count;
   const float* steps;
-  const float* found_inf;  // null if no step is ever skipped
+  const float* found_inf;  // a flag in GPU memory, or null; if the flag is nonzero, the step is skipped
 
   __device__ bool skips() const { return found_inf != nullptr && *found_inf != 0; }
 };
 
-// A block of a tensor, as one lane sees it. All derived values are computed where they are needed.
+// A block of a tensor, as one lane of its warp sees it. The functions compute derived values at each call
+// instead of storing them.
 struct Place {
   const Group& group;
-  uint32_t tensor, own;  // own: index of the block in its tensor
+  uint32_t tensor, own;  // index of the tensor in the launch, and index `own` of the block in the tensor
 
   __device__ const OptimizerEntry& t() const { return group.entry[tensor]; }
   __device__ ElementType type() const { return static_cast<ElementType>(t().type); }
@@ -37,21 +38,21 @@ struct Place {
   __device__ uint32_t step() const { return static_cast<uint32_t>(group.steps[tensor]); }
   __device__ uint32_t whole_blocks() const { return static_cast<uint32_t>(t().count / kStateBlock); }
 
-  // Number of elements from the lane's first one to the tensor's end.
+  // Number of elements from this lane's first element to the tensor's end.
   __device__ int left() const { return left_of(t().count - uint64_t{own} * kStateBlock); }
 
-  // Index of the lane's first element, in the tensor and in the arena.
+  // Index of this lane's first element in the tensor, and in the arena (the optimizer state of all tensors).
   __device__ uint64_t in_tensor() const { return uint64_t{own} * kStateBlock + lane() * kPerLane; }
   __device__ uint32_t arena_block() const { return t().block + own; }
   __device__ uint64_t in_arena() const { return uint64_t{arena_block()} * kStateBlock + lane() * kPerLane; }
 
-  // Whether weights and gradients are aligned for vector loads.
+  // Returns whether the tensor's weights and gradients are aligned for vector loads.
   __device__ bool aligned() const {
     return ((reinterpret_cast<uintptr_t>(t().param) | reinterpret_cast<uintptr_t>(t().grad)) & 15) == 0;
   }
 
-  // Returns the same place, but hides that from the compiler. The compiler then computes derived values again
-  // instead of keeping them in registers.
+  // Returns a copy of this object whose members the compiler assumes to be different. The compiler therefore
+  // computes derived values again instead of keeping them in registers.
   __device__ Place again() const {
     Place same = *this;
     asm volatile("" : "+r"(same.tensor), "+r"(same.own));
@@ -59,15 +60,15 @@ struct Place {
   }
 };
 
-/// Returns 16 random bits for each of a lane's elements. The bits of elements 2w and 2w + 1 are the lower and
-/// upper half of word w.
+/// Returns 16 random bits for each of a lane's eight elements. For elements 2w and 2w + 1 they are the lower
+/// and the upper half of word w.
 __device__ inline kernels::Random4 random_bits(uint64_t seed, const Place& place, uint32_t stream) {
   const uint64_t number = kernels::stream_word(place.t().number, stream);
   return kernels::philox_at(seed, number << 32 | place.step(), uint64_t{place.own} * kWarp + lane());
 }
 
-/// Rounds two numbers to bf16 at random, each up with a probability equal to the fraction that is cut off.
-/// NaN stays NaN.
+/// Rounds two fp32 numbers to bf16 stochastically: each is rounded up with a probability equal to the
+/// fraction that bf16 cuts off. NaN stays NaN.
 __device__ inline unsigned round_stochastically(float x, float y, unsigned random) {
   const auto add = [](float v, unsigned up) {
     return v == v ? __float_as_uint(v) + up : __float_as_uint(v) | 0x400000u;

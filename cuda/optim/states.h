@@ -1,10 +1,10 @@
 #pragma once
 
-// The storage formats of moments on the GPU: loading, decoding and storing a lane's eight elements of each
-// moment.
+// The storage formats of the optimizers' moments on the GPU. Each struct loads, decodes and stores a lane's
+// eight elements of each moment.
 //
-// kResident is the number of blocks of threads that an SM should hold: 4 leave 64 registers per thread, 3
-// leave 80, 2 leave 128. With fewer registers the kernel would spill some; with fewer threads fewer loads
+// kResident is the number of thread blocks that an SM should hold: 4 leave 64 registers per thread, 3 leave
+// 80, 2 leave 128. With a larger kResident the kernel would spill registers; with a smaller one, fewer loads
 // would be in flight.
 
 #include <type_traits>
@@ -19,22 +19,22 @@ struct ExactMath {
   __device__ static float sqrt(float x) { return sqrtf(x); }
   __device__ static float divide(float a, float b) { return a / b; }
   __device__ static float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-  // Returns zero and NaN unchanged.
+  // Returns -1 or 1; zero and NaN are returned unchanged.
   __device__ static float sign(float x) { return fabsf(x) > 0 ? copysignf(1.f, x) : x; }
 };
-// Relative error of an update: about 3e-7. Errors of moments in 16 bits or fewer are thousands of times
-// larger.
+// Approximate math functions for update rules. The relative error that they cause in an update is about 3e-7.
+// Storing moments in 16 bits or fewer causes errors that are thousands of times larger.
 struct FastMath : ExactMath {
   __device__ static float sqrt(float x) { return fast_sqrt(x); }
   __device__ static float divide(float a, float b) { return a * fast_reciprocal(b); }
 };
 
-// A lane's eight elements of each moment.
+// The eight elements of each moment that a lane holds.
 template <class Rule>
 using Moments = Vector<float, kPerLane>[kernels::at_least_one(Rule::kMoments)];
 
-// Calls body(k) for each moment. The type of k makes it a constant, so the moment's map is chosen at compile
-// time.
+// Calls body(k) for each moment. k is a std::integral_constant, so the 8-bit or 4-bit map of a moment is
+// chosen at compile time.
 template <class Rule, int k = 0, class Body>
 __device__ __forceinline__ void each_moment(Body body) {
   if constexpr (k < Rule::kMoments) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void each_moment(Body body) {
   }
 }
 
-// Returns the address of a lane's elements of a moment.
+// Returns the address of a lane's first element of moment k.
 template <class T, int kMoments>
 __device__ T* moment_at(const OptimizerArenas<kMoments>& arenas, int k, const Place& place) {
   return static_cast<T*>(arenas.moment[k]) + place.in_arena();
@@ -80,8 +80,8 @@ struct FloatState {
   }
 };
 
-// Moments stored as bf16 with stochastic rounding: all moments of bf16 state, and the long moments
-// (optim/optimizer_table.h) of 8- and 4-bit state.
+// A lane's elements of a moment that is stored as bf16 with stochastic rounding. These are all moments of
+// bf16 state, and the long moments (optim/optimizer_table.h) of 8- and 4-bit state.
 using RawMoment = Raw<__nv_bfloat16>;
 
 template <class Rule, int k>
@@ -147,7 +147,8 @@ struct BFloat16State {
   }
 };
 
-// Replaces the codes past the tensor's end, from element `left` on, by the code of zero.
+// Replaces the codes from element `left` on by the code of zero, because these elements lie past the tensor's
+// end.
 template <bool kSigned>
 __device__ uint2 first_codes(uint2 codes, int left) {
   if (left >= kPerLane) return codes;
@@ -169,7 +170,7 @@ struct EightBitState {
   };
   struct Loaded {
     uint2 codes[Rule::kMoments];
-    RawMoment rounded[Rule::kMoments];  // for a long moment, instead of codes
+    RawMoment rounded[Rule::kMoments];  // holds moment k in place of codes[k] if it is a long moment
     float scale[Rule::kMoments];
   };
   OptimizerArenas<Rule::kMoments> arenas;
@@ -202,7 +203,9 @@ struct EightBitState {
 
   __device__ void decode(const Loaded& loaded, int left, const Shared& shared, Rule& rule,
                          Moments<Rule>& moments) const {
-    rule.for_codes(loaded.scale);  // cheaper than scaling eight values
+    // Decoded moments are not multiplied by their scales. Instead, for_codes() multiplies the constants of
+    // the update rule, which is cheaper than scaling the eight elements of each moment.
+    rule.for_codes(loaded.scale);
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
       if constexpr (kIsLong<Rule, k>) {
@@ -219,7 +222,7 @@ struct EightBitState {
       constexpr int k = decltype(index)::value;
       if constexpr (!kIsLong<Rule, k>) scales[k] = largest_magnitude<Rule::kSigned[k]>(moments[k].value);
     });
-    __syncwarp();  // until all lanes have read the old scales
+    __syncwarp();  // waits until all lanes have read the old scales, which are overwritten below
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
       if constexpr (kIsLong<Rule, k>) {
@@ -241,8 +244,8 @@ struct FourBitState {
   struct Shared {};
   struct Loaded {
     uint32_t codes[Rule::kMoments];
-    RawMoment rounded[Rule::kMoments];  // for a long moment, instead of codes
-    float scale[Rule::kMoments];        // scale of the lane's group
+    RawMoment rounded[Rule::kMoments];  // holds moment k in place of codes[k] if it is a long moment
+    float scale[Rule::kMoments];        // scale of the group of elements to which the lane belongs
   };
   OptimizerArenas<Rule::kMoments> arenas;
 
@@ -269,8 +272,8 @@ struct FourBitState {
       if constexpr (kIsLong<Rule, k>) {
         decode_rounded(loaded.rounded[k], moments[k]);
       } else {
-        // Elements past the tensor's end are set to zero below, because an unsigned 4-bit code cannot be
-        // zero.
+        // Elements past the tensor's end are set to zero after decoding, because no unsigned 4-bit code
+        // stands for zero.
         decode4<Rule::kSigned[k]>(loaded.codes[k], 1, moments[k].value);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) moments[k][i] = i < left ? moments[k][i] : 0;
@@ -284,7 +287,7 @@ struct FourBitState {
       constexpr int k = decltype(index)::value;
       if constexpr (!kIsLong<Rule, k>) scales[k] = find_scale4<Rule::kSigned[k]>(moments[k].value);
     });
-    __syncwarp();  // until all lanes have read the old scales
+    __syncwarp();  // waits until all lanes have read the old scales, which are overwritten below
     each_moment<Rule>([&](auto index) {
       constexpr int k = decltype(index)::value;
       constexpr bool kSigned = Rule::kSigned[k];

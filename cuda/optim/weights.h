@@ -1,9 +1,9 @@
 #pragma once
 
-// Loading and storing a lane's eight weights and gradients of a block. PlainWeights is for whole, aligned
-// blocks with weights and gradients of one type, which are loaded and stored directly. AnyWeights is for
-// everything else: mixed types, an accumulated gradient, roundings that need more than the weight, the last
-// block of a tensor, and unaligned addresses. It keeps values in fp32, and checks the types at run time.
+// Loading and storing a lane's eight weights and gradients. PlainWeights is for whole, aligned blocks of 256
+// elements, with weights and gradients of one dtype. It loads and stores them directly. AnyWeights is for all
+// other cases: different dtypes, an accumulated gradient, stochastic rounding or a stored remainder, a
+// tensor's last block, and unaligned addresses. It computes in fp32 and tests the dtypes at run time.
 
 #include "cuda/core/convert.h"
 #include "cuda/optim/place.h"
@@ -41,16 +41,16 @@ class PlainWeights {
   Raw<T> grad_, param_;
 };
 
-// Elements at, ..., at + 7 of a tensor. `left` of them are before the tensor's end. `vectors` allows vector
-// loads.
+// Eight consecutive elements of a tensor, the first with index `at`. `left` of them are before the tensor's
+// end. `vectors` says that vector loads are allowed.
 struct Part {
   uint64_t at;
   int left;
   bool vectors;
 };
 
-// Eight elements as raw words; 16-bit elements occupy the first four words. Values of a 16-bit type would
-// each occupy a whole register.
+// Eight elements as raw 32-bit words; elements of 16 bits occupy the first four words. As values of a 16-bit
+// type, each element would occupy a whole register.
 using Words = Vector<unsigned, kPerLane>;
 
 __device__ inline Words load_words(const void* base, ElementType type, const Part& part) {
@@ -112,7 +112,7 @@ __device__ inline Vector<float, kPerLane> as_floats(const Words& words, ElementT
   return x;
 }
 
-// Converts fp32 to 16-bit words; `pair` rounds two values at a time.
+// Rounds eight fp32 values to a 16-bit type. `pair` rounds two values at a time.
 template <class Pair>
 __device__ void narrow(const Vector<float, kPerLane>& x, Words& words, Pair pair) {
 #pragma unroll
@@ -181,7 +181,7 @@ class AnyWeights {
     store_words(place.t().param, place.type(), in_tensor(place), words);
   }
 
-  // Clears the accumulated gradient, which is all that a skipped step does.
+  // Sets the accumulated gradient to zero. For a step that is skipped, this is all that the kernel does.
   static __device__ void forget(const Arenas& arenas, const Place& place) {
     store_words(arenas.accumulated, arenas.accumulated_type, in_arena(place), Words{});
   }
@@ -200,7 +200,8 @@ class AnyWeights {
     return reinterpret_cast<unsigned*>(arenas.remainder + place.in_arena());
   }
 
-  // Adds the accumulated gradient to the gradient right away, since registers cannot hold both.
+  // Adds the accumulated gradient to the loaded gradient at once, because registers cannot hold both, and
+  // sets the accumulated gradient to zero.
   __device__ void add_accumulated(const Arenas& arenas, const Place& place) {
     const auto type = arenas.accumulated_type;
     const auto sum = as_floats(load_words(arenas.accumulated, type, in_arena(place)), type);

@@ -1,7 +1,7 @@
-// Dequantises 4-bit weights on the GPU. Bandwidth-bound: half a byte in, two or four bytes out. A lane
-// decodes the elements of one 16-byte store, so a warp stores 512 contiguous bytes. Each lane has four such
-// vectors in flight. The table of 16 values lies in 16 banks of shared memory, so the look-ups of a warp
-// never conflict.
+// Dequantises 4-bit weights on the GPU. Memory bandwidth limits the kernel: it reads half a byte per element
+// and writes two or four. A lane decodes a vector, the elements of one 16-byte store, so a warp stores 512
+// contiguous bytes. Each lane has the loads of four vectors in flight. The table of 16 values lies in 16
+// banks of shared memory, so the look-ups of a warp have no bank conflicts.
 
 #include <type_traits>
 
@@ -15,10 +15,12 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;  // vectors per thread, all loaded before the first one is decoded
+// number of vectors per thread; all of them are loaded before the first one is decoded
+constexpr int kVectors = 4;
 
-// The form of kernels::Packed that the kernel takes: a shift in place of a division, and the values of the
-// codes.
+// The quantised tensor as kernels::Packed describes it, in the form that the kernel uses. The block size is a
+// power of two, given by its logarithm, so that a shift replaces a division. `value` holds the values of the
+// 16 codes.
 struct Source {
   const uint8_t* packed;
   const float* absmax;
@@ -31,7 +33,7 @@ struct Source {
 
 enum class Scales { kPlain, kNested, kOffset };
 
-// The scale of a block. For int4 one word holds a bf16 scale and a bf16 offset.
+// The scale of a block. For int4, the 32 bits of `scale` hold a bf16 scale and a bf16 offset.
 template <Scales kScales>
 struct Scale {
   float scale;
@@ -39,7 +41,7 @@ struct Scale {
   __device__ static Scale of(const Source& s, int64_t block) {
     if (kScales == Scales::kOffset) return {__uint_as_float(s.offset[block])};
     if (kScales == Scales::kPlain) return {s.absmax[block]};
-    // Rounds twice, as on the CPU; an fma would round once.
+    // The product and the sum are rounded separately, as on the CPU; an fma would round once.
     return {__fadd_rn(__fmul_rn(s.nested[1 + s.codes[block]], s.nested[257 + (block >> 8)]), s.nested[0])};
   }
   __device__ float operator()(float value) const {
@@ -49,15 +51,15 @@ struct Scale {
   }
 };
 
-// Returns the value of the code in bits [shift, shift + 4) of a word. The four bits are used as a byte offset
-// into the table.
+// Returns the value of the 4-bit code in bits [shift, shift + 4) of a word. The code times 4 is the byte
+// offset into the table.
 __device__ float value_at(const float* table, unsigned word, int shift) {
   const unsigned offset = (shift < 2 ? word << 2 : word >> (shift - 2)) & 60;
   return *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
 }
 
-// The N vectors of a thread, kThreads vectors apart. The codes of a vector are one whole word and share one
-// scale.
+// The N vectors that a thread decodes; they are kThreads vectors apart. The codes of a vector are one word
+// (32 bits, or 16 bits for fp32 output) and share one scale.
 template <class T, Scales kScales, int N>
 struct Vectors {
   static constexpr int kWidth = 16 / sizeof(T);
@@ -81,7 +83,8 @@ struct Vectors {
     for (int v = 0; v < N; ++v) {
       Vector<T, kWidth> values;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {  // the even element is in the upper half of a byte
+      // the code of an element with even index is in the upper half of a byte
+      for (int k = 0; k < kWidth; ++k) {
         values[k] = rounded<T>(scale[v](value_at(table, word[v], 4 * (k ^ 1))));
       }
       store(out + v * kThreads * kWidth, values);
@@ -89,8 +92,8 @@ struct Vectors {
   }
 };
 
-// Dequantises elements [begin, begin + count) into out, the first `whole` of them in vectors. begin is a
-// multiple of the vector width.
+// Dequantises elements [begin, begin + count) into `out`. The first `whole` of them are handled in vectors.
+// begin is a multiple of the vector width.
 // Budget: 48 registers, 64 bytes shared, no spills.
 template <class T, Scales kScales>
 __global__ void __launch_bounds__(kThreads)
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tile = int64_t{blockIdx.x} * kTile, first = tile + threadIdx.x * kWidth;
   const bool full = tile + kTile <= whole;
   Vectors<T, kScales, kVectors> vectors;
-  // The loads start before the table is filled, because they take longest.
+  // The loads of codes and scales start before the table is filled, because they take longest.
   if (full) vectors.load(s, begin + first);
   if (threadIdx.x == 0) {
 #pragma unroll

@@ -1,6 +1,7 @@
-// Dequantises int8 weights on the GPU. Bandwidth-bound: one byte in, two or four bytes out. A thread decodes
-// the elements of one 16-byte store and has four such vectors in flight. If rows consist of whole vectors,
-// each vector has one scale.
+// Dequantises int8 weights on the GPU. Memory bandwidth limits the kernel: it reads one byte per element and
+// writes two or four. A thread decodes a vector, the elements of one 16-byte store, and has the loads of four
+// vectors in flight. If the row length is a multiple of the vector width, all elements of a vector have the
+// same scale.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/convert.h"
@@ -12,13 +13,15 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;  // vectors per thread, all loaded before the first one is decoded
+// number of vectors per thread; all of them are loaded before the first one is decoded
+constexpr int kVectors = 4;
 
-// The scales of a tile's rows. A tile is small, so 32-bit offsets suffice inside it.
+// Finds the scales of the rows that a tile of elements touches. A tile is small, so 32-bit offsets suffice
+// within it.
 struct Scales {
-  const float* absmax;  // the scale of the row in which the tile starts
-  unsigned left;        // elements of that row from the tile's start to the row's end
-  unsigned columns;     // elements per row, at most 2^31 - 1, which is more than a tile has
+  const float* absmax;  // points to the scale of the row in which the tile starts
+  unsigned left;        // elements from the tile's start to the end of the row in which the tile starts
+  unsigned columns;     // elements per row, but at most 2^31 - 1: a tile is smaller than this
   __device__ Scales(const kernels::PackedInt8& p, int64_t begin) {
     const int64_t row = begin / p.columns, rest = (row + 1) * p.columns - begin;
     absmax = p.absmax + row;
@@ -35,7 +38,8 @@ __device__ T decode(int8_t code, float scale) {
   return rounded<T>(__fmul_rn(__fmul_rn(static_cast<float>(code), scale), kernels::kInverse127));
 }
 
-// Dequantises elements [begin, begin + count) into out. If kWhole, rows consist of whole vectors.
+// Dequantises elements [begin, begin + count) into `out`. If kWhole, the row length is a multiple of the
+// vector width.
 // Budget: 56 registers, 0 bytes shared, no spills.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)

@@ -1,9 +1,10 @@
 #pragma once
 
-// Encodes and decodes 4-bit optimizer state (quantization/map_4bit.h) on the GPU. A warp handles a block;
-// each lane has eight consecutive elements, whose codes are one word. A signed group is 4 lanes and an
-// unsigned group 16. There is no table and so no barrier. Both directions are a few instructions on a float's
-// bits and round exactly as on the CPU.
+// Encodes and decodes 4-bit optimizer state on the GPU (the format is in quantization/map_4bit.h). A warp
+// handles a block of 256 elements; each lane has eight consecutive ones, whose codes are one 32-bit word. The
+// group of elements that shares a scale is held by 4 lanes for signed state, and by 16 for unsigned state.
+// Encoding and decoding take a few instructions on a float's bits, without a table and therefore without a
+// barrier. They round exactly as on the CPU.
 
 #include "cuda/core/warp.h"
 #include "quantization/map_4bit.h"
@@ -13,11 +14,11 @@ namespace shoestring::cuda {
 constexpr int kPerLane4 = 8;
 static_assert(kPerLane4 * kWarp == kernels::kStateBlock);
 
-/// The number of lanes that share a scale: lane l uses scale l / kGroupLanes4 of its block.
+/// Number of lanes that share a scale. Lane l uses scale number l / kGroupLanes4 of its block.
 template <bool kSigned>
 constexpr int kGroupLanes4 = static_cast<int>(kernels::kGroup4<kSigned>) / kPerLane4;
 
-/// Decodes a lane's codes.
+/// Decodes a lane's eight codes and multiplies them by the group's scale.
 template <bool kSigned>
 __device__ void decode4(uint32_t codes, float scale, float (&x)[kPerLane4]) {
 #pragma unroll
@@ -34,11 +35,12 @@ __device__ void decode4(uint32_t codes, float scale, float (&x)[kPerLane4]) {
   }
 }
 
-/// Returns the scale of a lane's group, the same in all its lanes. It is NaN if an element is NaN, and
-/// infinite if one is infinite.
+/// Returns the scale of the group to which the lane belongs, to all lanes of the group. It is NaN if an
+/// element is NaN, otherwise infinite if an element is infinite.
 template <bool kSigned>
 __device__ float find_scale4(const float (&x)[kPerLane4]) {
-  unsigned most = 0;  // signed: the magnitude, with the sign in the lowest bit
+  // largest magnitude as bits; for signed state shifted left by one, with the sign in the lowest bit
+  unsigned most = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane4; ++i) {
     const unsigned bits = __float_as_uint(x[i]);
@@ -49,10 +51,12 @@ __device__ float find_scale4(const float (&x)[kPerLane4]) {
     most = max(most, __shfl_xor_sync(kAllLanes, most, offset));
   }
   if (!kSigned) return __uint_as_float(most);
-  return __uint_as_float(most != 0 ? most >> 1 | ~most << 31 : 0);  // the largest magnitude is -1
+  // The sign of the scale is chosen so that the element of largest magnitude, divided by the scale, is -1.
+  return __uint_as_float(most != 0 ? most >> 1 | ~most << 31 : 0);
 }
 
-/// Returns the codes of a lane's elements for the group's scale. May multiply x by a power of two.
+/// Returns the codes of a lane's eight elements, given the scale of the group. If the scale is tiny, scale
+/// and x are first multiplied by a power of two.
 template <bool kSigned>
 __device__ uint32_t encode4(float (&x)[kPerLane4], float scale, kernels::Rounding4 rounding) {
   if (scale != 0 && fabsf(scale) < kernels::kTinyScale4) {
@@ -61,7 +65,8 @@ __device__ uint32_t encode4(float (&x)[kPerLane4], float scale, kernels::Roundin
     for (int i = 0; i < kPerLane4; ++i) x[i] *= kernels::kRaise4;
   }
   const float inverse = scale != 0 ? __frcp_rn(scale) : 0;
-  // The weight is zero for rounding to the nearest, so that both kinds of rounding use the same instructions.
+  // For rounding to the nearest, the dither has weight zero. So dithered rounding and rounding to the nearest
+  // use the same instructions.
   const int weight = !rounding.dithered ? 0 : kSigned ? kernels::kDither4Signed : kernels::kDither4Unsigned;
   const uint32_t phase = rounding.phase + lane() * (kPerLane4 * kernels::kDitherStride);
   const int offset =

@@ -1,7 +1,9 @@
-// Quantises to 4 bits on the GPU. A warp holds 1024 elements in registers: each lane has four vectors of
-// eight neighbours. So x is read once, and the largest magnitude of a block needs only shuffles. Blocks of
-// 2048 and 4096 elements are read twice. A code is found without a search: each of 32 equal buckets of [-1,
-// 1] holds at most one midpoint of the code book (except next to FP4's two zeros).
+// Quantises weights to 4 bits on the GPU. A warp holds 1024 elements in registers: each lane has four vectors
+// of eight consecutive elements. So x is read once, and the largest magnitude of a quantisation block needs
+// only shuffles. Blocks of 2048 and 4096 elements are read twice. A code is found without a search. The
+// interval [-1, 1] is divided into 32 equal buckets, each with at most one midpoint between neighbouring
+// values of the code book. The only exception is FP4, which has codes for 0 and for -0: next to zero, one
+// bucket contains two midpoints, of which one is zero.
 
 #include <cmath>
 
@@ -16,26 +18,28 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kWidth = 8;  // neighbouring elements per vector, whose codes are one word
+constexpr int kWidth = 8;  // consecutive elements per vector; their codes are one 32-bit word
 constexpr int kVectors = 4;
-constexpr int kStep = kWarp * kWidth;     // elements from one vector of a lane to its next
-constexpr int kChunk = kVectors * kStep;  // elements that a warp holds
+constexpr int kStep = kWarp * kWidth;     // elements from one vector of a lane to the lane's next vector
+constexpr int kChunk = kVectors * kStep;  // elements that a warp holds in registers
 constexpr int kBuckets = 32;
-constexpr float kSmallestScale = 1e-38f;  // as on the CPU: a smaller scale's reciprocal would overflow
+// the smallest scale, the same as on the CPU: the reciprocal of a smaller number would overflow
+constexpr float kSmallestScale = 1e-38f;
 
-// The look-up table of a code book: for each bucket its midpoint, the code up to the midpoint (lowest byte)
-// and the code above (next byte). two_zeros marks FP4, in which positive numbers below the midpoint next to 0
-// have code 8, and 0 has code 0.
+// The look-up table of a code book. For each bucket it holds the midpoint, and in `codes` the code for
+// numbers up to the midpoint (lowest byte) and above (next byte). two_zeros marks FP4, which has two codes
+// for zero. Positive numbers below the smallest positive midpoint have code 8, and 0 has code 0.
 struct Table {
   float midpoint[kBuckets];
   unsigned codes[kBuckets];
   bool two_zeros;
 };
 
-/// Returns the bucket of u in [-1, 1] multiplied by 4, which is an offset in bytes. Zero is a bucket
-/// boundary, because FP4 has midpoints on both sides of it.
+/// Returns 4 times the index of the bucket that contains u, which is in [-1, 1]. This is the byte offset into
+/// the table. Zero is a boundary between buckets, because FP4 has midpoints on both sides of it.
 __host__ __device__ inline unsigned bucket(float u) {
-  const float n = fmaf(u, 62.f, 63.5f) + 8388608.f;  // the last bits are the rounded integer
+  // adding 2^23 rounds to an integer, which is then in the last bits of n
+  const float n = fmaf(u, 62.f, 63.5f) + 8388608.f;
   unsigned bits;
   __builtin_memcpy(&bits, &n, sizeof bits);
   return bits & (4 * (kBuckets - 1));
@@ -59,20 +63,23 @@ __device__ unsigned encode(const Table& table, float u) {
   const unsigned offset = bucket(u);
   const float left =
       *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table.midpoint) + offset) - u;
-  // The sign bit selects the byte. A comparison would need a predicate register, and those are few.
+  // The sign bit of the difference selects the byte. A comparison would need a predicate register, and these
+  // are few.
   return reinterpret_cast<const uint8_t*>(table.codes)[offset + (__float_as_uint(left) >> 31)];
 }
 
 __device__ unsigned largest(unsigned a, unsigned b) { return a > b ? a : b; }
 
-// If kEdge, x may end inside a unit and need not be aligned.
+// Quantises blocks of 2^log_block elements; a warp handles a unit of at least 1024 elements. If kEdge, x may
+// end inside a unit and need not be aligned.
 // Budget: 80 registers, 260 bytes shared, no spills.
 template <class T, bool kEdge>
 __global__ void __launch_bounds__(kThreads)
     quantize(const T* x, int64_t count, int log_block, Table given, uint8_t* packed, float* absmax) {
   __shared__ Table table;
   const int block_size = 1 << log_block, unit = block_size > kChunk ? block_size : kChunk;
-  // Each warp handles whole quantisation blocks from here on, so 32-bit indices suffice after this offset.
+  // Offset of the first element of this warp, at which a quantisation block starts. Relative to it, 32-bit
+  // indices suffice.
   const int64_t begin = (int64_t{blockIdx.x} * kWarps + warp()) * unit;
   x += begin;
   packed += begin / 2;
@@ -89,7 +96,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   };
 
-  unsigned top[kVectors] = {};  // magnitudes as integers; NaN is the largest
+  unsigned top[kVectors] = {};  // largest magnitudes as integers, in which NaN is above infinity
   for (int from = lane() * kWidth; from < unit; from += kChunk) {
     read(from);
 #pragma unroll
@@ -127,23 +134,25 @@ __global__ void __launch_bounds__(kThreads)
       if (kEdge && i >= end) continue;
       const float scale = __uint_as_float(top[v]), divisor = scale < kSmallestScale ? kSmallestScale : scale;
       const float inverse = 1 / divisor;
-      // A short last block divides by the scale, which is never below kSmallestScale, as bitsandbytes does.
+      // In an incomplete last block, elements are divided by the scale instead of being multiplied by its
+      // reciprocal, and the scale is at least kSmallestScale. bitsandbytes does the same.
       const bool cut = kEdge && ((i >> log_block) + 1) << log_block > end;
       if ((i & (block_size - 1)) == 0) absmax[i >> log_block] = cut ? divisor : scale;
       float u[kWidth];
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        // The product below is rounded separately, so it must not fuse into an fma.
+        // The product must be rounded by itself, so the compiler must not fuse it with the arithmetic in
+        // bucket() into an fma.
         const float value = to_float(part[v][k]);
         u[k] = !cut ? __fmul_rn(value, inverse) : i + k < end ? value / divisor : 0;
       }
-      // In a block with an infinity or a NaN, NaN gets the code of the largest value, as on the CPU.
+      // In a block with infinity or NaN, NaN elements get the code of the largest value, as on the CPU.
       if (top[v] >= 0x7f800000) {
 #pragma unroll
         for (int k = 0; k < kWidth; ++k) u[k] = u[k] != u[k] ? 1 : u[k];
       }
-      // The word of codes is assembled from its top four bits down. The even element of a pair is in the
-      // upper half of its byte.
+      // The word of eight codes is assembled from its top four bits down. In each byte, the element with even
+      // index is in the upper half.
       unsigned word = 0;
 #pragma unroll
       for (int k = kWidth - 1; k >= 0; --k) word = word * 16 + encode(table, u[k ^ 1]);

@@ -1,5 +1,5 @@
-// Quantises fp32 tensors to the 8-bit format of optimizer state and back, on the GPU. A warp handles a block
-// of 256, eight elements per lane.
+// Quantises fp32 tensors to the 8-bit format of optimizer state, and dequantises them, on the GPU. A warp
+// handles a block of 256 elements, eight per lane.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -15,7 +15,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerWarp = 4;
 
-// Calls body(first element, block index) for each state block of a warp.
+// Calls body(index of the first element, index of the block) for each block of 256 elements that this warp
+// handles.
 template <class Body>
 __device__ void over_blocks(int64_t n, Body body) {
   const int64_t first = int64_t{blockIdx.x} * (kWarps * kBlocksPerWarp) + warp();

@@ -1,5 +1,6 @@
-// Fits and encodes int4 weights on the GPU. Half a warp handles a block, so a sum takes four shuffles and no
-// barrier. The block is read about a dozen times, but from the L1 cache; the fit is bound by arithmetic.
+// Quantises weights to int4 on the GPU: fits scale and offset of each block, and encodes. Half a warp handles
+// a block, so a sum takes four shuffles and no barrier. The fit reads the block about a dozen times, but from
+// the L1 cache, so that arithmetic limits the kernel.
 
 #include <cmath>
 
@@ -17,7 +18,8 @@ using kernels::kInt4Lanes;
 
 constexpr int kThreads = 256, kBlocks = kThreads / kInt4Lanes;
 
-/// Combines the values of a block's 16 lanes. Every lane gets the same result, bit for bit.
+/// Reduces the values of the 16 lanes that handle a block with combine(a, b). Every lane gets the same
+/// result, bit for bit.
 template <class T, class Combine>
 __device__ T fold(T x, Combine combine) {
 #pragma unroll
@@ -29,7 +31,9 @@ __device__ float sum(float x) {
   return fold(x, [](float a, float b) { return a + b; });
 }
 
-/// Returns a code (-8 to 7) plus kInt4Shift, so that the code is in the lowest bits. NaN has the code -8.
+/// Returns a code (-8 to 7) plus kInt4Shift; the addition rounds to an integer and puts the code into the
+/// lowest bits. NaN gets the code -8. `away` is the element minus the block's offset, and `inverse` is 1 /
+/// scale.
 __device__ float shifted(float away, float inverse) {
   return __fadd_rn(fminf(fmaxf(__fmul_rn(away, inverse), -8.f), 7.f), kernels::kInt4Shift);
 }
@@ -40,7 +44,8 @@ __global__ void __launch_bounds__(kThreads)
     quantize(const T* x, int64_t count, int block_size, uint8_t* packed, kernels::Int4Scale* scales) {
   const int64_t block = int64_t{blockIdx.x} * kBlocks + threadIdx.x / kInt4Lanes, begin = block * block_size;
   const int first = threadIdx.x % kInt4Lanes;
-  // Half-warps without a block have no elements, but their lanes take part in the shuffles.
+  // A half-warp whose block starts past the end of x has no elements, but its lanes take part in the
+  // shuffles.
   const int n = begin >= count               ? 0
                 : count - begin < block_size ? static_cast<int>(count - begin)
                                              : block_size;
@@ -67,11 +72,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = first; i < n; i += kInt4Lanes) {
       const float away = to_float(x[i]) - fit.offset;
       const float code = shifted(away, inverse) - kernels::kInt4Shift;
-      const float rest = away - code * fit.scale;  // the product is exact
+      const float rest = away - code * fit.scale;  // the product code * scale is exact
       const float pull = fmaxf(fminf(rest, limit), -limit);
       error += fabsf(rest);
       sums.codes += code;
-      sums.squares += code * code;  // exact, because codes are small integers
+      sums.squares += code * code;  // the sum of squared codes is exact, because codes are small integers
       sums.pulls += pull;
       sums.products += __fmul_rn(code, pull);
     }

@@ -1,6 +1,5 @@
 // Quantises rows to int8 on the GPU, one thread block per row. The elements that threads read to find the
-// largest magnitude stay in registers, as far as they fit. The rest of a longer row is read again from the L2
-// cache.
+// row's largest magnitude stay in registers, if the row fits. A longer row is read again, from the L2 cache.
 
 #include <cmath>
 
@@ -15,9 +14,9 @@ namespace shoestring::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kWidth = 8;  // neighbouring elements per vector, whose codes are eight bytes
+constexpr int kWidth = 8;  // consecutive elements per vector; their codes are eight bytes
 constexpr int kVectors = 2;
-constexpr int kStep = kThreads * kWidth;  // elements from one vector of a thread to its next
+constexpr int kStep = kThreads * kWidth;  // elements from one vector of a thread to the thread's next vector
 constexpr int kChunk = kVectors * kStep;
 
 __device__ unsigned larger(unsigned a, unsigned b) { return a > b ? a : b; }
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   };
 
   const int64_t first = threadIdx.x * kWidth;
-  unsigned top = 0;  // magnitudes as integers; NaN is the largest
+  unsigned top = 0;  // largest magnitude as an integer, in which NaN is above infinity
   for (int64_t from = first; from < columns; from += kChunk) {
     read(from);
 #pragma unroll
@@ -63,8 +62,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) top = larger(top, largest[w]);
 
-  const float scale = __fmul_rn(1 / __uint_as_float(top), 127.f);  // rounds twice, as on the CPU
-  // If `plain` is false, the row is zero or nearly zero, or its largest magnitude is not finite.
+  // The scale is (1 / largest magnitude) * 127. As on the CPU, the quotient is rounded first, and then the
+  // product.
+  const float scale = __fmul_rn(1 / __uint_as_float(top), 127.f);
+  // If `plain` is false, the codes become 0: the row is zero or nearly zero, or its largest magnitude is not
+  // finite.
   const bool plain = scale > 0 && scale < INFINITY;
   if (threadIdx.x == 0) absmax[blockIdx.x] = __uint_as_float(top);
   for (int64_t from = first; from < columns; from += kChunk) {

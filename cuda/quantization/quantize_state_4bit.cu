@@ -1,5 +1,6 @@
-// Quantises fp32 tensors to the 4-bit format of optimizer state and back, on the GPU. Memory-bound: a warp
-// handles four blocks, whose loads are independent of each other.
+// Quantises fp32 tensors to the 4-bit format of optimizer state, and dequantises them, on the GPU. Memory
+// bandwidth limits the kernels. A warp handles four blocks of 256 elements, whose loads are independent of
+// each other.
 
 #include "core/cuda_tables.h"
 #include "cuda/core/launch.h"
@@ -19,8 +20,8 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocksPerWarp = 4;
 constexpr int64_t kPerBlock = int64_t{kWarps} * kBlocksPerWarp * kStateBlock;
 
-// Calls body(block, this lane's first element, elements from there to the end) for each block of a warp. The
-// third argument may be above eight or negative.
+// Calls body(block, index of this lane's first element, number of elements from there to the tensor's end)
+// for each block of a warp. The third argument may be above eight or negative.
 template <class Body>
 __device__ void over_blocks(int64_t n, Body body) {
   const int64_t first = int64_t{blockIdx.x} * (kWarps * kBlocksPerWarp) + warp();

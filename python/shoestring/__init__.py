@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 
 def _is_command_line() -> bool:
-    """Return whether this process is the command line of shoestring.
+    """Return whether this process runs the command ``shoestring`` or ``python -m shoestring``.
 
-    The help texts and usage errors of the command line do not need PyTorch, whose import takes seconds.
+    If so, PyTorch is imported only when needed. Help texts and usage errors of the command do not need it,
+    and the import takes seconds.
     """
-    if "shoestring_command" in sys.modules:  # the module with which the installed script `shoestring` starts
+    # The installed script `shoestring` starts by importing this module.
+    if "shoestring_command" in sys.modules:
         return True
     # While Python looks for the module of `python -m shoestring`, sys.argv[0] is "-m".
     options = zip(sys.orig_argv, sys.orig_argv[1:])
@@ -23,10 +25,10 @@ if TYPE_CHECKING or not _is_command_line():
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import PyTorch and register the operators when the command line first uses a public name."""
+        """Return a public name of this package; import PyTorch and register the operators on first use."""
         public = "shoestring._public"
-        # Python calls this function for submodules too, before it imports them. That also happens during the
-        # import of the public names, so the first condition prevents a second import.
+        # Python calls a module's __getattr__ for submodules too, before it imports them. This also happens
+        # while _public is being imported, so the first condition prevents a second import.
         if public not in sys.modules and (not name.startswith("_") or name in ("__all__", "__version__")):
             import importlib
 

@@ -27,7 +27,10 @@ def report() -> str:
 
 
 def main() -> int:
-    """Print the report or the CMake folder, or run the command line; return the exit code."""
+    """Print a report on the installation or the CMake folder, or run the command line.
+
+    Return the exit code.
+    """
     if sys.argv[1:] == ["--cmake-dir"]:
         print(shoestring.cmake_prefix_path)
     elif len(sys.argv) == 1:

@@ -12,7 +12,7 @@ LIBRARIES = PACKAGE / "lib"
 
 @dataclass(frozen=True)
 class Build:
-    """The versions and the compiler that the installed libraries were built with."""
+    """The versions of PyTorch and CUDA and the compiler with which the installed libraries were built."""
 
     version: str
     torch: str

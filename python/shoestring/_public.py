@@ -1,4 +1,7 @@
-"""The public names of ``import shoestring``. This module imports PyTorch and registers the operators."""
+"""The public names of the package ``shoestring``.
+
+Importing this module imports PyTorch and registers the operators.
+"""
 
 from shoestring import _load
 

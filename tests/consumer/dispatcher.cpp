@@ -1,4 +1,5 @@
-// Checks that the operators are registered in a program that references no symbol of the library.
+// Checks that loading the library registers its operators, in a program that references no symbol of the
+// library.
 
 #include <cstdio>
 

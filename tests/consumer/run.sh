@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the consumer against the installed package (python/shoestring, the same tree as in a wheel), and runs
-# it without Python: once as it is, and once with any CUDA toolkit hidden. The library itself is only
-# configured without a toolkit; with --build (make nightly) it is also built and installed that way. Prints
+# it without Python: once on the machine as it is, and once with any CUDA toolkit hidden. The library itself
+# is also configured without a toolkit, and with --build (make nightly) built and installed that way. Prints
 # "ok ..." or "not ok ..." for each check.
 #   Usage: run.sh BUILD_DIR [--build]
 set -uo pipefail

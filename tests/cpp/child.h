@@ -9,15 +9,16 @@
 
 #include <ATen/Parallel.h>
 
-/// Runs a task in a forked child process and returns the task's result, or -1 if the child hangs (30 s) or is
-/// killed.
+/// Runs a task in a forked child process and returns the task's result. Returns -1 if the child is killed, or
+/// takes more than 30 s.
 template <class Task>
 int in_child(Task&& task) {
   const pid_t child = ::fork();
   if (child == 0) {
     int status = 99;
     try {
-      at::set_num_threads(1);  // the child has no OpenMP worker threads
+      // one thread, because the forked child does not inherit the OpenMP worker threads
+      at::set_num_threads(1);
       status = task();
     } catch (...) {
     }

@@ -2,5 +2,6 @@
 
 #include <dlfcn.h>
 
-/// Returns whether the tests run CUDA's kernels in an emulator on the CPU, in place of the CPU's kernels.
+/// Returns whether operators on CPU tensors run the CUDA kernels in the emulator, in place of the CPU
+/// kernels.
 inline bool is_emulated() { return dlsym(RTLD_DEFAULT, "simt_set_capability") != nullptr; }

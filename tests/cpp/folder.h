@@ -8,8 +8,9 @@
 #include <string>
 #include <vector>
 
-// Creates a temporary folder and removes it with its files; it may not hold subfolders. It uses POSIX calls
-// because LibTorch exports an older copy of std::filesystem that crashes.
+// A temporary folder, which is removed with its files when the object is destroyed. It must not contain
+// subfolders. The class uses POSIX calls because LibTorch exports an older copy of std::filesystem that
+// crashes.
 struct Folder {
   Folder() : path(::mkdtemp(name)) {}
   ~Folder() {

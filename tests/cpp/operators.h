@@ -10,8 +10,8 @@
 
 using NamedArguments = std::vector<std::pair<std::string, c10::IValue>>;
 
-/// Calls the operator torch.ops.shoestring.NAME, which returns nothing, with arguments by name. Arguments
-/// that are not given take their defaults.
+/// Calls the operator torch.ops.shoestring.NAME, which must return nothing, with arguments by name. Arguments
+/// that are not given have their default values.
 inline void call(const std::string& name, const NamedArguments& arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("shoestring::" + name).c_str(), "");
   torch::jit::Stack stack;
@@ -24,15 +24,14 @@ inline void call(const std::string& name, const NamedArguments& arguments) {
   op.callBoxed(stack);
 }
 
-/// Joins two lists of named arguments; an argument in `later` takes precedence over the same name in
-/// `earlier`.
+/// Joins two lists of named arguments. If both contain a name, the argument in `later` is used.
 inline NamedArguments with(const NamedArguments& later, const NamedArguments& earlier) {
   NamedArguments all = later;
   all.insert(all.end(), earlier.begin(), earlier.end());
   return all;
 }
 
-/// Returns the tensors as a list of gradients, one for each parameter.
+/// Returns tensors as the optional list of gradients that optimizer operators take.
 inline c10::List<std::optional<at::Tensor>> gradients(const std::vector<at::Tensor>& tensors) {
   c10::List<std::optional<at::Tensor>> list;
   for (const auto& t : tensors) list.push_back(t);

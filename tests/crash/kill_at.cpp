@@ -1,6 +1,6 @@
-// A preloaded library (LD_PRELOAD) that kills a process right before its n-th system call of the counted
-// kinds. They change a name or the length of a file, or make such a change durable. A forked process calls
-// kill_at for itself, and its parent reads the count.
+// A preloaded library (LD_PRELOAD) that kills a process right before its n-th counted system call. It counts
+// the calls that change a name or the length of a file, or that make such a change durable. A forked process
+// calls kill_at() to count its own calls, and its parent reads the number of calls.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -16,7 +16,7 @@
 
 namespace {
 
-struct Shared {  // shared with processes that are forked later
+struct Shared {  // The counters are in memory that this process shares with the processes that it forks.
   std::atomic<long> calls{0}, last{0};
   std::atomic<pid_t> process{0};
   std::atomic<bool> exchanges{true};
@@ -36,8 +36,8 @@ void count() {
 
 }  // namespace
 
-/// Starts counting the calls of this process; the n-th call kills it. n = 0 only counts. exchanges = false:
-/// renameat2 fails as on a file system without RENAME_EXCHANGE.
+/// Starts counting the system calls of this process; the n-th call kills it, or none if n is 0. If
+/// `exchanges` is false, renameat2 fails as on a file system without RENAME_EXCHANGE.
 EXPORTED void kill_at(long n, bool exchanges) {
   shared().calls = 0;
   shared().last = n;
@@ -47,7 +47,8 @@ EXPORTED void kill_at(long n, bool exchanges) {
 
 EXPORTED long calls_counted() { return shared().calls; }
 
-// The declaration gives the function its C name without the exception specification of the system headers.
+// Defines a function that counts a call of the system function `name` and then calls it. It is declared under
+// another C++ name, because the system headers declare `name` with an exception specification.
 #define COUNTED(name, parameters, arguments)                                                 \
   EXPORTED int counted_##name parameters asm(#name);                                         \
   EXPORTED int counted_##name parameters {                                                   \

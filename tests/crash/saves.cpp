@@ -1,10 +1,12 @@
 // Saves and loads files for tests/crash/test_saves.py. It reads commands from stdin and answers each with one
 // line:
 //
-//   save NAME FOLDER old|new N EXCHANGES    in a process that dies before its N-th system call (kill_at.cpp)
-//     killed CALLS | saved CALLS | failed CALLS
+//   save NAME FOLDER old|new N EXCHANGES
+//     saves in a forked process that kill_at.cpp kills before its N-th counted system call, unless N is 0
+//     answer: killed CALLS | saved CALLS | failed CALLS, where CALLS is the number of counted system calls
 //   check NAME FOLDER
-//     old | new | refused MESSAGE
+//     loads the files of the folder
+//     answer: old | new | mixed VALUE | refused MESSAGE
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -43,7 +45,7 @@ struct Model : torch::nn::Module {
   }
 };
 
-// Returns the value of all elements of all tensors, or NaN if they differ.
+// Returns the value that all elements of all tensors have, or NaN if they differ.
 double value_of(const std::vector<Tensor>& tensors) {
   double value = tensors.at(0).flatten()[0].item<double>();
   for (const Tensor& tensor : tensors) value = tensor.eq(value).all().item<bool>() ? value : std::nan("");
@@ -55,7 +57,7 @@ std::string verdict(double value) {
 }
 
 struct Save {
-  // Saves a state: value 1 is the old state, 2 the new one.
+  // Writes the files into a folder. value is 1 for the old state of the files, and 2 for the new state.
   std::function<void(const std::string& folder, double value)> save;
   std::function<double(const std::string& folder)> load;
 };
@@ -72,8 +74,8 @@ void save_shards(const std::string& folder, double value) {
       << R"({"weight_map": {"up.weight": "model-00001-of-00002.safetensors", "down.weight": "model-00002-of-00002.safetensors"}})";
 }
 
-// The old and the new state have the same shapes, and only the configuration contains alpha. So a mixture of
-// both loads unless the reader detects it.
+// Saves an adapter whose tensors have the same shapes in the old and the new state; only the configuration
+// file contains alpha. A mixture of old and new files therefore loads, unless the reader detects it.
 void save_adapter(const std::string& folder, double value) {
   Model model;
   lora::apply(model, lora::LoraOptions().adapter(nn::AdapterOptions().rank(4).alpha(value == 1 ? 4 : 32)));
@@ -91,8 +93,8 @@ double load_adapter(const std::string& folder) {
   lora::load_adapter(model, folder + "/adapter");
   const torch::NoGradGuard no_grad;
   const double up = value_of({model.up(at::ones({1, 8}))}), down = value_of({model.down(at::ones({1, 16}))});
-  // The outputs are alpha / 4 * lora_B * lora_A * ones: 16 and 32 for the old state, 256 and 512 for the new
-  // one.
+  // Expected outputs are alpha / 4 * lora_B * lora_A * ones: 16 and 32 for the old adapter, 256 and 512 for
+  // the new one.
   return up == 16 && down == 32 ? 1 : up == 256 && down == 512 ? 2 : up;
 }
 
@@ -128,7 +130,7 @@ const std::map<std::string, Save>& saves() {
           const auto tensors = shoestring::load_safetensors(folder + "/file.safetensors");
           return value_of({tensors["a"], tensors["b"]});
         }}},
-      {"model",  // the new state replaces one of two shards
+      {"model",  // The old model has two shards, and the new model replaces one of them.
        {[](const std::string& folder, double value) {
           if (value == 1) return save_shards(folder, value);
           Model model;
@@ -179,7 +181,7 @@ std::string check(const std::string& name, const std::string& folder) {
 }  // namespace
 
 int main() {
-  at::set_num_threads(1);  // threads do not survive a fork
+  at::set_num_threads(1);  // one thread, because forked processes do not inherit PyTorch's worker threads
   for (std::string line; std::getline(std::cin, line);) {
     std::stringstream words(line);
     std::string command, name, folder, version;

@@ -1,6 +1,6 @@
 """Save and load files for test_saves.py, with the commands of saves.cpp.
 
-The program imports once and forks for every save. Run it with libkill_at.so in LD_PRELOAD.
+The program imports its modules once, and forks for every save. Run it with libkill_at.so in LD_PRELOAD.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ OLD, NEW = 1, 2
 
 @dataclass
 class Save:
-    save: Callable[[Path, int], None]  # value 1: the old state, 2: the new one
+    # called with (folder, value); saves the old state of the files for value 1 (OLD), and the new state for 2
+    # (NEW)
+    save: Callable[[Path, int], None]
     load: Callable[[Path], float]
 
 
 def value_of(tensors: Sequence[Tensor]) -> float:
-    """Return the value of all elements, or NaN if they differ."""
+    """Return the value that all elements of the tensors have, or NaN if they differ."""
     value = tensors[0].flatten()[0].item()
     return value if all(bool((tensor == value).all()) for tensor in tensors) else float("nan")
 
 
 class Model(nn.Module):
-    """The same model as in saves.cpp."""
+    """The model that saves.cpp uses, too: two linear layers without bias."""
 
     def __init__(self, value: float = 0) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Model(nn.Module):
             nn.init.constant_(parameter, value)
 
 
-# ---- adapters: both states have the same shapes, and only the configuration contains alpha -----------------------
+# ---- adapters: old and new tensors have the same shapes, and only the configuration file contains alpha --
 
 
 def save_adapter(folder: Path, value: int, rank: int = 4) -> None:
@@ -71,12 +73,12 @@ def load_adapter(folder: Path) -> float:
     model = lora.load_adapter(Model(), folder / "adapter")
     with torch.no_grad():
         up, down = value_of([model.up(torch.ones(1, 8))]), value_of([model.down(torch.ones(1, 16))])
-    # The outputs are alpha / rank * lora_B * lora_A * ones: 16 and 32 for the old state, 256 and 512 for the
-    # new one.
+    # Expected outputs are alpha / rank * lora_B * lora_A * ones: 16 and 32 for the old adapter, 256 and 512
+    # for the new one.
     return {(16, 32): OLD, (256, 512): NEW}.get((up, down), up)
 
 
-# ---- one file -----------------------------------------------------------------------------------------------------
+# ---- saves that write one file ---------------------------------------------------------------------------
 
 
 def load_safetensors(folder: Path) -> float:
@@ -104,7 +106,7 @@ def load_state(folder: Path) -> float:
 
 
 class Words:
-    """A tokenizer that maps each word to its length; 0 ends a text."""
+    """A tokenizer that maps each word to its length; token 0 ends a text."""
 
     eos_token_id = 0
 
@@ -130,11 +132,15 @@ def load_record(folder: Path) -> float:
     return json.loads((folder / "run.json").read_text())["value"]
 
 
-# ---- folders ------------------------------------------------------------------------------------------------------
+# ---- saves that write a folder ---------------------------------------------------------------------------
 
 
 def save_run_checkpoint(folder: Path, value: int, steps: Sequence[int] = (3,)) -> None:
-    """Save checkpoints 1 and 2 for the old state. The new state adds checkpoint 3, and removes 1."""
+    """Save checkpoints of a training run: of steps 1 and 2 for the state OLD, and of ``steps`` for NEW.
+
+    The states OLD and NEW are those before and after the tested save. Saving the checkpoint of step 3 removes
+    the checkpoint of step 1.
+    """
     for step in (1, 2) if value == OLD else steps:
         model, optimizer = Model(value), make_optimizer(value)
         save_checkpoint(
@@ -151,7 +157,7 @@ def load_run_checkpoint(folder: Path) -> float:
 
 
 def language_models() -> dict[int, tuple[nn.Module, nn.Module]]:
-    """Return a dense and a quantised model for each state. The old state has more shards than the new one."""
+    """Return a dense and a quantised model for each state, OLD and NEW. A model of OLD has more shards."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     found = {}
@@ -244,7 +250,7 @@ def saves() -> dict[str, Save]:
 
 
 def killed_at(n: int, save: Save, folder: Path, value: int, exchanges: bool) -> str:
-    """Save in a process that dies before its n-th system call (0: it does not die)."""
+    """Save in a forked process that kill_at.cpp kills before its n-th counted system call, unless n is 0."""
     library = ctypes.CDLL(None)
     library.calls_counted.restype = ctypes.c_long
     child = os.fork()
@@ -274,9 +280,9 @@ def check(save: Save, folder: Path) -> str:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # threads do not survive a fork
+    torch.set_num_threads(1)  # one thread, because forked processes do not inherit PyTorch's worker threads
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the libraries print goes to stderr
+    os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has only the replies
     known = saves()
     for line in sys.stdin:
         command, name, folder, *rest = line.split()

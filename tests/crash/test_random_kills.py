@@ -1,6 +1,8 @@
-"""Kill training at random times and resume it: the result must equal a run without kills, bit for bit.
+"""Kill training processes at random times and resume them. The results must equal those without kills.
 
-`pytest tests/crash/test_random_kills.py --kills 1000` is the full test. A report line follows each program.
+The final weights and the losses must be bitwise equal to those of a run without kills. The tested training
+programs are listed in PROGRAMS. `pytest tests/crash/test_random_kills.py --kills 1000` is the full test. It
+prints one line for each training program.
 """
 
 from __future__ import annotations
@@ -26,19 +28,20 @@ from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_fil
 STEPS = ["--steps", "10", "--checkpoint-every", "1"]
 SMALL = ["--layers", "2", "--hidden", "128", "--heads", "2", "--kv-heads", "2", "--batch-size", "4", "--threads", "1",
          "--seq-len", "32", "--steps", "40", "--checkpoint-every", "1"]  # fmt: skip
-# Drawing the picture takes longer than the training.
+# Training runs in this test draw no picture for their report, because drawing takes longer than the training.
 NO_PICTURE = "from shoestring.training import report; report.draw_run = lambda run: b''"
 PROGRAMS = ("train", "finetune", "finetune --plain", "train_gpt")
 
 
 @dataclass
 class Program:
-    """Starts a run that continues in ``out``, waits for it, and finds its results."""
+    """A training program: how to start or resume it, wait for its end, and find the files that it wrote."""
 
-    start: Callable[[Path, Path], int]  # arguments: out, log
+    # called with (folder of the run, log file); returns a process id
+    start: Callable[[Path, Path], int]
     wait: Callable[[int], int]
-    result: Callable[[Path], list[Path]]  # returns the files of weights
-    # A pattern for the files that a kill during a checkpoint leaves in the folder of the run.
+    result: Callable[[Path], list[Path]]  # returns the weight files of a finished run, given its folder
+    # Pattern of the files that exist in the folder of a run while it writes a checkpoint.
     unfinished: str
     curve: Callable[[Path], object]
 
@@ -49,7 +52,8 @@ class Report:
     within_checkpoint: int = 0
     bitwise: int = 0
     failures: list[str] = field(default_factory=list)
-    # Longest time until a kill, in seconds. A run that ends earlier reduces it.
+    # Maximum time from the start of a training program to a kill, in seconds. It is reduced if the program
+    # ends earlier.
     longest: float = 1.0
 
     def __str__(self) -> str:
@@ -158,9 +162,10 @@ def test_killed_runs_end_with_the_same_bits(
 def _run_killed(
     program: Program, out: Path, log: Path, rng: random.Random, kills: int, report: Report
 ) -> None:
-    """Run to the end, killed at random times until the report has ``kills`` kills.
+    """Run a training program to its end. Kill and resume it until the report counts ``kills`` kills.
 
-    Every second kill is aimed: it comes within milliseconds after a checkpoint has begun.
+    The times of the kills are random. Every second kill comes within milliseconds after the program has begun
+    to write a checkpoint.
     """
     while True:
         began = time.monotonic()
@@ -172,7 +177,7 @@ def _run_killed(
                 pass
             if report.kills % 2:
                 time.sleep(rng.choice((0.0, 0.001, 0.004)))
-            # SIGKILL has no effect on a process that has ended but has not been awaited yet.
+            # SIGKILL has no effect on a process that has ended but that its parent has not waited for.
             os.kill(process, signal.SIGKILL)
         code = program.wait(process)
         if code == 0:

@@ -1,6 +1,7 @@
-"""Kill a process at any system call of a save: the old or the new state and foreign files must remain.
+"""Kill a process at any system call of a save. Afterwards the old or the new state must load.
 
-saves.py and saves.cpp save and load; kill_at.cpp kills.
+Files in the folder that the save did not write must be unchanged. saves.py and saves.cpp save and load the
+files; kill_at.cpp kills the process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import pytest
 from build_folder import BUILD
 
 PROGRAMS = BUILD / "tests/crash"
-SAMPLE = 4  # kills per save in a run without --all, besides the first and the last call
+# Without --all, a save is killed at the first, at the last, and at this number of other system calls.
+SAMPLE = 4
 PAIR = ["expected the weights that were saved with", "adapter_model.safetensors", "adapter_config.json"]
-# A folder in neither the old nor the new state must be refused with a message that contains these words.
+# If a folder has neither the old nor the new state, loading must fail with a message that contains the words
+# below.
 UNFINISHED = ["no config.json there"]
 REFUSED = {
     "adapter": PAIR,
@@ -38,7 +41,7 @@ FOREIGN = {"mine.txt": "mine", "notes/deep/mine.txt": "mine, deeper"}
 
 
 class Server:
-    """Runs saves.py or saves.cpp, with libkill_at.so preloaded."""
+    """Runs saves.py or saves.cpp with libkill_at.so preloaded; sends commands and reads the replies."""
 
     def __init__(self, command: list[str | Path]) -> None:
         environment = os.environ | {"LD_PRELOAD": str(PROGRAMS / "libkill_at.so"), "OMP_NUM_THREADS": "1"}
@@ -53,7 +56,7 @@ class Server:
         return reply
 
     def save(self, name: str, folder: Path, version: str, n: int = 0) -> int:
-        """Save and return the number of system calls; if n > 0, kill the process before the n-th."""
+        """Save and return the number of counted system calls. If n > 0, the process dies before call n."""
         outcome, calls = self.ask(
             "save", name, folder, version, n, int(not name.endswith("_in_place"))
         ).split()
@@ -84,7 +87,7 @@ def add_foreign(folder: Path) -> None:
 
 
 def assert_foreign(template: Path, folder: Path) -> None:
-    """Check that links and files of FOREIGN are in place, except in checkpoints that were removed."""
+    """Check that the files of add_foreign are unchanged, except in checkpoints that were removed."""
     for path in template.rglob("*"):
         there = folder / path.relative_to(template)
         if path.parts[-1] not in ("mine.txt", "link") or "step-00000001" in path.parts:
@@ -119,7 +122,7 @@ def test_a_kill_leaves_the_old_state_or_the_new(
     for n in points:
         folder = fresh(n)
         server.save(name, folder, "new", n)
-        for checker in servers.values():  # files that one language wrote load in the other
+        for checker in servers.values():  # C++ must load the files that Python wrote, and vice versa
             if name not in CPP and checker is servers["cpp"]:
                 continue
             verdict = checker.ask("check", name, folder)
@@ -129,7 +132,8 @@ def test_a_kill_leaves_the_old_state_or_the_new(
             assert verdict in ("old", "new") or refused, f"killed at call {n} of {calls}: {verdict}"
             verdicts[verdict.split()[0]] += 1
         assert_foreign(template, folder)
-        server.save(name, folder, "new")  # the remains of a killed save do not prevent the next one
+        # the files that a killed save left behind do not prevent the next save
+        server.save(name, folder, "new")
         assert server.ask("check", name, folder) == "new"
         assert_foreign(template, folder)
         shutil.rmtree(folder)

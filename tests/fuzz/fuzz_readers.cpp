@@ -3,9 +3,10 @@
 //
 //   fuzz_readers SEED SECONDS FOLDER
 //
-// In each case the reader loads the file, or raises the documented exception with a message of one line. The
-// program prints a line for each reader. Any other exception, a report of a sanitizer or a case of more than
-// 20 s ends the program, which names the reader and the case. FOLDER keeps the input.
+// In each case the reader must load the file, or raise the documented exception with a message of one line.
+// The program prints a line for each reader. Any other exception, a report of a sanitizer or a case of more
+// than 20 s ends the program with a message that names the reader and the case. FOLDER then contains the
+// damaged file.
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -65,7 +66,7 @@ struct Pair : torch::nn::Module {
 
 struct Reader {
   std::string name;
-  std::function<void(const std::string&)> make;  // writes valid files into a folder
+  std::function<void(const std::string&)> make;  // writes a valid set of the reader's files into a folder
   std::vector<std::pair<std::string, Mutator>> files;
   std::function<void(const std::string&)> load;
   size_t fewest = 20;
@@ -92,8 +93,8 @@ void make_adapter(const std::string& folder, const std::string& kind) {
   if (kind == "lora") config["alpha_pattern"] = {{"(?=.*up).*_proj", 3}, {"first\\.(down|up)_proj", 5.5}};
   if (kind == "ia3") config["feedforward_modules"] = ".*\\.(down|gate)_proj";
   write(folder + "/adapter_config.json", config.dump());
-  // Write the weights as PEFT does, without our digest of the configuration: the digest would make the reader
-  // refuse every damaged configuration.
+  // Write the weights as PEFT does, without shoestring's digest of the configuration. With the digest,
+  // load_adapter would refuse every damaged configuration.
   const std::string weights = folder + "/adapter_model.safetensors";
   shoestring::TensorDict tensors;
   const shoestring::SafetensorsFile file(weights);
@@ -213,7 +214,7 @@ std::vector<Reader> readers() {
   };
 }
 
-char running[256];  // the reader and case that an error report names
+char running[256];  // the reader and the case that are running, for error messages
 
 void say_case() { std::fprintf(stderr, "fuzz_readers: in %s\n", running); }
 
@@ -227,7 +228,7 @@ void too_long(int) {
   std::_Exit(1);
 }
 
-// Puts a pipe, a folder, a link to /dev/zero or nothing in place of a file.
+// Replaces a file by a pipe (kind 0), a folder (1) or a link to /dev/zero (2), or removes it (3).
 void make_special(const std::string& path, size_t kind) {
   ::unlink(path.c_str());
   if (kind == 0) ::mkfifo(path.c_str(), 0600);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Damages files as mutate.py does: flips bits, changes lengths and cuts ends; changes types, numbers, nesting
-// and names in JSON.
+// Damages files as mutate.py does. In binary files it flips bits, changes lengths and cuts ends. In JSON it
+// changes types, numbers, nesting and names.
 
 #include <cstdint>
 #include <cstring>
@@ -128,7 +128,7 @@ inline std::string mutate_safetensors(const std::string& data, Random& rng) {
   if (data.size() >= 8) std::memcpy(&size, data.data(), 8);
   if (below(rng, 5) < 2 || size > data.size() - 8) return mutate_bytes(data, rng);
   std::string header = data.substr(8, size);
-  if (below(rng, 3) == 0) {  // damage JSON that is stored as text in the metadata
+  if (below(rng, 3) == 0) {  // damage JSON that is stored as text in the metadata of a safetensors header
     Json tree = Json::parse(header, nullptr, false);
     for (auto& item : tree["__metadata__"]) {
       const auto text = item.get<std::string>();

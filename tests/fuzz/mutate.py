@@ -1,4 +1,4 @@
-"""Damage files: bits, lengths and ends of any file; types, numbers, nesting and names in JSON."""
+"""Damage files: bits, lengths and ends of binary files; types, numbers, nesting and names in JSON."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ NOTHING = (None, True, False, [], {}, [[]], {"a": {}})
 
 
 def flip_bits(data: bytes, rng: random.Random) -> bytes:
-    """Flip one to eight bits."""
+    """Flip one to eight random bits of a file's content."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 8)):
         if changed:
@@ -53,14 +53,14 @@ def flip_bits(data: bytes, rng: random.Random) -> bytes:
 
 
 def cut(data: bytes, rng: random.Random) -> bytes:
-    """Keep the beginning, keep the end, or remove a piece."""
+    """Shorten a file's content: keep only its beginning or only its end, or remove a range of bytes."""
     begin = rng.randrange(len(data) + 1)
     end = rng.randrange(begin, len(data) + 1)
     return rng.choice((data[:begin], data[begin:], data[:begin] + data[end:]))
 
 
 def grow(data: bytes, rng: random.Random) -> bytes:
-    """Repeat a piece, or insert bytes."""
+    """Insert new bytes into a file's content, or copies of a part of it."""
     at = rng.randrange(len(data) + 1)
     piece = data[at : at + rng.randint(1, 64)] * rng.randint(1, 20)
     return (
@@ -71,7 +71,7 @@ def grow(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_length(data: bytes, rng: random.Random) -> bytes:
-    """Overwrite 4 or 8 bytes, most often the first ones, with an integer, as if they stored a length."""
+    """Overwrite 4 or 8 bytes with an integer, as if they stored a length; most often the first bytes."""
     form = rng.choice(("<I", "<Q"))
     size = struct.calcsize(form)
     if len(data) < size:
@@ -87,7 +87,7 @@ BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (flip_bits, cut, gr
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Return the container and key of every value in a tree."""
+    """Return the container and the key (or list index) of every value in a JSON tree."""
     found: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:
@@ -100,7 +100,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def another(value: Any, rng: random.Random) -> Any:
-    """Return a value of another type or range than ``value``."""
+    """Return a JSON value of another type or range than ``value``."""
     kind = rng.randrange(6)
     if kind == 0:
         return rng.choice(HUGE)
@@ -122,7 +122,7 @@ def another(value: Any, rng: random.Random) -> Any:
 
 
 def mutate_json(text: bytes, rng: random.Random) -> bytes:
-    """Change one to three places of a JSON document, or its bytes if the text is not valid JSON."""
+    """Change one to three values of a JSON document, or its bytes if the text is not valid JSON."""
     kind = rng.randrange(12)
     if kind == 0:
         return b"[" * rng.choice((10, 1000, 100_000)) + (b"" if rng.random() < 0.5 else text)
@@ -152,7 +152,7 @@ def mutate_json(text: bytes, rng: random.Random) -> bytes:
         else:
             inside[key] = another(inside[key], rng)
     mutated = json.dumps(tree, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-    if kind == 2 and mutated[:1] == b"{" and len(mutated) > 2:  # every name occurs twice
+    if kind == 2 and mutated[:1] == b"{" and len(mutated) > 2:  # write every key of the JSON object twice
         return mutated[:-1] + b", " + mutated[1:]
     if kind == 3:
         return mutated.replace(b'"', b'"\\ud800', 1)
@@ -167,7 +167,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
-    """Change a safetensors file: its bytes, or its header as JSON, mostly with a consistent length."""
+    """Change a safetensors file: any bytes, or its JSON header (mostly with a correct header length)."""
     if rng.random() < 0.4 or len(data) < 8:
         return mutate_bytes(data, rng)
     size = int.from_bytes(data[:8], "little")
@@ -179,7 +179,7 @@ def mutate_safetensors(data: bytes, rng: random.Random) -> bytes:
 
 
 def inner_json(header: bytes, rng: random.Random) -> bytes:
-    """Change JSON that is stored as text in the metadata of a header."""
+    """Change JSON that is stored as text in the metadata of a safetensors header."""
     tree = json.loads(header)
     metadata = tree.get("__metadata__", {})
     for name, text in metadata.items():

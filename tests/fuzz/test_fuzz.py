@@ -1,8 +1,8 @@
 """Fuzz the functions that read files (readers) with damaged files.
 
 A reader must load the file, or raise a documented exception with a message of one line. It must stay within
-limits of time and memory, and write nothing. ``--fuzz-seconds`` sets the duration, ``--seed`` the mutations.
-A failure names the seed and the number of its case, and keeps the folder.
+limits of time and memory, and write nothing. ``--fuzz-seconds`` sets the duration, and ``--seed`` selects the
+mutations. A failure names the seed and the number of the case, and keeps the damaged folder.
 """
 
 import faulthandler
@@ -26,15 +26,15 @@ from readers import NOT_READERS, READERS, Reader
 
 import shoestring
 
-SECONDS = 10.0  # limit for one case
-MEBIBYTES = 1024  # limit of what a case may add to the peak memory of the process
-CPP_SHARE = 0.25  # share of --fuzz-seconds for the C++ readers
-FEWEST = 20  # least number of cases for a reader, however short the run
+SECONDS = 10.0  # time limit for loading one damaged file
+MEBIBYTES = 1024  # maximum increase of the process's peak memory in one case
+CPP_SHARE = 0.25  # fraction of --fuzz-seconds that the C++ readers get
+FEWEST = 20  # minimum number of cases for each reader, however short the run is
 SPECIAL = ("pipe", "folder", "link to nothing", "link to /dev/zero", "absent", "empty")
 
 
 def make_special(path: Path, kind: str) -> None:
-    """Put something other than a regular file in place of ``path``."""
+    """Replace the file ``path`` by the object that ``kind``, an entry of SPECIAL, names, such as a pipe."""
     path.unlink()
     if kind == "pipe":
         os.mkfifo(path)
@@ -56,7 +56,7 @@ def remove(path: Path) -> None:
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Return kind, size and modification time of every file, by name."""
+    """Return mode, size and modification time of every file in a folder, by name."""
     found = ((path, path.lstat()) for path in folder.rglob("*"))
     return {
         str(path.relative_to(folder)): (info.st_mode, info.st_size, info.st_mtime_ns) for path, info in found
@@ -69,7 +69,7 @@ def peak() -> int:
 
 
 class TooLongError(BaseException):
-    """Raised by the alarm. Not an Exception, so no reader catches it."""
+    """Raised when a case takes too long. It is not an Exception, so no reader catches it."""
 
 
 def too_long(*_: object) -> None:
@@ -77,7 +77,7 @@ def too_long(*_: object) -> None:
 
 
 def verdict(reader: Reader, folder: Path) -> tuple[str, str]:
-    """Load the folder and return "loaded", "refused" or "failed", and the reason."""
+    """Let the reader load the folder. Return "loaded", "refused" or "failed", and the reason."""
     before, memory = listing(folder), peak()
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -114,7 +114,8 @@ def verdict(reader: Reader, folder: Path) -> tuple[str, str]:
 def limits() -> object:
     """Limit the time of each case and the memory of the process.
 
-    A hang outside of Python code ends the process with a traceback.
+    If a case hangs in native code, where no Python exception can be raised, the process ends with a
+    traceback.
     """
     handler = signal.signal(signal.SIGALRM, too_long)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -138,7 +139,8 @@ def test_reader(reader: Reader, seed: int, tmp_path: Path, request: pytest.Fixtu
         path.name: change for name, change in reader.files.items() for path in sorted(folder.glob(name))
     }
     sound = {name: (folder / name).read_bytes() for name in mutators}
-    # The valid input must load. This also performs imports and fills caches.
+    # The undamaged files must load. This call also does the imports and fills caches before memory is
+    # measured.
     assert verdict(reader, folder)[0] == "loaded", verdict(reader, folder)
     counts = {"loaded": 0, "refused": 0, "failed": 0}
     failures: dict[str, str] = {}
@@ -182,7 +184,7 @@ def takes_path(function: object) -> bool:
 
 
 def public_functions() -> set[str]:
-    """Return the public functions and classes of all modules that take a path."""
+    """Return the public functions and classes of all modules of shoestring that take a path."""
     found = set()
     for info in pkgutil.walk_packages(shoestring.__path__, "shoestring."):
         if info.name.endswith("__main__"):

@@ -1,4 +1,4 @@
-"""Fuzz the readers of the C++ library under sanitizers, and check that each of its readers has a fuzzer."""
+"""Fuzz the readers of the C++ library under sanitizers, and check that each C++ reader has a fuzzer."""
 
 import os
 import re
@@ -12,8 +12,8 @@ from build_folder import BUILD
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = BUILD / "tests/fuzz/fuzz_readers"
-# The functions of the public headers that take a path: FUZZED are readers, which the program calls;
-# NOT_READERS only write.
+# The functions of the public headers that take a path. Those in FUZZED read files, and fuzz_readers calls
+# them. Those in NOT_READERS only write files.
 FUZZED = {"SafetensorsFile", "load_safetensors", "load_model", "load_adapter", "load_optimizer"}
 NOT_READERS = {"save_safetensors", "save_model", "save_adapter", "save_optimizer"}
 PATHS = re.compile(r"\b(\w+)\((?:[^()]*,)?\s*const std::string& (?:path|directory|folder|file)\b")
@@ -21,7 +21,7 @@ OPTIONS = "detect_leaks=0:detect_odr_violation=0:max_allocation_size_mb=4096:har
 
 
 def test_cpp_readers(seed: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Run the program. A report of a sanitizer, an undocumented exception or a hang ends it with an error."""
+    """Run fuzz_readers. It fails on a sanitizer's report, an undocumented exception or a hang."""
     assert PROGRAM.exists(), f"{PROGRAM} is not built; run make build-tests, or set SHOESTRING_BUILD"
     seconds = request.config.getoption("--fuzz-seconds") * CPP_SHARE
     environment = {**os.environ, "ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -36,7 +36,7 @@ def test_cpp_readers(seed: int, tmp_path: Path, request: pytest.FixtureRequest) 
 
 
 def test_every_cpp_reader_has_a_fuzzer() -> None:
-    """Check that each public function that takes a path is in FUZZED, which the program calls, or NOT_READERS."""
+    """Check that each public C++ function that takes a path is in FUZZED or in NOT_READERS."""
     headers = "\n".join(path.read_text() for path in (ROOT / "csrc/include/shoestring").rglob("*.h"))
     found = set(PATHS.findall(headers))
     assert found == FUZZED | NOT_READERS

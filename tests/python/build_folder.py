@@ -1,4 +1,4 @@
-"""Paths of the build folder whose C++ programs the tests run: ``SHOESTRING_BUILD``, or else ``build``."""
+"""Path of the build folder whose C++ programs the tests run: ``SHOESTRING_BUILD``, or else ``build``."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ EMULATOR = BUILD / "tests/simt/libshoestring_simt.so"
 
 
 def program(name: str) -> Path:
-    """Return the path of a program of ``tests/cpp``; fail if it is not built."""
+    """Return the path of the C++ program ``name`` in ``tests/cpp``; fail if it is not built."""
     path = BUILD / "tests/cpp" / name
     assert path.exists(), f"{path} is not built; run make build-tests, or set SHOESTRING_BUILD"
     return path

@@ -1,4 +1,4 @@
-"""Helpers for the tests of the command line: run a command in this process, small text, a small model."""
+"""Helpers for tests of the command line: run a command in this process, create text, read a run's results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from shoestring.cli.app import main
 
 WORDS = "the cat sat on a mat while two dogs ran over hills and far away to see rivers".split()
-# The smallest model and steps that still learn. One thread, because other tests may run at the same time.
+# Options for the smallest model and the fewest steps that still learn. One thread, because other tests may
+# run at the same time.
 TINY = [
     "--preset",
     "tiny",
@@ -30,7 +31,7 @@ TUNE = ["--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--rank", "4", 
 
 
 def text(lines: int = 200) -> str:
-    """Return lines of words that follow each other by a rule, so that a model can learn something."""
+    """Return lines of text in which each word follows from the one before, so that a model learns them."""
     return (
         "\n".join(
             " ".join(WORDS[(i * 7 + j * (i % 5 + 1)) % len(WORDS)] for j in range(12)) for i in range(lines)
@@ -40,7 +41,7 @@ def text(lines: int = 200) -> str:
 
 
 def run(*arguments: object) -> int:
-    """Run the command in this process, and restore the number of threads afterwards."""
+    """Run a shoestring command in this process, and restore PyTorch's number of threads afterwards."""
     threads = torch.get_num_threads()
     try:
         return main([str(argument) for argument in arguments])
@@ -53,7 +54,7 @@ def succeed(*arguments: object) -> None:
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run a command that must end with code 2 and one line on stderr; return the line."""
+    """Run a shoestring command that must end with code 2 and one line on stderr; return this line."""
     capsys.readouterr()
     assert run(*arguments) == 2
     errors = capsys.readouterr().err
@@ -63,7 +64,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def losses(folder: Path) -> list[tuple[float, float, float | None]]:
-    """Return (loss, gradient norm, validation loss) of every step of a run."""
+    """Return (loss, gradient norm, validation loss) for each logged step of a training run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(row["loss"], row["grad_norm"], row.get("val_loss")) for row in rows]
 

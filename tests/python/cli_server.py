@@ -1,8 +1,8 @@
-"""Run commands of the command line in separate processes without importing the libraries each time.
+"""Run shoestring commands in separate processes without importing the libraries each time.
 
-A server process imports PyTorch, Transformers and the command line once, and forks for every command. The
-server has no threads, so that a forked process is valid. Each command is a real process: tests can race,
-interrupt and kill it.
+A server process imports PyTorch, Transformers and shoestring's command line once, and forks for every
+command. The server has no threads, because forking a process with threads is unsafe. Each command runs in a
+real process, so tests can race, interrupt and kill it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Commands:
-    """Start commands through the server; use as a context manager."""
+    """Start shoestring commands through the server process; use as a context manager."""
 
     def __enter__(self) -> Commands:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -32,7 +32,7 @@ class Commands:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.communicate(timeout=60)  # the server exits at the end of its input
+        self._server.communicate(timeout=60)  # the server exits when its stdin is closed
 
     def start(self, *arguments: object, log: Path, code: str = "") -> int:
         """Start ``shoestring ARGUMENTS`` with its output in ``log``; return the process id.
@@ -44,7 +44,7 @@ class Commands:
         )
 
     def wait(self, process: int) -> int:
-        """Return the exit code of a command, or the negative signal number if a signal killed it."""
+        """Return the exit code of a command's process, or the negative signal number if a signal ended it."""
         return self._ask({"wait": process})
 
     def run(self, *arguments: object, log: Path, code: str = "") -> int:
@@ -58,7 +58,7 @@ class Commands:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Poll until ``condition`` is true, and return its value."""
+    """Poll until ``condition`` returns a true value, and return this value. Fail after ``seconds``."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "it did not happen in time"
@@ -91,7 +91,7 @@ def _serve() -> None:
 
 
 def _command(main: Callable[[list[str]], int], arguments: list[str], log: str, code: str) -> None:
-    """Run a command in this process and end the process as the interpreter would."""
+    """Run a shoestring command in this forked process, and end the process as Python itself would."""
     result = 1
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -1,4 +1,4 @@
-"""Test cases for optimizer operators that do more than an elementwise rule, and helpers that run them."""
+"""Test cases for optimizer operators with matrix products or reductions, such as Muon, and their helpers."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,9 @@ RULES = pytest.mark.parametrize(
 )
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# Largest error, relative to the change of the weights. Newton-Schulz amplifies small singular values and
-# rounding errors by up to 3.44^5 = 500; bf16 products keep only 8 bits.
+# Largest error of Muon, relative to the change of the weights, by dtype of its matrix products. Newton-Schulz
+# amplifies small singular values and rounding errors by up to 3.44^5 = 500; products in bf16 keep only 8
+# bits.
 PRODUCTS = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 
 
@@ -35,7 +36,7 @@ def randn(rule: Rule, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 @dataclass
 class Run:
-    """Parameters and their optimizer state, stepped by the operator or by its reference."""
+    """Parameters and their optimizer state, stepped either by the operator or by its reference."""
 
     rule: Rule
     params: list[Tensor]
@@ -63,9 +64,10 @@ class Run:
 
 
 def product_error(rule: Rule) -> float:
-    """Return the error that `rule` may have against its reference.
+    """Return the largest relative error that the operator of `rule` may have against its reference.
 
-    For Muon it depends on whether its products run in bf16 here. The other rules only sum in another order.
+    For Muon the error depends on whether this machine runs its matrix products in bf16. The other operators
+    differ from their references only in the order of sums.
     """
     if rule is not MUON:
         return 1e-5

@@ -17,7 +17,8 @@ from build_folder import EMULATOR
 from offload_faults import disturb_offload
 
 CAPABILITIES = ("plain", "avx2", "avx512")
-# Compute capabilities that the emulator can report. Host code chooses other kernels for each.
+# Compute capabilities that the emulator can report. The host code of some operators selects different kernels
+# for each.
 GPUS = {
     "sm_80": 80,
     "sm_90a": 90,
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    """Return the backend that runs the operators: "cpu", "cuda" or "simt". The emulator needs small shapes."""
+    """Return the backend that runs the operators: "cpu", "cuda", or "simt" for the emulator of CUDA."""
     return request.config.getoption("--backend")
 
 
@@ -70,10 +71,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test once for each kernel build that this backend can select, and return the build's name.
+    """Run the test once for each build of the kernels that the backend can select, and return the build's name.
 
-    On the CPU these are the CPU capabilities that this machine has. In the emulator, a test marked
-    ``each_gpu`` runs once for each GPU that has its own kernels. Otherwise the test runs once.
+    On the CPU, the builds are for the CPU capabilities plain, avx2 and avx512; builds that this machine
+    cannot run are skipped. In the emulator, a test marked ``each_gpu`` runs once for each compute capability
+    in GPUS. All other tests run once.
     """
     if request.param in GPUS:
         emulator = ctypes.CDLL(str(EMULATOR))
@@ -93,7 +95,7 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def offload_device(backend: str) -> str:
-    """Return the device on which the tests of offload_activations run."""
+    """Return the device for the tests of offload_activations; skip these tests in the emulator."""
     if backend == "simt":
         pytest.skip(
             "there are no kernels here, and the emulator runs those of compression from one thread only"
@@ -103,7 +105,7 @@ def offload_device(backend: str) -> str:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Run the test on one thread, because many threads mostly wait for each other in small operators."""
+    """Run the test on one thread, because in small operators many threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -112,16 +114,19 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=[0, 400], ids=["at once", "delayed"])
 def delay(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Delay the start of every copy, read and write by a random time, at most this many microseconds."""
+    """Delay the start of every offload copy, read and write by a random time of at most 400 microseconds.
+
+    Run the test with and without this delay.
+    """
     disturb_offload(request.param)
     yield request.param
     disturb_offload()
 
 
 def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the relative L2 distance of a result to its fp64 reference.
+    """Return the L2 norm of the error of a result, divided by the L2 norm of its fp64 reference.
 
-    If the norm of the reference is below 1e-6, it returns the absolute distance times 1e6.
+    If the norm of the reference is below 1e-6, the divisor is 1e-6.
     """
     exact = exact.detach().double()
     return ((result.detach().double() - exact).norm() / exact.norm().clamp_min(1e-6)).item()

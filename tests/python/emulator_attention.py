@@ -1,6 +1,6 @@
-"""The attention cases of emulator_cases.py.
+"""Attention cases of emulator_cases.py, which compares the emulator with the GPU.
 
-They use only shoestring's kernels, since the emulator has no others.
+They call only shoestring's own attention kernels, because the emulator has no cuBLAS or cuDNN.
 """
 
 import torch
@@ -48,8 +48,8 @@ def attention(device: str) -> dict[str, tuple[Tensor, float]]:
             gradients = torch.autograd.grad(
                 (out.float() * uniform(*out.shape, seed=7)).sum() + lse.sum(), leaves
             )
-            # Exponentials and the order of products differ in the last bits, so a probability may round the
-            # other way.
+            # The exponentials and the order of sums differ between the emulator and the GPU in the last bits.
+            # So a probability may be rounded to the neighbouring value.
             for part, t in zip(
                 ("out", "lse", "q", "k", "v"), (out.detach(), lse.detach(), *gradients), strict=True
             ):

@@ -4,12 +4,13 @@
 compare FILE FILE`` prints one line of JSON with a row for each tensor. The two backends need two processes,
 since loading the emulator replaces the CPU operators by the CUDA kernels.
 
-`allowed` is the tolerance in units in the last place of the tensor's largest element; for codes, in code
-steps. It is 0 for kernels that only move, compare and round once. Other kernels differ for three reasons:
+`allowed` is the largest difference that a tensor may have. For floating-point tensors its unit is the unit in
+the last place of the largest element. For quantised codes its unit is one code step. `allowed` is 0 for
+kernels that only move values, compare them and round once. Other kernels differ for three reasons:
 
 - nvcc contracts a * b + c to one rounding, and g++ does not.
-- exp and log are the GPU's own.
-- cuBLAS sums in another order.
+- The GPU has its own exp and log.
+- cuBLAS sums in another order than the emulator.
 """
 
 import json
@@ -28,13 +29,14 @@ from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
 from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
 from shoestring.optim.optimizer import join
 
-Results = dict[str, tuple[Tensor, float]]  # name: (tensor, allowed)
+Results = dict[str, tuple[Tensor, float]]  # by name: (tensor, largest difference that it may have)
 OPERATORS = torch.ops.shoestring
-FLIPPED = 1e-2  # largest share of codes that may be one step off, where their values may differ by roundings
+# Largest share of quantised codes that may differ by one step because their values differ by rounding.
+FLIPPED = 1e-2
 
 
 def uniform(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    """Return uniform values in [-scale, scale), the same on every device."""
+    """Return uniform random values in [-scale, scale), which do not depend on the device."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1) * scale
 
 
@@ -94,7 +96,8 @@ def quantize_4bit(device: str) -> Results:
 
 def quantize_absmax(device: str) -> Results:
     codes, nested = OPERATORS.quantize_absmax(uniform(777, seed=1).abs().to(device))
-    # The offset of the quantised scales is a mean, whose sum depends on the order of additions.
+    # The offset of the quantised scales is the mean of all scales, and its sum depends on the order of
+    # additions.
     return {"codes": (codes, 1), "nested": (nested, 8)}
 
 
@@ -118,7 +121,7 @@ def dequantize_4bit(device: str) -> Results:
 
 
 def int8(device: str) -> Results:
-    """Cover aligned and unaligned rows, and rows that fit in registers and rows that are read twice."""
+    """Quantise and dequantise int8 rows: aligned, unaligned, kept in registers, read twice by the kernel."""
     found: Results = {}
     for columns in (64, 77, 5000, 5003):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -133,7 +136,7 @@ def int8(device: str) -> Results:
     return found
 
 
-# (elements, dtype of the weight, dtype of the gradient); whole and partial blocks
+# (elements, dtype of the weight, dtype of the gradient), for whole and partial blocks of optimizer state
 STEPPED = (
     (1, torch.float32, torch.float32),
     (4097, torch.float32, torch.float32),
@@ -145,7 +148,7 @@ STEPPED = (
 
 
 def optimizers(device: str) -> Results:
-    """Do one step from a given state, so that both backends start from equal inputs."""
+    """Do one step of each optimizer from given state, so that both backends start from equal inputs."""
     return {
         f"{rule.name} {state} {weights} {name}": row
         for rule in (ADAMW, LION, SGD)
@@ -193,7 +196,8 @@ def second_step(device: str, rule: Rule, state: str, weights: str) -> Results:
         if t is not None:
             if state == "4bit" and t.dtype == torch.uint8:
                 t = torch.stack([t & 15, t >> 4], 1).short()
-                t = (t ^ 8) - 8 if rule.moments[name] else t  # signed codes are in two's complement
+                # codes of signed moments are in two's complement
+                t = (t ^ 8) - 8 if rule.moments[name] else t
             found[name] = (t, 1 if not t.is_floating_point() else 0 if name == "step" else 4)
     if "accumulated" in options:
         found["accumulated"] = (options["accumulated"], 0)
@@ -220,14 +224,15 @@ def linear_cross_entropy(device: str) -> Results:
             target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
             if (
                 options is filtered
-                # Logits of classes from 170 on are far below the threshold, the other logits far above, so
-                # that no rounding decides.
+                # The logits of classes from 170 on are far below the threshold of the gradient filter, the
+                # other logits far above it. So no rounding decides whether a class is filtered out.
             ):
                 bias[170:] -= 30
                 target %= 170
             bias = bias.to(device, dtype).requires_grad_()
             target[3] = -100
-            if options is everything:  # Differentiate all results but argmax, which a rounding may change.
+            # Differentiate all results but argmax, which has no gradient and which a rounding may change.
+            if options is everything:
                 results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **options)[
                     :4
                 ]
@@ -235,7 +240,8 @@ def linear_cross_entropy(device: str) -> Results:
                 results = (shoestring.linear_cross_entropy(hidden, weight, target, bias, **options),)
             torch.autograd.backward([x.sum() for x in results])
             name = f"{str(dtype)[6:]} {' '.join(options)}".strip()
-            # A 16-bit product rounds the logits, so the fp32 results differ by as much as the logits.
+            # A matrix product in 16 bits rounds the logits to 16 bits. So the fp32 results may differ as much
+            # as 16-bit logits do.
             of_result = allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
             for part, x in zip(("loss", "token_loss", "lse", "entropy"), results):
                 found[f"{name} {part}"] = (x.detach(), of_result)
@@ -245,7 +251,7 @@ def linear_cross_entropy(device: str) -> Results:
 
 
 def linear_distillation(device: str) -> Results:
-    """Cover rows of several warps, and a 4-bit head with an adapter next to a 4-bit head of the teacher."""
+    """Distil a 4-bit head into a 4-bit head with a LoRA adapter; several warps share a row of logits."""
     found: Results = {}
     tokens, features, vocab = 40, 64, 515
     for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 4.0)):
@@ -278,7 +284,7 @@ def linear_distillation(device: str) -> Results:
             )
             loss.sum().backward()
             name = f"{str(dtype)[6:]} {' '.join(map(str, options.values()))}".strip()
-            # As in linear_cross_entropy, 16-bit products round their logits.
+            # A matrix product in 16 bits rounds the logits to 16 bits, as in the case linear_cross_entropy.
             found[f"{name} loss"] = (
                 loss.detach(),
                 allowed * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps,
@@ -290,7 +296,7 @@ def linear_distillation(device: str) -> Results:
 
 def cross_entropy(device: str) -> Results:
     found: Results = {}
-    tokens, vocab = 40, 1031  # an odd vocabulary, so rows are not aligned
+    tokens, vocab = 40, 1031  # with an odd vocabulary, the rows of logits are not aligned
     target = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(8)).to(device)
     target[3] = -100
     weights = (uniform(vocab, seed=9) + 1).to(device)
@@ -311,9 +317,10 @@ def cross_entropy(device: str) -> Results:
 
 
 def layers(device: str) -> Results:
-    """Cover rows of one warp, of one block and longer, and unaligned rows.
+    """Run the norms and rope on the row lengths that select different CUDA kernels.
 
-    For rope, cover heads of several lanes, with and without a norm.
+    The norms have rows for one warp, rows for one block, longer rows, and unaligned rows. For rope, several
+    lanes of a warp share a head, and it runs with and without a norm.
     """
     found: Results = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -377,7 +384,7 @@ CASES: tuple[Callable[[str], Results], ...] = (
 
 
 def run(backend: str, file: Path) -> None:
-    """Run every case and save the results; a case that raises is saved as its message."""
+    """Run every case and save its results; if a case raises an error, save the error message instead."""
     if backend == "simt":
         torch.ops.load_library(str(EMULATOR))
     saved: dict[str, Results | str] = {}
@@ -392,9 +399,10 @@ def run(backend: str, file: Path) -> None:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest distance of two tensors, in units in the last place of the largest element.
+    """Return the largest distance of two tensors, in units in the last place of the largest element of `b`.
 
-    For codes the unit is one code step, and too many differing codes return infinity.
+    For integer codes the unit is one code step. If more than the share FLIPPED of the codes differ, the
+    distance is infinite.
     """
     if torch.equal(a, b):
         return 0.0
@@ -409,7 +417,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def compare(first: Path, second: Path) -> list[dict]:
-    """Return a row for each tensor of both files, or for a case that could not be computed."""
+    """Return one row for each tensor of the two result files, and one for each case that raised an error."""
     rows = []
     one, two = (torch.load(f, weights_only=True) for f in (first, second))
     for case, left in one.items():

@@ -1,4 +1,4 @@
-"""Helpers for the tests of adapters: a tiny Llama, adapters with random values, and the comparison with PEFT."""
+"""Helpers for tests of adapters: a tiny Llama, random adapter values, and a comparison with PEFT."""
 
 import copy
 import functools
@@ -27,14 +27,15 @@ def _llama(tied: bool, dtype: torch.dtype, biased: bool) -> nn.Module:
 
 
 def llama(tied: bool = False, dtype: torch.dtype = torch.float32, biased: bool = False) -> nn.Module:
-    """Return a Llama of two layers, always the same; ``biased`` adds biases to attention and MLP."""
+    """Return a Llama of two layers with fixed random weights; ``biased`` adds biases to attention and MLP."""
     model = copy.deepcopy(_llama(tied, dtype, biased))
-    torch.manual_seed(0)  # the same generator state, whether or not the model came from the cache
+    # reset the random generator: building the model has advanced it, but returning a cached model has not
+    torch.manual_seed(0)
     return model
 
 
 def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:
-    """Change an adapter's parameters randomly, because an adapter with initial values changes nothing."""
+    """Change the parameters of an adapter randomly, because a new LoRA adapter changes no output."""
     kinds = ("lora_", "ia3_", "vera_lambda", "modules_to_save")
     for name, parameter in model.named_parameters():
         if adapter in name.split(".") and any(kind in name for kind in kinds):
@@ -49,7 +50,7 @@ def logits(model: nn.Module, seed: int = 3) -> Tensor:
 
 
 def assert_files_agree(ours: nn.Module, folder: Path, base: object = llama) -> None:
-    """Assert that shoestring and PEFT load each other's adapter files with equal logits, to 1e-6."""
+    """Assert that shoestring and PEFT load each other's adapter files and give equal logits, to 1e-6."""
     peft = pytest.importorskip("peft")
     expected = logits(ours.eval())
     shoestring.lora.save_adapter(ours, folder / "ours")

@@ -5,9 +5,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-# Shapes: wide, tall, a convolution, one side below every rank in the tests, a vector, and an empty tensor.
+# Shapes of the parameters: wide, tall, a convolution, one side below 8 (the rank), a vector, and an empty
+# tensor.
 SIZES = [(24, 40), (40, 24), (12, 3, 3, 3), (4, 50), (30,), (0, 8)]
-PROJECTED = [0, 1, 2, 6]  # indices of the parameters that a rank of 8 projects; 6 is a transposed matrix
+# Indices of the parameters that a low-rank optimizer of rank 8 projects. Parameter 6, a transposed matrix, is
+# not in SIZES.
+PROJECTED = [0, 1, 2, 6]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
@@ -18,7 +21,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
 
 
 def gradients(params: list[Parameter], step: int, size: float = 1.0) -> None:
-    """Set gradients of full rank whose singular values decrease."""
+    """Set random gradients. In a matrix, the magnitude of rows decreases from the first to the last."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     for p in params:
         noise = torch.randn(p.shape, generator=generator)
@@ -38,7 +41,7 @@ def same(a: list[Parameter], b: list[Parameter]) -> bool:
 
 
 class Adam64:
-    """AdamW's update in fp64 for a learning rate of 1, without weight decay."""
+    """Compute AdamW's update in fp64 for a learning rate of 1, without weight decay."""
 
     def __init__(self, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> None:
         self.betas, self.eps, self.step = betas, eps, 0

@@ -1,4 +1,4 @@
-"""Faults of offloaded memory: delays and errors of copies, reads and writes."""
+"""Inject faults into the transfers of offloaded memory: delays and errors of copies, reads and writes."""
 
 import functools
 
@@ -23,10 +23,10 @@ def disturb_offload(
 
     Args:
         max_delay_us: upper limit of a random delay before each copy, read or write, in microseconds.
-        fail_after: number of reads and writes until one fails, once; -1: none fails.
-        error: the errno of that failure.
+        fail_after: number of reads and writes that succeed before one fails; -1: none fails.
+        error: the errno of the read or write that fails.
         short_transfers: transfer only half of each read or write of more than 8 KiB.
-        reserves: whether the file system can reserve blocks.
+        reserves: False makes the file system report that it cannot reserve blocks (fallocate).
     """
     _load()
     torch.ops.shoestring_tests.disturb_offload(max_delay_us, fail_after, error, short_transfers, reserves)

@@ -1,4 +1,4 @@
-"""The operators of the optimizers as test rules, with the flat arenas that hold their state."""
+"""Test cases for the optimizer operators: operator, reference, options, and state in flat tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ STATE_BLOCK = 256
 
 
 def plain(moment: Tensor, scale: Tensor | None, signed: bool) -> Tensor:
-    """Return the values of an arena in fp32."""
+    """Return the fp32 values of a flat tensor that holds one moment of all parameters."""
     if scale is None:
         return moment.float()
     if scale.numel() * STATE_BLOCK == moment.numel():
@@ -55,10 +55,11 @@ class Rule:
     """An optimizer operator, its reference in plain PyTorch, and its options.
 
     Args:
-        moments: whether each moment may be negative, by name.
-        hyper: hyperparameters, by name.
-        extra: maps the shape of a parameter to the shape of a further state tensor, by name.
-        long: moments that are never quantised, and so have no scale.
+        moments: by the name of a moment, whether its values may be negative.
+        hyper: by the name of a hyperparameter, its value.
+        extra: by the name of another state tensor, the function from the shape of a parameter to the shape of
+            this tensor.
+        long: names of the moments that are never quantised, and so have no scale.
     """
 
     name: str
@@ -70,9 +71,11 @@ class Rule:
     long: tuple[str, ...] = ()
 
     def arenas(self, sizes: Sequence[int], state: str) -> list[Tensor | None]:
-        """Return the state before the first step: the step counts, then each moment and its scale.
+        """Return the state before the first step: the step counts, and an arena with its scales for each moment.
 
-        The scale is None for moments that are not quantised; moments in ``long`` have no entry for a scale.
+        An arena is a flat tensor that holds one moment of all parameters. In the list, its scales follow it,
+        or None if `state` is a format without scales. Moments that are never quantised (named in
+        ``self.long``) have no entry for scales.
         """
         total = sum(map(blocks, sizes))
         found: list[Tensor | None] = [torch.zeros(len(sizes))]
@@ -91,7 +94,7 @@ class Rule:
         return found
 
     def extras(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, list[Tensor]]:
-        """Return the further state tensors of each parameter, before the first step."""
+        """Return the `extra` state tensors before the first step: for each name, one tensor per parameter."""
         return {name: [torch.zeros(shape(s)) for s in shapes] for name, shape in self.extra.items()}
 
     def arena_names(self) -> list[str]:
@@ -99,7 +102,7 @@ class Rule:
         return ["step", *(name for names in scaled for name in names)]
 
     def values(self, sizes: Sequence[int], arena: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the moments of all parameters, without the padding between parameters."""
+        """Return the fp32 moments of all parameters in flat tensors, without the padding between them."""
         begins = [STATE_BLOCK * sum(map(blocks, sizes[:i])) for i in range(len(sizes))]
         kept = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, sizes, strict=True)])
         by_name = dict(zip(self.arena_names(), arena, strict=True))
@@ -153,7 +156,7 @@ SCHEDULE_FREE = Rule(
 )
 EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
 
-# Operators that do more than an elementwise rule.
+# The following operators need matrix products or reductions, not only elementwise arithmetic.
 MUON = Rule(
     "muon", muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1)
 )
@@ -172,8 +175,8 @@ ADAFACTOR_MEAN = Rule(
     ADAFACTOR.hyper | dict(beta1=0.9),
     FACTORED,
 )
-# Without eps1, a vector's first update has equal size everywhere, so all its codes are at a rounding
-# boundary.
+# Without eps1, all elements of the first update of a vector have the same magnitude, so their codes are at a
+# rounding boundary.
 CAME = Rule(
     "came",
     came_,

@@ -1,4 +1,4 @@
-"""Start several CPU processes (Gloo), and a small model that they train."""
+"""Helpers for distributed tests: start several CPU processes with Gloo, and a small model that they train."""
 
 import multiprocessing
 import warnings
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-# A server imports everything once and forks the processes, since importing torch takes each one seconds.
+# Importing torch takes each process seconds. So a server process imports everything once, and forks the
+# others.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     [
         "torch.distributed.fsdp",
@@ -41,7 +42,7 @@ def _process(
 
 
 def run(world: int, folder: Path, task: Callable[..., None], *arguments: Any) -> None:
-    """Run the task in `world` processes; raise the first exception of any process."""
+    """Run ``task`` in `world` processes; raise the first exception of any process."""
     store = folder / f"store{len(list(folder.iterdir()))}"
     torch.multiprocessing.start_processes(
         _process, (world, str(store), task, arguments), nprocs=world, start_method="forkserver"
@@ -49,9 +50,9 @@ def run(world: int, folder: Path, task: Callable[..., None], *arguments: Any) ->
 
 
 def model(dtype: torch.dtype = torch.float32) -> Module:
-    """Return a model with rows of whole and of partial state blocks.
+    """Return a model whose rows fill one block of 256 optimizer state values, or only part of a block.
 
-    Its last layer has 3 rows, so that one of four processes gets none.
+    Its last layer has 3 rows, so that one of four processes gets none of them.
     """
     generator = torch.Generator().manual_seed(7)
     found = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))

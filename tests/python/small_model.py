@@ -1,4 +1,4 @@
-"""A model of about a thousand weights, and its training data."""
+"""A model of 925 weights and biases, and its training data."""
 
 import torch
 from torch import Tensor

@@ -9,8 +9,8 @@
 
 namespace simt_tests {
 
-// Checks that the launch of a kernel with this flaw fails with an error that contains `expected`, under five
-// orders of the threads.
+// Checks that launching a kernel with this deliberate mistake fails with an error that contains `expected`,
+// under five orders of the threads.
 template <class Flaw, class Launch>
 void check_caught(Flaw flaw, const std::string& expected, Launch launch) {
   for (int order = 0; order < 5; ++order) {

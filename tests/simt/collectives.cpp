@@ -1,5 +1,5 @@
-// Collective operations: barriers, and operations of a warp's lanes. They also update the vector clocks,
-// which say what each thread knows about the accesses of others.
+// Emulates barriers and the operations of a warp's lanes, such as shuffles. Both also update the vector
+// clocks. A thread's vector clock says which accesses of other threads are known to be over.
 
 #include <algorithm>
 #include <cstring>
@@ -11,9 +11,10 @@ namespace simt {
 namespace {
 
 struct Barrier {
-  std::vector<int> waiting, arrived;  // ids of the threads at the barrier
-  // Clocks that the arrived threads knew, and their own clocks, when they arrived. Later accesses are not
-  // included.
+  // ids of the threads that wait at the barrier, or arrived without waiting
+  std::vector<int> waiting, arrived;
+  // Vector clock of the threads that arrived without waiting, as of their arrival. Their later accesses are
+  // not ordered by this barrier.
   std::vector<uint32_t> published;
   int count = 0;
 };
@@ -21,12 +22,14 @@ Barrier barriers[16];
 std::vector<int> reduced_values;
 int reduced = 0;
 
-// Makes the knowledge of all threads in `ids`, their own clocks and `published` known to all of them.
+// Merges the vector clocks of all threads in `ids` with their own clocks and with `published`, and gives the
+// result to each of them.
 void synchronise(const std::vector<int>& ids, const std::vector<uint32_t>& published = {}) {
   auto known = std::make_shared<std::vector<uint32_t>>(block.threads, 0);
   learn(*known, published);
   const std::vector<uint32_t>* last = nullptr;
-  // If all threads take part, only mbarriers are left to learn about.
+  // If all threads of the block take part, each thread's own clock is the newest one that any thread knows of
+  // it. So only the entries for mbarriers must be merged.
   const bool all = static_cast<int>(ids.size()) == block.threads;
   for (int t : ids) {
     if (threads[t].known.get() == last) continue;
@@ -112,7 +115,8 @@ void barrier_arrive(int id, int count, const char* name, Where where) {
   arrive(id, count, name, where);
   Barrier& b = barriers[id];
   b.arrived.push_back(current->id);
-  // The other lanes of this warp arrive themselves, so their clocks are not added here.
+  // Each lane of the warp calls this function and publishes its own clock, so this call does not publish the
+  // clocks of other lanes.
   learn(b.published, *current->known);
   b.published[current->id] = current->clock++;
   complete(b);
@@ -125,7 +129,8 @@ int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where 
     reduced_values.clear();
   }
   barrier(0, 0, name, where);
-  // The result cannot be overwritten before the next such barrier, which this thread has to reach as well.
+  // The variable `reduced` keeps its value until all threads, including this one, have called the next
+  // reduction.
   return reduced;
 }
 
@@ -172,7 +177,8 @@ void warp_collective(const char* name, unsigned mask, const void* in, void* out,
   }
   for (int t : ids) compute(inputs, mask, t % 32, threads[t].out);
   if (orders_memory) {
-    // If all these lanes have passed the same barriers, only the clocks of their own warp change.
+    // If all lanes of the mask know the same clocks from barriers of the block, only the clocks of lanes in
+    // their warp must be merged.
     bool one_past = true;
     for (int t : ids) one_past = one_past && threads[t].known == self->known;
     if (one_past) {

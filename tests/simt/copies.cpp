@@ -1,4 +1,4 @@
-// cp.async: the data arrive when the thread that started the copy waits for it, not before.
+// Emulates cp.async. The data arrive only when the thread that started the copy waits for it.
 
 #include <cstring>
 

@@ -1,6 +1,7 @@
 #pragma once
 
-// Memory for kernels: on a GPU if this is compiled with CUDA's headers, else in the emulator.
+// An array in memory that kernels may access: GPU memory if compiled with CUDA's headers, else host memory
+// that is registered with the emulator.
 
 #include <stdexcept>
 #include <vector>
@@ -26,7 +27,7 @@ class DeviceArray {
   DeviceArray(const DeviceArray&) = delete;
 
   T* data() { return data_; }
-  std::vector<T> to_host() const {  // waits for earlier kernels
+  std::vector<T> to_host() const {  // copies the array to the host after all earlier kernels have finished
     std::vector<T> values(size_);
     check(cudaMemcpy(values.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
     return values;
@@ -43,7 +44,9 @@ template <class T>
 class DeviceArray {
  public:
   explicit DeviceArray(const std::vector<T>& values) : values_(values) {
-    values_.resize(values.size() + 64 / sizeof(T));  // keeps a gap of 64 bytes to the next allocation
+    // The gap of 64 bytes before the next allocation is not registered, so the emulator detects accesses to
+    // it.
+    values_.resize(values.size() + 64 / sizeof(T));
     simt::add_memory(values_.data(), values.size() * sizeof(T));
   }
   ~DeviceArray() { simt::remove_memory(values_.data()); }

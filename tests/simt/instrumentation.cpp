@@ -1,5 +1,5 @@
-// The functions that the compiler calls before each load and store of a kernel, and a handler for processor
-// faults.
+// The functions that the compiler calls before each load and store of a kernel, and a signal handler for
+// misaligned wide accesses.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -20,7 +20,8 @@ std::string text_of(const Place& place) {
   std::snprintf(command, sizeof command, "addr2line -i -e '%s' %p 2>/dev/null", info.dli_fname,
                 reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(place.code) - 1 -
                                         reinterpret_cast<uintptr_t>(info.dli_fbase)));
-  // Choose the innermost line among the inlined functions that belongs to a kernel and not to a helper.
+  // addr2line prints the line of the access and of each function into which it was inlined. Choose the
+  // innermost line that belongs to a kernel and not to a helper.
   std::string best;
   if (FILE* pipe = popen(command, "r")) {
     char text[4096];
@@ -38,10 +39,12 @@ namespace {
 
 struct sigaction before;
 
-// Handles a misaligned access of more than 16 bytes. All other errors are found before the access; but for
-// wide accesses the compiler reports only pieces of 16 bytes, without their alignment.
+// Handles the fault of a misaligned access of more than 16 bytes. All other invalid accesses are detected
+// before they happen. For such wide accesses, the compiler reports only pieces of 16 bytes, without their
+// alignment.
 void on_fault(int, siginfo_t*, void* context) {
-  if (current == nullptr) {  // the fault is not in a kernel
+  // If no kernel runs, the fault is not the emulator's: restore the previous handler.
+  if (current == nullptr) {
     sigaction(SIGSEGV, &before, nullptr);
     return;
   }
@@ -59,7 +62,7 @@ void on_fault(int, siginfo_t*, void* context) {
 CaughtFaults::CaughtFaults() {
   struct sigaction action{};
   action.sa_sigaction = on_fault;
-  // The handler is left by a jump, so the signal must stay unblocked.
+  // The handler is left by a jump, so its signal must not stay blocked.
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigaction(SIGSEGV, &action, &before);
 }
@@ -95,7 +98,8 @@ void __tsan_write_range(void* p, size_t n) {
   simt::check(p, n, true, false, {__builtin_return_address(0), {}});
 }
 
-// Called through -fsanitize=bounds for an index beyond an array whose size the compiler knows.
+// Called by code compiled with -fsanitize=bounds, for an index beyond the end of an array whose size the
+// compiler knows.
 struct BoundsCheck {
   const char* file;
   uint32_t line, column;

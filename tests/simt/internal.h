@@ -1,7 +1,7 @@
 #pragma once
 
-// Declarations that the emulator's source files share. One launch runs at a time, one block after another, on
-// the calling thread.
+// Declarations that the emulator's source files share. Only one kernel launch runs at a time, on the thread
+// that called run(), and its blocks run one after the other.
 
 #include <cstdint>
 #include <memory>
@@ -13,32 +13,33 @@
 
 namespace simt {
 
-constexpr int kMaxThreads = 1024;  // threads and mbarriers of a block together: see Thread::known
+constexpr int kMaxThreads = 1024;  // limit for threads plus mbarriers of a block: see Thread::known
 constexpr size_t kStack = 256 << 10;
 
-// The knowledge of one thread about all threads (a vector clock). A thread's clock counts its
-// synchronisations. An access happens before everything that follows once its thread's clock at that time is
-// known.
+// A vector clock: what one thread knows about all threads. A thread's own clock counts its synchronisations.
+// Once another thread knows a clock of this thread, all accesses up to that clock happened before everything
+// that follows in the other thread.
 using Clocks = std::shared_ptr<const std::vector<uint32_t>>;
 
 struct Thread {
   int id = 0;
   uint32_t clock = 1;
-  // Known clocks: of each thread as of the last barriers, then of each mbarrier the number of its phases that
-  // are known to be over.
+  // Known clocks as of the last barriers. The first entries are the clocks of the block's threads. Then
+  // follows, for each mbarrier, the number of its phases that are known to be over.
   Clocks known;
-  uint32_t known_lanes[32] = {};  // clocks of the own warp, as of the last warp-level synchronisations
+  // known clocks of the lanes of this thread's warp, as of the last warp-level synchronisations
+  uint32_t known_lanes[32] = {};
 
   bool done = true, waiting = false;
-  const char* at = nullptr;  // where the thread waits: name, then place in the source
+  const char* at = nullptr;  // name of the operation in which the thread waits; `where` is its source line
   Where where;
-  unsigned mask = 0;  // mask of the warp operation that the thread waits in; 0 at a barrier
+  unsigned mask = 0;  // lane mask of the warp operation in which the thread waits; 0 at a barrier
   const void* in = nullptr;
   void* out = nullptr;
 
-  uint32_t fenced = 0;  // tensor copies and wgmma see what the thread wrote up to this clock
-  // Registers of a wgmma in flight: begin and end of their addresses on the stack. Registers of operand a may
-  // still be read.
+  uint32_t fenced = 0;  // tensor copies and wgmma see the writes that the thread did up to this clock
+  // Registers of a wgmma in flight, as a range of addresses on the stack. The thread must not write them; if
+  // `readable` (operand a), it may read them.
   struct Registers {
     uintptr_t begin, end;
     bool readable;
@@ -51,10 +52,10 @@ struct Thread {
   }
 };
 
-// The block that is running.
+// The thread block that is running.
 struct Block {
-  uint32_t serial = 0;        // number of the block, counted over all launches
-  uint32_t launch_first = 0;  // the serial of the first block of this launch
+  uint32_t serial = 0;        // number of the block, counted over all launches of the process
+  uint32_t launch_first = 0;  // serial number of the first block of the current launch
   int64_t index = 0, blocks = 0;
   int threads = 0, shared_bytes = 0;
   unsigned char* dynamic = nullptr;
@@ -62,57 +63,59 @@ struct Block {
 
 extern Block block;
 extern std::vector<Thread> threads;
-extern Thread* current;  // null while no thread of a kernel runs
-extern char* stacks;     // kMaxThreads stacks of kStack bytes
+extern Thread* current;  // the thread of a kernel that is running; null if none is
+extern char* stacks;     // the stacks of kMaxThreads threads, kStack bytes each
 
 std::string relative(const std::string& file);  // returns the path relative to the project folder
 std::string text_of(Where where);
 
-// Defined in scheduler.cpp.
-void wait_at(const char* name, Where where);  // waits until another thread clears `waiting`
-// Defined in collectives.cpp.
+// The following function is defined in scheduler.cpp.
+void wait_at(const char* name, Where where);  // waits until another thread clears this thread's `waiting`
+// The following functions are defined in collectives.cpp.
 void forget_collectives();
 void learn(std::vector<uint32_t>& known, const std::vector<uint32_t>& more);
-// Adds what the thread knows about others, but not what it did itself.
+// Merges the vector clock of `thread` into `known`, without the thread's own clock.
 void learn_from(std::vector<uint32_t>& known, const Thread& thread);
-// Defined in memory.cpp.
+// The following function is defined in memory.cpp.
 void begin_block();
-// Defined in copies.cpp.
+// The following two functions are defined in copies.cpp.
 void begin_copies();
-void finish_thread();  // raises an error if a copy is still in flight
+void finish_thread();  // called when a thread returns; raises an error if one of its copies is in flight
 
-// The place of an access in the source. `code` is the address of the compiler's call, which is looked up only
-// for a message. Without it, `where` gives the place.
+// The source line of a memory access. `code` is the return address of the call that the compiler inserted; it
+// is looked up only for an error message. If `code` is null, `where` is the line.
 struct Place {
   const void* code = nullptr;
   Where where;
 };
 void check(const void* address, size_t size, bool write, bool atomic, const Place& place);
 bool is_shared(const void* address, size_t size);
-// Begins a write to shared memory by another agent, a copy for instance. Until end_write(), no thread may
-// access these bytes.
+// Begins a write to shared memory by an agent, such as an asynchronous copy, instead of by a thread's store.
+// Until end_write(), no thread may access these bytes.
 void begin_write(const void* address, size_t size, int agent, const Place& place);
 void end_write(const void* address, size_t size, int agent, uint32_t clock);
-// Begins a read by the tensor cores. end_read() returns true if no thread wrote to these bytes in between.
+// Begins a read of shared memory by the tensor cores. end_read() returns true if no thread wrote to these
+// bytes in between.
 uint64_t begin_read(const void* address, size_t size, const Place& place);
 bool end_read(const void* address, size_t size, uint64_t begun);
-// Defined in mbarrier.cpp.
+// The following functions are defined in mbarrier.cpp.
 void begin_mbarriers();
-bool deliver();  // completes copies in flight until a thread can continue
-// Returns an error if copies are still in flight when all threads have returned, else null.
+bool deliver();  // completes tensor copies in flight, one by one, until a waiting thread can continue
+// Called when all threads have returned. Returns an error if tensor copies are still in flight, else null.
 const char* left_in_block();
-std::string state_of_mbarriers();  // describes the mbarriers that threads wait for
-// Defined in wgmma.cpp.
+// returns a description of the mbarriers that threads wait for, for an error message
+std::string state_of_mbarriers();
+// The following two functions are defined in wgmma.cpp.
 void begin_wgmma();
 const char* left_in_wgmma();
-// Also checks that the address is a multiple of the size.
+// Checks an access like check(), and that its address is a multiple of its size.
 void check_aligned(const void* address, size_t size, bool write, const Place& place);
 [[noreturn]] void bad_access(const char* what, size_t size, bool write, bool atomic, const Place& place,
                              const std::string& rest);
-// Defined in instrumentation.cpp.
+// The following class is defined in instrumentation.cpp.
 std::string text_of(const Place& place);
-// Turns faults in a kernel into errors of the launch, during its own lifetime. Without it they end the
-// process.
+// While an object of this class exists, processor faults in a kernel become errors of the launch. Otherwise
+// they end the process.
 class CaughtFaults {
  public:
   CaughtFaults();

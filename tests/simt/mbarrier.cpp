@@ -1,6 +1,6 @@
-// Emulates barriers in shared memory (mbarrier) and the tensor copies that complete on them. A copy reads its
-// data when it begins, and delivers the data only when no thread can continue without it. A thread that does
-// not wait therefore finds bytes that are still in flight.
+// Emulates barriers in shared memory (mbarriers) and the tensor copies that complete on them. A copy reads
+// its data when it begins. It delivers the data only when no thread can continue without it. A thread that
+// does not wait therefore finds bytes that are still in flight.
 
 #include <algorithm>
 #include <cstring>
@@ -13,21 +13,24 @@ namespace simt {
 namespace {
 
 constexpr uint64_t kMagic = 0x7e4507a9;
-constexpr int kMostBytes = (1 << 20) - 1;  // the most bytes that a phase can count
+constexpr int kMostBytes = (1 << 20) - 1;  // largest number of bytes that an mbarrier can count in one phase
 
 struct Mbarrier {
   uintptr_t address;
-  // A number that identifies the copies of this barrier in stamps and vector clocks, as a thread id
-  // identifies a thread.
+  // A number that identifies the tensor copies of this mbarrier in access records and vector clocks, as a
+  // thread id identifies a thread.
   int agent;
   int arrivals, pending;
-  int64_t expected = 0, issued = 0;  // bytes that this phase expects; bytes of its copies so far
-  uint32_t phase = 0;                // number of completed phases
+  // For the current phase: the bytes that are announced and not delivered yet, and the bytes of copies in
+  // flight.
+  int64_t expected = 0, issued = 0;
+  uint32_t phase = 0;  // number of completed phases
   bool fenced = false;
   int owner;
-  // Vector clocks of the threads that arrived: in this phase, and in the last one.
+  // Merged vector clocks of the threads that arrived: in the current phase (published), and up to the last
+  // completed one.
   std::vector<uint32_t> published, completed;
-  std::vector<int> waiting;  // ids of the threads that wait for this phase
+  std::vector<int> waiting;  // ids of the threads that wait for the current phase to complete
 };
 std::deque<Mbarrier> barriers;
 
@@ -45,7 +48,8 @@ std::deque<Copy> copies;
 Mbarrier& barrier_at(void* p, const char* name, Where where) {
   for (Mbarrier& b : barriers) {
     if (b.address != reinterpret_cast<uintptr_t>(p)) continue;
-    check(p, 8, false, false, {nullptr, where});  // fails unless this thread sees the initialisation
+    // fails unless this thread is ordered after the initialisation of the mbarrier
+    check(p, 8, false, false, {nullptr, where});
     return b;
   }
   fail(std::string(name) + " (" + text_of(where) + "): there is no initialised mbarrier at this address");
@@ -191,7 +195,7 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
   auto* begin = static_cast<unsigned char*>(to);
   if (!is_shared(to, copy.bytes))
     bad_access("a tensor copy writes to shared memory only", copy.bytes, true, false, place, "");
-  // Elements of a row from the first coordinate to the end of the tensor.
+  // Number of elements from the box's first column to the end of a row of the tensor.
   const int64_t last = map.sizes[0] - at[0];
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<unsigned char> bytes(row_bytes, 0);

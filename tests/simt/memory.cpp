@@ -1,6 +1,7 @@
 // Checks every memory access of a kernel before it happens. The memory must be accessible to the kernel,
-// aligned, and initialised, and the access must be ordered after the accesses of other threads. The compiler
-// inserts the calls (-fsanitize=thread); this file takes the place of that sanitizer's run-time library.
+// initialised, and aligned. The access must be ordered after conflicting accesses of other threads. The
+// compiler inserts the calls (-fsanitize=thread); this file takes the place of ThreadSanitizer's run-time
+// library.
 
 #include <link.h>
 
@@ -15,10 +16,10 @@
 namespace simt {
 namespace {
 
-// Identifies the last access to a byte: block (30 bits), thread (10), clock (23), and whether it was atomic
-// (1).
+// A record of the last access to a byte: block (30 bits), thread (10 bits), clock (23 bits), and whether the
+// access was atomic (1 bit).
 using Stamp = uint64_t;
-// The clock of bytes that a copy has not delivered yet, or that a wgmma still reads.
+// The clock in the record of a byte that a copy has not delivered yet, or that a wgmma still reads.
 constexpr uint32_t kInFlight = (1u << 23) - 1;
 
 Stamp stamp(int thread, uint32_t clock, bool atomic) {
@@ -32,17 +33,20 @@ bool atomic_of(Stamp s) { return s & 1; }
 
 struct Cell {
   Stamp write;
-  // The last read; the last read by another lane of the same warp; the last read by another warp.
+  // Three reads of the byte: the last read of any thread, the last read by another lane of that thread's
+  // warp, and the last read by another warp.
   Stamp reads[3];
 };
 
 struct Memory {
   size_t size;
-  std::unique_ptr<Cell[], void (*)(void*)> cells{nullptr, std::free};  // allocated at the first access
+  // access records, one for each byte of the memory; allocated at the first access
+  std::unique_ptr<Cell[], void (*)(void*)> cells{nullptr, std::free};
 };
 
-// Registered memory, by the address of its first byte. Never destroyed, since tensors may live until the
-// process ends. The lock is needed because other threads of the process may allocate while a kernel runs.
+// The registered memory, by the address of its first byte. The map is never destroyed, since tensors may live
+// until the process ends. The lock is needed because other threads of the process may allocate while a kernel
+// runs.
 auto& memories = *new std::map<uintptr_t, Memory>;
 auto& memories_lock = *new std::mutex;
 uintptr_t last_begin = 1, last_end = 0;
@@ -55,9 +59,10 @@ Cell* cells_of(Memory& m) {
   return m.cells.get();
 }
 
-// The memory of this library: __shared__ variables are its thread-local storage, and constants its read-only
-// data.
-thread_local volatile char touch;  // forces the TLS block of this library into existence
+// The memory of the library that contains the kernels. __shared__ variables are its thread-local storage, and
+// constants are in its read-only data. Writing the variable `touch` makes the loader allocate the library's
+// thread-local storage.
+thread_local volatile char touch;
 
 struct Module {
   uintptr_t begin = 0, end = 0, shared = 0;
@@ -108,8 +113,8 @@ const char* kind(bool write, bool atomic) {
              ", not ordered after " + who + (other_wrote ? "'s write" : "'s read"));
 }
 
-// Returns whether access `s` belongs to this launch and this thread does not know that it is over. Accesses
-// of other blocks to shared memory do not count, since each block has its own.
+// Returns whether the access with record `s` is from the current launch and not known to the current thread
+// as finished. Accesses of other blocks to shared memory do not count, since each block has its own.
 bool unordered(Stamp s, bool shared) {
   const uint32_t serial = serial_of(s);
   if (serial == block.serial) return !current->knows(thread_of(s), clock_of(s));
@@ -146,8 +151,8 @@ void check_cell(Cell& cell, bool shared, size_t size, bool write, bool atomic, c
   }
 }
 
-// Returns the cells of bytes that a kernel may access. Returns null for memory without cells: the stack of
-// the thread, and constants.
+// Returns the access records of the `size` bytes at `address`, or raises an error if a kernel may not access
+// them. Returns null for memory without records: the stack of the current thread, and constants.
 Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place& place, bool& shared) {
   shared = false;
   const uintptr_t stack = reinterpret_cast<uintptr_t>(stacks) + current->id * kStack;
@@ -169,7 +174,7 @@ Cell* find(uintptr_t address, size_t size, bool write, bool atomic, const Place&
   if (address >= dynamic && address + size <= dynamic + block.shared_bytes)
     return dynamic_cells.data() + (address - dynamic);
   shared = false;
-  // The lock is released before bad_access(), which leaves this function by a jump.
+  // The lock must be released before bad_access(), which leaves this function by a jump.
   {
     const std::lock_guard lock(memories_lock);
     if (auto after = memories.upper_bound(address); after != memories.begin()) {
@@ -195,7 +200,7 @@ void bad_access(const char* what, size_t size, bool write, bool atomic, const Pl
 }
 
 void check(const void* pointer, size_t size, bool write, bool atomic, const Place& place) {
-  if (current == nullptr) return;  // the access belongs to static initialisation
+  if (current == nullptr) return;  // no kernel thread runs: the access belongs to static initialisation
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   bool shared;
   Cell* cells = find(address, size, write, atomic, place, shared);
@@ -260,14 +265,16 @@ bool end_read(const void* address, size_t size, uint64_t begun) {
     for (Stamp& read : cells[i].reads) {
       if (read == flying) read = now, found = true;
     }
-    if (!found) cells[i].reads[0] = now;  // later reads have replaced the entry of this read
+    // if later reads have replaced the record of this read, record it again
+    if (!found) cells[i].reads[0] = now;
   }
   return writes == begun;
 }
 
 void begin_block() {
   static std::thread::id thread;
-  if (std::this_thread::get_id() != thread) {  // each thread of the process has its own thread-local storage
+  // each thread of the process has its own thread-local storage, so its own shared memory
+  if (std::this_thread::get_id() != thread) {
     std::free(module.cells);
     module = find_module();
     thread = std::this_thread::get_id();

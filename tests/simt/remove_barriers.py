@@ -1,7 +1,7 @@
-"""Takes away each barrier, ``__syncwarp`` and asynchronous wait in ``cuda/`` in turn, and expects the tests to notice.
+"""Removes each barrier, ``__syncwarp`` and asynchronous wait in ``cuda/`` in turn. The tests should fail.
 
-A survivor is a barrier that nothing needs, or that no test needs. Works on a copy of ``cuda/`` in the build folder, whose
-emulator is built from that copy for the time being.
+If the tests still pass, the barrier survives: no kernel needs it, or no test shows the need. The script
+changes a copy of ``cuda/`` in the build folder, and temporarily builds the emulator from that copy.
 
     python tests/simt/remove_barriers.py [--build DIR] [--only TEXT]    # where file:line contains TEXT
 """
@@ -23,27 +23,27 @@ SYNCHRONISATION = re.compile(
 
 
 def sites(source: Path) -> list[tuple[int, int, int]]:
-    """Return line number, begin and end of each synchronising statement, without declarations."""
+    """Return line number, begin offset and end offset of each synchronising statement in a source file."""
     text = source.read_text()
     code = re.sub(r"//[^\n]*", lambda m: " " * len(m.group()), text)
     return [(text.count("\n", 0, m.start()) + 1, m.start(), m.end()) for m in SYNCHRONISATION.finditer(code)]
 
 
 def run(*command: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command and return its result with output. ``more`` is added to the environment."""
+    """Run a command and return its completed process. ``more`` is added to the environment."""
     return subprocess.run(
         list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | more
     )
 
 
 def first_error(output: str) -> str:
-    """Return the emulator's message if it noticed the change, else the first failure that a suite reports."""
+    """Return the emulator's error if there is one, else the first failure that a test suite reports."""
     found = re.search(r"launch failed: (.*)", output) or re.search(r"^(?:E  +|FAILED )(.*)", output, re.M)
     return (found.group(1) if found else (output.strip().splitlines() or ["it printed nothing"])[-1])[:140]
 
 
 def tests(build: Path) -> tuple[bool, str]:
-    """Build and run both suites. Return whether they pass, and the first failure."""
+    """Run the C++ and Python tests of the emulator. Return whether all pass, and the first failure."""
     built = run("cmake", "--build", build, "--target", "shoestring_simt", "simt_tests")
     if built.returncode != 0:
         sys.exit(f"the build failed:\n{built.stdout[-3000:]}{built.stderr[-1000:]}")
@@ -64,7 +64,7 @@ def tests(build: Path) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Print every site and its outcome. Return 1 if a removal survived."""
+    """Remove each synchronising statement in turn. Return 1 if the tests pass without one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
-// Runs the threads of a block as fibres. A thread runs until it has to wait for others, and the last thread
-// that arrives releases the others.
+// Runs the threads of a block as fibres on one thread of the process. A fibre runs until it has to wait for
+// other ones; the last one that arrives at a barrier releases those that wait.
 
 #include <setjmp.h>
 #include <sys/mman.h>
@@ -41,8 +41,8 @@ int fixed_order = [] {
   return text ? std::atoi(text) : -1;
 }();
 
-// setjmp is called in functions that are not inlined, so that no caller keeps a variable in a register across
-// it.
+// setjmp is called only in functions that are not inlined. Otherwise a caller could keep a variable in a
+// register across the jump.
 __attribute__((noinline)) void yield() {
   Fiber& fiber = fibers[current->id];
   if (_setjmp(fiber.resume) == 0) _longjmp(scheduler, 1);
@@ -73,7 +73,7 @@ __attribute__((noinline)) void resume(Thread& thread) {
   current = nullptr;
 }
 
-// Describes where each thread waits, when none can continue.
+// Describes where each thread waits; called when no thread can continue.
 std::string standstill() {
   std::map<std::string, std::vector<int>> places;
   for (int t = 0; t < block.threads; ++t) {
@@ -115,7 +115,7 @@ void run_block(const std::vector<int>& order, std::mt19937& random, bool shuffle
       moved = true;
       if (!error.empty()) return;
     }
-    if (!moved) moved = deliver();  // deliver copies as late as possible
+    if (!moved) moved = deliver();  // delivers copies as late as possible, only when no thread can continue
   }
   for (int t = 0; t < block.threads; ++t) {
     if (!threads[t].done) {
@@ -148,7 +148,7 @@ void fail(const char* text) { fail(std::string(text)); }
 void fail(const std::string& text) {
   error = "block " + std::to_string(block.index) + ", thread " + std::to_string(current->id) + ": " + text;
   yield();
-  std::abort();  // not reached: a failed launch is never resumed
+  std::abort();  // not reached: the fibre of a failed launch is never resumed
 }
 
 void failf(const char* format, ...) {
@@ -191,8 +191,8 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   block.blocks = blocks;
   block.threads = thread_count;
   block.shared_bytes = shared_bytes;
-  // CUDA promises an alignment of 16 bytes only, so the memory begins 16 bytes after a multiple of 1024. The
-  // beginning of a GPU's shared memory is a multiple of 1024.
+  // CUDA guarantees an alignment of 16 bytes only, so dynamic shared memory begins 16 bytes after a multiple
+  // of 1024. On a GPU, shared memory as a whole begins at a multiple of 1024.
   block.dynamic = dynamic.data() + (1024 - reinterpret_cast<uintptr_t>(dynamic.data()) % 1024) + 16;
   std::vector<int64_t> block_order(order > 1 ? blocks : 0);
   std::iota(block_order.begin(), block_order.end(), 0);
@@ -203,7 +203,7 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
     run_block(turns, random, order > 1);
   }
   if (error.empty()) return nullptr;
-  // Fibres that were stopped midway start anew in the next launch.
+  // After an error, fibres that have not finished are started from the beginning in the next launch.
   for (Fiber& fiber : fibers) fiber.started = false;
   last_error = error;
   return last_error.c_str();

@@ -1,5 +1,5 @@
-// Tests that the emulator accepts right kernels under every order of the threads, and reports what is wrong
-// with the others.
+// Tests that the emulator accepts the correct kernels of kernels/right.cu, and reports the mistake of each
+// kernel in kernels/wrong.cu, under every order of the threads.
 
 #include <cstdio>
 #include <cstdlib>
@@ -13,7 +13,7 @@ using simt_tests::Case;
 
 TEST_CASE("right kernels run, whatever the order of the threads") {
   for (const Case& c : simt_tests::kRight) {
-    for (int order = 0; order < 8; ++order) {  // ascending, descending, and six random orders
+    for (int order = 0; order < 8; ++order) {  // ascending, descending, and six random orders of the threads
       simt::set_order(order);
       const char* error = c.run();
       INFO(c.name << ", order " << order);

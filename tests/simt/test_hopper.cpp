@@ -1,5 +1,5 @@
-// Tests the primitives of cuda/core/hopper.h and wgmma.h. Built twice, like test_primitives.cpp. On a GPU
-// that is not a Hopper, the tests are skipped.
+// Tests the functions of cuda/core/hopper.h and wgmma.h. The file is built twice, with the emulator and with
+// nvcc for a GPU. On a GPU other than Hopper the tests are skipped.
 
 #include <cmath>
 #include <cstdint>
@@ -44,8 +44,8 @@ void in_every_order(Check check) {
 #endif
 }
 
-// Random multiples of 1/32 up to 4. They are exact in both types, and every sum of up to 200 of their
-// products is exact in fp32.
+// A matrix of random multiples of 1/32 up to 4. They are exact in bf16 and fp16, and every sum of up to 200
+// of their products is exact in fp32.
 struct Matrix {
   std::vector<float> exact;
   std::vector<uint16_t> bits;
@@ -156,7 +156,8 @@ TEST_CASE("tensor maps that a copy cannot take are refused") {
   CHECK(map_error(in.data(), 3, sizes, strides, wide) != nullptr);
   CHECK(map_error(in.data(), 3, sizes, strides, tall) != nullptr);
 #if !defined(CUDART_VERSION)
-  CHECK(map_error(in.data(), 3, sizes, none, extent) != nullptr);  // a CUDA driver may accept a stride of 0
+  // A stride of 0 is tested only with the emulator, because a CUDA driver may accept it.
+  CHECK(map_error(in.data(), 3, sizes, none, extent) != nullptr);
 #else
   static_cast<void>(none);
 #endif

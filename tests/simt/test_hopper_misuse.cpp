@@ -1,4 +1,4 @@
-// Tests that the emulator names each mistake in the use of cuda/core/hopper.h and wgmma.h.
+// Tests that the emulator reports each mistake in the use of cuda/core/hopper.h and wgmma.h.
 
 #include <cstdint>
 #include <vector>
@@ -24,7 +24,8 @@ TEST_CASE("the emulator catches wrong use of mbarriers, tensor copies and wgmma"
   check_caught(HopperFlaw::bytes_after_copy, "call mbarrier_arrive_expect first", tiles);
   check_caught(HopperFlaw::wrong_parity, "a tensor copy is still under way", tiles);
   check_caught(HopperFlaw::no_init_fence, "no mbarrier_init_fence()", tiles);
-  // The error is a missing initialisation or a race, so only the file is expected.
+  // The emulator may report a missing initialisation or a race, so only the file name is expected in the
+  // error.
   check_caught(HopperFlaw::no_barrier_after_init, "tests/simt/kernels/hopper.cu", tiles);
   check_caught(HopperFlaw::no_wgmma_fence, "no wgmma_fence()", tiles);
   check_caught(HopperFlaw::no_commit, "race in shared memory", tiles);

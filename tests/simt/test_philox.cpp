@@ -1,5 +1,5 @@
-// Tests the random numbers of csrc/core/philox.h on the host and in a kernel. Built twice, like
-// test_primitives.cpp.
+// Tests the random numbers of csrc/core/philox.h on the host and in a kernel. The file is built twice, with
+// the emulator and with nvcc for a GPU.
 
 #include <cstdint>
 #include <vector>
@@ -20,7 +20,7 @@ std::vector<uint32_t> words(const Random4& r) { return {r.value, r.value + 4}; }
 
 }  // namespace
 
-TEST_CASE("Philox 4x32 gives the published answers") {  // kat_vectors of Random123
+TEST_CASE("Philox 4x32 gives the published answers") {  // from kat_vectors, the known answers of Random123
   const Random4 ones{{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}},
       pi{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}};
   CHECK(words(philox({{0, 0, 0, 0}}, 0, 0, 10)) ==
@@ -35,13 +35,13 @@ TEST_CASE("Philox 4x32 gives the published answers") {  // kat_vectors of Random
         std::vector<uint32_t>{0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662});
   CHECK(words(philox(pi, 0xa4093822, 0x299f31d0)) ==
         std::vector<uint32_t>{0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a});
-  // The key and the counter consist of seed, step and index, lower halves first.
+  // philox_at puts the seed into Philox's key, and step and index into the counter, lower halves first.
   CHECK(words(philox_at(0x299f31d0a4093822, 0x0370734413198a2e, 0x85a308d3243f6a88)) ==
         words(philox(pi, 0xa4093822, 0x299f31d0)));
 }
 
 TEST_CASE("a kernel draws the same random bits as the host") {
-  // The indices cross the end of the lower 32 bits.
+  // The lower 32 bits of the indices overflow in the middle of the range.
   const uint64_t seed = 0x123456789abcdef0, step = 1000, first = (uint64_t{1} << 32) - 16;
   DeviceArray<unsigned> out(std::vector<unsigned>(32 * 4));
   const char* error = random_bits(seed, step, first, 32, out.data());

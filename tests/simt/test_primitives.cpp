@@ -1,5 +1,5 @@
-// Tests the primitives of cuda/core/ptx.h. Built twice: with the emulator (simt_tests), and with nvcc for a
-// GPU (cuda_primitives_tests). The same kernels must give the same results.
+// Tests the functions of cuda/core/ptx.h. The file is built twice, with the emulator (simt_tests) and with
+// nvcc for a GPU (cuda_primitives_tests). The same kernels must give the same results.
 
 #include <cmath>
 #include <cstdint>
@@ -21,7 +21,7 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 std::string text(const char* error) { return error == nullptr ? "" : error; }
 
-// Calls `check` under five orders of the threads; on a GPU, calls it twice.
+// Calls `check` under five orders of the emulator's threads; on a GPU, calls it twice.
 template <class Check>
 void in_every_order(Check check) {
 #if defined(CUDART_VERSION)
@@ -47,7 +47,8 @@ float float_of(uint32_t bits) {
   return x;
 }
 
-// A matrix in the bits of its type, and `exact`: the values that the tensor cores use.
+// A matrix in its dtype (bits16 or fp32). `exact` holds the values with which the tensor cores compute, after
+// rounding.
 struct Matrix {
   std::vector<double> exact;
   std::vector<uint16_t> bits16;
@@ -67,14 +68,14 @@ struct Matrix {
         exact.push_back(static_cast<float>(half));
       } else {
         fp32.push_back(x);
-        exact.push_back(float_of((u + 0x1000) & ~0x1fffu));  // rounds as to_tf32 does
+        exact.push_back(float_of((u + 0x1000) & ~0x1fffu));  // rounds to TF32 as to_tf32 does
       }
     }
   }
 };
 
-// Returns random multiples of 1/32 up to 4. They are exact in every type, and every sum of up to 128 of their
-// products is exact in fp32.
+// Returns random multiples of 1/32 up to 4. They are exact in bf16, fp16 and TF32, and every sum of up to 128
+// of their products is exact in fp32.
 std::vector<float> exact_values(size_t n, std::mt19937& random) {
   std::vector<float> values(n);
   for (float& x : values) x = static_cast<float>(static_cast<int>(random() % 257) - 128) / 32;
@@ -91,8 +92,8 @@ struct Shape {
   int m, n, k;
 };
 
-// Returns the largest deviation from the product in fp64, as a fraction of the sum of the products'
-// magnitudes.
+// Returns the largest error of an element of c, compared with the matrix product in fp64. Each error is
+// divided by the sum of the products' magnitudes.
 double error_of(const std::vector<float>& c, const Matrix& a, const Matrix& b, bool b_is_kn, Shape s) {
   double worst = 0;
   for (int i = 0; i < s.m; ++i) {
@@ -104,7 +105,8 @@ double error_of(const std::vector<float>& c, const Matrix& a, const Matrix& b, b
         magnitude += std::abs(product);
       }
       const double error = std::abs(c[i * s.n + j] - sum) / magnitude;
-      if (!(error <= worst)) worst = error;  // the negation also catches NaN
+      // a negated comparison, so that a NaN error becomes the worst one
+      if (!(error <= worst)) worst = error;
     }
   }
   return worst;
@@ -125,7 +127,8 @@ void check_gemm(Type type, bool b_is_kn, Shape s, bool exact) {
     if (type == Type::tf32) problem.a = a32.data(), problem.b = b32.data();
     REQUIRE(text(gemm(problem)) == "");
     const std::vector<float> result = c.to_host();
-    // The tensor cores add in fp32 and may truncate, with at most k / 8 additions one after the other.
+    // The tensor cores add in fp32 and may truncate. An element of the result takes at most k / 8 additions
+    // in sequence.
     CHECK(error_of(result, a, b, b_is_kn, s) <= (exact ? 0 : s.k / 8 * std::ldexp(1.0, -22)));
     if (first.empty()) first = result;
     CHECK(std::memcmp(first.data(), result.data(), result.size() * sizeof(float)) == 0);
@@ -139,7 +142,7 @@ TEST_CASE("a matrix product from cp.async, ldmatrix and mma equals the one in fp
     for (bool b_is_kn : {false, true}) {
       if (type == Type::tf32 && b_is_kn) continue;
       check_gemm(type, b_is_kn, {64, 64, 96}, true);
-      check_gemm(type, b_is_kn, {37, 72, 40}, true);  // no dimension is a multiple of a tile
+      check_gemm(type, b_is_kn, {37, 72, 40}, true);  // none of 37, 72 and 40 is a multiple of the tile size
       check_gemm(type, b_is_kn, {70, 64, 128}, false);
     }
   }
@@ -168,7 +171,7 @@ TEST_CASE("one mma takes and gives its fragments as documented") {
 TEST_CASE("TF32 operands count without their lower 13 bits") {
   std::vector<float> a(16 * 8), b(8 * 8);
   for (int i = 0; i < 8; ++i) {
-    a[i * 8 + i] = float_of(0x3f801fff);  // 1 + 2^-10 - 2^-23, which is cut off to 1
+    a[i * 8 + i] = float_of(0x3f801fff);  // 1 + 2^-10 - 2^-23, which TF32 truncates to 1
     b[i * 8 + i] = 1;
   }
   DeviceArray<float> device_a(a), device_b(b), c(std::vector<float>(16 * 8, kNaN));

@@ -1,4 +1,4 @@
-// Tests that the emulator names each mistake in the use of cuda/core/ptx.h.
+// Tests that the emulator reports each mistake in the use of cuda/core/ptx.h.
 
 #include <cstdint>
 #include <vector>
@@ -18,7 +18,8 @@ TEST_CASE("the emulator catches wrong use of the primitives") {
   };
   check_caught(Flaw::no_wait, "a cp.async is still under way", product);
   check_caught(Flaw::wait_off_by_one, "a cp.async is still under way", product);
-  // The error is uninitialised memory, a copy in flight, or a race.
+  // The emulator may report uninitialised memory, a copy in flight, or a race; all these errors mention
+  // shared memory.
   check_caught(Flaw::no_barrier_after_wait, "shared memory", product);
   check_caught(Flaw::no_barrier_before_copy, "race in shared memory", product);
   check_caught(Flaw::misaligned_row, "misaligned: read of 16 bytes", product);

@@ -1,5 +1,6 @@
-// Connects the emulator to PyTorch. Loading this library redirects every operator that has a CUDA kernel to
-// that kernel when it is called with CPU tensors. The kernels work in the memory of those tensors.
+// Connects the emulator to PyTorch. When this library is loaded, every operator that has a CUDA kernel runs
+// this kernel in the emulator if it is called with CPU tensors. The kernels work directly in the memory of
+// these tensors.
 
 #include <cstring>
 #include <mutex>
@@ -19,7 +20,7 @@ const shoestring::cuda::Runtime kRuntime{[](int) -> void* { return nullptr; },
                                          [](void*) -> const char* { return nullptr; }};
 
 // Allocates CPU tensors, registers their memory with the emulator, and fills it with NaN. A gap around each
-// allocation ensures that a stray access does not hit another tensor.
+// allocation ensures that an access out of bounds does not hit another tensor.
 class TrackedAllocator final : public c10::Allocator {
  public:
   explicit TrackedAllocator(c10::Allocator* below) : below_(below) {}
@@ -46,13 +47,14 @@ class TrackedAllocator final : public c10::Allocator {
     whole_.erase(begin);
   }
   c10::Allocator* below_;
-  // Never destroyed, since tensors may live until the process ends.
+  // The map and its lock are never destroyed, since tensors may live until the process ends.
   static inline auto& whole_ = *new std::unordered_map<void*, c10::DataPtr>;
   static inline auto& lock_ = *new std::mutex;
 };
 
-// Registers, for the duration of a call, arguments whose memory the allocator did not provide: memory from a
-// file, from NumPy, or from before this library was loaded.
+// While an object of this class exists, memory of tensor arguments that TrackedAllocator did not provide is
+// registered with the emulator. Such memory comes from a file, from NumPy, or from before this library was
+// loaded.
 class Lent {
  public:
   explicit Lent(const torch::jit::Stack& arguments) {
@@ -89,7 +91,7 @@ const bool kLoaded = [] {
       *new torch::Library(torch::Library::IMPL, "shoestring", c10::DispatchKey::CPU, __FILE__, __LINE__);
   c10::WarningUtils::WarningHandlerGuard quiet([] {
     static struct : c10::WarningHandler {
-      void process(const c10::Warning&) override {}  // ignores the warning about replaced kernels
+      void process(const c10::Warning&) override {}  // ignores PyTorch's warning about replaced kernels
     } handler;
     return &handler;
   }());
@@ -104,9 +106,10 @@ const bool kLoaded = [] {
 
 }  // namespace
 
-// Sets the compute capability, for tests that want the kernels of another GPU (see simt.h).
+// Sets the compute capability that host code sees, so that tests can select the kernels for another GPU (see
+// simt.h).
 extern "C" __attribute__((visibility("default"))) void simt_set_capability(int capability) {
   simt::set_capability(capability);
 }
-// Returns the number of threads per block of the last launch, which tells tests which kernel ran.
+// Returns the number of threads per block in the last launch, by which tests recognise the kernel that ran.
 extern "C" __attribute__((visibility("default"))) int simt_last_threads() { return simt::last_threads(); }

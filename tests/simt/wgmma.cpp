@@ -1,6 +1,7 @@
-// Emulates wgmma, the asynchronous products of a warpgroup. The result is computed when the instruction is
-// issued, and reaches the registers at the wait. In between, no thread may access these registers or write
-// the operands in shared memory. Lane 0 of a warp stands for the warp where operands are read.
+// Emulates wgmma, the asynchronous matrix product of a warpgroup. The result is computed when the instruction
+// is issued, and is written to the registers at wgmma_wait. In between, no thread may access these registers
+// or write to operands in shared memory. Reads of operands in shared memory are recorded for lane 0 of a warp
+// only.
 
 #include <cstring>
 #include <deque>
@@ -20,20 +21,21 @@ struct Read {
 
 struct Operation {
   Wgmma wgmma;
-  std::vector<float> result;  // results of this thread, n / 2 values
-  std::vector<Read> reads;    // reads of shared memory; empty except in lane 0 of each warp
-  int group;                  // number of the commit group; -1: not yet committed
+  std::vector<float> result;  // the n / 2 elements of the result that this thread will receive
+  std::vector<Read> reads;    // reads of operands in shared memory; empty except in lane 0 of each warp
+  int group;                  // number of the commit group; -1 if not committed yet
 };
 
 struct Own {
   std::deque<Operation> operations;
   int groups = 0;
   bool fenced = false;
-  int registers = 0;  // registers per thread set by setmaxnreg; 0: as at the launch
+  int registers = 0;  // registers per thread that setmaxnreg set; 0 means the number at the launch
 };
 std::vector<Own> own(kMaxThreads);
 
-// The instructions that each warpgroup has issued. Its four warps have to issue the same ones.
+// The wgmma instructions that each warpgroup has issued. The four warps of a warpgroup have to issue the same
+// ones.
 struct Issued {
   uint64_t a_at, b_at;
   int n;
@@ -46,8 +48,8 @@ size_t issued_by[kMaxThreads / 32];
 
 uintptr_t shared_base() { return reinterpret_cast<uintptr_t>(block.dynamic) / 1024 * 1024; }
 
-// Returns the address of element (row, k) of an operand. If rows_together, memory has shape (k, row), with
-// adjacent rows contiguous. Both layouts are swizzled by 128 bytes.
+// Returns the address of element (row, k) of an operand. If rows_together, the operand is stored as (k, row)
+// with contiguous rows, otherwise as (row, k). Both layouts have a swizzle of 128 bytes.
 const unsigned char* element_at(uint64_t descriptor, bool rows_together, int row, int k) {
   const auto field = [&](int bit) { return static_cast<uintptr_t>(descriptor >> bit & 0x3fff) * 16; };
   const uintptr_t leading = field(16), stride = field(32);
@@ -81,7 +83,7 @@ struct Lane {
 
 float product_a[16][16], product_b[256][16];
 
-// Computes the result of one lane. The first lane reads the operands for the whole warp.
+// Computes one lane's part of the result. The first lane of the warp reads the operands for all lanes.
 void multiply(const void* const in[32], unsigned, int lane, void* out) {
   const auto* const* lanes = reinterpret_cast<const Lane* const*>(in);
   const Lane &mine = *lanes[lane], &first = *lanes[0];
@@ -172,7 +174,8 @@ void wgmma(const Wgmma& w, Where where) {
     const auto read = [&](const unsigned char* address, size_t size) {
       next.reads.push_back({address, size, begin_read(address, size, {nullptr, where})});
     };
-    // 16 bytes are contiguous: eight elements along k, or eight rows.
+    // Operands are read in pieces of 16 contiguous bytes: eight elements along k, or along the rows if the
+    // operand is stored as (k, row).
     for (int row = 0; row < 16 && w.a == nullptr; ++row) {
       for (int k = 0; k < 16; k += 8) read(element_at(w.a_at, false, warp % 4 * 16 + row, k), 16);
     }

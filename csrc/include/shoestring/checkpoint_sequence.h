@@ -33,25 +33,26 @@ struct SequencePlan : CheckpointPlan {
 /// the least time within budget_bytes. The budget limits the peak of what the functions allocate besides
 /// parameters, gradients and optimizer state.
 ///
-/// Each function is measured in each way, alone, with its forward and backward. Its input is what the
-/// functions before it compute from x. checkpoint_plan then decides. Afterwards the gradients of parameters
-/// and the states of the random number generators are as before.
+/// Each function is measured alone, with its forward and backward, once for each treatment in
+/// SequencePlan::names. Its input is computed from x by the functions before it. checkpoint_plan then chooses
+/// the treatments. Afterwards the gradients of parameters and the states of the random number generators are
+/// restored.
 ///
-/// kinds: a number for each function; functions with the same number cost the same, so only one of them is
-/// measured. If empty, each function is measured. A whole training step can be planned: the first function
-/// may take tokens, and the last may return the loss.
+/// kinds: a number for each function. Functions with the same number cost the same, so only one of them is
+/// measured. If `kinds` is empty, each function is measured. A whole training step can be planned: the first
+/// function may take tokens, and the last may return the loss.
 ///
-/// offload: if given, functions may also move what they save (or their input, if they are recomputed) to the
-/// host or to a disk. The speed of this transfer is measured and is part of the plan. It should exclude
-/// parameters and all other tensors that stay alive anyway.
+/// offload: if given, functions may also move the tensors that they save (or their input, if they are
+/// recomputed) to the host or to a disk. The speed of this transfer is measured and is part of the plan.
+/// `offload` should exclude parameters and all other tensors that stay alive anyway.
 ///
-/// Throws c10::Error where checkpoint does. If no plan fits into the budget, the message states the smallest
-/// budget that would.
+/// Throws c10::Error in the same cases as checkpoint. If no plan fits into the budget, the message states the
+/// smallest budget with a plan.
 SHOESTRING_API SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const at::Tensor& x,
                                             int64_t budget_bytes, const std::vector<int64_t>& kinds = {},
                                             OffloadActivations* offload = nullptr);
 
-/// Runs the functions one after the other as the plan says, with the `offload` that the plan was made with. A
+/// Runs the functions one after the other as `plan` says. Pass the `offload` with which the plan was made. A
 /// function begins only when copies have freed as much memory as planned, so the peak memory does not depend
 /// on the speed of the copies.
 SHOESTRING_API at::Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions,

@@ -21,21 +21,21 @@ namespace shoestring::lora {
 struct LoraOptions {
   /// Kind and options of the adapter: nn::AdapterOptions (LoRA), nn::IA3Options or nn::VeraOptions.
   TORCH_ARG(nn::AnyAdapterOptions, adapter) = nn::AdapterOptions();
-  /// Name of the new adapter. After apply it is the only adapter in use; set_adapter changes that.
+  /// Name of the new adapter. After apply it is the only adapter in use; set_adapter selects other adapters.
   TORCH_ARG(std::string, adapter_name) = "default";
   /// Layers that get an adapter: full names, or name endings that start after a dot (PEFT's rule). An empty
   /// list selects every shoestring::nn::Linear.
   TORCH_ARG(std::vector<std::string>, target_modules) = {};
-  /// Names of modules of any class. apply makes a fully trained copy of each one. These modules get no
-  /// adapter and stay dense. The module's own tensors hold the copy in use, so forward and backward must run
-  /// under the same adapter.
+  /// Names of modules of any class that are trained in full. apply makes a trained copy of each one. These
+  /// modules get no adapter and stay dense. Setting an adapter puts its copy into the module's own tensors.
+  /// Forward and backward must therefore run with the same adapter in use.
   TORCH_ARG(std::vector<std::string>, modules_to_save) = {};
-  /// "none", "all" (train every bias of the module) or "lora_only" (train the biases of the adapted layers;
-  /// "vera_only" for VeRA). The biases are trained in place and no original is kept. Disabling the adapter
-  /// does not restore them.
+  /// The biases that are trained: "none", "all" (every bias of the module) or "lora_only" (biases of the
+  /// adapted layers; "vera_only" for VeRA). The biases are trained in place and no original is kept.
+  /// Disabling the adapter does not restore them.
   TORCH_ARG(std::string, bias) = "none";
-  /// "none", "nf4", "fp4", "int4" or "int8". apply quantises the weight of every shoestring::nn::Linear to
-  /// this type, with or without an adapter.
+  /// Quantisation format: "none", "nf4", "fp4", "int4" or "int8". apply quantises the weight of every
+  /// shoestring::nn::Linear to this format, with or without an adapter.
   TORCH_ARG(std::string, quantize) = "none";
   /// For 4-bit weights: the number of elements that share a scale (block_size), and whether the scales of nf4
   /// and fp4 are quantised to 8 bits, too (nested).
@@ -53,12 +53,12 @@ SHOESTRING_API std::vector<std::string> apply(torch::nn::Module& module, const L
 
 /// Returns the names of the module's adapters.
 SHOESTRING_API std::vector<std::string> adapter_names(const torch::nn::Module& module);
-/// Switches to the named adapters, and to the sum of their contributions if there are several. Only the
-/// adapters in use require gradients.
+/// Makes the named adapters the ones in use. If there are several, each layer adds up their contributions.
+/// Only the adapters in use require gradients.
 SHOESTRING_API void set_adapter(torch::nn::Module& module, const std::vector<std::string>& adapter_names);
 /// Removes an adapter. If its initialisation moved a part of the base weight into the adapter, that part is
 /// added back to the weight. The other adapters in use stay in use. If the removed adapter was the only one
-/// in use, the module computes its base alone until the next set_adapter.
+/// in use, the module runs without adapters until the next set_adapter.
 SHOESTRING_API void delete_adapter(torch::nn::Module& module, const std::string& adapter_name);
 
 /// Disables all adapters of the module while the guard exists. Trained biases keep their trained values. The
@@ -75,8 +75,8 @@ class SHOESTRING_API DisableAdapterGuard {
 };
 
 /// Assigns an adapter to each row of the batch while the guard exists. A row is an index in the first
-/// dimension of the layer's input. std::nullopt selects the base alone. If layers are recomputed in backward,
-/// backward must also run while the guard exists.
+/// dimension of the layer's input. A row with std::nullopt uses no adapter. If layers are recomputed in
+/// backward, backward must also run while the guard exists.
 class SHOESTRING_API AdaptersPerRowGuard {
  public:
   AdaptersPerRowGuard(torch::nn::Module& module,
@@ -98,7 +98,7 @@ struct GroupOptions {
   TORCH_ARG(double, embedding_lr) = 1e-6;
 };
 
-/// Parameters that share a learning rate. Vectors have no weight decay.
+/// Parameters that share a learning rate. weight_decay is false for vectors.
 struct ParameterGroup {
   std::vector<at::Tensor> params;
   double lr;
@@ -111,8 +111,9 @@ struct ParameterGroup {
 SHOESTRING_API std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, double lr,
                                                             const GroupOptions& options = {});
 
-/// Builds the same groups for an optimizer of LibTorch or of shoestring. Each group copies `defaults` and
-/// sets its own lr. Groups of vectors set weight_decay to 0.
+/// Groups the parameters that require a gradient as in LoRA+, into parameter groups for an optimizer of
+/// LibTorch or of shoestring. Each group copies `defaults` and sets its own lr. Groups of vectors set
+/// weight_decay to 0.
 ///
 ///     shoestring::optim::AdamWOptions defaults(2e-4);
 ///     shoestring::optim::AdamW optimizer(shoestring::lora::parameter_groups(*model, defaults), defaults);
@@ -134,15 +135,15 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const torch::nn:
 
 using MergeOptions = nn::MergeOptions;
 
-/// The rounding error of a merge. Each error is norm(new weight - exact weight) / norm(change by the
-/// adapters).
+/// The rounding errors of merging adapters into weights. An error is norm(merged weight - exact weight) /
+/// norm(change of the weight by the adapters).
 struct MergeReport {
-  std::map<std::string, double> layers;  // error of each layer, by name
-  double error = 0;                      // error over all layers together; 0 if no adapter changed a weight
+  std::map<std::string, double> layers;  // rounding error of each layer, by the layer's name
+  double error = 0;  // rounding error of all layers together; 0 if no adapter changed a weight
 };
 
-/// Adds the adapters to the weights and removes all adapters from the layers. A merged weight has the base's
-/// 16- or 32-bit dtype and is rounded once.
+/// Adds the adapters to the weights of their layers and removes all adapters from the layers. A merged weight
+/// has the 16- or 32-bit dtype of the base weight and is rounded once.
 SHOESTRING_API MergeReport merge(torch::nn::Module& module, const MergeOptions& options = {});
 /// Undoes merge: restores the exact bytes of every weight and all adapters.
 SHOESTRING_API void unmerge(torch::nn::Module& module);
@@ -153,18 +154,19 @@ SHOESTRING_API void unmerge(torch::nn::Module& module);
 /// `directory`; any other adapter goes into a subdirectory of its name. An empty `adapter_names` saves all
 /// adapters. The files name the layers as they are named within `module`, so pass the whole model.
 ///
-/// An adapter that changed the base ("pissa", "olora", "loftq") is written as its change to the original
-/// base, with twice the rank. The file therefore loads onto the original weights. With a quantised base, the
-/// file does not contain the rounding error of quantising the changed base.
+/// An adapter that changed the base weights ("pissa", "olora", "loftq") is written as its change to the
+/// original base weights, with twice the rank. The file therefore loads onto the original weights. With
+/// quantised base weights, the file does not contain the rounding error of quantising the changed weights.
 ///
 /// Each file replaces the previous one only after it is on disk. The weights file stores a digest of the
-/// configuration. load_adapter uses it to refuse two files of different saves, which a crash can leave
-/// behind.
+/// configuration file. By this digest, load_adapter refuses two files from different saves, which a crash can
+/// leave behind.
 SHOESTRING_API void save_adapter(const torch::nn::Module& module, const std::string& directory,
                                  const std::vector<std::string>& adapter_names = {});
 
 /// Loads an adapter written by PEFT or by save_adapter (C++ or Python) and makes it the one in use. The
-/// module may have no adapters yet. Changes the module only if everything in the file fits.
+/// module does not need to have adapters before. load_adapter changes the module only if everything in the
+/// file fits.
 SHOESTRING_API void load_adapter(torch::nn::Module& module, const std::string& directory,
                                  const std::string& adapter_name = "default");
 

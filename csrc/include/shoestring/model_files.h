@@ -32,17 +32,17 @@ struct LoadOptions {
 
 /// Loads a module's parameters and buffers by name from a safetensors file or a Hugging Face model directory,
 /// sharded or not. Tensors are read one at a time (not memory-mapped) and quantised as they are read. If the
-/// module holds placeholders, the process therefore never holds the dense model. Of tied parameters, which
-/// have two names, only one name needs to be in the files. All names and shapes are checked against the file
-/// headers first. A missing, unexpected or misshapen tensor raises an error and leaves the module unchanged.
+/// module holds placeholders, the process therefore never holds the dense model. Tied parameters have two
+/// names; one of the names is enough in the files. All names and shapes are checked against the file headers
+/// first. A missing, unexpected or misshapen tensor raises an error and leaves the module unchanged.
 SHOESTRING_API void load_model(torch::nn::Module& module, const std::string& path,
                                const LoadOptions& options = {});
 
-/// Saves parameters and buffers by name to directory/model.safetensors. Quantised weights are saved under
-/// bitsandbytes' keys, and a tensor with several names under the first name. Adapters are not saved;
-/// lora::save_adapter saves them. The bytes equal those of Python's safetensors package for the same model.
-/// The file replaces an earlier one atomically; the shards and the index of an earlier model are removed
-/// afterwards.
+/// Saves a module's parameters and buffers by name to directory/model.safetensors. Quantised weights are
+/// saved under bitsandbytes' keys, and a tensor with several names under its first name. Adapters are not
+/// saved; lora::save_adapter saves them. The bytes equal those of Python's safetensors package for the same
+/// model. The file replaces an earlier one atomically; the shards and the index of an earlier model are
+/// removed afterwards.
 SHOESTRING_API void save_model(const torch::nn::Module& module, const std::string& directory);
 
 }  // namespace shoestring

@@ -24,7 +24,8 @@ SHOESTRING_API std::string cpu_capability();
 SHOESTRING_API bool set_cpu_capability(const std::string& name);
 
 struct CrossEntropyOptions {
-  /// The fields without a comment have the same meaning as in LinearCrossEntropyOptions.
+  /// Options of cross_entropy. The fields without a comment have the same meaning as in
+  /// LinearCrossEntropyOptions.
   TORCH_ARG(int64_t, ignore_index) = -100;
   TORCH_ARG(std::string, reduction) = "mean";
   TORCH_ARG(double, label_smoothing) = 0.0;
@@ -35,10 +36,10 @@ struct CrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;
   TORCH_ARG(bool, shift) = false;
   TORCH_ARG(double, hard_fraction) = 1.0;
-  /// If true, the gradient overwrites the logits. If the loss is a scalar, the forward pass does this, so any
-  /// other use of the logits must come before this call. Autograd raises an error if another backward pass
-  /// still needs the logits. The logits stay unchanged if they require no gradient, are a leaf, or are a view
-  /// that autograd does not allow to change in place.
+  /// If true, the gradient of the logits overwrites the logits. If the loss is a scalar, the forward pass
+  /// does this, so any other use of the logits must come before this call. Autograd raises an error if
+  /// another backward pass still needs the logits. The logits stay unchanged if they require no gradient, are
+  /// a leaf, or are a view that autograd does not allow to change in place.
   TORCH_ARG(bool, inplace) = false;
 };
 
@@ -48,31 +49,33 @@ SHOESTRING_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tens
                                         const CrossEntropyOptions& options = {});
 
 /// The result of cross_entropy and four tensors in the shape of `target`. `token_loss` is the loss of each
-/// token before token_weights. `lse` is the log-sum-exp of its logits, and `entropy` the entropy of its
-/// softmax. All three are fp32 for 16-bit input. `argmax` is the most likely class. For ignored tokens argmax
-/// is -1 and the other three are 0.
+/// token before token_weights. `lse` is the log-sum-exp of the token's logits, and `entropy` is the entropy
+/// of their softmax. These three are fp32 for 16-bit input. `argmax` is the most likely class. For ignored
+/// tokens argmax is -1, and token_loss, lse and entropy are 0.
 struct CrossEntropyStats {
   at::Tensor loss, token_loss, lse, entropy, argmax;
 };
 
 /// Computes the loss and the statistics of each token. All results except argmax are differentiable. If the
-/// gradient of `loss` has overwritten the logits (option `inplace`), only `loss` is.
+/// gradient of `loss` has overwritten the logits (option `inplace`), only `loss` is differentiable.
 SHOESTRING_API CrossEntropyStats cross_entropy_with_stats(const at::Tensor& logits, const at::Tensor& target,
                                                           const CrossEntropyOptions& options = {});
 
 struct LinearCrossEntropyOptions {
   /// Tokens with this target are ignored: they count neither in the loss nor in the mean.
   TORCH_ARG(int64_t, ignore_index) = -100;
-  /// "mean" (over the tokens that are not ignored), "sum" or "none".
+  /// Reduction of the losses of all tokens: "mean" (over the tokens that are not ignored), "sum" or "none".
   TORCH_ARG(std::string, reduction) = "mean";
-  /// The share of the target's probability that is spread evenly over the vocabulary, in [0, 1).
+  /// Label smoothing: the share of the target's probability that is spread evenly over the vocabulary, in [0,
+  /// 1).
   TORCH_ARG(double, label_smoothing) = 0.0;
   /// If not 0, each logit is replaced by softcap * tanh(logit / softcap).
   TORCH_ARG(double, softcap) = 0.0;
   /// A factor for the logits, bias included, applied before softcap; not 0.
   TORCH_ARG(double, logit_scale) = 1.0;
-  /// The loss of each token grows by z_loss * lse^2, where lse is the log-sum-exp of its logits. The mean of
-  /// this term is over the tokens, or weighted by token_weights. class_weights do not enter it.
+  /// The loss of each token grows by z_loss * lse^2, where lse is the log-sum-exp of its logits. With
+  /// reduction "mean", this term is averaged over the tokens, weighted by token_weights if given.
+  /// class_weights do not affect this term.
   TORCH_ARG(double, z_loss) = 0.0;
   /// (vocab): one weight per class, as in torch::nn::functional::cross_entropy. The mean of the
   /// cross-entropies is weighted by the class weights of the targets.
@@ -86,16 +89,17 @@ struct LinearCrossEntropyOptions {
   /// If below 1, only this share of the tokens counts: the tokens with the largest losses. A separate forward
   /// pass finds them.
   TORCH_ARG(double, hard_fraction) = 1.0;
-  /// If above 0, a class is left out of the gradients' matrix products of a chunk if its entries in the
-  /// logits' gradient, relative to the upstream gradient, are below filter_eps for every token. On CUDA the
-  /// host then waits for the GPU once per chunk, so a CUDA graph cannot capture the call.
+  /// If above 0, the matrix products of the gradients skip some classes in each chunk of tokens. A class is
+  /// skipped if the gradient of its logit, divided by the upstream gradient, is below filter_eps for every
+  /// token of the chunk. On CUDA the host then waits for the GPU once per chunk, so a CUDA graph cannot
+  /// capture the call.
   TORCH_ARG(double, filter_eps) = 0.0;
   /// LoRA adapter of the head: low up^T is added to the logits. low (..., rank) is scaling * hidden lora_A^T,
-  /// and up (vocab, rank) is lora_B. Both are differentiable.
+  /// and up (vocab, rank) is lora_B. low and up are differentiable.
   TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
-  /// If absmax is given, weight holds the codes of a frozen quantised weight. These four fields are passed as
-  /// in quantized_linear and QuantizeOptions.
+  /// If absmax is given, weight holds the codes of a frozen quantised weight. absmax, nested, quant_type and
+  /// block_size are passed as in quantized_linear and QuantizeOptions.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
   TORCH_ARG(std::string, quant_type) = "nf4";
@@ -111,7 +115,7 @@ struct LinearCrossEntropyOptions {
   /// Upper bound in MiB on the chunk of logits in memory; 0 selects the device's default. The default on the
   /// CPU is 64 MiB. On CUDA it is 256 MiB, but at least 1024 tokens in fp32 or 128 tokens in 16 bits. For
   /// 16-bit inputs whose weight needs a gradient, CUDA adds room for the logits' 16-bit gradient. That
-  /// gradient covers all tokens if there are at most 2 * features of them. Otherwise it covers max(2048,
+  /// gradient covers all tokens if there are at most 2 * features tokens. Otherwise it covers max(2048,
   /// features) tokens, and an fp32 accumulator in the shape of weight is needed.
   TORCH_ARG(int64_t, workspace_mb) = 0;
 };
@@ -133,34 +137,38 @@ SHOESTRING_API LinearCrossEntropyStats linear_cross_entropy_with_stats(
     const std::optional<at::Tensor>& bias = std::nullopt, const LinearCrossEntropyOptions& options = {});
 
 struct LinearDistillationOptions {
-  /// If absmax is given, weight holds the codes of a frozen quantised weight. These four fields are passed as
-  /// in quantized_linear and QuantizeOptions.
+  /// If absmax is given, weight holds the codes of a frozen quantised weight. absmax, nested, quant_type and
+  /// block_size are passed as in quantized_linear and QuantizeOptions.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
   TORCH_ARG(std::string, quant_type) = "nf4";
   TORCH_ARG(int64_t, block_size) = 64;
-  /// If teacher_absmax is given, the teacher's weight holds the codes of a frozen quantised weight. These
-  /// four fields correspond to the student's four fields above.
+  /// If teacher_absmax is given, the teacher's weight holds the codes of a frozen quantised weight.
+  /// teacher_absmax, teacher_nested, teacher_quant_type and teacher_block_size are passed as in
+  /// quantized_linear and QuantizeOptions.
   TORCH_ARG(std::optional<at::Tensor>, teacher_absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, teacher_nested) = std::nullopt;
   TORCH_ARG(std::string, teacher_quant_type) = "nf4";
   TORCH_ARG(int64_t, teacher_block_size) = 64;
   /// LoRA adapter of the student's head: low up^T is added to the student's logits. low (..., rank) is
-  /// scaling * hidden lora_A^T, and up (vocab, rank) is lora_B. Both are differentiable.
+  /// scaling * hidden lora_A^T, and up (vocab, rank) is lora_B. low and up are differentiable.
   TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
-  /// int64, in the shape of hidden without its last dimension. Tokens whose target is ignore_index count
-  /// neither in the loss nor in the mean.
+  /// Targets, int64, in the shape of hidden without its last dimension. Tokens whose target is ignore_index
+  /// count neither in the loss nor in the mean.
   TORCH_ARG(std::optional<at::Tensor>, target) = std::nullopt;
   TORCH_ARG(int64_t, ignore_index) = -100;
-  /// "forward_kl" is KL(teacher || student), and "reverse_kl" is KL(student || teacher). "jsd" is beta
-  /// KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student.
+  /// Divergence of the distributions of student and teacher over the vocabulary. "forward_kl" is KL(teacher
+  /// || student), and "reverse_kl" is KL(student || teacher). "jsd" is beta KL(teacher || m) + (1 - beta)
+  /// KL(student || m) with m = beta teacher + (1 - beta) student.
   TORCH_ARG(std::string, divergence) = "forward_kl";
-  /// The weight of the teacher in "jsd", in (0, 1).
+  /// The weight of the teacher in the divergence "jsd", in (0, 1).
   TORCH_ARG(double, beta) = 0.5;
-  /// Both models' logits are divided by the temperature. The loss is not multiplied by temperature^2.
+  /// The logits of student and teacher are divided by the temperature. The loss is not multiplied by
+  /// temperature^2.
   TORCH_ARG(double, temperature) = 1.0;
-  /// "mean" (over the tokens that are not ignored), "sum" or "none".
+  /// Reduction of the divergences of all tokens: "mean" (over the tokens that are not ignored), "sum" or
+  /// "none".
   TORCH_ARG(std::string, reduction) = "mean";
   /// Upper bound in MiB on the logits of student and teacher in memory. 0 selects the device's default.
   TORCH_ARG(int64_t, workspace_mb) = 0;
@@ -199,14 +207,15 @@ struct AttentionOptions {
   /// (heads) or (batch, heads): slope * |i - j| is subtracted from the score of query i and key j. Receives
   /// no gradient.
   TORCH_ARG(std::optional<at::Tensor>, alibi_slopes) = std::nullopt;
-  /// (heads): the score of one additional key per head, whose value is zero. Differentiable.
+  /// (heads): attention sinks. A sink is the score of an additional key of its head, and the value of this
+  /// key is zero. Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, sinks) = std::nullopt;
   /// (sequences + 1) int32 offsets on q's device. If given, q, k and v are packed: (tokens of all sequences,
   /// heads, features). cu_seqlens_k defaults to cu_seqlens_q.
   TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_q) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, cu_seqlens_k) = std::nullopt;
-  /// The probability of dropping an attention probability, and the seed of the mask: one int64 on q's device.
-  /// The seed is only given with dropout.
+  /// dropout_p is the probability of dropping an attention probability. seed, one int64 on q's device, is the
+  /// seed of the dropout mask. seed is only given with dropout.
   TORCH_ARG(double, dropout_p) = 0;
   TORCH_ARG(std::optional<at::Tensor>, seed) = std::nullopt;
   /// If true, every run gives the same bits. If false, a call on CUDA may use PyTorch's cuDNN or flash
@@ -238,8 +247,8 @@ SHOESTRING_API AttentionResult attention_with_lse(const at::Tensor& q, const at:
 SHOESTRING_API at::Tensor pack_sequences(const at::Tensor& lengths, int64_t capacity);
 
 struct QuantizeOptions {
-  /// "nf4" (4-bit NormalFloat, QLoRA), "fp4" or "int4" (fitted scale and offset, as in HQQ). Operators that
-  /// read a weight, and layers that quantise one, also accept "int8".
+  /// Quantisation format: "nf4" (4-bit NormalFloat, QLoRA), "fp4" or "int4" (fitted scale and offset, as in
+  /// HQQ). Operators that read a quantised weight, and layers that quantise their weight, also accept "int8".
   TORCH_ARG(std::string, quant_type) = "nf4";
   /// The number of elements that share a scale: a power of two from 32 to 4096. For an int8 weight it is the
   /// length of a row.
@@ -270,7 +279,8 @@ SHOESTRING_API at::Tensor dequantize_4bit(const at::Tensor& packed, const at::Te
 /// absmax fp32 (...), the largest magnitude of each row. The bytes equal those of bitsandbytes' LLM.int8()
 /// weights. A row with a NaN or an infinity dequantises to NaN.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_int8(const at::Tensor& x);
-/// Returns packed * absmax / 127 in `dtype`: fp32, bf16 or fp16.
+/// Dequantises the results of quantize_int8: returns packed * absmax / 127 in `dtype`, which is fp32, bf16 or
+/// fp16.
 SHOESTRING_API at::Tensor dequantize_int8(const at::Tensor& packed, const at::Tensor& absmax,
                                           at::ScalarType dtype);
 
@@ -286,18 +296,18 @@ SHOESTRING_API void dequantize_(const at::Tensor& out, const at::Tensor& packed,
 SHOESTRING_API void addmm_(const at::Tensor& self, const at::Tensor& mat1, const at::Tensor& mat2,
                            double beta = 1, double alpha = 1);
 
-/// Quantises x to block-wise 8-bit codes in the shape of x and one fp32 scale per 256 elements. A tensor with
-/// negative elements needs is_signed = true.
+/// Quantises optimizer state x to block-wise 8-bit codes in the shape of x and one fp32 scale per 256
+/// elements. A tensor with negative elements needs is_signed = true.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_8bit(const at::Tensor& x, bool is_signed);
 SHOESTRING_API at::Tensor dequantize_8bit(const at::Tensor& codes, const at::Tensor& scale, bool is_signed);
 
-/// Quantises x to 4-bit codes, flat, 128 bytes per 256 elements. Returns the codes and fp32 scales: one per
-/// 32 elements if signed, otherwise one per 128. A tensor with negative elements needs is_signed = true. If
-/// `step` is given, the rounding direction depends on the step, so that rounding errors average out over the
-/// steps. Without `step`, values are rounded to the nearest code.
+/// Quantises optimizer state x to flat 4-bit codes, 128 bytes per 256 elements. Returns the codes and fp32
+/// scales: one scale per 32 elements if is_signed, otherwise one per 128. A tensor with negative elements
+/// needs is_signed = true. If `step` is given, the rounding direction depends on the step, so that rounding
+/// errors average out over the steps. Without `step`, values are rounded to the nearest code.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_state_4bit(
     const at::Tensor& x, bool is_signed, std::optional<int64_t> step = std::nullopt);
-/// Dequantises the first `numel` elements. Returns a flat fp32 tensor.
+/// Dequantises the first `numel` elements of the results of quantize_state_4bit. Returns a flat fp32 tensor.
 SHOESTRING_API at::Tensor dequantize_state_4bit(const at::Tensor& codes, const at::Tensor& scale,
                                                 bool is_signed, int64_t numel);
 
@@ -319,8 +329,8 @@ SHOESTRING_API at::Tensor seeded_dropout(const at::Tensor& x, const at::Tensor& 
 /// Computes silu(gate) * up in fp32 and rounds once. Saves only gate and up for backward.
 SHOESTRING_API at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-/// Computes gelu(gate) * up in fp32 and rounds once. approximate: "tanh" or "none". Saves only gate and up
-/// for backward.
+/// Computes gelu(gate) * up in fp32 and rounds once. `approximate` is "tanh" or "none" (the exact GELU).
+/// Saves only gate and up for backward.
 SHOESTRING_API at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up,
                                 const std::string& approximate = "tanh");
 
@@ -330,9 +340,10 @@ struct RmsNormOptions {
   TORCH_ARG(double, eps);
   /// A constant that is added to the weight. Gemma uses 1.
   TORCH_ARG(double, offset) = 0.0;
-  /// The values that are rounded to 16 bits, for 16-bit input, before the multiplication by the weight.
-  /// "llama" rounds the normalised row. "gemma" rounds nothing. "none" rounds the reciprocal root, the
-  /// normalised row and the weight. The gradients are those of the function without rounding.
+  /// Selects which values are rounded to 16 bits before the multiplication by the weight, if the input has 16
+  /// bits. With "llama", the normalised row is rounded. With "gemma", no value is rounded. With "none", the
+  /// reciprocal root, the normalised row and the weight are rounded. The gradients are those of the function
+  /// without rounding.
   TORCH_ARG(std::string, casting) = "llama";
 };
 
@@ -352,14 +363,16 @@ SHOESTRING_API at::Tensor layer_norm(const at::Tensor& x, const std::optional<at
                                      const std::optional<at::Tensor>& bias, double eps);
 
 struct RopeOptions {
-  /// The number of elements of each head that are rotated, counted from the first. The default is all.
+  /// The number of elements of each head that are rotated, counted from the first element. The default is all
+  /// elements.
   TORCH_ARG(std::optional<int64_t>, rotary_dim) = std::nullopt;
-  /// If true, a pair consists of two neighbouring elements. Otherwise its elements are rotary_dim / 2 apart.
+  /// If true, a pair of elements that is rotated together consists of two neighbouring elements. Otherwise
+  /// the elements of a pair are rotary_dim / 2 apart.
   TORCH_ARG(bool, interleaved) = false;
   /// (tokens) or (1 or batch, tokens), int64: the row of cos and sin (positions, width) for each token.
   TORCH_ARG(std::optional<at::Tensor>, position_ids) = std::nullopt;
   /// (head_dim): weights of an RMSNorm that is applied to each head of q and k before the rotation. The
-  /// factor is offset + weight. Give both or neither.
+  /// normalised head is multiplied by offset + weight. Give both weights or neither.
   TORCH_ARG(std::optional<at::Tensor>, q_weight) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, k_weight) = std::nullopt;
   TORCH_ARG(double, eps) = 1e-6;
@@ -369,8 +382,8 @@ struct RopeOptions {
 /// Applies rotary position embedding to q and k, (batch, heads, tokens, head_dim) or (tokens, heads,
 /// head_dim) with any strides. Computes in fp32 and rounds once. cos and sin are (tokens, width) or (1 or
 /// batch, tokens, width); with position_ids they are (positions, width). width is rotary_dim / 2, or
-/// rotary_dim if each angle is stored twice. q, k and the weights receive gradients. Without weights,
-/// backward saves neither q nor k.
+/// rotary_dim if each angle is stored twice. q, k, q_weight and k_weight receive gradients. Without q_weight
+/// and k_weight, q and k are not saved for backward.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> rope(const at::Tensor& q, const at::Tensor& k,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const RopeOptions& options = {});
@@ -384,27 +397,27 @@ struct LoraWeight {
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, nested) = std::nullopt;
   TORCH_ARG(QuantizeOptions, quantize) = {};
-  /// (out_features). The bias and the tensors below may have any floating-point dtype.
+  /// (out_features). bias, lora_A, lora_B, gain and low_scale may have any floating-point dtype.
   TORCH_ARG(std::optional<at::Tensor>, bias) = std::nullopt;
-  /// (rank, in_features) and (out_features, rank). Give both or neither.
+  /// lora_A (rank, in_features) and lora_B (out_features, rank). Give both or neither.
   TORCH_ARG(std::optional<at::Tensor>, lora_A) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, lora_B) = std::nullopt;
-  /// alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+  /// Factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
   TORCH_ARG(double, scaling) = 1;
   /// (out_features): a factor for the output before the bias is added. For DoRA it is magnitude /
-  /// lora_weight_norm. An element of gain that is 0 receives a gradient of 0.
+  /// lora_weight_norm. An element that is 0 receives a gradient of 0.
   TORCH_ARG(std::optional<at::Tensor>, gain) = std::nullopt;
   /// (tokens, rank): a factor for x lora_A^T that receives no gradient. Zeros disable an adapter for a token.
   TORCH_ARG(std::optional<at::Tensor>, low_scale) = std::nullopt;
 };
 
-/// Operations on the input x before the layers read it.
+/// Operations on the input x of one or more LoraWeight layers before the layers read it.
 struct LoraInput {
-  /// If given, the layers read silu(gate) * x, as in SwiGLU's down projection. Neither this product nor
-  /// silu(gate) is saved for backward.
+  /// If given, the layers read silu(gate) * x, as in SwiGLU's down projection. silu(gate) and silu(gate) * x
+  /// are not saved for backward.
   TORCH_ARG(std::optional<at::Tensor>, gate) = std::nullopt;
-  /// The probability of dropping an element of the input of the lora_A matrices, and the seed of the mask:
-  /// one int64 on x's device. The seed is only given with dropout.
+  /// dropout is the probability of dropping an element of the input of the lora_A matrices. seed, one int64
+  /// on x's device, is the seed of the dropout mask. seed is only given with dropout.
   TORCH_ARG(double, dropout) = 0;
   TORCH_ARG(std::optional<at::Tensor>, seed) = std::nullopt;
 };

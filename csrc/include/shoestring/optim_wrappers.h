@@ -22,15 +22,15 @@ namespace shoestring::optim {
 
 /// Options of GaLore. Each parameter group has its own copy.
 struct SHOESTRING_API GaLoreOptions {
-  /// Rank r of the projected gradient and its state. With std::nullopt the base optimizer steps every
-  /// parameter without a projection, which is usual for embeddings and output heads.
+  /// Rank r of the projected gradient and of the optimizer state. With std::nullopt the base optimizer steps
+  /// every parameter without a projection, which is usual for embeddings and output heads.
   TORCH_ARG(std::optional<int64_t>, rank) = 128;
   /// Number of steps between two computations of the projection.
   TORCH_ARG(int64_t, update_proj_gap) = 200;
   /// Factor that multiplies the update of a projected parameter.
   TORCH_ARG(double, scale) = 0.25;
-  /// Side on which the gradient is multiplied by P: "left" reduces the rows, "right" reduces the columns, and
-  /// "auto" reduces the smaller side.
+  /// Side on which GaLore multiplies the gradient by the projection P: "left" reduces the rows, "right"
+  /// reduces the columns, and "auto" reduces the smaller side.
   TORCH_ARG(std::string, projection) = "auto";
   /// Seed of the random start of the subspace iteration that finds a projection.
   TORCH_ARG(int64_t, seed) = 0;
@@ -40,10 +40,10 @@ struct SHOESTRING_API GaLoreOptions {
 /// rank r.
 ///
 /// The gradient G (m, n) of a matrix becomes R = P^T G. P (m, r) holds the r leading left singular vectors of
-/// an earlier gradient, found by randomised subspace iteration. The base optimizer steps a virtual parameter
-/// (r, n) with the gradient R. The matrix then moves by scale * P * (update of the virtual parameter). Weight
-/// decay applies to the whole matrix. If n < m, P multiplies from the right. The result is the same as that
-/// of GaLore in Python.
+/// an earlier gradient, found by randomised subspace iteration. The base optimizer steps a small stand-in for
+/// the matrix, (r, n), with the gradient R. The matrix then moves by scale * P * (update of the stand-in).
+/// Weight decay applies to the whole matrix. If n < m, P multiplies from the right. The result is the same as
+/// that of GaLore in Python.
 ///
 ///     GaLore<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), GaLoreOptions().rank(128));
 ///
@@ -86,15 +86,16 @@ class GaLore : public detail::GaLoreCore {
 
 /// Options of APOLLO. Each parameter group has its own copy.
 struct SHOESTRING_API APOLLOOptions {
-  /// Rank r of the projected gradient and its state. With std::nullopt the base optimizer steps every
-  /// parameter without a projection.
+  /// Rank r of the projected gradient and of the optimizer state. With std::nullopt the base optimizer steps
+  /// every parameter without a projection.
   TORCH_ARG(std::optional<int64_t>, rank) = 128;
   /// Number of steps between two random projections.
   TORCH_ARG(int64_t, update_proj_gap) = 200;
-  /// Factor that multiplies the update of a projected parameter. (The option `scale` of
-  /// the authors' code is the square of this one.)
+  /// Factor that multiplies the update of a projected parameter. (The option `scale` in the code of APOLLO's
+  /// authors is the square of this factor.)
   TORCH_ARG(double, scale) = 1.0;
-  /// "channel" for one factor per channel (row or column), "tensor" for one factor per parameter.
+  /// Granularity of APOLLO's scaling: "channel" for one factor per channel (row or column), "tensor" for one
+  /// factor per parameter.
   TORCH_ARG(std::string, scale_type) = "channel";
   /// Seed of the random projections.
   TORCH_ARG(int64_t, seed) = 0;
@@ -108,8 +109,8 @@ struct SHOESTRING_API APOLLOOptions {
 /// low rank r.
 ///
 /// The gradient G (m, n) of a matrix with m <= n becomes R = P G, (r, n), with a random P. The base optimizer
-/// steps a virtual parameter with the gradient R and learning rate 1. Its update U (r, n) decides how much
-/// each column j of G is scaled:
+/// steps a small stand-in for the matrix, (r, n), with the gradient R and learning rate 1. The update U (r,
+/// n) of the stand-in decides how much each column j of G is scaled:
 ///
 ///     W[:, j] -= lr * scale * G[:, j] * norm(U[:, j]) / norm(R[:, j])
 ///
@@ -120,8 +121,8 @@ struct SHOESTRING_API APOLLOOptions {
 ///
 ///     APOLLO<AdamW> optimizer(model->parameters(), AdamWOptions(1e-3), APOLLOOptions().rank(128));
 ///
-/// Parameters, rounding and errors are those of GaLore. Memory: 4 bytes per matrix, and the base optimizer's
-/// state for max(m, n) * r parameters.
+/// Supported parameters, rounding of 16-bit weights and errors are the same as for GaLore. Memory: 4 bytes
+/// per matrix, and the base optimizer's state for max(m, n) * r parameters.
 template <class Base>
 class APOLLO : public detail::APOLLOCore {
  public:
@@ -142,8 +143,8 @@ class APOLLO : public detail::APOLLOCore {
     add(group, {o.rank(), o.update_proj_gap(), o.scale(), o.scale_type(), o.seed()});
   }
 
-  /// Returns the norm of the parameter's last update, before lr and scale, as an fp32 scalar. Undefined if
-  /// the parameter is not projected or has not been stepped.
+  /// Returns the norm of the parameter's last update, before multiplication by lr and scale, as an fp32
+  /// scalar. Undefined if the parameter is not projected or has not been stepped.
   at::Tensor update_norm(const at::Tensor& param) const { return kept(param); }
 
  private:
@@ -156,8 +157,8 @@ struct SHOESTRING_API SAMOptions {
   SAMOptions(double rho = 0.05) : rho_(rho) {}
   /// Distance by which the first half of a step moves the weights; at least 0.
   TORCH_ARG(double, rho) = 0.05;
-  /// Use ASAM (arXiv 2102.11600): move the weights by rho * w^2 g / norm(w g). A good rho is then about ten
-  /// times larger.
+  /// Use ASAM (arXiv 2102.11600): move the weights w with gradients g by rho * w^2 g / norm(w g). A good rho
+  /// is then about ten times larger than for SAM.
   TORCH_ARG(bool, adaptive) = false;
 };
 
@@ -177,20 +178,22 @@ struct SHOESTRING_API SAMOptions {
 /// half a unit in the last place are lost on the way up.
 class SHOESTRING_API SAM : public torch::optim::Optimizer {
  public:
-  /// Takes over the parameter groups of `base`. Their options are copied, and written to `base` before each
-  /// of its steps. To add a group later, construct a new SAM.
+  /// Takes over the parameter groups of `base`. SAM copies the groups' options, and writes its copies to
+  /// `base` before each step of `base`. To add a group later, construct a new SAM.
   explicit SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options = {});
 
   void first_step();
   void second_step();
-  /// Runs both halves of a step. The closure computes the loss and its gradients, and is called twice;
-  /// gradients are cleared in between. Returns the first loss. Without a closure, runs second_step().
+  /// Runs both halves of a SAM step. The closure computes the loss and its gradients, and is called twice;
+  /// gradients are cleared between the two calls. Returns the loss of the first call. Without a closure, runs
+  /// second_step().
   at::Tensor step(LossClosure closure = nullptr) override;
 
   torch::optim::Optimizer& base() { return *base_; }
   SAMOptions& options() { return options_; }
 
-  /// Saves the base optimizer's archive, rho and adaptive. Raises between the two halves of a step.
+  /// Saves the base optimizer and SAM's options rho and adaptive to an archive. Raises between first_step()
+  /// and second_step().
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -202,7 +205,7 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
   SAMOptions options_;
   // Whether first_step() has run and second_step() has not.
   bool up_ = false;
-  // Between the halves: each parameter that has moved, and its original value.
+  // Between first_step() and second_step(): each parameter that has moved, and its original value.
   std::vector<std::pair<at::Tensor, at::Tensor>> weights_;
 };
 

@@ -24,7 +24,7 @@ class SHOESTRING_API SafetensorsFile {
     std::string name;
     at::ScalarType dtype;
     std::vector<int64_t> shape;
-    int64_t begin, end;  // byte offsets of the tensor, counted from the end of the header
+    int64_t begin, end;  // begin and end of the tensor, in bytes after the end of the header
   };
 
   explicit SafetensorsFile(const std::string& path);
@@ -32,7 +32,7 @@ class SHOESTRING_API SafetensorsFile {
   SafetensorsFile(const SafetensorsFile&) = delete;
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
-  /// Returns the tensors' entries in the order of their bytes in the file.
+  /// Returns the entries of all tensors, in the order of the tensors' bytes in the file.
   const std::vector<Entry>& entries() const { return entries_; }
   const Metadata& metadata() const { return metadata_; }
   bool contains(const std::string& name) const { return index_.count(name) > 0; }
@@ -42,8 +42,8 @@ class SHOESTRING_API SafetensorsFile {
 
   /// Loads the tensor `name` into newly allocated CPU memory.
   at::Tensor load(const std::string& name) const;
-  /// Loads the tensor `name` into `out`, which has its shape and dtype and may be on any device. Makes no
-  /// second copy of the whole tensor on the CPU.
+  /// Loads the tensor `name` into `out`, which must have the tensor's shape and dtype and may be on any
+  /// device. Makes no second copy of the whole tensor on the CPU.
   void load_into(const std::string& name, const at::Tensor& out) const;
 
  private:

@@ -92,7 +92,7 @@ at::Tensor TokenFile::read(const std::vector<int64_t>& begins, int64_t length) c
 
 std::string TokenFile::fingerprint() const {
   std::vector<unsigned char> bytes(std::min<int64_t>(size_ * width_, 1 << 20));
-  uint64_t hash = 14695981039346656037u;  // initial value of the FNV-1a hash
+  uint64_t hash = 14695981039346656037u;  // initial hash value of FNV-1a
   for (int64_t offset : {kHeader, kHeader + size_ * width_ - static_cast<int64_t>(bytes.size())}) {
     read_bytes(bytes.data(), bytes.size(), offset);
     for (unsigned char byte : bytes) hash = (hash ^ byte) * 1099511628211u;

@@ -6,9 +6,9 @@
 #include <vector>
 
 /// Reads a token file of `shoestring tokenize`: a header of 64 bytes, then the tokens, all little-endian. The
-/// header: magic "shoetok\1", uint32 vocabulary size, uint32 bytes per token (2 or 4), uint64 number of
-/// tokens, 40 zero bytes. The file is read and not mapped, because mapped pages would count as memory of the
-/// process.
+/// header consists of magic "shoetok\1", uint32 vocabulary size, uint32 bytes per token (2 or 4), uint64
+/// number of tokens, and 40 zero bytes. The file is read and not memory-mapped, because mapped pages would
+/// count as memory of the process.
 class TokenFile {
  public:
   explicit TokenFile(const std::string& path);
@@ -18,9 +18,11 @@ class TokenFile {
 
   int64_t size() const { return size_; }
   int64_t vocab_size() const { return vocab_size_; }
-  /// Returns tokens [begin, begin + length) for each begin, as int64 (rows, length).
+  /// Returns the tokens at positions [begin, begin + length) for each `begin` in `begins`, as int64 (rows,
+  /// length).
   at::Tensor read(const std::vector<int64_t>& begins, int64_t length) const;
-  /// Identifies the file: size, vocabulary, and a hash of the first and the last MiB of tokens.
+  /// Returns a text that identifies the token file: its number of tokens, vocabulary size, and a hash of the
+  /// first and the last MiB of tokens.
   std::string fingerprint() const;
 
  private:
@@ -31,19 +33,21 @@ class TokenFile {
   int64_t vocab_size_ = 0, width_ = 0, size_ = 0;
 };
 
-/// A range of consecutive blocks of seq_len tokens. Each block is read with the token that follows it.
+/// A range of consecutive blocks of a token file. A block has seq_len tokens, and is read together with the
+/// token that follows it.
 struct Blocks {
   const TokenFile& file;
-  int64_t seq_len, begin, count;  // the range is [begin, begin + count), in blocks
+  int64_t seq_len, begin, count;  // the blocks with indices [begin, begin + count) of the file
 
-  /// Returns the blocks with these numbers, int64 (rows, seq_len + 1).
+  /// Returns the blocks with the given numbers, counted from `begin`, as int64 (rows, seq_len + 1).
   at::Tensor rows(const std::vector<int64_t>& numbers) const;
 };
 
 struct Split {
   Blocks train, validation;
 };
-/// Splits the file into blocks, of which the last 2 % are for validation.
+/// Splits a token file into blocks of seq_len tokens. The last 2 % of the blocks are for validation, the
+/// others for training.
 Split split(const TokenFile& file, int64_t seq_len);
 
 /// Computes which blocks form each micro-batch, from the seed and the number of the micro-batch alone. So a

@@ -18,12 +18,12 @@ struct InputError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A command-line option, and the member of Options that it sets. A bool option takes no value.
+/// A command-line option, and the member of the struct Options that it sets. A bool option takes no value.
 template <class Options>
 struct Flag {
   const char* name;
   std::variant<std::string Options::*, int64_t Options::*, double Options::*, bool Options::*> member;
-  double least;  // least value of a number
+  double least;  // minimum value of a numeric option
   bool decides;  // whether the option affects the result of training
   const char* help;
 };
@@ -92,7 +92,7 @@ void parse_flags(int argc, char** argv, const char* about, std::span<const Flag<
   }
 }
 
-/// Returns the options that affect the result, by name.
+/// Returns the values of all options that affect the result of training, by the option's name.
 template <class Options>
 std::map<std::string, std::string> deciding(const Options& options, std::span<const Flag<Options>> flags) {
   std::map<std::string, std::string> values;

@@ -1,6 +1,6 @@
 #include "folder_lock.h"
 
-// A lock on the folder of a run, by a POSIX record lock on FOLDER/.lock.
+// A lock on the output folder of a training run, by a POSIX record lock on FOLDER/.lock.
 
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -23,8 +23,8 @@ std::string host_name() {
   return ::gethostname(name, HOST_NAME_MAX) == 0 ? name : "";
 }
 
-// Returns a description of the process that the lock file names. That process writes its name just after it
-// takes the lock.
+// Returns a description of the process whose id is in the lock file. A process writes its id and host name
+// just after it takes the lock.
 std::string holder(int fd) {
   char text[HOST_NAME_MAX + 32] = {};
   if (::pread(fd, text, sizeof text - 1, 0) <= 0) return "another process";
@@ -51,7 +51,7 @@ FolderLock::FolderLock(const std::string& folder) : folder_(folder), path_(folde
 }
 
 FolderLock::~FolderLock() {
-  // Remove the file before the lock is released, since afterwards another process may own the file.
+  // Remove the lock file before the lock is released, since afterwards another process may own the file.
   if (fd_ >= 0) ::unlink(path_.c_str());
   release();
 }
@@ -80,7 +80,8 @@ void FolderLock::make_folders() {
   }
 }
 
-// Takes the lock. Returns false if another process has removed the folder or the file in the meantime.
+// Takes the lock. Returns false if another process has removed the folder or the lock file while this
+// function ran; the caller then tries again.
 bool FolderLock::acquire() {
   fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (fd_ < 0 && errno == ENOENT) return false;

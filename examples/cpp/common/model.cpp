@@ -27,7 +27,7 @@ shoestring::nn::Linear linear(const LlamaConfig& config, int64_t in, int64_t out
   return layer;
 }
 
-// Returns a matrix (vocab, hidden), for the embedding and the head.
+// Returns an initial matrix (vocab, hidden), for the embedding and for the output head.
 Tensor vocabulary(const LlamaConfig& config) {
   const std::vector<int64_t> shape{config.vocab_size, config.hidden};
   if (config.placeholders) return shoestring::placeholder(shape);
@@ -43,7 +43,7 @@ Rotary rotary(const LlamaConfig& config, int64_t tokens) {
 }
 
 // Applies the rotary embedding to x (rows, heads, tokens, head_dim). Element i of the first half of a head is
-// paired with element i of the second half, as the weights require.
+// paired with element i of the second half, as weights in Hugging Face's format require.
 Tensor rotate(const Tensor& x, const Rotary& rotary) {
   const auto halves = x.chunk(2, -1);
   return x * rotary.cos + at::cat({-halves[1], halves[0]}, -1) * rotary.sin;
@@ -69,8 +69,8 @@ AttentionImpl::AttentionImpl(const LlamaConfig& config)
 
 Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const int64_t rows = x.size(0), tokens = x.size(1);
-  // (rows, tokens, heads * head_dim) -> (rows, heads, tokens, head_dim), in fp32: many CPUs are slow at bf16
-  // matrix products, and these tensors are small.
+  // Reshapes (rows, tokens, heads * head_dim) to (rows, heads, tokens, head_dim) and converts to fp32. Many
+  // CPUs are slow at bf16 matrix products, and the tensors of one layer's heads are small.
   const auto heads = [&](const Tensor& t) {
     return t.to(at::kFloat).view({rows, tokens, -1, head_dim}).transpose(1, 2);
   };

@@ -15,11 +15,12 @@
 struct LlamaConfig {
   int64_t vocab_size, hidden, intermediate, layers, heads, kv_heads, head_dim, max_tokens;
   double rms_norm_eps = 1e-6, rope_theta = 10000;
-  bool tied = true;  // the output matrix is the embedding
-  /// Whether weights start without memory and values. shoestring::load_model then allocates and fills them.
+  bool tied = true;  // whether the output matrix is the embedding matrix
+  /// Whether weights start as placeholders, without memory and values. shoestring::load_model then allocates
+  /// and fills the weights.
   bool placeholders = false;
 
-  /// Returns the text of Hugging Face's config.json for these weights.
+  /// Returns the text of a config.json in Hugging Face's format that describes this model.
   std::string json() const;
 };
 
@@ -68,19 +69,20 @@ TORCH_MODULE(DecoderLayer);
 struct DecoderImpl : torch::nn::Module {
   explicit DecoderImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& tokens);
-  /// Returns the steps of forward as functions, for rows of `tokens` tokens: the embedding, each layer, and
-  /// the last norm.
+  /// Returns the steps of the decoder's forward as functions, for rows of `tokens` tokens: the embedding,
+  /// each layer, and the last norm.
   std::vector<shoestring::BlockFunction> functions(int64_t tokens);
 
   LlamaConfig config;
   torch::nn::Embedding embed_tokens = nullptr;
   std::vector<DecoderLayer> layers;
-  bool recompute_layers = false;  // store only each layer's input, and recompute the layer in backward
+  // Whether autograd stores only the layers' inputs, and backward computes the layers a second time.
+  bool recompute_layers = false;
   RMSNorm norm = nullptr;
 };
 TORCH_MODULE(Decoder);
 
-/// The matrix that computes logits from hidden states, if it is not the embedding.
+/// The output head: the matrix that computes logits from hidden states, if this matrix is not the embedding.
 struct HeadImpl : torch::nn::Module {
   explicit HeadImpl(const LlamaConfig& config);
 
@@ -88,11 +90,11 @@ struct HeadImpl : torch::nn::Module {
 };
 TORCH_MODULE(Head);
 
-/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM. Weights are
-/// drawn from PyTorch's random number generator, so seed it first.
+/// A Llama-style decoder whose parameters have the names of Hugging Face's LlamaForCausalLM. Initial weights
+/// are drawn from PyTorch's random number generator, so seed the generator first.
 struct LlamaForCausalLMImpl : torch::nn::Module {
   explicit LlamaForCausalLMImpl(const LlamaConfig& config);
-  /// Maps tokens (rows, tokens) int64 to hidden states (rows, tokens, hidden). Multiply those by
+  /// Maps tokens (rows, tokens) int64 to hidden states (rows, tokens, hidden). Multiply the hidden states by
   /// `output_weight` to get logits.
   at::Tensor forward(const at::Tensor& tokens);
   const at::Tensor& output_weight() const {
@@ -101,6 +103,6 @@ struct LlamaForCausalLMImpl : torch::nn::Module {
 
   LlamaConfig config;
   Decoder model = nullptr;
-  Head lm_head = nullptr;  // empty if the weights are tied
+  Head lm_head = nullptr;  // the output head; empty if the embedding is the output matrix
 };
 TORCH_MODULE(LlamaForCausalLM);

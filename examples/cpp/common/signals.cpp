@@ -9,7 +9,9 @@
 namespace {
 
 constexpr int kHandled[] = {SIGINT, SIGTERM};
-constexpr double kLongWait = 20;  // seconds for a step; batch systems kill about 30 s after SIGTERM
+// Seconds per training step above which tell_wait() prints a message. Batch systems kill a process about 30 s
+// after SIGTERM.
+constexpr double kLongWait = 20;
 
 volatile sig_atomic_t first = 0;
 struct sigaction before[std::size(kHandled)];

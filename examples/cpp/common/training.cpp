@@ -28,7 +28,8 @@ Progress::Progress(int64_t steps, int64_t tokens_per_step)
     : steps_(steps), tokens_(tokens_per_step), terminal_(::isatty(STDOUT_FILENO)) {}
 
 void Progress::show(int64_t step, double loss, double seconds) {
-  if (shown_++ > 0) timed_ += seconds;  // the first step also allocates memory, so it is not timed
+  // The first training step also allocates memory, so it is not timed.
+  if (shown_++ > 0) timed_ += seconds;
   const bool last = step == steps_;
   if (!terminal_ && !last && step % std::max<int64_t>(1, steps_ / 20) != 0) return;
   std::printf("%sstep %lld/%lld  loss %.4f  %.0f tokens/s  peak %lld MiB%s", terminal_ ? "\r\033[K" : "",

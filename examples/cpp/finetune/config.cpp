@@ -30,7 +30,7 @@ class Config {
     if (!json_.is_object()) refuse("expected a JSON object, received something else");
   }
 
-  // Returns the value of a key, or null if it is missing.
+  // Returns the value of a key in config.json, or null if the key is missing.
   Json value(const char* key) const { return json_.value(key, Json()); }
   int64_t size(const char* key) const { return size(key, value(key)); }
   int64_t size(const char* key, const Json& value) const {
@@ -45,7 +45,7 @@ class Config {
     }
     return value.get<double>();
   }
-  // Raises unless the value is null or equals the only supported one.
+  // Raises unless the value in config.json is null or equals `expected`, the only supported value.
   void require(const char* key, const Json& value, const Json& expected) const {
     if (value.is_null() || value == expected) return;
     refuse(std::string(key) + ": expected " + expected.dump() +
@@ -57,15 +57,15 @@ class Config {
   }
 
  private:
-  static constexpr int64_t kLargest = 1'000'000;  // limit of the file's size in bytes
+  static constexpr int64_t kLargest = 1'000'000;  // maximum size of config.json in bytes
   static constexpr int kDeepest = 32;
-  static constexpr size_t kLongest = 500;  // limit of a message's length in characters
+  static constexpr size_t kLongest = 500;  // maximum length of an error message in characters
   std::string path_;
   Json json_;
 };
 
-// Newer files have theta and the type of rotary embedding in rope_parameters. Older ones have theta at the
-// top level, and the type in rope_scaling.
+// Newer config.json files have rope_theta and the type of rotary embedding in rope_parameters. Older files
+// have rope_theta at the top level, and the type in rope_scaling.
 double rope_theta(const Config& config) {
   Json theta = config.value("rope_theta");
   for (const char* key : {"rope_parameters", "rope_scaling"}) {

@@ -20,9 +20,10 @@ struct Options {
   bool no_recompute = false, keep_memory = false;
 
   bool nested() const { return !no_nested && (quantize == "nf4" || quantize == "fp4"); }
-  /// Returns the names of the layers with an adapter. If empty, all linear layers have one.
+  /// Returns the names of the layers that get an adapter. An empty list selects all linear layers.
   std::vector<std::string> target_modules() const;
 };
 
-/// Parses and checks the command line. Raises InputError. `--help` prints the options and ends the program.
+/// Parses and checks the command line of finetune. Raises InputError. `--help` prints the options and ends
+/// the program.
 Options parse_options(int argc, char** argv);

@@ -19,8 +19,8 @@
 
 #include "flags.h"
 
-// std::filesystem is not used. LibTorch exports the copy of an older standard library, which crashes when it
-// is called.
+// std::filesystem is not used: LibTorch exports the std::filesystem functions of an older standard library,
+// and a program that calls these functions crashes.
 
 namespace {
 
@@ -43,8 +43,8 @@ std::vector<std::string> names_in(const std::string& folder) {
   return names;
 }
 
-// Returns the steps of the checkpoints in a folder, newest first. Unfinished files have another name and are
-// ignored.
+// Returns the step numbers of the checkpoints in a folder, newest first. Unfinished checkpoint files have
+// other names and are ignored.
 std::vector<int64_t> checkpoints(const std::string& folder) {
   std::vector<int64_t> steps;
   for (const std::string& name : names_in(folder)) {
@@ -58,7 +58,7 @@ std::vector<int64_t> checkpoints(const std::string& folder) {
   return steps;
 }
 
-// Returns the optimizer state of a parameter by name, for shoestring's or LibTorch's optimizer.
+// Returns the tensors of a parameter's optimizer state by name, for shoestring's or LibTorch's AdamW.
 std::map<std::string, Tensor> named_state(const torch::optim::OptimizerParamState& state) {
   if (const auto* s = dynamic_cast<const OurState*>(&state)) return s->tensors();
   const auto& s = dynamic_cast<const PlainState&>(state);
@@ -81,7 +81,8 @@ std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsF
   return state;
 }
 
-// A hash for which each step is a bijection of its value, so it detects every single flipped bit.
+// A 64-bit hash. Each step maps the old hash value to the new one by a bijection, so every single flipped bit
+// is detected.
 class Hash {
  public:
   void add(const void* data, size_t size) {
@@ -101,14 +102,15 @@ class Hash {
 
  private:
   void mix(uint64_t word) {
-    value_ = (value_ ^ word) * 1099511628211u;  // the prime of FNV-1a, which is odd
+    // the prime of the hash FNV-1a; multiplying by an odd number is a bijection
+    value_ = (value_ ^ word) * 1099511628211u;
     value_ ^= value_ >> 32;
   }
   uint64_t value_ = 14695981039346656037u;
 };
 
-// Computes a checksum over everything in a checkpoint: metadata, names, dtypes, shapes and bytes. It asks for
-// one tensor at a time.
+// Computes a checksum over everything in a checkpoint: metadata, names, dtypes, shapes and bytes. Calls
+// tensor_of for one tensor at a time, so not all tensors need to be in memory.
 std::string checksum(const shoestring::Metadata& metadata, std::vector<std::string> names,
                      const std::function<Tensor(const std::string&)>& tensor_of) {
   Hash hash;
@@ -127,8 +129,8 @@ std::string checksum(const shoestring::Metadata& metadata, std::vector<std::stri
   return std::to_string(hash.value());
 }
 
-// Raises c10::Error if the file differs from what was written. Files of older versions have no checksum and
-// pass.
+// Raises c10::Error if a checkpoint file does not have the checksum that was written into it. Files of older
+// versions have no checksum and pass.
 void require_sound(const SafetensorsFile& file) {
   const auto found = file.metadata().find(kChecksum);
   if (found == file.metadata().end()) return;
@@ -177,8 +179,8 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
   metadata[kChecksum] = checksum(metadata, tensors.keys(), [&](const auto& name) { return tensors[name]; });
   shoestring::save_safetensors(path_of(folder, step), tensors, metadata);
 
-  // A checkpoint newer than this one is damaged, since the run has continued from an older one. Remove it as
-  // well.
+  // If the folder has checkpoints of later steps, they were found damaged when this run was resumed from an
+  // older checkpoint. Remove them as well.
   size_t kept = 0;
   for (int64_t other : checkpoints(folder)) {
     if (other > step || ++kept > kKept) ::unlink(path_of(folder, other).c_str());
@@ -195,7 +197,8 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
     try {
       file = std::make_unique<SafetensorsFile>(path);
       require_sound(*file);
-    } catch (const c10::Error& error) {  // the file is damaged; an older checkpoint may still be good
+    } catch (const c10::Error& error) {
+      // The checkpoint is damaged. An older checkpoint may still be valid.
       if (refused.empty()) refused = error.what_without_backtrace();
       continue;
     }
@@ -203,7 +206,8 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
     for (const auto& item : model.named_parameters()) {
       file->load_into("model." + item.key(), item.value());
       const std::string prefix = "optimizer." + item.key() + ".";
-      if (!file->contains(prefix + "step")) continue;  // the parameter has had no gradient yet
+      // A parameter that has had no gradient yet has no optimizer state.
+      if (!file->contains(prefix + "step")) continue;
       optimizer.state()[item.value().unsafeGetTensorImpl()] = load_state(*file, prefix, ours);
     }
     if (!refused.empty())
@@ -225,6 +229,6 @@ void save_model(const std::string& folder, const torch::nn::Module& model, const
     ::unlink(temporary.c_str());
     throw InputError(path + ": cannot write: " + std::strerror(written ? errno : error));
   }
-  // Write the weights last, so a directory with weights is complete.
+  // Write model.safetensors last, so that a directory with model.safetensors is complete.
   shoestring::save_safetensors(folder + "/model.safetensors", model.named_parameters(), {{"format", "pt"}});
 }

@@ -9,22 +9,22 @@
 #include <map>
 #include <string>
 
-/// Values, by name, that must be equal for a run to be resumed bit for bit.
+/// Options and properties of the data, by name, that must be equal for a run to be resumed bit for bit.
 using Fingerprint = std::map<std::string, std::string>;
 
-/// Returns whether the folder has a checkpoint.
+/// Returns whether the folder has a training checkpoint.
 bool has_checkpoint(const std::string& folder);
 
-/// Removes files in the folder that a killed process has not finished.
+/// Removes the temporary files in the folder that a process was still writing when it was killed.
 void remove_unfinished(const std::string& folder);
 
-/// Writes the weights and the optimizer state after `step` steps to one safetensors file in `folder`. The
-/// file is complete or absent. Removes all but the newest two checkpoints.
+/// Writes the weights and the optimizer state after `step` steps to one safetensors file in `folder`. If the
+/// process is killed, the file is either complete or absent. Removes all but the newest two checkpoints.
 void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::Module& model,
                      torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint);
 
-/// Restores the newest valid checkpoint of `folder` and returns its number of steps. Raises InputError if
-/// there is none, or if it belongs to a run with other options.
+/// Restores the newest valid checkpoint in `folder` and returns its number of steps. Raises InputError if
+/// there is no valid checkpoint, or if the checkpoint belongs to a run with other options.
 int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model,
                         torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint);
 

@@ -15,8 +15,10 @@ struct Options {
   bool resume = false, plain = false;
 };
 
-/// Parses and checks the command line. Raises InputError. `--help` prints the options and ends the program.
+/// Parses and checks the command line of train_gpt. Raises InputError. `--help` prints the options and ends
+/// the program.
 Options parse_options(int argc, char** argv);
 
-/// Returns the options that affect the result, by name. A run can be resumed only with the same values.
+/// Returns the values of all options that affect the result of training, by name. A run can be resumed only
+/// with the same values.
 std::map<std::string, std::string> deciding_options(const Options& options);

@@ -1,1 +1,1 @@
-"""LoRA and related adapters, on layers and in files. ``shoestring.lora`` exports the public names."""
+"""Add LoRA and related adapters to layers, and save and load them. ``shoestring.lora`` exports the API."""

@@ -1,7 +1,7 @@
 """A digest of an adapter's configuration, which is stored in the metadata of the adapter's weights.
 
-It detects configuration and weights that come from different saves. csrc/adapters/config_digest.cpp computes
-the same digest.
+With the digest, a loader detects that the configuration file and the weights file come from different saves.
+csrc/adapters/config_digest.cpp computes the same digest.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from typing import Any
 from shoestring.adapters.peft_config import FIELDS
 
 KEY = "adapter_config_sha1"
-# Fields that change what an adapter computes. Other fields, such as base_model_name_or_path, may be edited by
-# users.
+# Fields of adapter_config.json that change what an adapter computes. Users may edit any other field, such as
+# base_model_name_or_path, without a change of the digest.
 COMPUTATION = {"peft_type"} | {name for _, names in FIELDS.values() for name in names}
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Return the SHA-1 of those fields of adapter_config.json that change the computation.
+    """Return the SHA-1 of the fields of adapter_config.json that change what an adapter computes.
 
-    A field that is null, false or empty has the same digest as a missing field. The order of lists does not
-    matter, because PEFT writes them in any order.
+    A field that is null, false or empty has the same digest as a missing field. The order of the elements of
+    a list does not change the digest, because PEFT writes them in any order.
     """
     kept = {name: value for name, value in config.items() if name in COMPUTATION}
     off: list[Any] = [None, False, "", [], {}]
@@ -35,15 +35,15 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def check_pair(weights: Path, metadata: Mapping[str, str], config: Path, values: Mapping[str, Any]) -> None:
-    """Check that weights were saved together with their configuration.
+    """Check that a weights file was saved together with its configuration file.
 
-    Weights without a digest, such as PEFT's, pass the check.
+    A weights file without a digest, such as PEFT's, passes the check.
 
     Args:
-        weights: path of the weights, for the message.
-        metadata: metadata of the weights.
-        config: path of the configuration, for the message.
-        values: the content of the configuration.
+        weights: path of the weights file, for the error message.
+        metadata: metadata of the weights file, which may contain the digest.
+        config: path of the configuration file, for the error message.
+        values: the content of the configuration file.
 
     Raises:
         ValueError: the two files come from different saves.
@@ -66,7 +66,7 @@ def _canonical(value: Any, depth: int = 0) -> bytes:
     if isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
         return b"s%d:%s" % (len(text), text)
-    if depth == 2:  # no valid field is nested this deeply; the limit bounds the recursion
+    if depth == 2:  # No valid configuration field is nested this deeply; the limit bounds the recursion.
         return b"x"
     if isinstance(value, Mapping):
         parts = (_canonical(name) + _canonical(item, depth + 1) for name, item in value.items())

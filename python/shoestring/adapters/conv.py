@@ -16,8 +16,8 @@ class LoraConv(LowRankLayer, _ConvNd):
     """A convolution with LoRA or DoRA adapters.
 
     ``lora_A.<name>`` is the weight of the same convolution with ``rank`` outputs, (rank, in_channels,
-    *kernel). ``lora_B.<name>`` is the weight of a pointwise convolution, (out_channels, rank, 1, ...). The
-    magnitude of DoRA is (1, out_channels, 1, ...).
+    *kernel). ``lora_B.<name>`` is the weight of a pointwise convolution, (out_channels, rank, 1, ...). DoRA's
+    ``lora_magnitude_vector.<name>`` is (1, out_channels, 1, ...).
     """
 
     PARAMETERS = {
@@ -96,5 +96,5 @@ class LoraConv3d(LoraConv, nn.Conv3d):
 
 
 def conv_refusal(layer: Any) -> str | None:
-    """Return what an adapter would need, or None if this convolution can have one."""
+    """Return None if this convolution can have an adapter, else what is supported, for an error message."""
     return "a convolution with groups=1" if layer.groups != 1 else None

@@ -12,11 +12,11 @@ from shoestring.adapters.options import LoraOptions
 
 
 class LoraEmbedding(LowRankLayer, nn.Embedding):
-    """``nn.Embedding`` with LoRA or DoRA adapters. The option dropout is ignored.
+    """``nn.Embedding`` with LoRA or DoRA adapters. The option ``dropout`` is ignored.
 
     ``lora_embedding_A.<name>`` is (rank, num_embeddings) and starts as zeros. ``lora_embedding_B.<name>`` is
-    (embedding_dim, rank). The magnitude of DoRA is (embedding_dim), from norms over all tokens of the
-    vocabulary.
+    (embedding_dim, rank). DoRA's ``lora_magnitude_vector.<name>`` is (embedding_dim); it starts as the norm
+    of each embedding dimension over all tokens of the vocabulary.
     """
 
     PARAMETERS = {
@@ -70,7 +70,7 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
 
 
 def embedding_refusal(layer: Any, options: Any) -> str | None:
-    """Return what an adapter with these options would need, or None if this embedding can have it."""
+    """Return None if this embedding can have the adapter, else what is supported, for an error message."""
     if layer.max_norm is not None or layer.sparse:
         return "an embedding without max_norm and sparse"
     return "lora_bias=False for an embedding" if options.lora_bias else None

@@ -17,11 +17,12 @@ GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 
 
 class LowRankSum:
-    """The matrices ``base + left @ right``, (..., p, q), without computing the sum.
+    """A stack of matrices ``base + left @ right``, (..., p, q), that is kept as three tensors.
 
-    A module with adapters returns it when its forward reads the stacked weights. A product with it is
-    computed as three products. This holds for ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm`` and
-    ``grouped_mm``, also after indexing and transposing. Any other function gets the dense sum.
+    A mixture of experts with adapters returns a LowRankSum when its forward reads the stacked weights. A
+    product with a LowRankSum is computed as three products, without the dense sum. This holds for
+    ``F.linear``, ``@``, ``matmul``, ``mm``, ``bmm`` and ``grouped_mm``, also after indexing and transposing.
+    Any other function receives the dense sum as a tensor.
     """
 
     def __init__(self, base: Tensor, left: Tensor, right: Tensor) -> None:
@@ -82,9 +83,9 @@ class LowRankSum:
         return func(*map(plain, args), **{key: plain(value) for key, value in kwargs.items()})
 
     def _padded(self) -> tuple[Tensor, Tensor]:
-        """Return left and right with the rank padded to a multiple of 8.
+        """Return ``left`` and ``right`` with zeros appended, so that the rank is a multiple of 8.
 
-        Grouped products need rows whose size is a multiple of 16 bytes.
+        ``grouped_mm`` needs rows whose size is a multiple of 16 bytes.
         """
         more = -self.left.shape[-1] % 8
         return F.pad(self.left, (0, more)), F.pad(self.right, (0, 0, 0, more))
@@ -93,14 +94,15 @@ class LowRankSum:
 class LoraExperts(AdaptedLayer):
     """A module with LoRA adapters on some of its parameters.
 
-    A parameter has the shape (experts, out, in), or (experts, in, out) if the module has ``is_transposed``,
-    or (out, in). For a parameter ``up`` the layout is PEFT's: ``lora_A_up.<name>`` is (experts * rank, in),
-    with the rows of one expert together. ``lora_B_up.<name>`` is (out, rank * experts), with the columns of
-    one rank together. The forward of the module runs unchanged; it reads a :class:`LowRankSum` in place of
-    the parameter.
+    A parameter with adapters is (experts, out, in), (experts, in, out) if the module has ``is_transposed``,
+    or (out, in). The layout of the adapter is PEFT's. For a parameter ``up``, ``lora_A_up.<name>`` is
+    (experts * rank, in), and its row index is ``expert * rank + r``. ``lora_B_up.<name>`` is (out, rank *
+    experts), and its column index is ``r * experts + expert``. The module's own forward runs unchanged; it
+    reads a :class:`LowRankSum` in place of the parameter.
     """
 
-    TARGETS: tuple[str, ...]  # names of the parameters with adapters, in the module's order
+    # names of the parameters with adapters, in the order in which the module holds them
+    TARGETS: tuple[str, ...]
 
     @classmethod
     def shapes(cls, layer: nn.Module, options: LoraOptions) -> dict[str, tuple[int, ...]]:
@@ -124,7 +126,7 @@ class LoraExperts(AdaptedLayer):
         return self._parameters[self.TARGETS[0]]  # type: ignore[return-value]
 
     def factors(self, target: str, names: Sequence[str], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return left and right, whose product the adapters add to a parameter, in the parameter's layout."""
+        """Return two matrices whose product, of the parameter's shape, the adapters ``names`` add to it."""
         parameter = self._parameters[target]
         assert parameter is not None
         lefts, rights = [], []
@@ -160,7 +162,7 @@ class LoraExperts(AdaptedLayer):
 
 
 def _sizes(layer: nn.Module, parameter: Tensor) -> tuple[int, int, int]:
-    """Return the numbers of experts, output features and input features of a parameter."""
+    """Return the numbers of experts, output features and input features of a stacked expert weight."""
     if parameter.dim() == 2:
         return 1, *parameter.shape
     experts, rows, columns = parameter.shape
@@ -171,9 +173,9 @@ def _sizes(layer: nn.Module, parameter: Tensor) -> tuple[int, int, int]:
 def experts_class(base_class: type[nn.Module], targets: tuple[str, ...]) -> type[LoraExperts]:
     """Create the class that a module of class ``base_class`` gets for adapters on ``targets``.
 
-    PEFT wraps the module once for each parameter, and its keys do not contain the name of the parameter. The
-    wrapper of the module's last parameter is the outermost, so the keys of the others have a ``base_layer.``
-    for each level.
+    PEFT wraps the module once for each parameter, and the keys in PEFT's files do not contain the name of the
+    parameter. The wrapper for the module's last parameter is the outermost. The key of any other parameter
+    contains ``base_layer.`` once for each wrapper outside the parameter's own wrapper.
     """
     parameters = {}
     for depth, target in enumerate(reversed(targets)):

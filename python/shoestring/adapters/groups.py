@@ -1,4 +1,4 @@
-"""Parameter groups with the learning rates of LoRA+."""
+"""Build parameter groups of optimizers with the learning rates of LoRA+."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def parameter_groups(
     Args:
         model: the model, of which all parameters that require a gradient are included.
         lr: learning rate of lora_A and of other matrices.
-        lr_ratio: at least 1.
+        lr_ratio: the learning rate of lora_B divided by that of lora_A, at least 1.
         weight_decay: weight decay of matrices; vectors have none.
         embedding_lr: learning rate of embeddings and of adapters on embeddings.
 

@@ -13,9 +13,10 @@ from shoestring.adapters.options import IA3Options
 class IA3Linear(AdaptedLinear):
     """A linear layer with IA3 adapters (arXiv 2205.05638).
 
-    It computes ``l * (x W^T + bias)``, or ``(l * x) W^T + bias`` for the modules in ``feedforward_modules``.
-    The parameter ``ia3_l.<name>`` is (out_features, 1), or (1, in_features), and starts as ones. The vectors
-    of several active adapters are multiplied.
+    With the trained vector l, it computes ``l * (x W^T + bias)``, or ``(l * x) W^T + bias`` for the modules
+    in ``feedforward_modules``. The parameter ``ia3_l.<name>`` holds l: (out_features, 1), or (1, in_features)
+    for ``feedforward_modules``. It starts as ones. If several adapters are active, their vectors are
+    multiplied elementwise.
     """
 
     PARAMETERS = {"ia3_l": "ia3_l"}
@@ -29,7 +30,7 @@ class IA3Linear(AdaptedLinear):
         return {"ia3_l": torch.ones(self.shapes(self, options)["ia3_l"])}
 
     def _gains(self, names: Sequence[str]) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factors of the input and of the output; None for no factor."""
+        """Return the vectors that multiply the layer's input and output; None where there is no vector."""
         gains: list[Tensor | None] = [None, None]
         for name in names:
             own = self.ia3_l[name].flatten()

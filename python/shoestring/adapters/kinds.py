@@ -28,14 +28,14 @@ OTHERS: dict[type[nn.Module], type[AdaptedLayer]] = {
 
 
 def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | None:
-    """Return the class that a module gets with an adapter of these options, or None if it cannot have one."""
+    """Return the class that a module gets with an adapter of these options; None if it is not supported."""
     if is_linear(module):
         return LINEAR[type(options)]
     return OTHERS.get(former_class(module)) if isinstance(options, LoraOptions) else None
 
 
 def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExperts]]:
-    """Return the classes for the modules whose parameters ``target_parameters`` names, by name of the module.
+    """Return the new class of each module with a parameter named in ``target_parameters``, by module name.
 
     Raises:
         ValueError: a name matches no parameter, or a parameter is not a dense floating-point weight of 2 or 3
@@ -49,8 +49,8 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
             key for key, p in module._parameters.items() if p is not None and matches(f"{name}.{key}", wanted)
         )
         if own and name:
-            # functools.cache needs hashable arguments. mypy rejects this class, because it checks the hash of
-            # the class's instances.
+            # experts_class is cached, so its arguments must be hashable. mypy rejects the class argument,
+            # because it checks whether the class's instances are hashable.
             found[name] = experts_class(former_class(module), own)  # type: ignore[arg-type]
             parameters |= {f"{name}.{key}": module._parameters[key] for key in own}
     missing = [target for target in wanted if not any(matches(name, [target]) for name in parameters)]
@@ -71,7 +71,10 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
 
 
 def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | None:
-    """Return what an adapter with these options would need, or None if the layer can have the adapter."""
+    """Return None if this adapter can be added to the layer, else a phrase for an error message.
+
+    The phrase names the layers or the adapter options that are supported.
+    """
     if issubclass(kind, (LoraLinear, IA3Linear)) or not isinstance(own, LoraOptions):
         return None
     if own.changes_base:

@@ -1,4 +1,4 @@
-"""LoraLinear: linear layers with LoRA or DoRA adapters."""
+"""Define LoraLinear, the class of linear layers with LoRA or DoRA adapters."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -20,14 +20,14 @@ class AdaptedLinear(AdaptedLayer, KeyedLinear):
     """``nn.Linear`` or ``QuantizedLinear`` with adapters over a frozen weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convert x to compute_dtype, if there is one, compute the layer, and convert the result back."""
+        """Compute the layer in its compute_dtype, if it has one, and return the output in the dtype of x."""
         return self.product(x.to(getattr(self, "compute_dtype", None) or x.dtype)).to(x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def dense_weight(self) -> Tensor:
-        """Return the base weight as a dense tensor, in fp32 or, if it is fp64, in fp64."""
+        """Return the base weight as a dense tensor, in fp64 if the weight is fp64, else in fp32."""
         exact = wide(self.weight.dtype)
         w = self.weight
         return w.dequantize(exact) if isinstance(w, QuantizedTensor) else w.detach().to(exact)
@@ -43,12 +43,13 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
     ``lora_A.<name>`` is (rank, in_features) and ``lora_B.<name>`` (out_features, rank). ``lora_bias.<name>``,
     with lora_bias, and ``lora_magnitude_vector.<name>``, with DoRA, are (out_features).
 
-    An adapter that changed the base keeps copies of its initial values in ``initial_A`` and ``initial_B``.
-    While it is not active, their product is added to the changed base, which gives the original base.
+    An adapter whose initialisation changed the base weight (PiSSA, OLoRA, LoftQ) keeps copies of its initial
+    values in ``initial_A`` and ``initial_B``. While the adapter is not active, the product of the initial
+    values is added to the changed base weight, which gives the original base weight.
 
     Several active adapters are computed as one product: their matrices are concatenated along the rank, and
-    their scalings multiply lora_B. Several DoRA adapters add up the changes that each of them alone would
-    make to the output.
+    their scalings multiply lora_B. With several active DoRA adapters, the layer adds up the changes of its
+    output that each of them alone would make.
     """
 
     PARAMETERS = {
@@ -79,8 +80,9 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         through = None if isinstance(self.weight, QuantizedTensor) else self.weight.dtype
         tensors = draw(shapes["lora_A"], shapes["lora_B"], options, through)
         if options.dora:
-            # The same operator computes the norm in forward, so that the first gain is exactly 1. The empty
-            # matrices add nothing, and the operator does not write out the dense weight.
+            # The initial magnitude is the norm of the base weight. Compute it with the operator that forward
+            # uses, so that magnitude / norm is exactly 1 at first; empty matrices of rank 0 take the place of
+            # lora_A and lora_B. The operator does not store a dense copy of a quantised weight.
             empty = [
                 torch.zeros(shape, device=self.weight.device)
                 for shape in ((0, self.in_features), (self.out_features, 0))
@@ -89,7 +91,7 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         return tensors
 
     def keep_initial(self, name: str) -> None:
-        """Copy an adapter's values, whose product was subtracted from the base, to initial_A, initial_B."""
+        """Copy lora_A and lora_B, whose product was subtracted from the weight, to initial_A, initial_B."""
         for attribute, held in (("initial_A", self.lora_A), ("initial_B", self.lora_B)):
             if not hasattr(self, attribute):
                 setattr(self, attribute, nn.ParameterDict())
@@ -101,9 +103,9 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
     def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
         """Return the low-rank products to add to the base weight.
 
-        These are the named adapters, and the initial values of other adapters that had been subtracted from
-        the base. If each row of the batch has its own adapter, the initial values are added for the rows that
-        do not use the adapter.
+        The list contains the products of the adapters ``names``. It also contains the initial product of each
+        adapter outside ``names`` whose initial product was subtracted from the base weight. If each row of
+        the batch has its own adapter, the initial product is added for the rows that do not use the adapter.
         """
         found = [self.part(name)._replace(uses=self._uses(name, x)) for name in names]
         for name, first in getattr(self, "initial_A", {}).items():
@@ -116,10 +118,10 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         return found
 
     def lora_weight(self) -> tuple[LoraWeight, float] | None:
-        """Return the layer with its active adapters as one LoraWeight, and the dropout probability.
+        """Return the layer's weight and active adapters as one LoraWeight, and the dropout probability.
 
-        Return None if that is not possible: with a different adapter for each row of the batch, or if one of
-        several active adapters uses DoRA.
+        Return None if rows of the batch use different adapters, or if several adapters are active and one
+        uses DoRA.
         """
         names = self.current()
         gained = [name for name in names if self.adapters[name].dora]
@@ -160,7 +162,8 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
             )
             return self._row_by_row(y, x, gains, biases)
         bias = add(self.bias, *biases.values())
-        # The product of each adapter is multiplied by its own gain, that of the base by 1 + sum(gain - 1).
+        # An adapter's gain is DoRA's magnitude / norm. The gain multiplies the adapter's part of the output.
+        # The base weight's part is multiplied by 1 + the sum of (gain - 1) over the adapters.
         change = 1 + torch.stack([gain - 1 for gain in gains.values()]).sum(0)
         y = lora_linear(x, self.weight, None, None, bias, gain=change)
         scaled = [part._replace(lora_B=part.lora_B * gains[n][:, None]) if n in gains else part
@@ -197,5 +200,5 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         super().remove(name)
 
     def set_weight(self, dense: Tensor) -> None:
-        """Overwrite the base weight in place, in its own dtype or quantised format."""
+        """Copy ``dense`` into the base weight, converted to the weight's dtype or quantised format."""
         self.weight.detach().copy_(dense)

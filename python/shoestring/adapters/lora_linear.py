@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters as functions, and the weight norms that DoRA needs."""
+"""Functions that compute linear layers with low-rank adapters, and the weight norms that DoRA needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class LoraWeight:
-    """A frozen weight, with or without an adapter. The fields are arguments of :func:`lora_linear`."""
+    """A frozen weight, with or without an adapter. Fields have the names of :func:`lora_linear` arguments."""
 
     weight: Tensor
     lora_A: Tensor | None = None
@@ -24,12 +24,12 @@ class LoraWeight:
     low_scale: Tensor | None = None
 
     def parts(self) -> list[Tensor | None]:
-        """Return the tensors in the order that the operator expects."""
+        """Return the tensors of this layer in the order in which the C++ operator expects them."""
         return [*base_parts(self.weight)[:3], self.bias, self.lora_A, self.lora_B, self.gain, self.low_scale]
 
 
 def base_parts(weight: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, str, int]:
-    """Return weight, absmax, nested, quant_type and block_size, the operators' arguments for a weight."""
+    """Return weight, absmax, nested, quant_type and block_size: the operator arguments for a weight."""
     if isinstance(weight, QuantizedTensor):
         return weight.packed, weight.absmax, weight.nested, weight.quant_type, weight.block_size
     return weight, None, None, "nf4", 64
@@ -57,8 +57,9 @@ def lora_linear(
     of the size of the output.
 
     Args:
-        x: (..., in_features); fp32, fp64, bf16 or fp16. The CPU multiplies in fp32 (fp64 for fp64) and rounds
-            the result once. A CPU with bf16 matrix units multiplies bf16 input in bf16.
+        x: (..., in_features); fp32, fp64, bf16 or fp16. The CPU computes matrix products in fp32 (fp64 for
+            fp64 inputs) and rounds the result once. A CPU with bf16 matrix units multiplies bf16 input in
+            bf16.
         weight: (out_features, in_features), frozen, in the dtype of x; or a :class:`QuantizedTensor`.
         lora_A: (rank, in_features). lora_A, lora_B, bias and gain may have any floating-point dtype. Give
             lora_A and lora_B together, or neither.
@@ -66,8 +67,8 @@ def lora_linear(
         bias: (out_features).
         scaling: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
         gain: (out_features). For DoRA (arXiv 2402.09353): the magnitude divided by :func:`lora_weight_norm`.
-            For IA3 (arXiv 2205.05638): its vector, and the bias must be multiplied by it too. The output is
-            saved to compute the gradient of gain. That gradient is 0 where gain is 0.
+            For IA3 (arXiv 2205.05638): the trained vector; the caller must multiply the bias by the vector
+            too. The output is saved to compute the gradient of gain, which is 0 where gain is 0.
         low_scale: (tokens, rank), not differentiable. For example, zeros switch adapters off for some tokens.
         gate: a tensor with the shape and dtype of x. The input of the layer is then ``silu(gate) * x``, as
             for the down projection of SwiGLU. Neither this product nor ``silu(gate)`` is saved for backward.
@@ -113,8 +114,8 @@ def lora_linear_group(
 ) -> list[Tensor]:
     """Compute :func:`lora_linear` for several layers with the same input.
 
-    Examples are the projections of query, key and value, or gate and up projection of SwiGLU. x is saved
-    once. Dropout and the product with lora_A are computed once for all layers. The gradients of x are
+    The layers may be the query, key and value projections, or the gate and up projections of SwiGLU. x is
+    saved once. Dropout and the product with lora_A are computed once for all layers. The gradients of x are
     accumulated in place, in fp32 if there are several layers.
 
     Args:
@@ -180,7 +181,7 @@ def lora_linear_reference(
     dropout: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``lora_linear`` in plain PyTorch as PEFT does, with the adapter in its own dtype."""
+    """Compute ``lora_linear`` in plain PyTorch as PEFT does, with adapter products in the adapter's dtype."""
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize(torch.float32)
     if gate is not None:
@@ -200,7 +201,7 @@ def lora_linear_reference(
 def lora_weight_norm_reference(
     weight: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling: float = 1.0
 ) -> Tensor:
-    """Compute ``lora_weight_norm`` in plain PyTorch, with the whole sum of the matrices in memory."""
+    """Compute ``lora_weight_norm`` in plain PyTorch, which stores the whole adapted weight as a temporary."""
     exact = torch.float64 if torch.float64 in (weight.dtype, lora_A.dtype) else torch.float32
     dense = weight.dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else weight
     result: Tensor = (dense.to(exact) + scaling * lora_B.to(exact) @ lora_A.to(exact)).norm(dim=1)

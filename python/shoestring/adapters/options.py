@@ -1,4 +1,4 @@
-"""The options of adapters. Every adapted layer keeps the options of each of its adapters."""
+"""Option classes of adapters. Every adapted layer keeps the options of each of its adapters."""
 
 import math
 import re
@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 from torch import nn
 
 Names = str | Sequence[str]
-# Initialisations that subtract the adapter's initial values from the base weight, so that base and adapter
-# together equal the original weight.
+# Initialisations that subtract the adapter's initial product from the base weight. Base and adapter together
+# then equal the original weight.
 CHANGES_BASE = ("pissa", "olora", "loftq")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options that all kinds of adapters have: which modules are adapted, by the rules of PEFT.
+    """Options that all kinds of adapters have. They select modules by the rules of PEFT.
 
     Args:
         target_modules: the modules that get an adapter. "all-linear" selects all linear layers, in a
@@ -27,9 +27,9 @@ class Options:
             target_modules.
         layers_pattern: the part of a module's name before the layer number; None is any.
         modules_to_save: names of modules of which a copy is trained as a whole.
-        bias: "none", "all" to train the biases of the model too, or "lora_only" to train the biases of
-            adapted layers too. The biases of the base are changed in place, so they keep their trained values
-            when the adapter is disabled.
+        bias: "none" to train no biases of the model; "all" to train all of them; or "lora_only" (for VeRA
+            "vera_only") to train the biases of layers with adapters. The biases of the base are changed in
+            place, so they keep their trained values when the adapter is disabled.
     """
 
     target_modules: Names | None = "all-linear"
@@ -63,18 +63,20 @@ class LoraOptions(Options):
         alpha: the low-rank product is multiplied by alpha / rank.
         rank_pattern, alpha_pattern: other ranks and alphas, by regular expression. An expression must match
             the name of a module or its ending after a dot.
-        rslora: multiply by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732).
+        rslora: multiply the low-rank product by alpha / sqrt(rank) instead of alpha / rank (arXiv
+            2312.03732).
         dora: train a magnitude for each output (DoRA, arXiv 2402.09353). Dropout applies only to the input of
-            lora_A. PEFT applies it to the input of the base too, which has the same expectation but needs
-            twice the products.
+            lora_A. PEFT applies dropout to the input of the base weight too, which gives the same expected
+            output but needs twice the matrix products.
         dropout: probability of dropping an element of the input of lora_A, in training. Not supported for
             experts; embeddings ignore it.
         lora_bias: train a bias that is added to the low-rank product and multiplied by the same scaling.
-        init: the initial values, see below.
-        loftq_iterations: number of iterations of "loftq". Each quantises the weight and decomposes the error.
-        target_parameters: names of parameters, by the same rules as target_modules. They select the stacked
-            weights of a mixture of experts, (experts, out, in), or (experts, in, out) in a module with
-            ``is_transposed``.
+        init: how lora_A and lora_B are initialised, see below.
+        loftq_iterations: number of iterations of "loftq". Each iteration quantises the weight and computes an
+            SVD of the quantisation error.
+        target_parameters: names of parameters, by the same rules as target_modules. The parameters must be
+            the stacked weights of a mixture of experts, (experts, out, in), or (experts, in, out) in a module
+            with ``is_transposed``.
 
     These values of ``init`` set lora_B to zero and initialise lora_A:
 
@@ -127,12 +129,12 @@ class LoraOptions(Options):
 
     @property
     def scaling(self) -> float:
-        """The factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) with rslora."""
+        """The factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) if ``rslora`` is set."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def changes_base(self) -> bool:
-        """Whether the initialisation subtracts the low-rank product from the base weight."""
+        """Whether the initialisation subtracts the initial low-rank product from the base weight."""
         return self.init.split("_")[0] in CHANGES_BASE
 
 
@@ -154,7 +156,8 @@ class VeraOptions(Options):
     seed: int = 0
     save_projection: bool = True
     BIASES: ClassVar[tuple[str, ...]] = ("none", "all", "vera_only")
-    # Options of LoRA that VeRA does not have. VeraLinear is a LoraLinear, whose code reads them.
+    # VeRA does not have these two options of LoRA, but VeraLinear inherits code from LoraLinear that reads
+    # them.
     dora: ClassVar[bool] = False
     lora_bias: ClassVar[bool] = False
 
@@ -169,9 +172,10 @@ class IA3Options(Options):
     """Options of IA3 (arXiv 2205.05638), which multiplies inputs or outputs of layers by trained vectors.
 
     Args:
-        feedforward_modules: those of target_modules whose input is multiplied instead of their output; by the
-            same rules as target_modules.
-        feedforward: whether a layer is one of feedforward_modules. This is set in the options of each layer.
+        feedforward_modules: the modules among target_modules whose input is multiplied instead of their
+            output; given by the same rules as target_modules.
+        feedforward: do not set. Each layer has its own copy of the options, in which feedforward says whether
+            the layer is one of feedforward_modules.
     """
 
     feedforward_modules: Names = ()
@@ -185,7 +189,7 @@ class IA3Options(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualOptions(Options):
-    """Options of trained tokens before a language model's input. Options that select modules are refused."""
+    """Options that prefix and prompt tuning share. An option that selects modules raises an error."""
 
     target_modules: None = None
     tokens: int = 20
@@ -209,9 +213,10 @@ class PrefixOptions(VirtualOptions):
 
     Args:
         tokens: length of the prefix.
-        projection: whether two linear layers compute the prefix from smaller trained tokens, with one layer's
-            key features. Files contain the computed prefix.
-        hidden_size: features between the two linear layers; None: the features of the smaller tokens.
+        projection: whether two linear layers compute the prefix from trained tokens with fewer features, as
+            many as the keys of one layer have. Files contain the computed prefix.
+        hidden_size: number of features between the two linear layers; None: as many as the trained tokens
+            have.
         init: "default" (normal) or "zero".
     """
 
@@ -231,7 +236,7 @@ class PromptOptions(VirtualOptions):
     Args:
         tokens: length of the prompt.
         init: "random" (normal), "vocabulary" (the embeddings of randomly drawn tokens), or a list of token
-            ids, which is repeated or cut to the length of the prompt.
+            ids. The list is repeated or cut to the length of the prompt.
     """
 
     init: str | Sequence[int] = "random"
@@ -243,7 +248,7 @@ class PromptOptions(VirtualOptions):
 
 
 def _names(value: Any) -> Any:
-    """Strip spaces from a list of names, and sort a set; return other values, such as patterns, unchanged."""
+    """Strip spaces from the names in a list, and sort a set of names; return any other value unchanged."""
     if isinstance(value, (set, frozenset)):
         value = sorted(value)
     return type(value)(name.strip() for name in value) if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""Convert PEFT's configurations, as objects or adapter_config.json, to shoestring's options, and back."""
+"""Convert PEFT configurations (objects or adapter_config.json) to shoestring's options, and back."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -15,13 +15,13 @@ from shoestring.adapters.options import (
 )
 from shoestring.files.read_file import is_integer, is_name, is_number, shown
 
-# Fields that do not affect the computation.
+# Fields of a PEFT configuration that do not affect the computation. They are ignored.
 DESCRIPTIONS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "megatron_core", "qalora_group_size",
 }  # fmt: skip
-# Fields that only determine the initial values. They are ignored in a file, because a file contains the
-# trained values.
+# Fields of a PEFT configuration that only determine the adapter's initial values. They are ignored in a file,
+# because a file comes with trained values.
 BEGINNING = {
     "init_lora_weights", "init_weights", "init_ia3_weights", "prompt_tuning_init", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config",
@@ -77,19 +77,24 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
     ),
     "PROMPT_TUNING": (PromptOptions, {"num_virtual_tokens": "tokens"}),
 }
-# PEFT's defaults for fields that a file or an object does not have, if they differ from shoestring's
-# defaults.
+# Default values of PEFT that differ from shoestring's. They apply to fields that a configuration file or
+# object lacks.
 DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
-# Options that change the computation and are not supported. They are refused unless they are off.
+# Fields of a PEFT configuration that change the computation and are not supported. A value other than off
+# (false, null or empty) raises an error.
 REFUSED = (
     "fan_in_fan_out", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
 )  # fmt: skip
 
-# Limits on values in files, which need not be trustworthy.
-MOST_NAMES = 100_000  # names in a JSON list or object; each name is compared with every module
-MOST_MODULES = 10_000  # names in modules_to_save and target_parameters, which are compared several times
-VERA_RANK = 65_536  # rank of VeRA, whose matrices need not be in the file: 1 GiB each for 4096 features
+# Limits on values in configuration files, because a file may come from an untrusted source.
+# maximum number of names in a JSON list or object; each name is compared with every module
+MOST_NAMES = 100_000
+# maximum number of names in modules_to_save or target_parameters; each is compared several times
+MOST_MODULES = 10_000
+# maximum rank of VeRA. Its two shared matrices may be drawn from a seed instead of read; with this rank and
+# 4096 features, each takes 1 GiB.
+VERA_RANK = 65_536
 
 Check = tuple[Callable[[Any], bool], str]
 
@@ -122,8 +127,8 @@ LAYERS: Check = (
     lambda value: is_integer(value) or (isinstance(value, list) and all(map(is_integer, value))),
     "an integer or a list of integers",
 )
-# Checks of type and range for values from JSON, by name of shoestring's option, with a description for error
-# messages.
+# Type and range checks of values from JSON. Each key is the name of a shoestring option. Each value is a
+# check and a description of the expected value for error messages.
 CHECKS: dict[str, Check] = {
     "target_modules": NAMES, "exclude_modules": NAMES, "layers_pattern": NAMES, "feedforward_modules": NAMES,
     "modules_to_save": MODULES, "target_parameters": MODULES, "layers_to_transform": LAYERS, "rank": _integer(1),
@@ -178,7 +183,8 @@ def from_file(values: Mapping[str, Any], place: str) -> Options:
             raise ValueError(f"{place}: {theirs[name]}: expected {expected}, received {shown(value)}")
     virtual = issubclass(FIELDS[method][0], VirtualOptions)
     if not virtual and not any(options.get(name) for name in ("target_modules", "target_parameters")):
-        options["target_modules"] = ()  # the keys in adapter_model.safetensors name the modules
+        # If the configuration names no modules, the keys in adapter_model.safetensors select the modules.
+        options["target_modules"] = ()
     return FIELDS[method][0](**options)
 
 
@@ -202,7 +208,7 @@ def _translate(method: str, values: Mapping[str, Any], place: str) -> dict[str, 
 
 
 def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a PEFT configuration object that determine the initial values.
+    """Convert the fields of a PEFT configuration object that determine the adapter's initial values.
 
     Raises:
         ValueError: a value is not supported.
@@ -262,7 +268,7 @@ def _refuse(place: str, name: str, expected: Any, received: Any) -> None:
 
 
 def to_file(options: Options) -> dict[str, Any]:
-    """Convert options to the content of adapter_config.json. Missing fields have PEFT's defaults."""
+    """Convert options to the content of adapter_config.json. Fields left out have PEFT's defaults."""
     method, (_, names) = next((m, f) for m, f in FIELDS.items() if f[0] is type(options))
     values = {theirs: getattr(options, ours) for theirs, ours in names.items()}
     values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}

@@ -22,12 +22,12 @@ WHOLE, ENDING, INSIDE, LAYER = range(4)
 
 
 def former_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or for an adapted layer the class that it had before."""
+    """Return the class of a module; for a layer with adapters, the class that it had without them."""
     return module.base_class if isinstance(module, AdaptedLayer) else type(module)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is an nn.Linear or QuantizedLinear, also with adapters, but not a subclass."""
+    """Return whether a module is an nn.Linear or QuantizedLinear (no subclass), with or without adapters."""
     return former_class(module) in (nn.Linear, QuantizedLinear)
 
 
@@ -38,7 +38,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 
 def all_linear(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return every linear layer except the output head, by name, in the order of modules."""
+    """Return every linear layer except the output head, by name, in the order of ``named_modules``."""
     head = output_head(model)
     return {n: m for n, m in own_modules(model).items() if is_linear(m) and m is not head}
 
@@ -76,11 +76,11 @@ def refuse_unmatched(
     """Raise an error if one of the given names matches no known name.
 
     Args:
-        argument: the argument that contained the names, for the message.
+        argument: name of the argument that contained ``names``, for the error message.
         names: the given names; a string is one regular expression for whole names.
         known: the names that the model has.
         match: function of a known name and a given name that returns whether the given name matches.
-        what: description of the given names, for the message.
+        what: description of the given names, for the error message.
 
     Raises:
         ValueError: a given name matches none of ``known``. The message contains the most similar names.
@@ -116,11 +116,11 @@ def refuse_unmatched_targets(
     Args:
         model: the model.
         names: the names in ``target_modules``.
-        supported: function that returns a true value for modules that can have an adapter; the message
-            suggests these.
+        supported: function of a module that returns whether the module can have an adapter; the error message
+            suggests modules for which it does.
 
     Raises:
-        ValueError: a name matches nothing.
+        ValueError: an entry of ``names`` matches no module.
     """
     modules = own_modules(model)
     meant = [t for t in names if not any(matches(name, [t]) for name in modules if name)]
@@ -133,7 +133,7 @@ def find_targets(
     """Return the modules that get an adapter with these options, by name.
 
     Raises:
-        ValueError: a name matches nothing, or a module that matches is not supported.
+        ValueError: an entry of ``options`` matches no module, or a selected module cannot have an adapter.
     """
     targets = options.target_modules
     if targets is None:
@@ -171,7 +171,7 @@ def _left_out(name: str, options: Options) -> bool:
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Return whether ``name`` is the module ``module`` (a regular expression, as in PEFT) or is inside it."""
+    """Return whether the regex ``module`` matches ``name`` or the name of a module that contains ``name``."""
     return first_match([module], name, INSIDE)[0] == 0
 
 
@@ -183,14 +183,14 @@ def _layer_chosen(name: str, options: Options) -> bool:
 
 
 def _layer_number(name: str, options: Options) -> int | None:
-    """Return the number of the layer that contains a module, or None if there is no such numbered layer.
+    """Return the layer number in a module's name, such as 3 in "model.layers.3.mlp", or None without one.
 
     Raises:
         ValueError: the first group of layers_pattern does not match a number.
     """
     if not options.layers_pattern:
-        # Take the first number in the name, because a later one may count experts. PEFT requires two names
-        # before it.
+        # Take the first number in the module's name, because a later number may be the index of an expert. As
+        # in PEFT, the number must follow at least two parts of the name.
         found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
         number = found[1] if found else None
     else:
@@ -225,16 +225,16 @@ def _refuse_unmatched_layers(options: Options, names: Iterable[str]) -> None:
 
 
 def first_match(patterns: Sequence[str], name: str, rule: int) -> tuple[int, str]:
-    """Return the index of the first pattern that matches a name, or -1, and the text of its first group.
+    """Return the index of the first pattern that matches ``name``, or -1, and the text of its first group.
 
-    The result is the same as with Python's ``re``. Patterns without metacharacters are compared directly.
-    Others run in PCRE2, with limits on steps, depth and memory. ``csrc/adapters/pattern.h`` lists the syntax
-    that is not supported.
+    The result is the same as with Python's ``re``. Patterns without metacharacters are compared as plain
+    text. Patterns with metacharacters run in PCRE2, with limits on steps, depth and memory.
+    ``csrc/adapters/pattern.h`` lists the syntax that is not supported.
 
     Args:
         patterns: the regular expressions.
-        name: the name.
-        rule: WHOLE, ENDING, INSIDE or LAYER.
+        name: the name to match, such as a module's name.
+        rule: WHOLE, ENDING, INSIDE or LAYER, the constants of this file that say how to match.
 
     Raises:
         ValueError: a pattern is not supported, or exceeds the limits.
@@ -249,15 +249,15 @@ def first_match(patterns: Sequence[str], name: str, rule: int) -> tuple[int, str
 
 
 def by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a name or its ending after a dot, or default."""
+    """Return the value of the first key of ``patterns`` that matches the name or its end after a dot."""
     index = first_match(list(patterns), name, ENDING)[0] if patterns else -1
     return default if index < 0 else list(patterns.values())[index]
 
 
 def shortest_names(model: nn.Module, chosen: Iterable[str]) -> list[str]:
-    """Return a list of names that, by PEFT's rules, matches exactly the modules in ``chosen``.
+    """Return a short list of names that, by PEFT's rules, matches exactly the modules in ``chosen``.
 
-    The list contains only the last parts of the names if these match no other module.
+    The list contains only the parts of the names after the last dot, if these parts match no other module.
     """
     chosen = set(chosen)
     last = sorted({name.rsplit(".", 1)[-1] for name in chosen})

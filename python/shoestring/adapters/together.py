@@ -1,4 +1,4 @@
-"""Compute several frozen linear layers by one operator, if they have the same input."""
+"""Compute several frozen linear layers with the same input by one call of an operator."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from shoestring.quantization.quantized_linear_module import QuantizedLinear
 def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
     """Return a frozen linear layer as a LoraWeight, and its dropout probability.
 
-    Return None if the layer has a trained weight, hooks, a replaced forward or a compute_dtype, since the
-    operator would not do the same as a call of the layer.
+    Return None if the layer has a trained weight, hooks, a replaced forward or a compute_dtype. In these
+    cases the operator would not compute what a call of the layer computes.
     """
     if (
         layer._forward_hooks
@@ -32,9 +32,9 @@ def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
 
 
 def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
-    """Return the outputs of the layers from one call of the operator, or None if that is not possible.
+    """Return the outputs of all layers, computed by one call of the operator; None if that is impossible.
 
-    Frozen dense layers without any adapter are left to ``nn.Linear``.
+    Also return None if all layers are dense and have no adapter, because ``nn.Linear`` can compute these.
     """
     found = [weight_of(layer) for layer in layers]
     if any(f is None for f in found):
@@ -49,19 +49,20 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
 
 
 def forward_together(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the outputs of the layers: from one call of the operator if possible, else one by one."""
+    """Return the outputs of the layers, computed by one call of the operator if possible, else one by one."""
     return together(layers, x) or [layer(x) for layer in layers]
 
 
 def adapted_swiglu(
     x: Tensor, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module
 ) -> Tensor | None:
-    """Compute ``down_proj(silu(gate_proj(x)) * up_proj(x))`` without saving silu or the product for backward.
+    """Compute ``down_proj(silu(gate_proj(x)) * up_proj(x))`` without saving products for backward.
 
-    Return None if ``down_proj`` is not a frozen layer with a low-rank adapter.
+    Neither ``silu(gate_proj(x))`` nor the input of ``down_proj`` is saved. Return None if ``down_proj`` is
+    not a frozen layer with a low-rank adapter.
     """
-    # Without an adapter nothing is gained: a frozen down_proj does not save its input, and a trained one
-    # needs it.
+    # Without an adapter the operator would save no memory: a frozen down_proj does not save its input for
+    # backward anyway, and a trained down_proj needs its input.
     down = weight_of(down_proj)
     if down is None or down[0].lora_A is None:
         return None

@@ -1,4 +1,4 @@
-"""Modules that are trained as a whole, in a copy next to the frozen original (PEFT's modules_to_save)."""
+"""Train a copy of a whole module and keep the frozen original (PEFT's modules_to_save)."""
 
 import copy
 from typing import Any
@@ -12,8 +12,7 @@ class TrainedCopy(nn.Module):
     """A frozen module and one trainable copy of it per adapter.
 
     Calls and attributes go to the copy of the active adapter, or to the original. The keys in ``state_dict``
-    are those of
-    PEFT: ``original_module.*`` and ``modules_to_save.<adapter>.*``.
+    are the same as in PEFT: ``original_module.*`` and ``modules_to_save.<adapter>.*``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,13 +36,14 @@ class TrainedCopy(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # in_use() reads these two attributes. Before __init__ sets them, it would recurse without end.
+            # in_use() reads these two attributes. Before __init__ has set them, __getattr__ and in_use()
+            # would call each other without end.
             if name in ("original_module", "modules_to_save"):
                 raise
             return getattr(self.in_use(), name)
 
     def add(self, name: str, options: Options) -> None:
-        """Add a copy of the original for another adapter."""
+        """Add a trainable copy of the original module for another adapter."""
         self.modules_to_save[name] = copy.deepcopy(self.original_module)
         self.adapters[name] = options
 
@@ -53,14 +53,14 @@ class TrainedCopy(nn.Module):
         return {key: value for key, value in held if value.is_floating_point()}
 
     def remove(self, name: str) -> None:
-        """Remove the copy of an adapter."""
+        """Remove the trainable copy that belongs to an adapter."""
         del self.modules_to_save[name], self.adapters[name]
 
 
 def wrap(model: nn.Module, name: str) -> TrainedCopy:
     """Replace a module of the model by a TrainedCopy around it, and return the TrainedCopy.
 
-    If the module is a TrainedCopy already, return it unchanged.
+    If the module is already a TrainedCopy, return it unchanged.
     """
     module = model.get_submodule(name)
     if isinstance(module, TrainedCopy):
@@ -71,7 +71,7 @@ def wrap(model: nn.Module, name: str) -> TrainedCopy:
 
 
 def unwrap(model: nn.Module, name: str) -> nn.Module:
-    """Replace a TrainedCopy by the module that is in use, and return that module."""
+    """Replace a TrainedCopy in the model by its active copy or the original module; return that module."""
     module = model.get_submodule(name)
     assert isinstance(module, TrainedCopy)
     return replace_module(model, name, module.in_use())

@@ -14,7 +14,7 @@ from shoestring.adapters.options import VeraOptions
 
 
 class Projection(nn.Module):
-    """The two random matrices of an adapter, which all of its layers share.
+    """The two random matrices of a VeRA adapter, which all of its layers share.
 
     vera_A is (rank, largest in_features) and vera_B (largest out_features, rank). A layer with fewer features
     uses the first columns of vera_A and the first rows of vera_B.
@@ -29,16 +29,16 @@ class Projection(nn.Module):
 class VeraLinear(LoraLinear):
     """A linear layer with VeRA adapters (arXiv 2310.11454).
 
-    It computes ``x W^T + bias + lambda_b * ((lambda_d * (x A^T)) B^T)``, where A and B are frozen. The
-    parameter ``vera_lambda_d.<name>`` is (rank). The parameter ``vera_lambda_b.<name>`` is (out_features) and
-    starts as zeros.
+    It computes ``x W^T + bias + lambda_b * ((lambda_d * (x A^T)) B^T)``, where W, A and B are frozen. A and B
+    are the shared matrices vera_A and vera_B. The parameter ``vera_lambda_d.<name>`` is (rank). The parameter
+    ``vera_lambda_b.<name>`` is (out_features) and starts as zeros.
     """
 
     PARAMETERS = {"vera_lambda_b": "vera_lambda_b", "vera_lambda_d": "vera_lambda_d"}
     MODULES = (*LoraLinear.MODULES, "vera")
     vera_lambda_b: nn.ParameterDict
     vera_lambda_d: nn.ParameterDict
-    vera: nn.ModuleDict  # holds one Projection for each adapter
+    vera: nn.ModuleDict  # adapter name -> the Projection (shared random matrices) of the adapter
 
     @classmethod
     def shapes(cls, layer: nn.Linear, options: VeraOptions) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
@@ -64,7 +64,7 @@ class VeraLinear(LoraLinear):
 
 
 def drawn(layers: Sequence[nn.Linear], options: VeraOptions) -> Projection:
-    """Draw the two matrices from the seed as PEFT does (kaiming uniform), large enough for all layers."""
+    """Draw the two shared matrices of VeRA from the seed as PEFT does, large enough for all layers."""
     generator = torch.Generator("cpu").manual_seed(options.seed)
     columns, rows = max(m.in_features for m in layers), max(m.out_features for m in layers)
     matrices = []
@@ -77,7 +77,7 @@ def drawn(layers: Sequence[nn.Linear], options: VeraOptions) -> Projection:
 def share(
     layers: Sequence[VeraLinear], name: str, options: VeraOptions, projection: Projection | None
 ) -> None:
-    """Give all layers of an adapter the same projection. None draws a projection from the options' seed."""
+    """Give all layers of an adapter the same two random matrices, ``projection``; if None, draw them now."""
     first = layers[0].base_weight()
     projection = (projection or drawn(layers, options)).to(first.device, wide(first.dtype))
     for layer in layers:

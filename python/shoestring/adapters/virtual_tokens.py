@@ -13,11 +13,12 @@ class VirtualTokens(nn.Module):
     """The trained tokens of a transformers language model, and the hook that puts them before its input.
 
     - Prefix (arXiv 2101.00190): ``embedding.<name>`` is (tokens, 2 * layers * features), the keys and values
-      of each layer, which are put into the key-value cache. features are those of the keys of one layer.
+      of each layer, which are put into the key-value cache. ``features`` is the size of one token's keys in
+      one layer.
     - Prefix with projection: ``embedding.<name>`` is (tokens, features), and ``transform.<name>`` computes
       the prefix.
-    - Prompt (arXiv 2104.08691): ``embedding.<name>`` is (tokens, hidden size), embeddings before those of the
-      input. The output then has the positions of the prompt too.
+    - Prompt (arXiv 2104.08691): ``embedding.<name>`` is (tokens, hidden size): embeddings that are put before
+      those of the input. The model's output then has positions for the prompt tokens too.
     """
 
     def __init__(self) -> None:
@@ -29,20 +30,23 @@ class VirtualTokens(nn.Module):
         self.rows = None
 
     def values(self, name: str) -> Tensor:
-        """Return the tokens as saved in files: (tokens, 2 * layers * features) or (tokens, hidden size)."""
+        """Return the virtual tokens in the shape that files have.
+
+        The shape is (tokens, 2 * layers * features) for a prefix and (tokens, hidden size) for a prompt.
+        """
         found = self.embedding[name]
         result: Tensor = self.transform[name](found) if name in self.transform else found
         return result
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
-        """Return the parameters of an adapter, by name."""
+        """Return the trained parameters of an adapter, by name."""
         if name not in self.adapters:
             return {}
         more = dict(self.transform[name].named_parameters()) if name in self.transform else {}
         return {"embedding": self.embedding[name], **more}
 
     def add(self, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None) -> None:
-        """Add an adapter. If it exists and the shape is the same, copy the new values into its tensor."""
+        """Add an adapter. If one with the same name and shape exists, copy the new values into its tensor."""
         own = self.embedding.get(name)
         if own is not None and own.shape == values.shape:
             own.detach().copy_(values)
@@ -55,13 +59,13 @@ class VirtualTokens(nn.Module):
         self.adapters[name] = options
 
     def remove(self, name: str) -> None:
-        """Remove an adapter."""
+        """Remove the virtual tokens and the options of an adapter."""
         del self.embedding[name], self.adapters[name]
         if name in self.transform:
             del self.transform[name]
 
     def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Add the tokens of the active adapter to the arguments of the model, as its forward pre-hook.
+        """Forward pre-hook of the model: add the active adapter's tokens to the arguments of its forward.
 
         Raises:
             ValueError: the adapter is a prefix and the model uses gradient checkpointing.
@@ -69,21 +73,24 @@ class VirtualTokens(nn.Module):
         names = [name for name in self.active if name in self.adapters] if self.enabled else []
         if not names:
             return None
-        # Positional arguments become keyword arguments. There may be fewer arguments than parameters.
+        # Convert positional arguments to keyword arguments. The call may pass fewer positional arguments than
+        # forward has parameters.
         kwargs = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
         options, values = self.adapters[names[0]], self.values(names[0])
         ids = kwargs.get("input_ids")
         read = kwargs["inputs_embeds"] if ids is None else ids
         batch, count = read.shape[0], options.tokens
         cache = kwargs.get("past_key_values")
-        # During generation, only the first call adds tokens. Later calls find them in the key-value cache.
+        # During generation, only the first forward call adds the virtual tokens. Later calls find them in the
+        # key-value cache.
         begins = cache is None or cache.get_seq_length() == 0
         mask = kwargs.get("attention_mask")
         if mask is not None:
             kwargs["attention_mask"] = torch.cat([mask.new_ones(batch, count), mask], 1)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"] + count
-        # Without cache_position, the model derives the positions from the length of the cache.
+        # The caller's cache_position does not count the virtual tokens. Without it, the model derives the
+        # positions from the length of the key-value cache.
         kwargs.pop("cache_position", None)
         if not begins:
             return (), kwargs
@@ -110,14 +117,14 @@ class VirtualTokens(nn.Module):
 
 
 def _filled(model: Any, cache: Any, values: Tensor, batch: int) -> Any:
-    """Return the key-value cache with the prefix in it; create a cache if there is none."""
+    """Put the prefix into the key-value cache and return the cache; create one if there is none."""
     if cache is None:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=model.config)
     layers, heads, features = cache_sizes(model)
-    # (tokens, layers, 2, heads, features) -> (layers, 2, heads, tokens, features), where 2 stands for key and
-    # value
+    # (tokens, layers, 2, heads, features) -> (layers, 2, heads, tokens, features), where the dimension of
+    # size 2 holds key and value
     parts = values.to(model.dtype).view(values.shape[0], layers, 2, heads, features).permute(1, 2, 3, 0, 4)
     for index, (keys, own_values) in enumerate(parts):
         cache.update(keys.expand(batch, -1, -1, -1), own_values.expand(batch, -1, -1, -1), index)
@@ -125,7 +132,7 @@ def _filled(model: Any, cache: Any, values: Tensor, batch: int) -> Any:
 
 
 def cache_sizes(model: Any) -> tuple[int, int, int]:
-    """Return the number of layers, the number of key and value heads, and the features of a head.
+    """Return the model's number of layers, number of key and value heads, and features of a head.
 
     Raises:
         ValueError: the model is not a transformers causal language model.
@@ -142,13 +149,13 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
 
 
 def width(model: Any, options: VirtualOptions) -> int:
-    """Return the number of features of a virtual token in files."""
+    """Return the number of values that a file stores for each virtual token."""
     layers, heads, features = cache_sizes(model)
     return 2 * layers * heads * features if isinstance(options, PrefixOptions) else model.config.hidden_size
 
 
 def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None]:
-    """Draw the initial tokens, and the projection if there is one, on the CPU, with PEFT's random numbers."""
+    """Draw initial tokens and, if enabled, the projection on the CPU, with the random numbers of PEFT."""
     if isinstance(options, PromptOptions):
         return _prompt(model, options), None
     assert isinstance(options, PrefixOptions)
@@ -184,7 +191,7 @@ def _prompt(model: Any, options: PromptOptions) -> Tensor:
 def attach_tokens(
     model: nn.Module, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None
 ) -> None:
-    """Add virtual tokens to a model, and register the hook that uses them if the model has none yet."""
+    """Add virtual tokens to a model; register the hook that inserts them, unless the model has the hook."""
     held = getattr(model, "virtual_tokens", None)
     if not isinstance(held, VirtualTokens):
         model.virtual_tokens = held = VirtualTokens()

@@ -1,4 +1,4 @@
-"""Attention with memory linear in the number of tokens; all options can be combined on CPU and CUDA."""
+"""Attention with memory linear in the number of tokens. Its options can be combined, on CPU and CUDA."""
 
 import math
 from typing import Literal, NamedTuple, overload
@@ -10,8 +10,8 @@ from torch import Tensor
 class AttentionResult(NamedTuple):
     """The result of :func:`attention` with ``return_lse=True``.
 
-    out: the output.
-    lse: log-sum-exp of the scores of each query.
+    out: the output of attention.
+    lse: the log-sum-exp of the scores of each query.
     """
 
     out: Tensor
@@ -100,7 +100,7 @@ def attention(
     """Compute ``softmax(scale * q @ k.T) @ v`` for every head, one block of scores at a time.
 
     The whole matrix of scores is never in memory. The inputs, the output and one number per query are saved
-    for backward, which computes the scores again. Sums are fp32 (fp64 for fp64). Results are bitwise
+    for backward, which computes the scores again. Sums are fp32 (fp64 for fp64 inputs). Results are bitwise
     repeatable (see ``deterministic``) and do not depend on the number of threads.
 
     CUDA needs compute capability 8.0 or higher, and a head_dim and value_dim of at most 256. The host never
@@ -119,16 +119,16 @@ def attention(
             window=(w - 1, -1)``.
         softcap: if above 0, scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
         scale: default ``1 / sqrt(head_dim)``.
-        bias: added to the scores after the cap, (batch, heads, queries, keys); each dimension may be 1. fp32,
-            bf16 or fp16, with -inf for masked keys; or bool, False for masked keys. Packed: (heads, queries
-            of all sequences, keys of the longest sequence), where the first two dimensions may be 1.
+        bias: added to the scores after ``softcap``, (batch, heads, queries, keys); each dimension may be 1.
+            fp32, bf16 or fp16, with -inf for masked keys; or bool, False for masked keys. Packed: (heads,
+            queries of all sequences, keys of the longest sequence), where the first two dimensions may be 1.
             Differentiable.
-        alibi_slopes: (heads) or (batch, heads): ``slope * |i - j|`` is subtracted from the scores. Not
-            differentiable.
+        alibi_slopes: (heads) or (batch, heads): ``slope * |i - j|`` is subtracted from the score of query i
+            and key j. Not differentiable.
         sinks: (heads): the score of one additional key with the value zero, as in gpt-oss. Differentiable.
         cu_seqlens_q: (sequences + 1), int32, on the device of q: the index of the first query of each
             sequence, and the end of the last sequence. The host does not read it.
-        cu_seqlens_k: the same for the keys; default ``cu_seqlens_q``.
+        cu_seqlens_k: the corresponding indices of the keys; default ``cu_seqlens_q``.
         dropout_p: probability, in [0, 1), that an attention weight is dropped, rounded to a multiple of 1 /
             65536. The other weights are divided by ``1 - dropout_p``.
         seed: one int64 on the device of q; only with ``dropout_p``. The mask is a function of the seed and
@@ -142,9 +142,9 @@ def attention(
     Returns:
         (batch, heads, tokens, value_dim), or packed (tokens, heads, value_dim), in the dtype and the
         dimension order in memory of q. Rows of queries that attend to no key are 0. With ``return_lse`` an
-        :class:`AttentionResult`. Its ``lse`` is the log-sum-exp of the scores including the sink, (batch,
-        heads, tokens), or packed (heads, tokens), fp32 (fp64 for fp64), and -inf for queries without keys.
-        Both are differentiable once with respect to q, k, v, bias and sinks.
+        :class:`AttentionResult`. Its ``lse`` is the log-sum-exp of the scores including the sink, and -inf
+        for queries without keys. It is (batch, heads, tokens), or packed (heads, tokens), in fp32 (fp64 for
+        fp64 inputs). The output and ``lse`` are differentiable once with respect to q, k, v, bias and sinks.
 
     Raises:
         RuntimeError: a shape, dtype or option does not fit.
@@ -191,7 +191,8 @@ def attention_reference(
     """Compute :func:`attention` with ``return_lse`` in plain PyTorch, with all scores in memory.
 
     Args:
-        keep: replaces dropout_p: factors of the attention weights, (batch, heads, queries, keys).
+        keep: factors that multiply the attention weights, (batch, heads, queries, keys); given instead of
+            dropout_p.
 
     The other arguments are those of :func:`attention`.
     """

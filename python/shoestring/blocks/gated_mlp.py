@@ -1,4 +1,4 @@
-"""The gated MLP of Llama and Gemma, as a module."""
+"""Define a module of the gated MLP that Llama and Gemma use."""
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,17 @@ class GatedMLP(nn.Module):
     Its state_dict has the names of transformers (Llama, Qwen, Gemma): ``gate_proj``, ``up_proj`` and
     ``down_proj``.
 
-    The outputs of ``gate_proj`` and ``up_proj`` and their gated product are saved for backward. The product
-    of SwiGLU is not saved if ``down_proj`` is frozen and has a low-rank adapter. If ``gate_proj`` and
-    ``up_proj`` are frozen and have adapters or quantised weights, one ``lora_linear_group`` computes them
-    together.
+    The outputs of ``gate_proj`` and ``up_proj`` and the input of ``down_proj`` are saved for backward. In
+    SwiGLU, the input of ``down_proj`` is not saved if ``down_proj`` is frozen and has a low-rank adapter. If
+    ``gate_proj`` and ``up_proj`` are frozen and have adapters or quantised weights, one call of
+    ``lora_linear_group`` computes the outputs of both.
 
     Args:
         features: size of the last dimension of input and output.
         hidden_features: output features of ``gate_proj`` and ``up_proj``.
         activation: "silu" (Llama), "gelu_tanh" (Gemma) or "gelu" (exact).
         bias: whether the projections have a bias.
-        device, dtype: of the parameters, which are initialised like those of ``nn.Linear``.
+        device, dtype: device and dtype of the parameters, which are initialised like those of ``nn.Linear``.
 
     Raises:
         ValueError: the activation is unknown.
@@ -53,7 +53,7 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(hidden_features, features, bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the block.
+        """Compute the gated MLP.
 
         Args:
             x: (..., features).

@@ -1,9 +1,9 @@
 """The state of a checkpoint between the first run of a function and the last backward pass over it.
 
 In the first run, a placeholder (``_Number``) replaces each tensor that autograd saves. When backward asks for
-the first placeholder, the function runs again, and the tensors that it saves this time fill the placeholders
-in order. csrc/checkpoint/checkpoint.cpp does the same in C++. torch.utils.checkpoint is not used, since it
-imports the compiler (120 MB) when it first recomputes.
+the value of a placeholder, the function runs again. The tensors that autograd saves in the second run become
+the values of the placeholders, in order. csrc/checkpoint/checkpoint.cpp does the same in C++.
+torch.utils.checkpoint is not used, since its first recomputation imports PyTorch's compiler (120 MB).
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from torch.utils.checkpoint import CheckpointError
 
 
 class _Stop(Exception):
-    """Raised inside the function to end a later run once all needed tensors have been saved."""
+    """Raised inside the checkpointed function to end a recomputation after its last needed saved tensor."""
 
 
 class _Inputs(torch.autograd.Function):
-    """Save inputs as any operator does, so that outer hooks see them and in-place changes are detected."""
+    """Save the inputs of a checkpointed function with autograd, as any operator does.
+
+    Hooks of outer checkpoints then see them, and autograd detects in-place changes of them.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _State:
-    """The random state and the autocast state of this thread at construction."""
+    """A copy of the states of the random generators and of autocast, taken at construction."""
 
     def __init__(self, tensors: list[Tensor], rng: bool) -> None:
         devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
@@ -87,15 +90,16 @@ class _Number:
     def __init__(self, frame: Frame, tensor: Tensor) -> None:
         self.frame = frame
         self.kind = (tuple(tensor.shape), tensor.dtype, tensor.device)
-        self.values: dict[int, Tensor] = {}  # the recomputed tensor for each backward pass
+        self.values: dict[int, Tensor] = {}  # id of a backward pass -> the tensor recomputed in that pass
 
 
 class Frame:
-    """One function call under checkpoint.
+    """The state of one call of a function under checkpoint.
 
     Args:
-        replay: a context manager entered around each run after the first. It hides outer tapes and returns
-            the results that were kept.
+        replay: a context manager entered around each run of the function after the first. It returns the kept
+            results of operators instead of computing them. Outer checkpoints do not record the results of
+            operators in such a run.
     """
 
     def __init__(
@@ -118,13 +122,14 @@ class Frame:
         self._fn, self._early_stop = fn, early_stop
         self._replay = replay
         self._numbers: list[weakref.ref[_Number]] = []
-        # Whether the first run has ended. After that, a run must not save more tensors than the first.
+        # Whether the first run of the checkpointed function has ended. A recomputation after its end must not
+        # save more tensors than the first run.
         self._complete = False
         self._lock = threading.RLock()
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
-        """Return a context manager with the hooks for the function's first run."""
+        """Return a context manager that sets the saved-tensor hooks for the function's first run."""
         with saved_tensors_hooks(self._pack, _unpack):
             yield
         self._complete = True
@@ -135,9 +140,9 @@ class Frame:
         return number
 
     def value(self, number: _Number) -> Tensor:
-        """Return the tensor of a placeholder.
+        """Return the saved tensor that a placeholder stands for.
 
-        The function runs again if it has not done so in this backward pass.
+        The checkpointed function runs again if it has not yet run again in this backward pass.
         """
         pass_ = torch._C._current_graph_task_id()
         with self._lock:
@@ -146,7 +151,8 @@ class Frame:
                 if "torch._dynamo" in sys.modules:
                     run = torch.compiler.disable(run)
                 run(pass_)
-            # A node usually asks once. If it asks again, the function runs again.
+            # An autograd node usually unpacks each of its saved tensors once. If it unpacks the same tensor
+            # twice, the checkpointed function runs again.
             return number.values.pop(pass_)
 
     def _run_again(self, pass_: int) -> None:
@@ -154,18 +160,21 @@ class Frame:
         for place, tensor in zip(self._places, self._inputs.grad_fn.saved_tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
-        if pass_ >= 0:  # at the end of this backward pass, drop tensors that it has not used
+        if pass_ >= 0:  # when this backward pass ends, drop the recomputed tensors that it has not used
             frame = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(frame, pass_))
         seen = 0
-        # Whether extra saved tensors are an error. They are not while the first run is still saving tensors,
-        # nor with early_stop, since a function that catches _Stop continues.
+        # Whether it is an error if this run saves more tensors than the first run. It is no error while the
+        # first run has not ended, nor with early_stop, since the function may catch the exception _Stop,
+        # which ends a run early, and continue.
         exact = self._complete and not self._early_stop
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal seen
             if tensor.requires_grad:
-                # An output would hold its own node: a reference cycle. Other tensors keep their attributes.
+                # An operator's output refers to the operator's autograd node. If the node saved the output
+                # itself, this would be a reference cycle, so the output is detached. Tensors that need no
+                # gradient are saved unchanged, with their Python attributes.
                 tensor = tensor.detach()
             number = self._numbers[seen]() if seen < len(self._numbers) else None
             seen += 1

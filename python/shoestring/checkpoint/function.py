@@ -1,4 +1,4 @@
-"""Gradient checkpointing: parts of a model keep their inputs and run a second time in backward."""
+"""Gradient checkpointing: parts of a model keep only their inputs and run a second time in backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Keep = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
 
 class _Run(AbstractContextManager[None]):
-    """A context manager around a run of a function that an operator tape records or replays."""
+    """A context manager inside which results of operators are recorded on a tape, or read from it."""
 
     def __init__(self, tape: Any, begin: Callable[[], None]) -> None:
         self._tape, self._begin = tape, begin
@@ -43,9 +43,10 @@ def _name(item: Keep) -> str:
 
 
 def _runs(names: tuple[str, ...]) -> tuple[AbstractContextManager[Any], _Run]:
-    """Return context managers for the first run and for later runs.
+    """Return two context managers: for a checkpointed function's first run, and for its later runs.
 
-    Without names nothing is recorded, and outer tapes do not see the later runs.
+    If ``names`` is empty, no results of operators are recorded. In any case, outer checkpoints do not record
+    results of operators in the later runs.
     """
     if not names:
         return nullcontext(), _run_without_tape()
@@ -75,7 +76,7 @@ def _policy(
 ) -> torch_checkpoint.CheckpointPolicy:
     """Decide for one operator whether torch.compile's selective checkpointing saves its result.
 
-    Operators are matched by name, since ``names`` holds strings.
+    The operator is compared by name, since ``names`` holds names of operators and groups.
     """
     name = _name(op)
     if name in _operators(names) or name.rpartition(".")[0] in _operators(names):
@@ -91,38 +92,38 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Compute ``fn(*args, **kwargs)`` and recompute inside backward what autograd would save.
+    """Compute ``fn(*args, **kwargs)``; recompute in backward the tensors that autograd would save.
 
     Only the results of the operators in ``keep`` are kept. Backward runs ``fn`` a second time (gradient
     checkpointing, Chen et al. 2016), up to the last tensor that it needs. The second run has the random
-    numbers and the autocast state of the first. Gradients are bitwise those without checkpoint. Calls may be
-    nested. ``retain_graph``, second derivatives, ``torch.autograd.grad`` (also inside ``fn``), DDP, FSDP2 and
-    ``torch.compile`` work as usual. Saved tensors that need no gradient are returned unchanged, with any
-    attributes set by Python code. If ``fn`` itself runs backward passes, it runs again for each of them, and
-    results of operators in these passes are not kept.
+    numbers and the autocast state of the first run. Gradients are bitwise equal to those without a
+    checkpoint. Calls may be nested. ``retain_graph``, second derivatives, ``torch.autograd.grad`` (also
+    inside ``fn``), DDP, FSDP2 and ``torch.compile`` work as usual. Saved tensors that need no gradient are
+    returned unchanged, with any attributes set by Python code. If ``fn`` itself runs backward passes, ``fn``
+    runs again for each of them, and results of operators in these passes are not kept.
 
     Args:
-        fn: takes and returns anything. It has to do the same both times, and must not change its arguments in
-            place.
+        fn: a function of any arguments and results. It has to do the same in both runs, and must not change
+            its arguments in place.
         keep: operators whose results are kept, so that backward does not compute them again:
             ``torch.ops.aten.mm``, names (``"aten::mm"``), the groups ``"attention"`` (every scaled dot
             product attention) and ``"products"`` (matrix products, including shoestring's), and tags of
             :func:`tag_activation` (not under ``torch.compile``).
-        preserve_rng_state: draw the same random numbers both times.
-        early_stop: end the second run at the last tensor that backward needs.
+        preserve_rng_state: whether both runs draw the same random numbers.
+        early_stop: whether the second run ends after the last tensor that backward needs.
 
     Returns:
         The result of ``fn``.
 
     Raises:
         TypeError: ``keep`` is a string, or an item is neither an operator, a group nor a tag.
-        torch.utils.checkpoint.CheckpointError: raised in backward if ``fn`` did something else the second
-        time.
+        torch.utils.checkpoint.CheckpointError: raised in backward if ``fn`` saved other tensors in the second
+        run.
     """
     if isinstance(keep, str):
         raise TypeError(f'checkpoint: keep: expected a list, received {keep!r}; write ["{keep}"]')
     names = tuple(_name(item) for item in keep)
-    if torch.compiler.is_compiling():  # the compiler supports PyTorch's own checkpoint only
+    if torch.compiler.is_compiling():  # torch.compile supports only PyTorch's own checkpoint
         options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state, "early_stop": early_stop}
         if names:
             make = torch_checkpoint.create_selective_checkpoint_contexts
@@ -134,7 +135,8 @@ def checkpoint(
     frame = Frame(
         fn, args, kwargs, preserve_rng_state=preserve_rng_state, early_stop=early_stop, replay=replay
     )
-    # The frame's hooks end before the tape does, so that outer hooks see the results that the tape keeps.
+    # Remove the saved-tensor hooks of this checkpoint before the record of operator results ends. The hooks
+    # of outer checkpoints thus receive the recorded results, which are saved for backward.
     with record, frame.first_run():
         return fn(*args, **kwargs)
 
@@ -149,7 +151,7 @@ def checkpoint_sequential(
 ) -> Any:
     """Run ``functions`` in sequence, in ``segments`` checkpointed parts of about equal length.
 
-    The last part has no checkpoint: backward begins with it, so a checkpoint would save no memory.
+    The last part has no checkpoint: backward begins with this part, so a checkpoint would save no memory.
 
     Args:
         functions: functions of one argument each, such as an ``nn.Sequential``; each takes the output of the
@@ -182,10 +184,10 @@ def checkpoint_sequential(
 
 
 def tag_activation(x: Tensor, tag: str) -> Tensor:
-    """Return ``x`` itself, and tag it for checkpoints that ``keep`` this tag.
+    """Return ``x`` itself, tagged for checkpoints whose ``keep`` argument contains the tag.
 
     Such a checkpoint keeps the results of the operator that made ``x`` instead of computing them again.
-    Elsewhere the tag does nothing.
+    Without such a checkpoint, the tag does nothing.
 
     Args:
         x: the result of an operator.

@@ -1,4 +1,4 @@
-"""Measures the time and the exact memory of a model's blocks by running each kind of block alone."""
+"""Measure the time and the exact memory of a model's blocks by running each kind of block alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.storages import storages
 
-RUNS = 3  # runs of each block; the fastest counts
+RUNS = 3  # number of times that each block is run; the time of the fastest run counts
 
 Forward = Callable[..., Any]
 
@@ -25,7 +25,8 @@ Forward = Callable[..., Any]
 class Cost:
     """Time and memory of a block's forward and backward.
 
-    ``held`` is the bytes that the block's graph keeps, including its input.
+    ``held``: bytes that the block's autograd graph holds between forward and backward, with its input.
+    ``forward_bytes``, ``backward_bytes``: peak bytes of the forward and of the backward pass.
     """
 
     forward_seconds: float
@@ -41,7 +42,8 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    own: set[int] = field(default_factory=set)  # addresses of storages that only this block receives
+    # addresses of storages of arguments that no other block receives
+    own: set[int] = field(default_factory=set)
 
 
 def _storages(tree: Any) -> dict[int, int]:
@@ -49,7 +51,7 @@ def _storages(tree: Any) -> dict[int, int]:
 
 
 def kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
-    """Return a key that is equal for blocks of equal cost.
+    """Return a key that is the same for blocks whose time and memory are the same.
 
     Such blocks have the same class, and parameters, buffers and arguments of the same shapes, strides, dtypes
     and devices.
@@ -66,7 +68,7 @@ def kind(module: nn.Module, call: Call) -> tuple[Any, ...]:
 
 
 class _Source(torch.autograd.Function):
-    """Copy a tensor to one that is not a leaf, so that only the operators that use it keep it alive."""
+    """Copy a tensor. The copy is no leaf of the autograd graph; only operators that save it keep it alive."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
@@ -94,10 +96,10 @@ def metered() -> Iterator[Any]:
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Let backward run inside without side effects.
+    """Inside the ``with`` block, let backward run without side effects on gradients and random state.
 
-    Each gradient is freed as soon as it has been accumulated. Existing gradients and the random state are
-    restored.
+    Each new gradient is freed as soon as it has been accumulated. At the end, the former gradients and the
+    random state are restored.
     """
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p, _ in before if p.is_leaf]
@@ -120,7 +122,7 @@ def _forget(p: Tensor) -> None:
 
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that FSDP2's ``fully_shard`` has split, by name."""
+    """Return the modules to which FSDP2's ``fully_shard`` was applied, by name."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return {
         name: m for name, m in model.named_modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)
@@ -129,9 +131,9 @@ def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
-    """Unshard the weights of a block inside the context, without side effects on gradients.
+    """Unshard the FSDP2 weights of a block inside the ``with`` block, without side effects on gradients.
 
-    All processes have to take part.
+    All processes have to call this function, since unsharding is a collective.
     """
     around: list[Any] = [
         m for m in sharded_modules(model).values() if any(inner is block for inner in m.modules())
@@ -147,9 +149,10 @@ def gathered(model: nn.Module, block: nn.Module) -> Iterator[None]:
 
 
 def measure(run: Forward, call: Call, device: torch.device) -> Cost:
-    """Measure forward and backward of a block alone, on copies of its arguments."""
+    """Measure the time and memory of forward and backward of one block alone, on copies of its arguments."""
     costs = [_measure_once(run, call, device) for _ in range(RUNS)]
-    last = costs[-1]  # the first run may include the allocation of caches and workspaces
+    # the bytes are taken from the last run, since the first may allocate caches and workspaces
+    last = costs[-1]
     return Cost(
         min(cost.forward_seconds for cost in costs),
         min(cost.backward_seconds for cost in costs),
@@ -160,7 +163,7 @@ def measure(run: Forward, call: Call, device: torch.device) -> Cost:
 
 
 def measure_offloaded(run: Forward, call: Call, device: torch.device, offload: offload_activations) -> int:
-    """Return the bytes that a block still holds after offloading: small storages and excluded tensors."""
+    """Return the device bytes that a block holds after offloading: small storages and excluded tensors."""
 
     def run_and_leave(*args: Any, **kwargs: Any) -> Any:
         with offload:
@@ -201,7 +204,8 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
         meter.reset_peak()
         synchronize(device)
         began = time.perf_counter()
-        # torch.autograd.backward with gradients would import the compiler's symbolic shapes: 32 MiB.
+        # torch.autograd.backward with a gradient argument would import the symbolic shapes of PyTorch's
+        # compiler, which take 32 MiB, so call the autograd engine directly.
         if edges:
             torch.autograd.Variable._execution_engine.run_backward(
                 tuple(edges), tuple(upstream), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -213,31 +217,38 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
 
 @dataclass
 class Step:
-    """A whole step with checkpointed blocks: the blocks in order, their kinds, and the cost of the rest."""
+    """A measured training step with checkpointed blocks.
+
+    ``modules``: the blocks in the order of their calls. ``kinds``: the :func:`kind` of each block.
+    """
 
     modules: list[nn.Module]
     kinds: list[tuple[Any, ...]]
-    calls: dict[tuple[Any, ...], Call]  # one call of each kind
-    before: Cost  # cost of the computation before the first block
-    after: Cost  # cost of the computation after the last block; its bytes include what the blocks hold
+    # kind of block -> the recorded arguments of one call of a block of this kind
+    calls: dict[tuple[Any, ...], Call]
+    before: Cost  # time and memory of the part of the step before the first block
+    # Time and memory of the part of the step after the last block. The bytes include those that the blocks
+    # hold.
+    after: Cost
 
 
 def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch.device) -> Step:
-    """Run a step with checkpointed blocks that keep only their inputs, and measure it.
+    """Run and measure a training step in which each block is checkpointed and keeps only its input.
 
     Args:
         modules: the blocks.
-        step: runs the forward and returns the loss.
+        step: function that runs the forward of the model and returns the loss.
         device: the device of the model.
 
     Raises:
-        ValueError: the step does not run every block once, or there is no loss.
+        ValueError: the step does not run each block exactly once, or does not return a loss.
     """
     order: list[nn.Module] = []
     kinds: list[tuple[Any, ...]] = []
     calls: dict[tuple[Any, ...], Call] = {}
     given: list[dict[int, int]] = []
-    # Named points of the step: time in seconds, allocated bytes, and peak bytes since the previous mark.
+    # For each named moment of the step: time in seconds, allocated bytes, and peak bytes since the previous
+    # moment.
     marks: dict[str, tuple[float, int, int]] = {}
 
     def mark(name: str) -> None:
@@ -295,11 +306,13 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     for call in calls.values():
         call.own = {address for address in _storages((call.args, call.kwargs)) if often[address] == 1}
     own = [sum(size for address, size in one.items() if often[address] == 1) for one in given]
-    still_here = sum(own[kinds.index(one)] for one in calls)  # bytes of inputs that `calls` keeps alive
+    # bytes of block inputs that `calls` keeps alive after the step
+    still_here = sum(own[kinds.index(one)] for one in calls)
     none = (began, 0, 0)
     blocks, behind, forward, end = (marks.get(name, none) for name in ("blocks", "behind", "forward", "end"))
     at_blocks, blocks_back = marks.get("back at blocks", end), marks.get("blocks are back", end)
-    # Bytes held before the first block, without its input. The input may be older than the step: then 0.
+    # Bytes that the step holds when the first block begins, without the input of that block. If the input is
+    # older than the step, the difference would be negative, and 0 is used.
     below = max(0, blocks[1] - own[0])
     before = Cost(blocks[0] - began, end[0] - blocks_back[0], below, blocks[2], max(0, end[2] - still_here))
     after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], forward[1], forward[2], at_blocks[2])

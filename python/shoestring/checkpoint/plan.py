@@ -10,16 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """One way to treat a block's activations.
+    """One possible treatment of a block's activations, such as to keep or to recompute them.
 
     Attributes:
         name: a label for reports, such as "keep" or "recompute".
         bytes: bytes held on the device from the end of the block's forward to the end of its backward.
-        extra_seconds: time for recomputation, added to the block's own backward.
-        link_bytes: bytes copied to the host after the block's forward, and back before its backward.
-        forward_bytes: the peak of the block's own forward, without the bytes that earlier blocks hold. It
-            includes what the block itself holds, so the planner uses at least ``bytes + link_bytes``.
-        backward_bytes: the peak of the block's own backward, counted in the same way.
+        extra_seconds: seconds of recomputation, which are added to the block's backward time.
+        link_bytes: bytes copied to the host after the block's forward, and copied back before its backward.
+        forward_bytes: peak bytes of the block's forward, without the bytes that earlier blocks hold. The peak
+            includes the bytes that the block itself holds, so the planner uses at least ``bytes +
+            link_bytes``.
+        backward_bytes: peak bytes of the block's backward, counted like ``forward_bytes``.
     """
 
     name: str
@@ -32,7 +33,7 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class PlanBlock:
-    """A block's forward and backward time in seconds, and the ways to treat its activations."""
+    """A block's forward and backward time in seconds, and the possible treatments of its activations."""
 
     forward_seconds: float
     backward_seconds: float
@@ -41,16 +42,16 @@ class PlanBlock:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """The chosen treatments, with their predicted memory and time.
+    """The chosen treatment of each block, with the predicted memory and time.
 
     Attributes:
-        choices: for each block, an index into its choices.
-        names: for each block, the name of its choice.
-        pending_bytes: for each block, the most bytes of earlier blocks that may still be in flight to the
-            host when it begins. With this limit the peak stays within the budget, and at most 5 % above
-            ``peak_bytes``, however slow the copies are.
-        peak_bytes: the largest number of bytes on the device at any moment.
-        seconds: time of forward and backward.
+        choices: for each block, the index of its treatment in ``PlanBlock.choices``.
+        names: for each block, the name of its treatment.
+        pending_bytes: for each block, the maximum bytes of earlier blocks that may still be in flight to the
+            host when the block begins. With this limit the peak stays within the budget, and at most 5 %
+            above ``peak_bytes``, however slow the copies are.
+        peak_bytes: the predicted peak of the bytes of activations on the device.
+        seconds: predicted time of forward and backward.
         least_seconds: a lower bound of the time of any plan; equal to ``seconds`` if the plan is proven
             optimal.
     """
@@ -72,30 +73,31 @@ def checkpoint_plan(
     copy_share: float = 0.0,
     prefetch: int = 1,
 ) -> CheckpointPlan:
-    """Return the choices with the least forward and backward time whose peak is within ``budget`` bytes.
+    """Return the fastest treatments of blocks whose peak memory is within ``budget`` bytes.
 
-    The model of the device:
+    The planner predicts time and memory by this model of the device:
 
     - Forward runs the blocks in order. After each block, its ``link_bytes`` join the queue of copies to the
       host. Copies free their bytes as they progress.
-    - During forward the device holds the bytes of earlier blocks, the bytes still to be copied, and the
-      running block's ``forward_bytes``. A block waits for copies until this sum fits the budget.
+    - During forward the device holds the bytes of earlier blocks, the bytes not yet copied to the host, and
+      the running block's ``forward_bytes``. A block waits for copies until the sum of these is within the
+      budget.
     - Backward starts after the last copy to the host and runs the blocks in reverse. A block waits until its
       ``link_bytes`` have been copied back.
     - During backward the device holds the bytes of earlier blocks, the block's ``backward_bytes``, and the
-      ``link_bytes`` of the ``prefetch`` blocks before it.
-    - A block computes longer while copies run: by ``copy_share`` of their time.
+      ``link_bytes`` of the ``prefetch`` blocks that precede the running block in forward order.
+    - Copies slow down the computation that runs beside them, by ``copy_share`` of the time of the copies.
 
     The solver is a dynamic program over Pareto-optimal states, without states that a Lagrangian lower bound
-    rules out. It is exact up to 100000 states; beyond that, ``least_seconds`` bounds how far the plan is from
-    the optimum. Equal blocks make few states, so round measurements, or give equal blocks the same numbers.
-    Two hundred equal blocks take about half a second.
+    rules out. The solver is exact up to 100000 states; with more, ``least_seconds`` bounds how far the plan
+    is from the optimum. Equal blocks make few states, so round the measured numbers, or give equal blocks the
+    same numbers. Two hundred equal blocks take about half a second.
 
     Args:
         blocks: the blocks in the order of forward, at most 1000.
-        budget: device bytes for activations.
-        out_bytes_per_second: bandwidth to the host; required if a choice has ``link_bytes``.
-        in_bytes_per_second: bandwidth from the host.
+        budget: maximum bytes of activations on the device.
+        out_bytes_per_second: bandwidth of copies to the host; required if a treatment has ``link_bytes``.
+        in_bytes_per_second: bandwidth of copies from the host to the device.
         copy_share: the share of compute speed that a running copy takes, 0 to 1. On a CPU a copy occupies a
             core.
         prefetch: how many blocks ahead of backward the copy back of a block may start, 1 to 4.
@@ -105,7 +107,7 @@ def checkpoint_plan(
 
     Raises:
         RuntimeError: a number is out of range, or no plan fits the budget; the message gives the smallest
-            budget that does.
+            sufficient budget.
     """
     plan, pending, peak, seconds, least = torch.ops.shoestring.checkpoint_plan(
         *_flat(blocks),
@@ -128,9 +130,9 @@ def simulate_checkpoint_plan(
     copy_share: float = 0.0,
     prefetch: int = 1,
 ) -> CheckpointPlan:
-    """Return the prediction of ``checkpoint_plan``'s model for given choices.
+    """Return the memory and time that the planner's model predicts for given treatments of the blocks.
 
-    If the choices do not fit, the predicted peak is above ``budget``.
+    If the treatments do not fit, the predicted peak is above ``budget``.
     """
     pending, peak, seconds = torch.ops.shoestring.simulate_checkpoint_plan(
         *_flat(blocks),

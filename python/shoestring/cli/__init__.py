@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-# packages of the extra [cli]
+# packages that the pip extra shoestring[cli] installs
 PACKAGES = ("typer", "rich", "numpy", "transformers", "tokenizers", "matplotlib")
 
 

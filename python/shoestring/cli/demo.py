@@ -15,9 +15,9 @@ from shoestring.files.lock import LOCK, locked
 from shoestring.training.report import write_sections
 
 VOCABULARY = 16384
-MARK = "demo.json"  # a folder that contains this file belongs to a demo
-# 8192 tokens per step. With this vocabulary, plain PyTorch's logits take half a gigabyte, and it holds three
-# such tensors.
+MARK = "demo.json"  # name of a marker file: a folder that contains it belongs to a demo
+# 8192 tokens per step. With VOCABULARY tokens in the vocabulary, the logits take half a gigabyte, and plain
+# PyTorch holds three such tensors.
 SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2"]
 
 

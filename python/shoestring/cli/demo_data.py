@@ -27,7 +27,8 @@ def standard_library(path: Path) -> int:
     for file in sorted(root.rglob("*.py")):
         if LEFT_OUT.isdisjoint(file.relative_to(root).parts):
             try:
-                with tokenize.open(file) as opened:  # decodes with the encoding that the source file declares
+                # this open decodes with the encoding that the Python file declares
+                with tokenize.open(file) as opened:
                     texts.append(opened.read())
             except (SyntaxError, UnicodeDecodeError, OSError):
                 continue
@@ -45,7 +46,7 @@ def package_documentation(path: Path) -> int:
         message = Parser().parsestr(metadata)
         body = message.get_payload()
         text = body if isinstance(body, str) and body.strip() else message.get("Description", "")
-        if len(text) > 500:  # shorter descriptions are not documentation
+        if len(text) > 500:  # a shorter package description is no documentation
             texts[message.get("Name", "")] = text
     return _write(path, [texts[name] for name in sorted(texts)])
 

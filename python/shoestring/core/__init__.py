@@ -1,1 +1,1 @@
-"""Helpers that the other subpackages use: errors, classes of single instances, storages of tensors."""
+"""Helpers of the other subpackages: errors, changes of single modules, and sizes of tensor storages."""

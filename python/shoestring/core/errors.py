@@ -1,17 +1,17 @@
-"""InputError, for mistakes that a user can correct.
+"""Define InputError, which reports mistakes that a user can correct.
 
-The command line prints its message in one line, without a traceback, and exits with code 2.
+The command line prints the message of an InputError in one line, without a traceback, and exits with code 2.
 """
 
 from __future__ import annotations
 
-LONGEST = 1500  # limit on the characters of a message, which may quote a file
+LONGEST = 1500  # maximum number of characters of an error message, which may quote a file
 
 
 class InputError(ValueError):
-    """An argument or a file of the user cannot be used.
+    """Raised if an argument or a file of the user cannot be used.
 
-    The message is one line. It says what is wrong, where, and what to do.
+    The message of the exception is one line. It says what is wrong, where, and what to do.
     """
 
     def __init__(self, message: object) -> None:
@@ -20,9 +20,10 @@ class InputError(ValueError):
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a name or an argument is valid UTF-8.
+    """Return whether a file name or a command-line argument is valid UTF-8.
 
-    Python keeps other bytes as lone surrogates, which cannot be written to a file.
+    Python represents bytes that are not valid UTF-8 as lone surrogates, which cannot be written to a text
+    file.
     """
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""Change the methods of a single module, which gets a class of its own, derived from its former class."""
+"""Change the methods of a single module by giving it a class derived from its former class."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from typing import Any
 
 from torch import nn
 
-# A changed module: its name, a description of the change, and a function that undoes the change.
+# The record of a changed module: its name, a description of the change, and a function that undoes the
+# change.
 Found = tuple[str, str, Callable[[], None]]
-Left = tuple[str, str]  # name of a module that is not changed, and the reason
-PLAIN = "_shoestring_plain"  # attribute of a derived class: the original class, which copies and pickles have
-PRIVATE = "_shoestring_private"  # attribute of a derived class: names of attributes that copies leave out
+Left = tuple[str, str]  # pair: the name of a module that was left unchanged, and the reason
+# attribute of a derived class that holds the original class, to which copies and pickles revert
+PLAIN = "_shoestring_plain"
+# attribute of a derived class that holds the names of module attributes that copies leave out
+PRIVATE = "_shoestring_private"
 
 
 def derive(module: nn.Module, body: dict[str, Any], private: tuple[str, ...] = ()) -> Callable[[], None]:
     """Give a module a new class, derived from its present class, with the methods in `body`.
 
-    Several calls on one module add up. Deep copies and pickles of the module have its original class.
+    Several calls on one module accumulate their changes. Deep copies and pickles of the module have its
+    original class.
 
     Args:
         module: the module, which stays the same object.
         body: attributes and methods of the new class.
-        private: names of attributes that the new methods set on the module. Copies and pickles leave them
-            out.
+        private: names of attributes that the new methods set on the module. Copies and pickles of the module
+            leave these attributes out.
 
     Returns:
         A function that undoes the change. After several calls, undo the last one first.
@@ -49,7 +53,7 @@ def _take_back(module: nn.Module, original: type, private: tuple[str, ...]) -> N
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Reduce the module to an instance of its original class, so that copies and pickles have that class."""
+    """Implement ``__reduce_ex__`` such that copies and pickles of the module have its original class."""
     state: Any = object.__reduce_ex__(self, 2)[2]
     return (
         object.__new__,
@@ -59,18 +63,19 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def has_only(module: nn.Module, parts: set[str]) -> bool:
-    """Return whether a module has no submodules but these, and no parameters or buffers of its own.
+    """Return whether a module's submodules are all in ``parts`` and it has no own parameters or buffers.
 
-    A replacement of its forward would ignore any other weight. A trial run need not show that, for example
-    while a scale still has the value 1.
+    A replacement of the module's forward ignores any other weight. A comparison of outputs may not reveal an
+    ignored weight, for example a scale that still has its initial value 1.
     """
     return set(module._modules) <= parts and not module._parameters and not module._buffers
 
 
 def names_dropout(module: nn.Module) -> bool:
-    """Return whether the code of a module's forward names dropout. A trial run in eval mode does not show it.
+    """Return whether the code of a module's forward uses a name that contains "dropout".
 
-    Return True if the code cannot be read.
+    Also return True if the code cannot be read. A comparison of outputs in eval mode would not reveal
+    dropout.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is None or any("dropout" in name for name in code.co_names)

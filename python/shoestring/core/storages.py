@@ -1,4 +1,4 @@
-"""Addresses and sizes of the storages behind tensors; a storage that several tensors share counts once."""
+"""Find the storages of tensors, with their sizes. A storage that several tensors share counts once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the size in bytes of each distinct storage behind the tensors, by address.
+    """Return a dict from the address of each distinct storage of the tensors to its size in bytes.
 
-    A wrapper subclass, such as a quantised weight, has several storages.
+    A tensor of a wrapper subclass, such as a quantised weight, has several storages.
     """
     return dict(pair for tensor in tensors for pair in _storages(tensor))
 
@@ -22,7 +22,7 @@ def _storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
             yield from _storages(getattr(tensor, name))
     else:
         storage = tensor.untyped_storage()
-        # Storages on the meta device have no data pointer; _cdata identifies them.
+        # A storage on the meta device has no data pointer; its attribute _cdata identifies it instead.
         yield (
             storage.data_ptr() or storage._cdata,
             storage.nbytes(),

@@ -1,1 +1,1 @@
-"""Data for training: text readers, tokenizers, the flat token file, and the order of batches."""
+"""Training data: text readers, tokenizers, the flat file of token ids, and the order of batches."""

@@ -1,4 +1,4 @@
-"""Data sets of rows, and the order in which rows are drawn as a pure function of the seed and the step."""
+"""Data sets of token rows, and the order of the rows, which depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from shoestring.core.errors import InputError
 
-IGNORE = -100  # label of a position that has no loss
+IGNORE = -100  # label of a position that is ignored by the loss
 
 
 class Rows(Protocol):
     """A data set of token rows.
 
-    ``rows(indices)`` returns inputs and labels, both int64 (rows, tokens); labels are already shifted by one.
-    ``count(indices)`` returns the number of tokens in these rows, without padding.
+    ``rows(indices)`` returns inputs and labels, both int64 (rows, tokens). A label is the token that follows
+    the input token at the same position. ``count(indices)`` returns the number of input tokens in the rows
+    with these indices, without padding.
     """
 
     def __len__(self) -> int: ...
@@ -30,17 +31,19 @@ class Rows(Protocol):
 
 
 def packed_arguments(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the model arguments that separate the sequences packed into one row.
+    """Return model arguments with which each of the sequences packed into one row attends only to itself.
 
-    They are for a Hugging Face model with the attention of :func:`shoestring.register_attention`.
+    The arguments are for a Hugging Face model that uses the attention of
+    :func:`shoestring.register_attention`.
 
     Args:
         lengths: number of tokens of each sequence.
 
     Returns:
         ``position_ids`` (1, tokens) int64; ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (sequences + 1) int32;
-        ``max_length_q`` and ``max_length_k``, which other attention libraries need; and an ``attention_mask``
-        with one element, which stops transformers from building a (tokens, tokens) mask.
+        ``max_length_q`` and ``max_length_k``, the length of the longest sequence, which other attention
+        libraries need; and an ``attention_mask`` with one element, which stops transformers from building a
+        (tokens, tokens) mask.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     return {
@@ -55,9 +58,9 @@ def packed_arguments(lengths: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks of ``seq_len`` positions of a flat token array; every position has a label."""
+    """A data set whose rows are consecutive blocks of a flat token array; every token has a label."""
 
-    tokens: np.ndarray  # (count,), uint16 or uint32, usually memory-mapped
+    tokens: np.ndarray  # token ids, (number of tokens,), uint16 or uint32, usually memory-mapped
     seq_len: int
 
     def __len__(self) -> int:
@@ -76,15 +79,16 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples, one per row, padded on the right to the longest of the batch.
+    """A data set of examples, one per row, padded on the right to the longest example of the batch.
 
-    Labels outside the completion are IGNORE. Padding needs no attention mask: under causal attention no real
-    token sees a later one. ``packed`` needs no padding: it concatenates the same examples into one row.
+    Labels of tokens outside the completion are IGNORE. Padding needs no attention mask, because in causal
+    attention no token attends to the padding after it. The method ``packed`` concatenates examples into one
+    row instead, without padding.
     """
 
-    tokens: np.ndarray  # (count,), uint32, the tokens of all examples, concatenated
-    trained: np.ndarray  # (count,), bool, whether a token belongs to a completion
-    starts: np.ndarray  # (examples + 1,), int64, offset of each example in `tokens`
+    tokens: np.ndarray  # token ids of all examples, concatenated: (number of tokens,), uint32
+    trained: np.ndarray  # whether each token belongs to a completion: (number of tokens,), bool
+    starts: np.ndarray  # offset of each example in `tokens`, and the end: (examples + 1,), int64
     pad: int
 
     def __len__(self) -> int:
@@ -106,7 +110,10 @@ class Examples:
         return inputs, labels
 
     def packed(self, indices: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return inputs and labels (1, tokens), and the model arguments that keep the examples apart."""
+        """Return the examples as one row: inputs and labels (1, tokens), and arguments for the model.
+
+        With the arguments, no token attends to another example.
+        """
         spans = [slice(int(self.starts[i]), int(self.starts[i + 1]) - 1) for i in indices]
         inputs = np.concatenate([self.tokens[s] for s in spans]).astype(np.int64)
         following = np.concatenate([self.tokens[s.start + 1 : s.stop + 1] for s in spans]).astype(np.int64)
@@ -130,7 +137,8 @@ class Examples:
 def split_blocks(tokens: np.ndarray, seq_len: int, val_fraction: float) -> tuple[Blocks, Blocks]:
     """Split a flat token array into training blocks (the head) and validation blocks (the tail).
 
-    The files were shuffled by the seed before their tokens were concatenated, so the tail is a fair sample.
+    The caller shuffles the files before their tokens are concatenated, so the tail is a random sample of
+    files.
     """
     held_out = int(len(tokens) * val_fraction)
     if val_fraction > 0:
@@ -148,7 +156,7 @@ def split_blocks(tokens: np.ndarray, seq_len: int, val_fraction: float) -> tuple
 
 
 def split_examples(examples: Examples, seed: int, val_fraction: float) -> tuple[Examples, Examples]:
-    """Split examples by a permutation drawn from the seed; hold out at least one if ``val_fraction`` > 0."""
+    """Split examples at random; hold out at least one for validation if ``val_fraction`` > 0."""
     held_out = max(1, int(len(examples) * val_fraction)) if val_fraction > 0 else 0
     if len(examples) <= held_out:
         raise InputError(
@@ -166,7 +174,7 @@ def split_examples(examples: Examples, seed: int, val_fraction: float) -> tuple[
 
 @dataclass
 class BatchOrder:
-    """The rows of every step; each pass over the data uses a new permutation drawn from (seed, pass)."""
+    """The order of rows: each pass over the data uses a new permutation, drawn from seed and pass index."""
 
     rows: int  # number of rows in the data set
     batch_size: int  # rows per micro-batch
@@ -177,7 +185,7 @@ class BatchOrder:
         self._pass, self._permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def step(self, step: int) -> list[list[int]]:
-        """Return the rows of each micro-batch of step ``step``, which counts from 0."""
+        """Return the row indices of each micro-batch of a step; ``step`` counts from 0."""
         first = step * self.accumulate * self.batch_size
         drawn = [self._draw(first + i) for i in range(self.accumulate * self.batch_size)]
         return [drawn[i : i + self.batch_size] for i in range(0, len(drawn), self.batch_size)]

@@ -1,4 +1,4 @@
-"""Read prompt/completion and chat records, and tokenise them into examples with the completion marked."""
+"""Read prompt/completion or chat records, and tokenise them into examples with marked completions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoestring.data.progress import working
 from shoestring.data.text import is_jsonl, kind_of_value, read_jsonl, size_of
 from shoestring.data.tokenizer import encode_all
 
-# Used for tokenizers without a chat template: the role on a line of its own, then the text. An answer ends
-# with the end-of-text token.
+# The chat template for tokenizers that have none. Each message is a line with its role, then its text. The
+# assistant's messages end with the end-of-text token.
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ':\\n' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
@@ -26,20 +26,20 @@ TEXT, COMPLETION, CHAT = "text", "prompt/completion", "chat"
 
 @dataclass(frozen=True)
 class Encoded:
-    """The encoded examples of some files, and the number of examples that did not fit."""
+    """The tokenised examples of some files, and the numbers of examples that were too long."""
 
     examples: Examples
-    shortened: int  # number of examples whose end was cut off at seq_len
-    dropped: int  # number of examples dropped, since no completion token fits within seq_len
+    shortened: int  # number of examples whose end was cut off, because they are longer than seq_len
+    dropped: int  # number of examples that were dropped, because no completion token fits within seq_len
 
 
 def kind_of(files: list[Path]) -> str:
     """Return the kind of records in the files: text, prompt/completion or chat.
 
-    The first record of each file decides.
+    The first record of each file determines the kind.
 
     Raises:
-        InputError: the files hold records of different kinds, or none that is known.
+        InputError: the files hold records of different kinds, or records of an unknown kind.
     """
     kinds = {path: _kind(path) if is_jsonl(path) else TEXT for path in files}
     first = next(iter(kinds.values()))
@@ -67,7 +67,7 @@ def _kind(path: Path) -> str:
 
 
 def read_segments(files: list[Path], kind: str, tokenizer: Any) -> list[list[tuple[str, bool]]]:
-    """Return each example as a list of (text, whether to train on it); check every record."""
+    """Return each example as a list of (text, whether to train on the text); check every record."""
     segments = []
     with working("reading examples", size_of(files)):
         for path in files:
@@ -141,10 +141,10 @@ def _render(messages: list[dict[str, str]], where: str, tokenizer: Any, ask: boo
 def encode_examples(
     segments: list[list[tuple[str, bool]]], tokenizer: Any, seq_len: int, chat: bool
 ) -> Encoded:
-    """Tokenise examples, cut each to ``seq_len`` + 1 tokens, and drop examples without a trained token.
+    """Tokenise examples; cut each to ``seq_len`` + 1 tokens; drop examples without a token to train on.
 
-    If the tokenizer begins every text with a special token, as Llama's does, each example begins with it.
-    Chat templates write that token themselves.
+    If the tokenizer puts a special token before every text, as Llama's does, each example begins with that
+    token. With ``chat`` the token is not added, because chat templates write it themselves.
     """
     begin = [] if chat else beginning(tokenizer)
     pieces = [piece for example in segments for piece in example]

@@ -1,4 +1,4 @@
-"""Print progress lines, from a thread, about work that takes more than two seconds."""
+"""Print progress lines, from a background thread, about work that takes more than two seconds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-# seconds before the first progress line, and the longest pause between two lines
+# FIRST: seconds before the first progress line. LONGEST_PAUSE: maximum seconds between two lines.
 FIRST, LONGEST_PAUSE = 2.0, 30.0
 
 
 @dataclass(eq=False)
 class Work:
-    """Work in progress; ``done`` counts up to ``total``."""
+    """Work in progress, such as reading files. ``done`` counts up to ``total``, for example in bytes."""
 
     what: str
     total: int
@@ -22,7 +22,7 @@ class Work:
     done: int = 0
 
     def line(self) -> str:
-        """Describe the progress: the share in percent, if known, and the time since the work began."""
+        """Return the progress line: the finished share in percent, if known, and the time since the start."""
         seconds = int(time.monotonic() - self.began)
         share = f"{100 * self.done // self.total} %, " if self.done < self.total else ""
         return f"{self.what}: {share}{seconds // 60}:{seconds % 60:02d}"
@@ -32,14 +32,17 @@ _under_way: list[Work] = []
 
 
 def advance(count: int) -> None:
-    """Add ``count`` to the innermost work in progress, if there is any."""
+    """Add ``count`` to the progress of the innermost :func:`working` block, if there is any."""
     if _under_way:
         _under_way[-1].done += count
 
 
 @contextmanager
 def working(what: str, total: int = 0) -> Iterator[None]:
-    """Print progress lines about the block after two seconds; ``advance`` counts up to ``total``."""
+    """Print progress lines while the ``with`` block runs, from two seconds on.
+
+    The block reports its progress by :func:`advance`, up to ``total``.
+    """
     work = Work(what, total, time.monotonic())
     finished = threading.Event()
 
@@ -48,7 +51,8 @@ def working(what: str, total: int = 0) -> Iterator[None]:
         while not finished.wait(pause):
             try:
                 print(work.line(), flush=True)
-            except (OSError, ValueError):  # the reader is gone, or the stream is closed
+            except (OSError, ValueError):
+                # ignore the error: the process that reads the output has ended, or the output is closed
                 return
             pause = min(1.5 * pause, LONGEST_PAUSE)
 

@@ -1,4 +1,4 @@
-"""Read documents from text files and JSONL files, and check them while they are read."""
+"""Read documents from text files and JSONL files, and raise errors for invalid content."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shoestring.core.errors import InputError, is_utf8
 from shoestring.data.progress import advance, working
 from shoestring.files.read_file import check_regular
 
-CHUNK = 1 << 20  # bytes per read, so that files of any size need little memory
-LONGEST = 4 << 20  # largest number of characters tokenised at once; longer lines and records are cut
+CHUNK = 1 << 20  # number of bytes read from a file at once, so that files of any size need little memory
+LONGEST = 4 << 20  # maximum number of characters tokenised at once; longer lines and records are cut
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def find_files(paths: list[Path], pattern: str = "*") -> list[Path]:
     """Return the files named by ``paths``.
 
-    A directory stands for all files below it that match ``pattern``. Hidden files and empty files in a
-    directory are left out. The files of a directory are sorted, so that the order is the same on every
-    machine.
+    A directory in ``paths`` stands for all files below it that match ``pattern``. Hidden files and empty
+    files in a directory are left out. The files of a directory are sorted, so that the order is the same on
+    every machine.
 
     Raises:
         InputError: a path does not exist, a directory has no match, or a file is empty.
@@ -65,7 +65,7 @@ def is_jsonl(path: Path) -> bool:
 
 
 def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
-    """Yield the text of a UTF-8 file in pieces of about 1 MiB, each cut after a line end if it has one.
+    """Yield the text of a UTF-8 file in pieces of about 1 MiB, each of which ends after a line if possible.
 
     A byte-order mark is left out. A line of more than ``LONGEST`` characters is cut unless ``whole_lines``.
     """
@@ -75,7 +75,7 @@ def read_text(path: Path, whole_lines: bool = False) -> Iterator[str]:
     with _open(path) as file:
         while True:
             block = file.read(CHUNK)
-            # Bytes of an unfinished character at the end of the previous block.
+            # Number of bytes of an incomplete UTF-8 character at the end of the previous block.
             held = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(block, final=not block)
@@ -144,7 +144,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 ) from None
             except (json.JSONDecodeError, RecursionError) as error:
                 raise InputError(f"{path}: line {number} is not valid JSON ({error})") from None
-            except ValueError:  # Python refuses to parse integers of more than a few thousand digits
+            except ValueError:  # Python raises ValueError for integers of more than a few thousand digits
                 raise InputError(
                     f"{path}: line {number} holds an integer of too many digits; remove it"
                 ) from None
@@ -172,7 +172,7 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
 
 
 def kind_of_value(value: object) -> str:
-    """Return the kind of a value in the terms of JSON, such as "a list"."""
+    """Return the JSON type of a value as a phrase for error messages, such as "a list"."""
     if isinstance(value, bool):
         return "true or false"
     kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -187,7 +187,7 @@ def size_of(files: list[Path]) -> int:
 def check_text(files: list[Path]) -> int:
     """Read all files once and return the number of characters.
 
-    Calling this first reveals bad input before anything is written.
+    If this function is called before training, it raises errors for bad input before anything is written.
     """
     with working("reading", size_of(files)):
         characters = sum(len(piece) for path in files for document in documents(path) for piece in document)

@@ -1,4 +1,4 @@
-"""Write and memory-map the flat token file: a 64-byte header, then the tokens, little-endian.
+"""Write and memory-map a flat file of token ids: a 64-byte header, then the ids, little-endian.
 
 Header: magic ``shoetok\\x01`` (8 bytes), uint32 vocabulary size, uint32 bytes per token (2 or 4), uint64
 number of tokens, 40 zero bytes. Tokens are uint16 if the vocabulary allows it, uint32 otherwise.
@@ -43,7 +43,7 @@ def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
 
 
 def _pieces(files: list[Path]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether this text ends a document)."""
+    """Yield the texts of the files in pieces, as (piece of text, whether the piece ends a document)."""
     for path in files:
         for document in documents(path):
             previous: str | None = None
@@ -78,7 +78,8 @@ def read_token_file(path: Path) -> tuple[np.ndarray, int]:
     """Memory-map ``path``; return its tokens (1-D, uint16 or uint32) and the vocabulary size.
 
     Raises:
-        InputError: the header is not that of a token file, or it does not fit the size of the file.
+        InputError: the file does not begin with the header of a token file, or the header does not fit the
+            file's size.
     """
     try:
         size = check_regular(path, str(path))

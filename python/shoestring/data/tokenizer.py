@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257  # 256 bytes and the end-of-text token
-LONGEST_WORD = 1024  # bytes; the training time grows with the square of the word length
-# Number of characters tokenised at once: enough work for every core. Encodings take about 100 bytes per
-# token.
+SMALLEST_VOCABULARY = 257  # tokens: one for each of the 256 bytes, and the end-of-text token
+LONGEST_WORD = 1024  # maximum word length in training, in bytes; training time grows with its square
+# Number of characters tokenised at once: enough work for every core, but a bounded amount of memory, since
+# tokenised text takes about 100 bytes per token.
 BATCH_CHARACTERS = 1 << 20
 
 
 def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on the text of ``files``.
 
-    The method is from Sennrich et al. 2016, the byte level from GPT-2. The vocabulary holds at most
-    ``vocab_size`` tokens, or fewer if the text yields fewer merges. A word is a run of letters, digits,
-    spaces or signs. Training splits words of more than ``LONGEST_WORD`` bytes; the trained tokenizer does
-    not.
+    Byte-pair encoding is from Sennrich et al., 2016; its application to bytes is from GPT-2. The vocabulary
+    has ``vocab_size`` tokens, or fewer if the text yields fewer merges. A word is a run of characters of one
+    kind: letters, digits, spaces or signs. Training splits words of more than ``LONGEST_WORD`` bytes; the
+    returned tokenizer does not split them.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise InputError(
@@ -59,7 +59,7 @@ def _pieces(files: list[Path]) -> Iterator[str]:
 
 
 def wrap(tokenizer: Any) -> PreTrainedTokenizerFast:
-    """Wrap a bare tokenizer in the tokenizer class of Hugging Face transformers."""
+    """Wrap a tokenizer of the ``tokenizers`` package in a tokenizer class of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -72,7 +72,7 @@ def wrap(tokenizer: Any) -> PreTrainedTokenizerFast:
 
 
 def quiet_transformers() -> None:
-    """Silence the progress bars and messages of transformers, since the command prints its own."""
+    """Silence the progress bars and messages of transformers, since the command line prints its own."""
     import warnings
 
     from transformers.utils import logging
@@ -86,7 +86,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a local directory; code in the directory runs only with ``trust_remote_code``.
 
     Raises:
-        InputError: the directory has no tokenizer, it is damaged, or it needs code that is not trusted.
+        InputError: the directory has no tokenizer, or the tokenizer is damaged or needs code that is not
+            trusted.
     """
     known = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt")
     if not any((folder / name).is_file() for name in known):
@@ -98,7 +99,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # tokenizer classes raise whatever exception their parser raises
+    except Exception as error:  # tokenizer classes may raise any exception
         raise InputError(f"{folder}: the tokenizer cannot be loaded ({why_not_loaded(error)})") from None
     if tokenizer.eos_token_id is None:
         raise InputError(

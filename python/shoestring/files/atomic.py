@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders: write to a temporary name, fsync, rename or exchange, fsync again."""
+"""Write files and folders atomically: write under a temporary name, fsync, rename or exchange, fsync."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-PARTIAL = ".partial"  # suffix of files and folders that are still being written
+PARTIAL = ".partial"  # suffix of the temporary names of files and folders that are still being written
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-# Files that belong to a model. A folder that replaces another one keeps all other files of the former folder.
+# Names of files that belong to a model. When a new folder replaces an old one, all other files of the old
+# folder are kept.
 MODEL_FILES = re.compile(
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of the system call renameat2
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants from Linux headers for the system call renameat2
 
 
 def _fsync(path: Path) -> None:
-    """Write a file, or the list of names in a folder, to disk."""
+    """Call fsync on a file, or on a folder, so that its content or list of names is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -35,10 +36,10 @@ def _fsync(path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for a new file; rename it to ``path`` if the block ends without an exception.
+    """Yield a temporary path for a new file; rename the file to ``path`` unless the ``with`` block raises.
 
-    The temporary name contains the process id, so two processes that write the same path do not share the
-    file.
+    The temporary name contains the process id, so two processes that write to the same ``path`` use different
+    temporary files.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
@@ -53,25 +54,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary binary file; rename it to ``path`` if the block ends without an exception."""
+    """Open a temporary binary file; rename it to ``path`` if the ``with`` block ends without an exception."""
     with atomic_path(path) as partial, open(partial, "wb") as file:
         yield file
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a new folder to fill; it replaces ``path`` when the block ends, or is removed after an exception.
+    """Yield a new folder, which replaces ``path`` when the block ends. An exception removes the new folder.
 
     If ``path`` already exists, the two folders are exchanged in one step. Files of the former folder are
     kept, unless they belong to a model (``MODEL_FILES``) or the new folder has a file of the same name. If
-    ``exchange_obstacle`` returns a reason, the files are replaced one by one instead. A crash during that
-    leaves a folder without config.json.
+    ``exchange_obstacle`` returns a reason, the files in ``path`` are replaced one by one instead. A crash
+    during the replacement leaves a folder without config.json.
 
     Raises:
         OSError: the folder cannot be written. An existing folder is unchanged, unless its files were replaced
             one by one.
     """
-    path = Path(os.path.realpath(path))  # a symbolic link stays; the folder to which it points is replaced
+    # If path is a symbolic link, the link stays, and the folder to which it points is replaced.
+    path = Path(os.path.realpath(path))
     if path.exists() and not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     in_place = path.exists() and exchange_obstacle(path) is not None
@@ -90,9 +92,9 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         else:
             _put(partial, path)
             _fsync(path.parent)
-            # After an exchange `partial` is the former folder. Files that were written into it in the
-            # meantime are kept. It does not exist if there was no former folder, or if another process
-            # removes it.
+            # After an exchange, `partial` is the name of the former folder. Files that other processes wrote
+            # into the former folder in the meantime are kept. `partial` does not exist if there was no former
+            # folder, or if another process has removed it.
             with suppress(FileNotFoundError):
                 _keep_files(partial, path)
 
@@ -100,7 +102,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 def exchange_obstacle(path: Path) -> str | None:
     """Return why the folder ``path`` cannot be exchanged with another one in one step, or None if it can."""
     path = Path(os.path.realpath(path))
-    with suppress(FileNotFoundError):  # Path.cwd() fails if the current directory was removed
+    with suppress(FileNotFoundError):  # Path.cwd() raises this error if the current directory was removed
         if Path.cwd().is_relative_to(path):
             return "it is, or holds, the current directory"
     if os.path.ismount(path):
@@ -124,10 +126,10 @@ def is_partial(name: str, of: str) -> bool:
 
 @contextmanager
 def _partial_folder(parent: Path, name: str) -> Iterator[Path]:
-    """Create a temporary folder in ``parent``, and remove it at the end.
+    """Create a temporary folder in ``parent``, and remove it at the end of the ``with`` block.
 
-    Temporary folders of processes that have died are removed first. The process locks its folder, so that
-    other processes know that the folder is in use.
+    Temporary folders for ``name`` that dead processes have left are removed first. The process locks its
+    temporary folder, so that other processes know that the folder is in use.
     """
     parent.mkdir(parents=True, exist_ok=True)
     for stale in parent.iterdir():
@@ -144,9 +146,10 @@ def _partial_folder(parent: Path, name: str) -> Iterator[Path]:
         partial.mkdir()
         with suppress(FileNotFoundError):
             descriptor = os.open(partial, os.O_RDONLY)
-            with suppress(OSError):  # the file system may not support locks
+            with suppress(OSError):  # some file systems do not support locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Another process may have removed the folder before it was locked. The loop then tries again.
+            # Another process may have removed the temporary folder before this process locked it. The loop
+            # then creates another one.
             if partial.exists():
                 break
             os.close(descriptor)
@@ -160,7 +163,8 @@ def _partial_folder(parent: Path, name: str) -> Iterator[Path]:
 def _keep_files(former: Path, new: Path, inside: bool = False) -> None:
     """Hard-link the files of ``former`` that ``new`` does not have into ``new``.
 
-    At the top level, files of a model (``MODEL_FILES``) are left out. ``inside`` is True for subfolders.
+    Directly inside ``former``, files of a model (``MODEL_FILES``) are left out. In its subfolders (``inside``
+    is True), all files are linked.
     """
     for entry in list(os.scandir(former)):
         target = new / entry.name
@@ -179,7 +183,7 @@ def _keep_files(former: Path, new: Path, inside: bool = False) -> None:
 
 
 def _copy_attributes(former: Path, new: Path) -> None:
-    """Copy the mode and the times of a folder to another one, and its owner if the system allows it."""
+    """Copy the mode and the times of ``former`` to ``new``, and the owner if the system allows it."""
     status = former.stat()
     with suppress(PermissionError):
         os.chown(new, status.st_uid, status.st_gid)
@@ -187,7 +191,7 @@ def _copy_attributes(former: Path, new: Path) -> None:
 
 
 def _put(new: Path, path: Path) -> None:
-    """Rename the folder ``new`` to ``path``, or exchange the two in one step if ``path`` is not empty."""
+    """Rename the folder ``new`` to ``path``; if ``path`` is not empty, exchange the folders in one step."""
     try:
         os.replace(new, path)
     except OSError as error:
@@ -197,8 +201,8 @@ def _put(new: Path, path: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swap two names in one step."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # renameat2 exists on Linux only
+    """Exchange the names of two files or folders in one system call."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # only Linux has renameat2
     paths = os.fsencode(first), os.fsencode(second)
     if rename is None or rename(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE) != 0:
         error = errno.ENOSYS if rename is None else ctypes.get_errno()
@@ -206,10 +210,10 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def _replace_files(new: Path, path: Path) -> None:
-    """Move the files of ``new`` into ``path``, and remove former files of a model that ``new`` does not have.
+    """Move the files of ``new`` into ``path``; remove model files in ``path`` that ``new`` does not have.
 
-    config.json and the index of the shards are removed first and written last. A loader that finds neither
-    refuses the folder, so it never reads a mixture of old and new files.
+    config.json and the index of the shards are removed first and written last. A loader refuses a folder
+    without these two files, so it never reads a mixture of old and new files.
     """
     last = (INDEX, CONFIG)
     for name in reversed(last):
@@ -231,7 +235,7 @@ def _replace_files(new: Path, path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically."""
+    """Write ``value`` as indented JSON to the file ``path``, atomically."""
     with atomic_file(path) as file:
         file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
@@ -246,10 +250,11 @@ def remove_partial(folder: Path) -> None:
 
 
 def disk_error(error: BaseException) -> OSError | None:
-    """Return the system error behind ``error`` if writing failed for a reason outside the program, else None.
+    """Return the OSError behind ``error`` if writing failed for a reason outside the program, else None.
 
-    These reasons are: the disk is full or broken, a quota or size limit, a name that is too long, a read-only
-    file system, missing permission. Libraries that write files wrap the system error or keep only its text.
+    Such reasons are: the disk is full or broken, a quota or size limit, a name that is too long, a read-only
+    file system, missing permission. Libraries that write files may wrap the OSError in another exception, or
+    keep only its text.
     """
     of_writing = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
     seen: BaseException | None = error

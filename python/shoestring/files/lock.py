@@ -1,4 +1,4 @@
-"""Locks between processes that write the same folder or file. A lock ends when its process ends or dies."""
+"""Locks between processes that write the same folder or file. Locks end with their process."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from pathlib import Path
 
 from shoestring.core.errors import InputError
 
-LOCK = ".lock"  # name of the lock file in a folder; the C++ examples use the same name
-REFUSED = (errno.EACCES, errno.EAGAIN)  # errors of lockf if another process holds the lock
+LOCK = ".lock"  # name of the lock file in an output folder; the C++ examples use the same name
+REFUSED = (errno.EACCES, errno.EAGAIN)  # errno values of lockf if another process holds the lock
 
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock on the file ``path`` inside the block, and remove the file afterwards.
+    """Hold a lock on the file ``path`` inside the ``with`` block, and remove the file afterwards.
 
     The lock is a POSIX record lock. The kernel frees it when the process ends, and forked children do not
     inherit it. NFS supports it, and the C++ examples (examples/cpp/common/folder_lock.h) use the same lock.
-    On a file system without locks, the block runs without one.
+    On a file system that does not support locks, the block runs without a lock.
 
     Args:
         path: the lock file. Its folder is created if it does not exist.
-        what: the option that named the folder, such as "--out runs/a". Error messages begin with it.
+        what: the command-line option that names the folder, such as "--out runs/a". Error messages begin with
+            it.
 
     Raises:
         InputError: another process holds the lock, or the folder or the file cannot be created.
@@ -39,12 +40,14 @@ def locked(path: Path, what: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # removed while the lock is held, so that no other process has locked this file
+            # Remove the file while the lock is held, so that no other process holds a lock on the removed
+            # file.
+            path.unlink()
         os.close(descriptor)
 
 
 def _acquire(path: Path, what: str) -> int:
-    """Lock the lock file and return its descriptor.
+    """Create and lock the lock file ``path``, and return its file descriptor.
 
     Raises:
         InputError: another process holds the lock.
@@ -54,7 +57,8 @@ def _acquire(path: Path, what: str) -> int:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except (FileNotFoundError, FileExistsError):  # another process has just removed the lock's folder
+        except (FileNotFoundError, FileExistsError):
+            # another process has just removed the folder of the lock file
             if attempt == 99:
                 raise
             continue
@@ -71,7 +75,8 @@ def _acquire(path: Path, what: str) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        # The former holder removed the lock file after this process had opened it. Try again with a new file.
+        # The former holder of the lock removed the lock file after this process had opened it. Try again with
+        # a new lock file.
         os.close(descriptor)
     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(path))
 
@@ -84,7 +89,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _holder(descriptor: int) -> str:
-    """Describe the process whose id is in the lock file. A process writes it just after it gets the lock."""
+    """Describe the process that holds the lock, from the process id in the lock file."""
     words = os.pread(descriptor, 300, 0).decode(errors="replace").split()
     if len(words) != 2 or not words[0].isdecimal():
         return "another process"

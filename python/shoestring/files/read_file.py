@@ -1,4 +1,4 @@
-"""Readers of untrusted files: regular files of limited size, and JSON that cannot exhaust stack or memory."""
+"""Read untrusted files: regular files of limited size, and JSON that cannot exhaust stack or memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from shoestring.core.errors import InputError
 
-MAX_JSON = 16_000_000  # limit on the bytes of a JSON file, which has about 200 per tensor or layer
-MAX_VALUES = 1_000_000  # limit on the number of commas and opening brackets of a JSON text
+MAX_JSON = 16_000_000  # maximum size of a JSON file in bytes; a file has about 200 bytes per tensor or layer
+MAX_VALUES = 1_000_000  # maximum number of commas and opening brackets in a JSON text
 
 
 def check_regular(path: str | os.PathLike[str], where: str) -> int:
-    """Return the size of a regular file in bytes. Named pipes and devices are refused without being opened.
+    """Return the size of a regular file in bytes. The file is not opened, since it may be a pipe or device.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -38,7 +38,7 @@ def read_regular(path: Path, where: str, most: int | None = None) -> bytes:
     Args:
         path: the file.
         where: the beginning of error messages.
-        most: the largest permitted size in bytes; None is no limit.
+        most: maximum size of the file in bytes; None is no limit.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -56,7 +56,7 @@ def read_regular(path: Path, where: str, most: int | None = None) -> bytes:
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """Parse JSON in UTF-8; ``where`` is the beginning of error messages.
+    """Parse a JSON text in UTF-8; ``where`` is the beginning of error messages.
 
     Raises:
         InputError: the text is not valid JSON, is nested too deeply, or has too many values.
@@ -73,22 +73,22 @@ def parse_json(text: bytes, where: str) -> Any:
 
 
 def read_json(path: Path, where: str) -> Any:
-    """Parse a JSON file; raise the errors of :func:`read_regular` and :func:`parse_json`."""
+    """Parse a JSON file; raise the same errors as :func:`read_regular` and :func:`parse_json`."""
     return parse_json(read_regular(path, where, MAX_JSON), where)
 
 
 def is_integer(value: object) -> bool:
-    """Return whether a JSON value is an integer of 64 bits; booleans are not."""
+    """Return whether a JSON value is an integer of at most 64 bits. A boolean is not an integer."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def is_number(value: object) -> bool:
-    """Return whether a JSON value is an integer of 64 bits or a finite float."""
+    """Return whether a JSON value is an integer of at most 64 bits or a finite float."""
     return is_integer(value) or (isinstance(value, float) and abs(value) < float("inf"))
 
 
 def is_name(value: object) -> bool:
-    """Return whether a value can name a module and be shown in a message.
+    """Return whether a value can be a module's name and can be shown in an error message.
 
     Such a name is text of at most 1000 characters without control characters.
     """
@@ -105,6 +105,6 @@ def _plain(letter: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return the representation of a value for a message: one line, cut after 120 characters."""
+    """Return repr(value) for an error message, cut after 120 characters."""
     text = repr(value)
     return text if len(text) <= 120 else text[:120] + "..."

@@ -1,6 +1,6 @@
 """Write a safetensors file tensor by tensor, without copies of contiguous CPU tensors.
 
-After a tensor that is memory-mapped from a file has been written, its pages are dropped from memory.
+If a tensor is memory-mapped from a file, its pages are dropped from memory after the tensor has been written.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Sorted by decreasing element size, which is also the order of tensors in a file. Every tensor is thus
-# aligned to the size of its elements.
+# The dtypes, sorted by decreasing element size. Tensors are written in this order, so every tensor in the
+# file is aligned to the size of its elements.
 DTYPES = {
     torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -24,8 +24,8 @@ DTYPES = {
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors to a new safetensors file.
 
-    The write is not atomic; use :func:`shoestring.files.atomic.atomic_path` for that. Tensors on another
-    device, or that are not contiguous, are copied one at a time.
+    The write is not atomic; use :func:`shoestring.files.atomic.atomic_path` for that. Tensors that are not on
+    the CPU, or not contiguous, are copied one at a time.
 
     Args:
         path: the file.
@@ -53,7 +53,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # pads the header, so that the data starts at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # spaces pad the header, so that the data starts at a multiple of 8 bytes
     with open(path, "wb", buffering=0) as file:
         for part in (len(text).to_bytes(8, "little"), text):
             while part:

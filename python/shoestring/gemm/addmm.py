@@ -8,10 +8,10 @@ def addmm_(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha
     """Compute ``self = beta * self + alpha * mat1 @ mat2`` in place; self may be fp32 for 16-bit matrices.
 
     For example, ``addmm_(weight.main_grad, grad_output.T, x)`` adds the gradient of a weight to an fp32
-    ``main_grad``. The other operators of this package use the same product. On CPUs with AVX2 or AVX-512 it
-    is the package's own GEMM: it converts 16-bit matrices to fp32 while it packs them into cache, and its
-    result does not depend on the number of threads. On other machines it is the BLAS library that PyTorch
-    uses.
+    ``main_grad``. The other operators of this package use the same GEMM. On CPUs with AVX2 or AVX-512, the
+    GEMM is part of this package. It converts 16-bit matrices to fp32 while it packs them into cache, and its
+    result does not depend on the number of threads. On other CPUs and on GPUs, the GEMM is that of PyTorch's
+    BLAS library.
 
     Args:
         self: (m, n), in the dtype of the matrices, or fp32 if they are bf16 or fp16. If beta is 0, self is
@@ -31,6 +31,6 @@ def addmm_(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha
 def addmm_reference(
     self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> Tensor:
-    """Return the new value of self after ``addmm_``, computed in fp64 and rounded to the dtype of self."""
+    """Return the value of self after ``addmm_``, computed in fp64 and rounded to the dtype of self."""
     product = alpha * (mat1.double() @ mat2.double())
     return (product if beta == 0 else beta * self.double() + product).to(self.dtype)

@@ -8,9 +8,9 @@ from torch.nn import functional as F
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """Compute ``gelu(gate) * up`` in one pass, in fp32 (fp64 for fp64), rounded once (arXiv 2002.05202).
 
-    The usual formula ``x * (1 + erf(x / sqrt(2))) / 2`` loses its digits to cancellation far below zero; this
-    implementation does not. Only gate and up are saved for backward, which computes both gradients in one
-    pass.
+    For very negative x, the usual formula of GELU, ``x * (1 + erf(x / sqrt(2))) / 2``, loses its digits to
+    cancellation. This implementation does not. Only gate and up are saved for backward, which computes both
+    gradients in one pass.
 
     Args:
         gate, up: any shape, the same for both, with the same dtype and device; fp32, fp64, bf16 or fp16.
@@ -27,5 +27,5 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
 
 def geglu_reference(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
-    """Compute ``geglu`` in plain PyTorch."""
+    """Compute ``gelu(gate) * up`` (``geglu``) in plain PyTorch."""
     return F.gelu(gate, approximate=approximate) * up

@@ -10,9 +10,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     The method is layer normalisation (arXiv 1607.06450).
 
-    Forward reads x once. Backward reads x and the upstream gradient once and computes all gradients. It needs
-    x and two fp32 numbers per row. The computation is in fp32 (fp64 for fp64) and rounded once. Results are
-    bitwise repeatable and do not depend on the number of threads.
+    Forward reads x once. Backward reads x and the upstream gradient once and computes all gradients. For
+    that, x and two fp32 numbers per row are saved. The computation is in fp32 (fp64 for fp64) and rounded
+    once. Results are bitwise repeatable and do not depend on the number of threads.
 
     Args:
         x: (..., features), fp32, fp64, bf16 or fp16.

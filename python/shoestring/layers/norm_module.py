@@ -10,7 +10,8 @@ from shoestring.layers.rms_norm import rms_norm
 class RMSNorm(nn.Module):
     """``shoestring.rms_norm`` with a trainable weight (features), initialised to ``offset + weight = 1``.
 
-    Its state_dict has the keys of ``torch.nn.RMSNorm`` and of the norms in transformers. It rounds like
+    Its state_dict has the keys of ``torch.nn.RMSNorm`` and of the norms in transformers. It rounds like the
+    following:
 
     - ``torch.nn.RMSNorm`` with ``casting="gemma"``,
     - Llama's norm with ``casting="llama"``,
@@ -19,7 +20,7 @@ class RMSNorm(nn.Module):
     Args:
         features: size of the last dimension of the input.
         eps, offset, casting: as in ``shoestring.rms_norm``.
-        device, dtype: of the weight, whose dtype may differ from that of the input.
+        device, dtype: device and dtype of the weight. The dtype may differ from that of the input.
     """
 
     def __init__(
@@ -42,14 +43,15 @@ class RMSNorm(nn.Module):
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise x, or ``x + residual``.
+        """Apply RMSNorm to x or, with a residual, to ``x + residual``.
 
         Args:
             x: (..., features).
             residual: None, or a tensor with the shape and dtype of x.
 
         Returns:
-            The normalised x, in the dtype of x. With a residual: the normalised sum, and the sum.
+            The normalised x, in the dtype of x. With a residual: two tensors, the normalised ``x + residual``
+                and ``x + residual``.
         """
         return rms_norm(
             x, self.weight, eps=self.eps, residual=residual, offset=self.offset, casting=self.casting
@@ -68,7 +70,7 @@ class LayerNorm(nn.Module):
         features: size of the last dimension of the input.
         eps: added to the variance.
         bias: whether the layer has a bias.
-        device, dtype: of the parameters, whose dtype may differ from that of the input.
+        device, dtype: device and dtype of the parameters. The dtype may differ from that of the input.
     """
 
     def __init__(
@@ -91,7 +93,10 @@ class LayerNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., features) over its last dimension; the result has the dtype of x."""
+        """Apply layer normalisation to x (..., features) over its last dimension.
+
+        The result has the dtype of x.
+        """
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     def extra_repr(self) -> str:

@@ -47,26 +47,27 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute ``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension (arXiv 1910.07467).
 
-    Forward reads x once. Backward reads the normalised tensor and the upstream gradient once and computes all
-    gradients. It needs the tensor that was normalised and one fp32 number per row. Sums are fp32 (fp64 for
-    fp64). Results are bitwise repeatable and do not depend on the number of threads.
+    Forward reads x once. Backward reads the input of the normalisation and the upstream gradient once and
+    computes all gradients. For that, the input of the normalisation and one fp32 number per row are saved.
+    Sums are fp32 (fp64 for fp64). Results are bitwise repeatable and do not depend on the number of threads.
 
     Args:
         x: (..., features), fp32, fp64, bf16 or fp16.
-        weight: (features), in any floating-point dtype, for example fp32 for bf16 x. None: the factor is 1,
-            and offset is not used.
+        weight: (features), in any floating-point dtype, for example fp32 for bf16 x. None: rows are not
+            multiplied by a weight, and offset is not used.
         eps: added to the mean of squares.
-        residual: a tensor with the shape and dtype of x. ``x + residual``, rounded to their dtype, is
+        residual: a tensor with the shape and dtype of x. ``x + residual``, rounded to the dtype of x, is
             normalised, and the sum is returned too. ``add_rms_norm`` does the same.
         offset: added to the weight; 1 for Gemma.
         casting: which intermediate results are rounded to the dtype of a 16-bit x before the last
             multiplication. "llama" (Llama, Qwen and Mistral in transformers): the normalised row. "gemma"
             (Gemma and ``torch.nn.functional.rms_norm``): none of them. "none": the reciprocal root, the
             normalised row and the weight, as in code without casts. Gradients do not depend on casting: they
-            are those of the exact function, rounded once.
+            are the gradients of the function without intermediate rounding, rounded once.
 
     Returns:
-        The shape and dtype of x. With a residual: the normalised sum, and the sum. Differentiable once.
+        The shape and dtype of x. With a residual: two tensors, the normalised ``x + residual`` and ``x +
+            residual``. Differentiable once.
 
     Raises:
         RuntimeError: weight or residual does not fit x, or casting is unknown.
@@ -88,14 +89,15 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(rms_norm(x + residual), x + residual)`` in one pass forward and one pass backward.
 
-    Backward adds the upstream gradient of the sum in the same pass that computes the gradient of the norm.
+    Both results have an upstream gradient. Backward computes the gradient of the norm and adds the upstream
+    gradient of ``x + residual`` in the same pass.
 
     Args:
         x, residual: (..., features), with the same dtype.
         weight, eps, offset, casting: as in ``rms_norm``.
 
     Returns:
-        The normalised sum and the sum, both with the shape and dtype of x.
+        Two tensors with the shape and dtype of x: the normalised ``x + residual``, and ``x + residual``.
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_rms_norm(
         x, residual, weight, eps=eps, offset=offset, casting=casting

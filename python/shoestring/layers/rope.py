@@ -26,24 +26,25 @@ def rope(
     without a copy, for example transposes of (batch, tokens, heads, head_dim) and slices of fused
     projections. Backward rotates the gradient in the opposite direction, so neither q nor k is saved.
 
-    With q_weight and k_weight, RMSNorm of each head is computed before the rotation, in the same pass and
-    without rounding in between (as in the attention of Qwen 3 and Gemma 3). Only q and k are then saved for
-    backward.
+    With q_weight and k_weight, RMSNorm of each head is computed before the rotation, as in the attention of
+    Qwen 3 and Gemma 3. The norm is computed in the same pass as the rotation, without rounding in between.
+    Only q and k are then saved for backward.
 
     Args:
         q: (batch, heads, tokens, head_dim), or packed (tokens, heads, head_dim); fp32, fp64, bf16 or fp16.
         k: like q; the number of heads may differ.
         cos, sin: (tokens, width) or (1 or batch, tokens, width), in any floating-point dtype; with
             position_ids (positions, width). width is rotary_dim / 2, or rotary_dim for tables that hold each
-            angle twice, as in transformers. In such tables both halves (with interleaved, both neighbours)
-            are assumed to be equal. cos and sin get no gradients.
+            angle twice, as in transformers. Tables that hold each angle twice are assumed to have two equal
+            halves (equal neighbours if interleaved). cos and sin get no gradients.
         rotary_dim: the number of elements of a head, from the first, that are rotated. None: head_dim.
         interleaved: True if the elements of a pair are neighbours (GPT-J), False if they are rotary_dim / 2
             apart (GPT-NeoX, Llama).
         position_ids: (tokens) or (1 or batch, tokens), int64: the row of cos and sin for each token. On CUDA,
             where the host does not wait for these values, a token whose position is out of range becomes NaN;
             on the CPU it raises an IndexError.
-        q_weight, k_weight: (head_dim), in any floating-point dtype, for RMSNorm; give both or neither.
+        q_weight, k_weight: (head_dim), in any floating-point dtype: the weights of RMSNorm. Give q_weight and
+            k_weight, or none of the two.
         eps, offset: of RMSNorm, as in ``rms_norm``.
 
     Returns:

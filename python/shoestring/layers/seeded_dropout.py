@@ -1,13 +1,14 @@
-"""Dropout that computes its mask from a seed, again in backward, instead of saving the mask."""
+"""Dropout whose mask is computed from a seed. Backward computes the mask again instead of saving it."""
 
 import torch
 from torch import Tensor
 
 
 def draw_seed(like: Tensor) -> Tensor:
-    """Return one random int64 on the device of `like`, from that device's default generator.
+    """Draw a seed, one int64 on the device of `like`, from the default generator of that device.
 
-    Checkpointing restores the generator's state, so a recomputation draws the same seed again.
+    Activation checkpointing restores the generator's state, so a recomputation draws the same seed as the
+    first forward.
     """
     return torch.randint(torch.iinfo(torch.int64).max, (1,), device=like.device)
 
@@ -41,8 +42,8 @@ def seeded_dropout_reference(x: Tensor, seed: Tensor, p: float = 0.5) -> Tensor:
     words = [counters & low, counters >> 32, torch.zeros_like(counters), torch.zeros_like(counters)]
     key = [number & low, number >> 32 & low]
     for _ in range(7):
-        # The 64-bit products wrap around in int64. `& low` removes the sign bits that the right shift fills
-        # in.
+        # The 64-bit products of Philox wrap around in int64. `& low` clears the copies of the sign bit that
+        # the right shift fills in.
         a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
         words = [b >> 32 & low ^ words[1] ^ key[0], b & low, a >> 32 & low ^ words[3] ^ key[1], a & low]
         key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]

@@ -23,8 +23,8 @@ class CrossEntropyOptions(TypedDict, total=False):
         differentiable tensor of one element. A tensor multiplies hidden and bias, or the logits, and the
         product is rounded to their dtype.
     z_loss: ``z_loss * lse ** 2`` is added to the loss of each token, where lse is the log-sum-exp of its
-        logits (PaLM). Class weights do not multiply this term. Its mean is over the tokens, weighted by
-        ``token_weights`` if given, as in Liger Kernel.
+        logits (PaLM). Class weights do not multiply this z term. The mean of the z terms is over the tokens,
+        weighted by ``token_weights`` if given, as in Liger Kernel.
     class_weights: (vocab), a weight for each class, like ``weight`` of ``torch.nn.functional.cross_entropy``.
         The mean of the cross-entropies is then weighted by the class weights of the targets.
     token_weights: factors of the token losses, in the shape of target. The mean is weighted by these factors
@@ -53,8 +53,8 @@ class CrossEntropyOptions(TypedDict, total=False):
 class CrossEntropyStats(NamedTuple):
     """A loss, and statistics of each token in the shape of target.
 
-    loss: the result of the function without ``_with_stats``.
-    token_loss: the loss of the token, before ``token_weights``; 0 for ignored tokens.
+    loss: the result of ``cross_entropy`` or ``linear_cross_entropy``.
+    token_loss: the loss of the token, not multiplied by ``token_weights``; 0 for ignored tokens.
     lse: log-sum-exp of the token's logits; 0 for ignored tokens.
     entropy: entropy of the softmax of the token's logits, in nats; 0 for ignored tokens.
     argmax: the most likely class, int64, the first one in a tie; -1 for ignored tokens.
@@ -83,12 +83,13 @@ def cross_entropy(
             or if the token dimensions need more than two strides.
         target: (...), int64, classes in [0, vocab) or ``ignore_index``.
         inplace: if True, forward overwrites the logits with their gradient, in one read and one write. With
-            ``reduction="none"`` backward overwrites them. See below.
+            ``reduction="none"``, backward overwrites the logits. See below.
         **options: see ``CrossEntropyOptions``.
 
     ``inplace=True`` overwrites the logits even if other references to them exist. Code that reads the logits
     afterwards, for example to compute an accuracy, silently finds a gradient. Autograd raises an error only
-    if another node saved the logits or uses them later. The logits are not overwritten
+    if another node saved the logits or uses them later. In the following cases the logits are not
+    overwritten:
 
     - if they do not require a gradient, or gradients are disabled;
     - if they are a leaf, or ``retain_grad`` was called on them;
@@ -98,7 +99,7 @@ def cross_entropy(
 
     If the upstream gradient is not 1, backward multiplies the gradient by it in an additional pass, which
     rounds 16-bit values a second time. fp16 with ``reduction="mean"`` always needs this pass, because the
-    stored gradient is approximately that of the sum.
+    stored gradient is approximately that of the sum of the losses, not of the mean.
 
     Returns:
         A scalar, or the shape of target for ``reduction="none"``; fp32 for 16-bit logits, also under
@@ -128,8 +129,8 @@ def cross_entropy_with_stats(
     Arguments and errors are those of ``cross_entropy``.
 
     Returns:
-        A :class:`CrossEntropyStats`. All fields but ``argmax`` are differentiable. If ``inplace`` has
-        overwritten the logits in forward, only ``loss`` is.
+        A :class:`CrossEntropyStats`. All fields except ``argmax`` are differentiable. If ``inplace`` has
+        overwritten the logits in forward, only ``loss`` is differentiable.
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
     operators = torch.ops.shoestring
@@ -140,10 +141,10 @@ def cross_entropy_with_stats(
 def _arguments(
     logits: Tensor, inplace: bool, *, logit_scale: float | Tensor = 1.0, **options: Any
 ) -> tuple[Tensor, bool, Any]:
-    """Return the arguments of the operator: logits, inplace and options.
+    """Return the arguments of the operator cross_entropy: logits, inplace and options.
 
-    A tensor logit_scale multiplies the logits here. Nothing else refers to the product, so it may be
-    overwritten.
+    If logit_scale is a tensor, the logits are multiplied by it here. Nothing else refers to the product, so
+    the operator may overwrite the product.
     """
     if isinstance(logit_scale, Tensor):
         if logit_scale.numel() != 1:
@@ -172,7 +173,7 @@ def cross_entropy_reference(
 ) -> CrossEntropyStats:
     """Compute ``cross_entropy_with_stats`` in plain PyTorch.
 
-    ``workspace_mb`` is accepted because ``linear_cross_entropy`` has this option; it has no effect.
+    ``workspace_mb``, an option of ``linear_cross_entropy``, is accepted and has no effect.
     """
     if shift:
         target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
@@ -205,7 +206,7 @@ def cross_entropy_reference(
     )
     argmax = torch.where(counted, logits.argmax(-1), -1)
     loss = token_loss * each
-    # Class weights apply to the mean of the cross-entropies, but not to the mean of the z terms.
+    # The mean of the cross-entropies is weighted by class weights, but the mean of the z-loss terms is not.
     if reduction == "mean":
         of_class = 1 if weights is None else weights[target.where(counted, 0)]
         loss = (entropies * each).sum() / (each * of_class).sum() + (z_terms * each).sum() / each.sum()

@@ -1,4 +1,7 @@
-"""Helpers of losses that include the output head: turn its weight and adapter into operator arguments."""
+"""Helpers of the losses that compute the logits of an output head themselves.
+
+The helpers convert the weight and the adapter of the head to operator arguments.
+"""
 
 from typing import Any
 
@@ -9,7 +12,10 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 
 def weight_arguments(weight: Tensor, prefix: str = "") -> dict[str, Any]:
-    """Return the operator arguments for a dense or quantised weight, with ``prefix`` before their names."""
+    """Return the operator arguments that describe a dense or quantised weight.
+
+    Their names begin with ``prefix``.
+    """
     if not isinstance(weight, QuantizedTensor):
         return {f"{prefix}weight": weight}
     parts: dict[str, Any] = {"weight": weight.packed, "absmax": weight.absmax, "nested": weight.nested}
@@ -20,9 +26,9 @@ def weight_arguments(weight: Tensor, prefix: str = "") -> dict[str, Any]:
 def lora_arguments(
     where: str, hidden: Tensor, lora_A: Tensor | None, lora_B: Tensor | None, scaling: float
 ) -> dict[str, Tensor]:
-    """Return the low-rank term of the logits as factors: low (..., rank) and up (vocab, rank).
+    """Return the two factors of LoRA's contribution to the logits: low (..., rank) and up (vocab, rank).
 
-    The result is empty without lora_A and lora_B.
+    Without lora_A and lora_B, return an empty dict.
 
     Raises:
         ValueError: only one of lora_A and lora_B is given, or lora_A does not fit hidden.
@@ -46,7 +52,7 @@ def reference_logits(
     lora_B: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
-    """Compute the logits of the head in plain PyTorch."""
+    """Compute the logits of an output head, with LoRA if given, in plain PyTorch."""
     if isinstance(weight, QuantizedTensor):
         weight = weight.dequantize(hidden.dtype)
     logits = F.linear(hidden, weight, bias)

@@ -13,21 +13,21 @@ from shoestring.losses.head import lora_arguments, reference_logits, weight_argu
 class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
     """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``.
 
-    They include those of ``CrossEntropyOptions``.
+    The options of ``CrossEntropyOptions`` are included.
 
-    filter_eps: if above 0, a class is left out of the products for the gradients of a chunk of tokens if its
-        logit gradient, relative to the token's upstream gradient, is below filter_eps for every token of the
-        chunk. The error of each entry of the logits' gradient is at most ``filter_eps`` (Cut Cross-Entropy
-        uses 2 ** -12 for bf16). This saves up to two thirds of the time where most classes can be left out,
-        and costs little where none can. Larger chunks (``workspace_mb``) leave out fewer classes. Not
-        supported with a quantised weight. On CUDA the host waits for the GPU once per chunk, to read the
-        number of remaining classes, so a CUDA graph cannot capture it.
+    filter_eps: if above 0, the products for the gradients of a chunk of tokens leave out some classes. A
+        class is left out if, for every token of the chunk, its logit gradient divided by the token's upstream
+        gradient is below filter_eps. The error of each entry of the logits' gradient is at most
+        ``filter_eps`` (Cut Cross-Entropy uses 2 ** -12 for bf16). This saves up to two thirds of the time if
+        most classes can be left out, and costs little if none can. Larger chunks (``workspace_mb``) leave out
+        fewer classes. Not supported with a quantised weight. On CUDA the host waits for the GPU once per
+        chunk, to read the number of remaining classes, so a CUDA graph cannot capture it.
     lora_A, lora_B, scaling: LoRA of the head: ``scaling * (hidden @ lora_A.T) @ lora_B.T`` is added to the
         logits. Shapes (rank, features) and (vocab, rank), any floating-point dtype; differentiable.
     weight_grad: a tensor with the shape of weight, fp32 (fp64 for fp64), such as the ``.grad`` of a tied
-        embedding or a ``main_grad``. Backward adds the gradient of weight to it and returns none for weight.
-        Backward then computes the logits a second time, unless grad_scale is given. Nothing is added under
-        ``torch.no_grad``. Not supported under ``torch.compile``.
+        embedding or a ``main_grad``. Backward adds the gradient of weight to weight_grad, and returns no
+        gradient for weight. Backward then computes the logits a second time, unless grad_scale is given.
+        Nothing is added under ``torch.no_grad``. Not supported under ``torch.compile``.
     grad_scale: only with weight_grad: the gradient that the loss will have in backward. The gradient of
         weight is then added in forward, and no logits are computed twice.
     workspace_mb: limit in MiB on the logits and their gradient that are in memory at a time. On the CPU it
@@ -42,8 +42,8 @@ class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
           weight is allocated too. The sum is at most ``vocab * max(6 * features, 4 * features + 4096)``
           bytes.
 
-        If this buffer holds n of the tokens, its accumulator takes a fraction of about ``230 / n`` of the
-        time on an H200.
+        If the buffer holds n tokens, adding to the accumulator takes a fraction of about ``230 / n`` of the
+        total time on an H200.
     """
 
     filter_eps: float
@@ -70,11 +70,11 @@ def linear_cross_entropy(
     The whole (tokens, vocab) logits are never in memory; ``workspace_mb`` limits the memory besides the
     gradients.
 
-    - A scalar result: forward computes the gradients too, with three matrix products in total.
-    - ``reduction="none"``: backward computes the logits again, so there are four matrix products.
-    - Precision: logits, sums and products are fp32 (fp64 for fp64 input). The exception are the products for
-      the gradients of 16-bit input: CUDA multiplies them in the dtype of the input, and so does a CPU with
-      bf16 matrix units for bf16.
+    - If the result is a scalar, forward computes the gradients too, with three matrix products in total.
+    - With ``reduction="none"``, backward computes the logits again, so there are four matrix products.
+    - Logits, sums and products are fp32 (fp64 for fp64 input). The matrix products for the gradients of
+      16-bit input are an exception. CUDA computes them in the dtype of the input. So does a CPU with bf16
+      matrix units if the input is bf16.
     - 16-bit input needs an fp32 (vocab, features) accumulator for the gradient of the weight, on CUDA only if
       there are several chunks.
     - On CUDA the host does not wait for the GPU, except with ``filter_eps``.
@@ -114,13 +114,13 @@ def linear_cross_entropy_with_stats(
     """Compute ``linear_cross_entropy`` and each token's loss, log-sum-exp, entropy and most likely class.
 
     The statistics take one additional pass over each row of logits while the row is in cache. If ``loss`` is
-    a scalar and only ``loss`` is differentiated, the gradients come from forward. Otherwise backward computes
+    a scalar and only ``loss`` is differentiated, forward computes the gradients. Otherwise backward computes
     the logits again.
 
     Arguments and errors are those of ``linear_cross_entropy``.
 
     Returns:
-        A :class:`CrossEntropyStats`. All fields but ``argmax`` are differentiable.
+        A :class:`CrossEntropyStats`. All fields except ``argmax`` are differentiable.
     """
     arguments = operator_arguments(hidden, weight, target, bias, **options)
     return LinearCrossEntropyStats(*torch.ops.shoestring.linear_cross_entropy_with_stats(**arguments))
@@ -138,9 +138,10 @@ def operator_arguments(
     scaling: float = 1.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of the operator.
+    """Return the arguments of the operator linear_cross_entropy.
 
-    A tensor logit_scale multiplies hidden and bias here, and lora_A multiplies hidden.
+    If logit_scale is a tensor, hidden and bias are multiplied by it here. The product of hidden and lora_A is
+    computed here as well.
 
     Raises:
         ValueError: logit_scale has several elements, or lora_A and lora_B do not fit.
@@ -168,7 +169,7 @@ def linear_cross_entropy_reference(
 ) -> Tensor:
     """Compute ``linear_cross_entropy`` in plain PyTorch, with the whole logits in memory.
 
-    The reference does not accept filter_eps, weight_grad and grad_scale.
+    The options filter_eps, weight_grad and grad_scale are not accepted.
     """
     given: dict[str, Any] = {**options}
     head = {name: given.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in given}

@@ -30,14 +30,15 @@ def linear_distillation(
 ) -> Tensor:
     """Compute the divergence between the token distributions of a student and a teacher, in chunks of tokens.
 
-    The student's distribution is softmax(``hidden @ weight.T + bias``), the teacher's that of its own head.
-    The whole (tokens, vocab) logits of student and teacher are never in memory; ``workspace_mb`` limits the
-    memory besides the gradients. With a scalar result forward computes the gradients too. With
-    ``reduction="none"`` backward computes the logits of both again.
+    The student's distribution is softmax(``hidden @ weight.T + bias``). The teacher's is
+    softmax(``teacher_hidden @ teacher_weight.T + teacher_bias``). The whole (tokens, vocab) logits of student
+    and teacher are never in memory; ``workspace_mb`` limits the memory besides the gradients. If the result
+    is a scalar, forward computes the gradients too. With ``reduction="none"``, backward computes the logits
+    of student and teacher again.
 
-    Logits and sums are fp32 (fp64 for fp64 input). The CPU multiplies in that dtype. CUDA multiplies 16-bit
-    input in its own dtype, and stores the gradient of the logits in that dtype. The host does not wait for
-    the GPU.
+    Logits and sums are fp32 (fp64 for fp64 input). The CPU multiplies in fp32 (fp64) too. CUDA multiplies
+    16-bit input in the dtype of the input, and stores the gradient of the logits in that dtype. The host does
+    not wait for the GPU.
 
     Args:
         hidden: (..., features), of the student, fp32, fp64, bf16 or fp16.
@@ -54,16 +55,16 @@ def linear_distillation(
             differentiable.
         target: (...), int64. A token with the target ``ignore_index`` counts neither in the loss nor in the
             mean. On the CPU such a token takes no time; on CUDA it takes as long as the others. Other values
-            have no effect. None: every token counts.
+            of target have no effect. None: every token counts.
         ignore_index: default -100.
         divergence: "forward_kl" (default), KL(teacher || student); "reverse_kl", KL(student || teacher); or
             "jsd", the generalised Jensen-Shannon divergence, ``beta * KL(teacher || m) + (1 - beta) *
             KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
         beta: in (0, 1), only for "jsd". In TRL and Liger Kernel, beta 0 selects the forward divergence and
             beta 1 the reverse divergence.
-        temperature: positive; both logits are divided by it. As in TRL and Liger Kernel, the loss is not
-            multiplied by ``temperature ** 2``. If you add a loss on targets, multiply it yourself (Hinton et
-            al., section 2).
+        temperature: positive; the logits of student and teacher are divided by it. As in TRL and Liger
+            Kernel, the loss is not multiplied by ``temperature ** 2``. If you add a loss on targets, multiply
+            the distillation loss by ``temperature ** 2`` yourself (Hinton et al., section 2).
         reduction: "mean" (default) over the tokens that count (NaN if there are none), "sum" or "none".
         workspace_mb: limit in MiB on the logits of student and teacher and their gradient that are in memory
             at a time. 0 selects the default. CPU: 64. CUDA: 256, but at least 1024 tokens in fp32 and 128
@@ -84,9 +85,11 @@ def linear_distillation(
 
     Hinton's loss, which combines targets and a teacher, takes two calls with the same head::
 
-        loss = alpha * linear_cross_entropy(hidden, weight, target) soft = linear_distillation(hidden, weight,
-        teacher_hidden, teacher_weight, target=target, temperature=T) (loss + (1 - alpha) * T**2 *
-        soft).backward()
+        loss = alpha * linear_cross_entropy(hidden, weight, target)
+        soft = linear_distillation(
+            hidden, weight, teacher_hidden, teacher_weight, target=target, temperature=T
+        )
+        (loss + (1 - alpha) * T**2 * soft).backward()
 
     References: distillation, Hinton et al. (arXiv 1503.02531); the divergences, Agarwal et al. (GKD, arXiv
     2306.13649); gradients in forward, Liger Kernel (arXiv 2410.10989).
@@ -158,7 +161,7 @@ def distillation_reference(
     teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
-        """Compute KL(p || q) of each token."""
+        """Compute KL(p || q) for each token, where p and q are log-probabilities (..., vocab)."""
         return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
     if divergence == "forward_kl":

@@ -14,12 +14,13 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class ShardOptions(TypedDict, total=False):
-    """Keyword arguments of ``linear_cross_entropy_shard``, which mean the same in ``linear_cross_entropy``.
+    """Keyword arguments of ``linear_cross_entropy_shard``, with the meaning of ``linear_cross_entropy``.
 
-    softcap, logit_scale, scaling, workspace_mb: the same on every shard.
-    lora_A: (rank, features), the same on every shard.
+    softcap, logit_scale, scaling, workspace_mb: must be equal on every shard.
+    lora_A: (rank, features), must be equal on every shard.
     lora_B: (classes of the shard, rank).
-    weight_grad: a tensor with the shape of the shard's weight, to which the gradient of that weight is added.
+    weight_grad: a tensor with the shape of the shard's weight, to which backward adds the gradient of the
+        shard's weight.
     """
 
     softcap: float
@@ -32,9 +33,9 @@ class ShardOptions(TypedDict, total=False):
 
 
 class Shard(NamedTuple):
-    """The contribution of one shard of the classes to the loss of each token.
+    """The contribution of one shard of the classes to the cross-entropy of each token.
 
-    Both tensors have the shape of target, and are 0 for ignored tokens.
+    lse and target_logit have the shape of target, and are 0 for ignored tokens.
 
     lse: log-sum-exp of the token's logits over the classes of this shard.
     target_logit: the logit of the token's target; 0 if the target belongs to another shard.
@@ -105,11 +106,11 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor:
     """Compute ``linear_cross_entropy`` with the classes sharded over the ranks of a process group.
 
-    Every rank must call it, with the same options. Forward needs two all-reduces, of one and of three numbers
-    per token. Backward needs one all-reduce of the gradient of hidden, in fp32. Every rank gets the same
-    loss, and must run backward with the same upstream gradient. It then has the whole gradients of hidden and
-    lora_A, and the gradients of its own rows of weight, bias and lora_B. The method is Megatron-LM's
-    vocabulary-parallel cross-entropy (arXiv 1909.08053).
+    Every rank must call this function, with the same options. Forward needs two all-reduces, of one and of
+    three numbers per token. Backward needs one all-reduce of the gradient of hidden, in fp32. Every rank gets
+    the same loss, and must run backward with the same upstream gradient. After backward, each rank has the
+    whole gradients of hidden and lora_A, and the gradients of its own rows of weight, bias and lora_B. The
+    method is Megatron-LM's vocabulary-parallel cross-entropy (arXiv 1909.08053).
 
     Args:
         hidden, weight, target, bias, ignore_index: as for ``linear_cross_entropy_shard``. hidden, target and
@@ -182,10 +183,11 @@ def _refuse_unknown(where: str, options: Any) -> None:
 
 
 def _check_owners(where: str, owners: Tensor, counted: Tensor) -> None:
-    """Check that each target belongs to exactly one rank: it is in range, and the shards do not overlap.
+    """Check that each target class belongs to the shard of exactly one rank.
 
     Raises:
-        IndexError: the check fails; on CUDA a device-side assertion fails instead.
+        IndexError: a target class belongs to no rank, or to several. On CUDA a device-side assertion fails
+            instead.
     """
     right = (owners == counted).all()
     message = f"{where}: target: expected each class to be one process's, received one that is none's, or several's; "
@@ -197,7 +199,10 @@ def _check_owners(where: str, owners: Tensor, counted: Tensor) -> None:
 
 
 class _Replicated(torch.autograd.Function):
-    """Identity of a tensor that is equal on all ranks; backward sums the gradients of all ranks."""
+    """In forward, return the tensor unchanged; it is equal on all ranks.
+
+    In backward, sum the gradients of the tensor over all ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -213,7 +218,10 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Sum over all ranks. Backward passes the gradient on, since it is the same on every rank."""
+    """In forward, sum a tensor over all ranks.
+
+    In backward, pass on the gradient, which is the same on every rank.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adafactor with an optional, quantised mean of updates."""
+"""Adafactor, optionally with a running mean of updates that is stored quantised."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -38,27 +38,32 @@ def adafactor_(
 
     - The second moment is the product of its means over rows and over columns (of the last two dimensions).
       Its beta2 is ``1 - t^beta2_decay``.
-    - The update ``u = g / sqrt(second moment)`` is clipped to a root mean square of d.
-    - ``p = p (1 - lr weight_decay) - max(eps2, rms(p)) min(lr, 1 / sqrt(t)) u``.
+    - The update ``u = g / sqrt(second moment)`` is scaled down if its root mean square exceeds d. g is the
+      gradient.
+    - ``p = p (1 - lr weight_decay) - max(eps2, rms(p)) min(lr, 1 / sqrt(t)) u``. p is the parameter, and t
+      counts its steps.
 
-    See "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). With beta1 above 0
-    the running mean of the clipped updates replaces u. Temporary memory: 4 bytes per element of one parameter
-    at a time, and 4 more if the gradient is not fp32 or is scaled, or with a weight remainder. A NaN or
-    infinite gradient spoils its whole parameter.
+    See "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235). With beta1 above
+    0, the running mean of the scaled-down updates replaces u. Temporary memory is 4 bytes per element of one
+    parameter at a time. It is 8 bytes if the gradient is not fp32 or is scaled, or with a weight remainder. A
+    NaN or infinite element of a gradient spoils the whole parameter.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
         grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        exp_avg: the mean of the updates; None if beta1 is 0. fp32 or bf16 values, (elements of the arena); or
-            uint8 codes, one 8-bit or two 4-bit codes per byte.
+        exp_avg: the mean of the updates of all parameters in one flat tensor, the arena; None if beta1 is 0.
+            Each parameter starts at a multiple of 256 elements. fp32 or bf16 values, (elements of the arena);
+            or uint8 codes, one 8-bit or two 4-bit codes per byte.
         exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
             256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
-        row_var, col_var: fp32. For parameters of shape (..., rows, columns) they are (..., rows, 1) and (...,
-            1, columns); for parameters with fewer than two dimensions (0).
-        variance: fp32: of the parameter's shape if it has fewer than two dimensions, else (0).
-        lr: the largest relative step.
+        row_var, col_var: one fp32 tensor per parameter: the mean of squared gradients over each row, and over
+            each column. For a parameter of shape (..., rows, columns) the shapes are (..., rows, 1) and (...,
+            1, columns). For a parameter with fewer than two dimensions both are empty, (0).
+        variance: one fp32 tensor per parameter: the mean of squared gradients in the parameter's shape if the
+            parameter has fewer than two dimensions, else empty, (0).
+        lr: the maximum relative step size.
         beta1: the weight of the old mean in the new mean, in [0, 1). 0 means that there is no mean.
         beta2_decay, eps2, d, weight_decay: as in ``torch.optim.Adafactor``.
         eps1: as in ``torch.optim.Adafactor``. None means the machine epsilon of the parameter's dtype (of
@@ -91,9 +96,10 @@ def adafactor_(
 def advance_factored(
     g2: Tensor, row: Tensor, col: Tensor, full: Tensor, weight: float, least: float
 ) -> Tensor:
-    """Update the running means of g2 in place and return their estimate of g2.
+    """Update the row and column means of ``g2``, the squared gradient. Return the estimated second moment.
 
-    ``weight`` is the weight of g2 in the new means. ``least`` is the lower bound of the mean that divides.
+    ``weight`` is the weight of ``g2`` in the new means. The product of row and column means is divided by the
+    mean of the row means, and ``least`` is the lower bound of that divisor.
     """
     if g2.dim() < 2:
         return full.lerp_(g2, weight)
@@ -121,7 +127,7 @@ def adafactor_reference(
     weight_decay: float = 0.0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``adafactor_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``adafactor_`` in plain PyTorch, one parameter at a time."""
     exact = arguments.get("weight_remainder") is not None
     eps = {
         p.dtype: torch.finfo(torch.float32 if exact else p.dtype).eps if eps1 is None else eps1
@@ -158,31 +164,31 @@ class Adafactor(WholeTensorOptimizer):
     The rule is that of ``torch.optim.Adafactor``. With ``beta1`` above 0, a running mean of the clipped
     updates replaces the updates. This mean is kept in 8 bits.
 
-    Memory: 4 bytes per row, per column and per parameter, which is ``4 (rows + columns + 1)`` for a matrix
-    and ``4 (n + 1)`` for a vector of n elements. A parameter with more than two dimensions is a batch of
-    matrices. A mean of updates adds the state of ``Lion``, which is 1.02 bytes per element. During a step, 4
-    bytes per element of one parameter at a time, and 4 more if the gradient is not fp32 or is scaled, or with
+    Memory: 4 bytes per row, per column and per parameter, so ``4 (rows + columns + 1)`` for a matrix. A
+    vector of n elements takes ``4 (n + 1)``. A parameter with more than two dimensions is a batch of
+    matrices. A mean of updates adds 1.02 bytes per element. A step takes 4 bytes of temporary memory per
+    element of one parameter at a time. It takes 8 bytes if the gradient is not fp32 or is scaled, or with
     ``weights="remainder"``.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
-        lr: the largest relative step: a number, or a tensor of one element as for ``AdamW``.
+        lr: the maximum relative step size: a number, or a tensor of one element as for ``AdamW``.
         beta2_decay: beta2 is ``1 - step ** beta2_decay``; at most 0.
         eps: two numbers. The first is the lower bound of the root of the second moment (None: the machine
-            epsilon of the dtype). The second is the lower bound of the root mean square of the weights, which
-            scales the step.
-        d: the largest root mean square of an update, at least 1.
+            epsilon of the dtype). The step is multiplied by the root mean square of the weights; the second
+            number is the lower bound of this factor.
+        d: updates with a root mean square above d are scaled down to it; at least 1.
         weight_decay: decoupled weight decay, applied before the update.
-        beta1: the weight of the old mean of updates in the new mean, in [0, 1); above 0 in all groups or in
-            none.
+        beta1: the weight of the old mean of updates in the new mean, in [0, 1). It must be above 0 in all
+            groups, or 0 in all groups.
         **options: options of every optimizer here, see ``LowMemoryOptions``.
 
     Raises:
         ValueError: an option, a parameter or a loaded state does not fit. Nothing has changed then.
 
     Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
-    holds ``step, row_var, col_var, variance`` in fp32; tensors that the parameter does not need are empty.
-    With beta1 it also holds ``exp_avg`` and its scale.
+    holds ``step, row_var, col_var, variance`` in fp32; tensors that the parameter does not need are empty. If
+    beta1 is above 0, it also holds ``exp_avg`` and the scale of ``exp_avg``.
     """
 
     _operator = staticmethod(adafactor_)

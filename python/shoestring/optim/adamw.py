@@ -1,4 +1,4 @@
-"""AdamW with quantised state."""
+"""AdamW whose moments are stored quantised."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def adamw_(
     The state of all parameters lies in flat arenas, in the order of ``params``. The state of each parameter
     starts at a multiple of 256 elements. ``shoestring.optim.AdamW`` manages the arenas. The update uses the
     new moments before they are quantised. A NaN or infinite gradient spoils its own weight, as in PyTorch.
-    With 8-bit state it also spoils its block of 256 elements, but no other block.
+    With 8-bit state it spoils all 256 elements of its block, but no other block.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
@@ -89,7 +89,7 @@ def adamw_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``adamw_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``adamw_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         m = m + (g - m) * (1 - beta1)
@@ -110,14 +110,14 @@ class AdamW(LowMemoryOptimizer):
 
     A drop-in replacement for ``torch.optim.AdamW``: parameter groups, schedulers, hooks, closures and state
     dicts work in the same way. State of any size is quantised in blocks of 256 elements, each with an fp32
-    scale (arXiv 2110.02861). The codes are those of bitsandbytes, except that a second moment is coded as
-    zero only if it is exactly zero. A step computes in fp32 with the moments before they are quantised, in
-    one pass over all tensors of a group. Results do not depend on the number of threads.
+    scale (arXiv 2110.02861). The codes are those of bitsandbytes' 8-bit optimizers, except that a second
+    moment is coded as zero only if it is exactly zero. A step computes in fp32 with the moments before they
+    are quantised, in one pass over all tensors of a group. Results do not depend on the number of threads.
 
     Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
-    the number of elements of a parameter. In place of 520, 4-bit state takes 296 bytes, bf16 1024 and fp32
-    2048. ``weights="remainder"`` adds 512 to that number. The state of a parameter is allocated when it first
-    has a gradient.
+    the number of elements of a parameter. The 520 bytes per block of 256 elements become 296 with 4-bit
+    state, 1024 with bf16 and 2048 with fp32. ``weights="remainder"`` adds 512. The state of a parameter is
+    allocated when it first has a gradient.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
@@ -132,8 +132,8 @@ class AdamW(LowMemoryOptimizer):
 
     Attributes:
         grad_norm: with ``max_grad_norm``, the gradient norm of the last step before clipping, without the
-            scale of a GradScaler. An fp32 scalar on the gradients' device, computed
-            without a host synchronisation. ``max_grad_norm=torch.inf`` measures the norm and never clips.
+            scale of a GradScaler. It is an fp32 scalar on the gradients' device, computed without a host
+            synchronisation. ``max_grad_norm=torch.inf`` measures the norm and never clips.
 
     Raises:
         ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
@@ -141,9 +141,9 @@ class AdamW(LowMemoryOptimizer):
             ...).
 
     Under ``torch.amp.GradScaler`` the step itself divides the gradients by the scale, and skips if they are
-    not finite. The host does not wait for that decision. On a GPU a step does not synchronise and can be
-    captured in a CUDA graph. The state has to exist before the capture, so take one step outside the graph
-    first.
+    not finite. The host does not wait for the decision whether to skip. On a GPU a step does not synchronise
+    and can be captured in a CUDA graph. The state has to exist before the capture, so take one step outside
+    the graph first.
 
     ``state[p]`` holds ``step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale`` (no scales with fp32 or
     bf16 state). The entries are views into memory that the group shares. Change their values in place, or
@@ -179,9 +179,9 @@ class AdamW(LowMemoryOptimizer):
             self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state for ``torch.optim.AdamW.load_state_dict``.
+        """Return a copy of the state dict in the format of ``torch.optim.AdamW.load_state_dict``.
 
-        The moments are fp32 and in the parameters' shapes. PyTorch casts them to the parameters' dtype when
-        it loads them.
+        The moments are fp32 and have the parameters' shapes. PyTorch casts the moments to the parameters'
+        dtype when it loads them.
         """
         return exported(self, self._moments)

@@ -1,4 +1,4 @@
-"""APOLLO: per-channel learning rates from optimizer state of a random projection."""
+"""APOLLO: one learning rate per channel, from the optimizer state of a randomly projected gradient."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from shoestring.optim.adamw import AdamW
 from shoestring.optim.low_rank import LowRankOptimizer, Shapes
 from shoestring.optim.projections import fp32_rows, is_left, mix, normal, project
 
-# Largest growth of an update's norm from one step to the next, as in the paper (which takes it from Fira).
+# APOLLO lets the norm of an update grow by at most this factor per step, as its paper does.
 NORM_GROWTH = 1.01
 
 
@@ -19,23 +19,27 @@ class APOLLO(LowRankOptimizer):
     """APOLLO (arXiv 2412.05270) around an Adam-like optimizer: step sizes per channel, with low-rank state.
 
     The gradient G (m, n) of a matrix, m <= n, becomes R = P G, (r, n), with a random P. The base optimizer
-    steps a virtual parameter with R, at a learning rate of 1. Its update U (r, n) determines the factor of G
-    in every column j: ``W -= lr * scale * G * norm(U[:, j]) / norm(R[:, j])``. The norm of this update grows
-    by at most 1 % per step. If n < m, the rows are the channels. P is generated from a seed whenever it is
-    needed, and from a new seed every ``update_proj_gap`` steps.
+    steps a virtual parameter, a stand-in of R's shape, with R as its gradient and a learning rate of 1. The
+    base optimizer's update U (r, n) determines the factor of G in every column j: ``W -= lr * scale * G *
+    norm(U[:, j]) / norm(R[:, j])``. The norm of this update grows by at most 1 % per step. The channels are
+    the columns; if n < m, they are the rows. P is generated from a seed whenever it is needed, and from a new
+    seed every ``update_proj_gap`` steps.
 
     Memory, for a matrix (m, n) with l = max(m, n): 4 bytes, and the base optimizer's state of ``l * r``
     elements, which for 8-bit AdamW is ``ceil(l * r / 256) * 520 + 4`` bytes. During a step, all matrices
-    together take 8 l r bytes, and P is temporary.
+    together take another 8 l r bytes. P exists only while it is used.
 
     Args:
-        params: as for ``GaLore``. The same parameters are stepped by the base optimizer alone.
-        base_optimizer: the class of the base optimizer: AdamW, or one whose update size does not depend on
-            the gradient's scale either.
-        rank: r, or None for no projection. A group may override this and the next four options.
+        params: as for ``GaLore``. The base optimizer alone steps the parameters that ``GaLore`` does not
+            project.
+        base_optimizer: the class of the base optimizer: AdamW, or another whose update does not change if all
+            gradients are multiplied by a constant.
+        rank: r, or None for no projection. A group may override rank, update_proj_gap, scale, scale_type and
+            seed.
         update_proj_gap: the number of steps between random projections.
         scale: factor of the update of a projected parameter. (The authors' code takes the square of it.)
-        scale_type: "channel", or "tensor" for one factor, from the norms of all of U and R.
+        scale_type: "channel" for one factor per channel. "tensor" for one factor per matrix, which is norm(U)
+            / norm(R).
         seed: seed of the projections and of the base optimizer. Results depend on it and on the kind of
             device.
         max_grad_norm, options: as for ``GaLore``.
@@ -45,9 +49,9 @@ class APOLLO(LowRankOptimizer):
         TypeError: the base optimizer lacks an option.
 
     16-bit weights, schedulers, state dicts and GradScaler work as documented for ``GaLore``. ``state[p]``
-    holds ``norm`` (fp32, of the last update before lr and scale), ``projection_age`` (in steps) and ``seed``,
-    and the base optimizer's entries in the virtual parameter's shape. Updates have the bias correction of the
-    base optimizer.
+    holds ``norm`` (fp32, the norm of the last update before lr and scale), ``projection_age`` (in steps) and
+    ``seed``. ``state[p]`` also holds the base optimizer's entries in the virtual parameter's shape. Updates
+    have the bias correction of the base optimizer.
     """
 
     _virtual_options = {"weight_decay": 0.0, "lr": 1.0}
@@ -95,7 +99,7 @@ class APOLLO(LowRankOptimizer):
         assert param.grad is not None
         grad, entry = param.grad.flatten(1), self.state[param]
         height, width = grad.shape
-        # The dimension that the norm of a channel sums over.
+        # The norm of a channel is taken over this dimension of the gradient.
         along = 0 if is_left(height, width, group) else 1
         dim = along if group["scale_type"] == "channel" else None
         norms = [
@@ -116,8 +120,9 @@ class APOLLO(LowRankOptimizer):
 class APOLLOMini(APOLLO):
     """APOLLO-Mini (arXiv 2412.05270): ``APOLLO`` with rank 1 and one factor per tensor, with almost no state.
 
-    Memory, for a matrix whose longer side is l: ``ceil(l / 256) * 520 + 8`` bytes with 8-bit AdamW. ``scale``
-    defaults to the square root of 128. Arguments, errors and behaviour are otherwise those of ``APOLLO``.
+    Memory, for a matrix whose longer side is l: ``ceil(l / 256) * 520 + 8`` bytes with 8-bit AdamW as the
+    base optimizer. ``scale`` defaults to the square root of 128. Arguments, errors and behaviour are
+    otherwise those of ``APOLLO``.
     """
 
     def __init__(

@@ -20,19 +20,19 @@ def apply_(
 ) -> None:
     """Apply updates in place: ``p = p (1 - lr weight_decay) - lr update``.
 
-    One pass covers all parameters that have an update. Use this as the last part of an optimizer that
-    computes its updates elsewhere. It adds stochastic rounding, the exact weight remainder, and scalars that
-    the device reads. It has no moments.
+    One pass covers all parameters that have an update. Use this function as the last part of an optimizer
+    that computes its updates in another way. It supports stochastic rounding, exact weights by a stored
+    remainder, and scalar arguments that the device reads. It has no moments.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
         grads: the updates, one for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the
             parameter and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place. The
-            random bits depend on it.
+            random bits of stochastic rounding depend on the step.
         lr: factor of the update.
         weight_decay: decoupled weight decay, applied before the update.
-        **arguments: see ``StepArguments``. Its statements about gradients apply to the updates.
+        **arguments: see ``StepArguments``. Its options for gradients apply to the updates.
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
@@ -49,7 +49,7 @@ def apply_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``apply_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same weight update as ``apply_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, update: Tensor) -> tuple[Tensor]:
         return (p * (1 - lr * weight_decay) - lr * update,)

@@ -1,4 +1,4 @@
-"""Flat arenas of optimizer state, each stepped by one operator call, and the parameters' views of them."""
+"""Arenas: flat tensors that hold the optimizer state of many parameters. One operator call steps them all."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,10 +18,10 @@ WEIGHTS = ("plain", "stochastic", "remainder")
 
 @dataclass(frozen=True)
 class Moment:
-    """One running mean of a rule: its name in a state dict, and whether it may be negative.
+    """A running mean that an update rule keeps: its name in a state dict, and whether it may be negative.
 
-    long: the moment moves less per step than one quantisation level. Where other moments are codes, it is
-    bf16.
+    long: the mean moves less per step than one quantisation level. If the other means are stored as 8-bit or
+    4-bit codes, this one is stored in bf16.
     """
 
     name: str
@@ -29,13 +29,13 @@ class Moment:
     long: bool = False
 
     def kept_as(self, state: str) -> str:
-        """Return how the moment is stored when the optimizer's state is ``state``."""
+        """Return the format in which this moment is stored, given the optimizer's option ``state``."""
         return "bf16" if self.long and state in ("8bit", "4bit") else state
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties that all parameters of an arena share."""
+    """The properties that all parameters of an arena share, such as the format of their state."""
 
     state: str
     remainder: bool
@@ -45,30 +45,32 @@ class Kind:
 
 
 def blocks(size: int) -> int:
-    """Return the number of 256-element blocks that the state of ``size`` elements takes."""
+    """Return the number of 256-element blocks that the state of a parameter with ``size`` elements takes."""
     return -(-size // STATE_BLOCK)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A named state entry: its dtype, and its elements in an arena per block of 256 parameter elements."""
+    """A tensor in a parameter's state: its name, dtype and elements per 256 elements of the parameter."""
 
     name: str
     dtype: torch.dtype
     per_block: int
-    shaped: bool  # whether the view has the parameter's shape; else it is flat and covers whole blocks
+    # Whether this state tensor has the parameter's shape. Otherwise it is flat and covers whole blocks of 256
+    # elements.
+    shaped: bool
 
     def size(self, param: Tensor) -> int:
-        """Return the number of elements of a parameter's view."""
+        """Return the number of elements that this state tensor has for the parameter."""
         return param.numel() if self.shaped else blocks(param.numel()) * self.per_block
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
-        """Return the shape of a parameter's view."""
+        """Return the shape that this state tensor has for the parameter."""
         return tuple(param.shape) if self.shaped else (self.size(param),)
 
 
 def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
-    """Return the state entries of a parameter, except its step, in the order of the operators' arguments."""
+    """Return a parameter's state tensors in the order of the operators' arguments, without the step count."""
     found = []
     for m in moments:
         own = m.kept_as(state)
@@ -88,28 +90,39 @@ def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
 
 @dataclass
 class Arena:
-    """The state of those parameters of a group that share a kind. Each parameter starts at a whole block."""
+    """The state of parameters of a group that share a ``Kind`` (format and devices), in flat tensors.
+
+    The state of each parameter starts at a multiple of 256 elements.
+    """
 
     kind: Kind
     params: list[Tensor]
     step: Tensor
-    values: dict[str, Tensor]  # state tensors by the names of the operator's arguments
-    numbers: list[int]  # the parameters' numbers in the whole optimizer, for random bits
-    begins: list[int] = field(init=False)  # index of each parameter's first block in the arena
-    # Whether any parameter is a DTensor. Cached, since checking a parameter takes as long as stepping it.
+    values: dict[str, Tensor]  # the state tensors; the keys are the names of the operator's arguments
+    # For each parameter, its position among all parameters of the optimizer, on which its random bits depend.
+    numbers: list[int]
+    # For each parameter, the index of the 256-element block of the arena at which its state begins.
+    begins: list[int] = field(init=False)
+    # Whether any parameter of the arena is a DTensor. Cached, since the check takes as long as the step of a
+    # parameter.
     is_sharded: bool = field(init=False)
     accumulated: Tensor | None = None  # flat gradient sums, one element per element of the arena
-    offloaded: OffloadedState | None = None  # state that streams to the device in chunks
-    start: int = 0  # index of this arena's first parameter among the parameters of ``offloaded``
-    stepped: Tensor | None = None  # the new step counts, while a step of offloaded state is under way
+    # The state of the arena if it is stored on the host or a disk and copied to the device in chunks.
+    offloaded: OffloadedState | None = None
+    # Index of this arena's first parameter among the parameters whose state ``offloaded`` holds.
+    start: int = 0
+    # The new step counts of the parameters, while a step of offloaded state is unfinished.
+    stepped: Tensor | None = None
     parts: list[Part] = field(default_factory=list)
-    # For a piece that holds part of a parameter: the first parameter's first block, and the number of blocks.
+    # If the arena holds only a part of its first parameter: the part's first 256-element block, and its
+    # number of blocks.
     part: tuple[int, int] | None = None
-    # The next four are used with offload="cpu", where the CPU steps parameters of a device.
-    host: Any = None  # HostParams (csrc/offload/host_params.h): parameters and gradients in host memory
-    weights: list[Tensor] | None = None  # the parameters in host memory
+    # The fields host, weights, has_fetched and next_param are used with offload="cpu", where the CPU steps a
+    # device's parameters.
+    host: Any = None  # HostParams (csrc/offload/host_params.h) holds parameters and gradients in host memory
+    weights: list[Tensor] | None = None  # copies of the parameters in host memory
     has_fetched: bool = False  # whether the gradients of the current step are in host memory
-    next_param: int = 0  # after a failed step: the first parameter that has not been stepped
+    next_param: int = 0  # index of the first parameter that a failed step has not stepped
 
     def __post_init__(self) -> None:
         self.is_sharded = any(map(is_dtensor, self.params))
@@ -122,15 +135,24 @@ class Arena:
             block += blocks(local(p).numel())
 
     def device_params(self) -> list[Tensor]:
-        """Return the parameters; for a DTensor, the local part of this process."""
+        """Return the parameters whose state this arena holds, on the device where the model holds them.
+
+        A DTensor is replaced by this process's shard.
+        """
         return [local(p) for p in self.params] if self.is_sharded else self.params
 
     def local_params(self) -> list[Tensor]:
-        """Return the tensors that an operator steps."""
+        """Return the tensors that the optimizer's operator steps.
+
+        These are the parameters, or with offload="cpu" their copies in host memory.
+        """
         return self.device_params() if self.weights is None else self.weights
 
     def accumulated_views(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return a gradient sum for each parameter, in its shape. The sums start as zeros."""
+        """Return a tensor for each parameter, of its shape, that sums gradients over micro-batches.
+
+        New sums are zero.
+        """
         if self.accumulated is None:
             count = self.total
             self.accumulated = torch.zeros(count * STATE_BLOCK, dtype=dtype, device=self.kind.device)
@@ -141,7 +163,7 @@ class Arena:
 
     @property
     def total(self) -> int:
-        """The number of blocks of the arena."""
+        """The number of 256-element blocks of the arena."""
         if self.offloaded is not None:
             result: int = self.offloaded.total()
             return result
@@ -156,9 +178,11 @@ class Arena:
         return arena[begin * STATE_BLOCK : (begin + count) * STATE_BLOCK]
 
     def piece(self, own: slice, first_block: int, offset: int, count: int, values: list[Tensor]) -> "Arena":
-        """Return an arena of the parameters in ``own``, with ``values`` in place of this arena's.
+        """Return an arena of the parameters ``self.params[own]``, with views of the state tensors ``values``.
 
-        The state of these parameters starts at block ``offset`` of ``values``. The step counts are copied.
+        The new arena covers ``count`` blocks of 256 elements, from block ``first_block`` of its first
+        parameter on. The state of these blocks starts at block ``offset`` of ``values``. The step counts are
+        copied.
         """
         found = {
             part.name: value[offset * part.per_block : (offset + count) * part.per_block]
@@ -170,7 +194,10 @@ class Arena:
         return piece
 
     def run(self, first: int, last: int, moments: tuple[Moment, ...]) -> "Arena":
-        """Return the arena of parameters ``first`` to ``last - 1``, as views of this arena."""
+        """Return an arena of the parameters ``first`` to ``last - 1``.
+
+        Its tensors are views of this arena.
+        """
         begin = self.begins[first]
         count = self.begins[last - 1] + blocks(local(self.params[last - 1]).numel()) - begin
         slices = {
@@ -191,7 +218,7 @@ class Arena:
 def offloaded_bytes(
     params: list[Tensor], kind: Kind, moments: tuple[Moment, ...], offload: Any, splits: bool
 ) -> int:
-    """Return the bytes that the state of these parameters takes in the offload target."""
+    """Return the bytes that the optimizer state of ``params`` takes in host memory or in the offload file."""
     result: int = offload.state_bytes(*_state_shape(params, kind, moments, splits))
     return result
 
@@ -214,19 +241,20 @@ def make_arena(
     splits: bool = True,
     on_host: bool = False,
 ) -> tuple[Arena, dict[Tensor, dict[str, Any]]]:
-    """Make an arena for parameters, given by number, and the state entries of each parameter.
+    """Allocate an arena for parameters. Return it with the state dict of each parameter.
 
-    The entries are views of the arena. Values that ``state`` already holds for a parameter are copied into
-    them.
+    The tensors in the state dicts are views of the arena. If ``state`` already holds values of a parameter,
+    they are copied into the views.
 
     Args:
-        members: the parameters by their number in the optimizer.
-        kind: the properties that the parameters share.
-        moments: the rule's moments.
+        members: the parameters; the keys are their positions among all parameters of the optimizer.
+        kind: the state format, devices and sharding that the parameters share.
+        moments: the running means that the update rule keeps.
         state: the old state entries of the parameters, if any.
         offload: the optimizer's Offload object for the parameters' device; None without offload.
-        splits: whether the operator can step a part of a parameter.
-        on_host: whether the CPU steps the parameters, in host memory.
+        splits: whether the optimizer's operator can step a part of a parameter.
+        on_host: whether the CPU steps the parameters (offload="cpu"); their weights are then copied to host
+            memory.
     """
     params = list(members.values())
     every = parts(moments, kind.state, kind.remainder)
@@ -254,7 +282,8 @@ def make_arena(
         for name, old in state.get(p, {}).items():
             if name in views:
                 views[name].copy_(old)
-            else:  # the tensor may belong to the caller and lie on another device, so copy it
+            # The arena has no place for this state tensor: copy the tensor, since the caller may own it.
+            else:
                 views[name] = old.to(kind.device, copy=True) if isinstance(old, Tensor) else old
         states[p] = views
     return arena, states
@@ -262,12 +291,18 @@ def make_arena(
 
 @dataclass
 class Layout:
-    """A group's arenas, and the parameters that have never had a gradient."""
+    """The arenas (flat state tensors) of a parameter group, and its parameters without state.
+
+    A parameter gets state with its first gradient.
+    """
 
     arenas: list[Arena]
     absent: list[Tensor]
 
     def holds(self, params: list[Tensor], has_gradient: Callable[[Tensor], bool]) -> bool:
-        """Return whether this layout still matches the group's parameters."""
+        """Return whether the arenas still hold the state of all parameters that need state.
+
+        They do not if a parameter was added to the group, or if a parameter has its first gradient.
+        """
         count = len(self.absent) + sum(len(arena.params) for arena in self.arenas)
         return count == len(params) and not any(has_gradient(p) for p in self.absent)

@@ -1,4 +1,4 @@
-"""CAME with a quantised mean of updates."""
+"""CAME, whose running mean of updates is stored quantised."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -38,31 +38,35 @@ def came_(
     weight_decay: float = 0.0,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """Take one CAME step in place on every parameter that has a gradient, one after another.
+    """Take one CAME step in place on every parameter p that has a gradient g, one parameter after another.
 
-    - v, the mean of ``g^2 + eps1``, is factored: the product of its means over rows and over columns (of the
-      last two dimensions), divided by the mean of the row means.
-    - ``u = g / sqrt(v)``, divided by ``max(1, rms(u) / clip_threshold)``. m is the running mean of u.
-    - s, the instability, is the mean of ``(u - m)^2 + eps2`` and is factored as v is.
+    - v, the running mean of ``g^2 + eps1``, is factored: the product of its means over rows and over columns
+      (of the last two dimensions), divided by the mean of the row means.
+    - The update is ``u = g / sqrt(v)``, divided by ``max(1, rms(u) / clip_threshold)``. m is the running mean
+      of u.
+    - s, the instability, is the running mean of ``(u - m)^2 + eps2`` and is factored like v.
     - ``p = p (1 - lr weight_decay) - lr m / sqrt(s)``.
 
-    For parameters with fewer than two dimensions, v is kept in full and m itself is the update. No mean is
-    corrected for its start at zero. See "CAME: Confidence-guided Adaptive Memory Efficient Optimization"
+    For parameters with fewer than two dimensions, v is stored in full, and m replaces ``m / sqrt(s)``. No
+    running mean has a bias correction. See "CAME: Confidence-guided Adaptive Memory Efficient Optimization"
     (arXiv 2307.02047) and its authors' implementation. Temporary memory: 8 bytes per element of one parameter
-    at a time. A NaN or infinite gradient spoils its whole parameter.
+    at a time. A NaN or infinite element of a gradient spoils the whole parameter.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
         grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        exp_avg: m. fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
-            per byte.
+        exp_avg: m of all parameters in one flat tensor, the arena. Each parameter starts at a multiple of 256
+            elements. fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit
+            codes per byte.
         exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
             256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
-        exp_avg_sq_row, exp_avg_sq_col: the factors of v, fp32. For parameters of shape (..., rows, columns)
-            they are (..., rows, 1) and (..., 1, columns); for parameters with fewer than two dimensions (0).
-        exp_avg_sq: v in full, fp32: of the parameter's shape if it has fewer than two dimensions, else (0).
+        exp_avg_sq_row, exp_avg_sq_col: the factors of v, one fp32 tensor per parameter. For a parameter of
+            shape (..., rows, columns) the shapes are (..., rows, 1) and (..., 1, columns). For a parameter
+            with fewer than two dimensions both are empty, (0).
+        exp_avg_sq: v in full, one fp32 tensor per parameter: of the parameter's shape if the parameter has
+            fewer than two dimensions, else empty, (0).
         exp_avg_res_row, exp_avg_res_col: the factors of s, with the shapes of the factors of v.
         lr: learning rate.
         beta1, beta2, beta3: decay of m, v and s, below 1. beta1 is above 0.
@@ -118,7 +122,7 @@ def came_reference(
     weight_decay: float = 0.0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``came_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``came_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, *state: Tensor) -> list[Tensor]:
         row, col, full, res_row, res_col = state
@@ -141,26 +145,28 @@ def came_reference(
 class CAME(WholeTensorOptimizer):
     """CAME (arXiv 2307.02047): Adafactor with smaller steps where updates differ from their mean.
 
-    The rule is that of the authors' implementation. It does not correct the means for their start at zero. It
-    does not divide by the instability for parameters with fewer than two dimensions.
+    The rule is that of the authors' implementation. The running means have no bias correction. For parameters
+    with fewer than two dimensions, the update is not divided by the instability (the mean squared difference
+    between updates and their mean).
 
     Memory:
 
-    - 8 bytes per row and per column of a matrix. More than two dimensions make a batch of matrices.
+    - 8 bytes per row and per column of a matrix. A parameter with more than two dimensions is a batch of
+      matrices.
     - 4 bytes per element of parameters with fewer than two dimensions, and 4 bytes per parameter.
-    - The mean of updates takes what ``Lion`` does, which is 1.02 bytes per element in 8 bits.
+    - 1.02 bytes per element for the mean of updates, if it is stored in 8 bits.
     - During a step, 8 bytes per element of one parameter at a time.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
-        lr: learning rate: a number, or a tensor of one element as for ``AdamW``. The first updates are some
-            ten times longer than AdamW's, until the instability has been measured over several steps: use a
-            warm-up.
-        eps: two numbers above 0: added to the squared gradients, and to the squared differences between
-            updates and their mean.
-        clip_threshold: the largest root mean square of an update before it enters the mean, above 0.
-        betas: decay of the mean of updates (above 0), of the squared gradients, and of the squared
-            differences; below 1.
+        lr: learning rate: a number, or a tensor of one element as for ``AdamW``. In the first steps, updates
+            are about ten times larger than AdamW's, so use a warm-up.
+        eps: two numbers above 0. The first is added to the squared gradients, the second to the squared
+            differences between updates and their mean.
+        clip_threshold: above 0. An update with a larger root mean square is scaled down to it, before the
+            update enters the mean.
+        betas: three numbers below 1: decay of the mean of updates (above 0), of the mean of squared
+            gradients, and of the mean of squared differences.
         weight_decay: decoupled weight decay, applied before the update.
         **options: options of every optimizer here, see ``LowMemoryOptions``.
 
@@ -168,8 +174,8 @@ class CAME(WholeTensorOptimizer):
         ValueError: an option, a parameter or a loaded state does not fit. Nothing has changed then.
 
     Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
-    holds ``step, exp_avg``, its scale, and in fp32 ``exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq,
-    exp_avg_res_row, exp_avg_res_col``. Tensors that the parameter does not need are empty.
+    holds ``step``, ``exp_avg`` and the scale of ``exp_avg``, and in fp32 ``exp_avg_sq_row, exp_avg_sq_col,
+    exp_avg_sq, exp_avg_res_row, exp_avg_res_col``. Tensors that the parameter does not need are empty.
     """
 
     _moments = (Moment("exp_avg", signed=True),)

@@ -1,4 +1,4 @@
-"""Running means of gradients in flat, optionally quantised arenas."""
+"""Running means of gradients, stored in flat tensors and optionally quantised."""
 
 from collections.abc import Sequence
 
@@ -21,23 +21,25 @@ def ema_(
     lr: float = 1.0,
     **arguments: Unpack[StepArguments],
 ) -> None:
-    """Overwrite params with lr times the running mean of their gradients, in one pass over all parameters.
+    """Overwrite parameters with lr times the running mean of their gradients, all parameters in one pass.
 
-    ``m = beta m + (1 - beta) g``; then ``p = lr m``, or with Nesterov's momentum ``p = lr (beta m + (1 -
-    beta) g)``. Use this as the first part of an optimizer that derives its update from the mean: the mean is
-    stored quantised and returned in ``params`` before it is quantised.
+    With the gradient g, the running mean becomes ``m = beta m + (1 - beta) g``. The parameter becomes ``p =
+    lr m``, or with Nesterov's momentum ``p = lr (beta m + (1 - beta) g)``. Use this as the first part of an
+    optimizer that derives its update from the running mean. The mean may be stored quantised, but ``params``
+    receive it unquantised.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape. They are only written.
         grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        exp_avg: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
-            per byte.
+        exp_avg: the running means of all parameters in one flat tensor, the arena. Each parameter starts at a
+            multiple of 256 elements. fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit
+            or two 4-bit codes per byte.
         exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
             256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
         beta: the weight of the old mean in the new mean, in [0, 1).
-        nesterov: return the mean that one more step with the same gradient would give.
+        nesterov: write the mean that one more step with the same gradient would give.
         lr: factor of the result.
         **arguments: see ``StepArguments``.
 
@@ -61,7 +63,7 @@ def ema_reference(
     lr: float = 1.0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``ema_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same running means as ``ema_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         m = m * beta + g * (1 - beta)

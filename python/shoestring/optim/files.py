@@ -1,4 +1,4 @@
-"""Optimizer state in a safetensors file, which C++ reads and writes as well."""
+"""Saving and loading optimizer state as a safetensors file, in the same format as the C++ library."""
 
 import json
 import os
@@ -15,26 +15,28 @@ from shoestring.files.safetensors_file import write_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_dicts import FORMAT_VERSION
 
-# The value of "format" in the file's metadata. Tensors are named "<group>.<index in the group>.<name>". The
-# other metadata keys are format_version, optimizer (the class) and groups. The last is a JSON list of
-# {"size": number of parameters, "options": {...}, "extra": values that schedulers keep in the group}.
+# The value of the key "format" in the safetensors metadata of an optimizer's file. Tensors are named
+# "<group>.<index in the group>.<name>". The other metadata keys are format_version, optimizer (the class) and
+# groups. The value of groups is a JSON list of {"size": number of parameters, "options": {...}, "extra":
+# values that schedulers keep in the group}.
 FORMAT = "shoestring.optimizer"
 
 
 def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
-    """Write the state and the options of all groups to the safetensors file ``path``.
+    """Write the state and the group options of an optimizer to the safetensors file ``path``.
 
-    An existing file is replaced once the new one is complete and on disk. A learning rate in a tensor is
-    written as a number. State is written from where it is stored, including a file of ``offload``, so saving
-    takes no extra memory.
+    An existing file is replaced once the new one is complete and on disk. A learning rate that is a tensor is
+    written as a number. State is written directly from its storage, also from the file of
+    ``offload="nvme:DIR"``, so saving takes no extra memory.
 
     Args:
         optimizer: an optimizer of ``shoestring.optim``.
         path: the file to write.
 
     Raises:
-        ValueError: safetensors cannot hold the state. An option of a group may be neither a number, text nor
-            a list of these; or a parameter is a DTensor, for which use ``torch.distributed.checkpoint``.
+        ValueError: safetensors cannot hold the state. Either a group has an option that is not a number, a
+            string or a list of these, or a parameter is a DTensor. For DTensors use
+            ``torch.distributed.checkpoint``.
         OSError: the file cannot be written. An existing file is unchanged then.
     """
     groups = []
@@ -63,28 +65,28 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
 
 
 def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
-    """Restore a file that ``save_optimizer`` has written, in Python or in C++.
+    """Load the state and the group options from a file that ``save_optimizer`` wrote, in Python or in C++.
 
-    An optimizer of the same class, over the same parameters in the same groups and order, continues bit for
-    bit.
+    The optimizer must have the class and the parameters of the saved one, in the same groups and order.
+    Training then continues bit for bit.
 
     Args:
         optimizer: the optimizer to load into.
         path: the file to read.
 
     Raises:
-        ValueError: the file is damaged or does not fit. Nothing has changed then.
+        ValueError: the file is damaged, or does not fit the optimizer. Nothing has changed then.
         OSError: the file cannot be read.
     """
     where = f"{type(optimizer).__name__}: load_optimizer: {os.fspath(path)}"
     check_regular(path, where)
-    with open(path, "rb"):  # raises the system's OSError if the file cannot be read
+    with open(path, "rb"):  # open raises OSError if the file cannot be read
         pass
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # SafetensorError, or PyTorch's error for an unknown dtype
+    except Exception as error:  # safetensors raises SafetensorError, or PyTorch's error for an unknown dtype
         raise ValueError(
             f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
         ) from None
@@ -95,7 +97,8 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
 
     norm = tensors.pop("grad_norm", None)
     saved, groups, first = _groups(metadata, optimizer, where), [], 0
-    numbers: dict[tuple[str, str], int] = {}  # parameter number by (group, index in the group)
+    # The position of each parameter in the optimizer. The keys are (group, index in the group).
+    numbers: dict[tuple[str, str], int] = {}
     for g, (ours, theirs) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         size = len(ours["params"])
         if theirs["size"] != size:
@@ -105,7 +108,8 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         loaded = {name: _like(ours.get(name), value, f"{where}: {name}") for name, value in values.items()}
         try:
             optimizer._check_options(kept | loaded)
-        except TypeError as error:  # an option is None where a number is expected
+        # An option in the file is None where _check_options() expects a number.
+        except TypeError as error:
             raise ValueError(
                 f"{where}: group {g}: expected options of this optimizer's types, received others: {error}"
             ) from None
@@ -127,7 +131,10 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
 
 
 def _rule_name(optimizer: LowMemoryOptimizer) -> str:
-    """Return the name of the class that defines the operator, also for an optimizer of a subclass."""
+    """Return the name of an optimizer's class, such as "AdamW".
+
+    For a user's subclass, return the name of the library's class.
+    """
     return next(cls.__name__ for cls in type(optimizer).__mro__ if "_operator" in vars(cls))
 
 
@@ -156,9 +163,9 @@ def _plain(value: object) -> object:
 
 
 def _like(ours: object, value: Any, where: str) -> object:
-    """Convert a JSON value to the type of the group's value.
+    """Convert an option's JSON value to the type that the option has in the optimizer's group.
 
-    Tuples become tuples, and a learning rate stays a tensor.
+    A JSON list becomes a tuple if the option is a tuple. A learning rate stays a tensor.
     """
     several = isinstance(ours, (tuple, list))
     if isinstance(value, list) != several and ours is not None:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of each tensor, as ``torch._foreach_norm(tensors, dtype=torch.float32)``.
+    """Return the L2 norm of each tensor, like ``torch._foreach_norm(tensors, dtype=torch.float32)``.
 
-    The host does not wait for the result. On the CPU every tensor is read once, in its own dtype; PyTorch
-    processes one bf16 element at a time if the result is fp32. The bits of a norm depend neither on the
-    number of threads nor on the other tensors. Squares are summed in fp32 within 8192 elements and in fp64
-    beyond.
+    The host does not wait for the result. On the CPU every tensor is read once, in its own dtype, with SIMD
+    instructions. (PyTorch processes one bf16 element at a time if the result is fp32.) The norm of a tensor
+    has the same bits for any number of threads and for any other tensors in the list. Squares are summed in
+    fp32 within blocks of 8192 elements, and in fp64 across blocks.
 
     Args:
         tensors: a list of n tensors, at least one, on one device, of any shapes; fp32, bf16 or fp16 in any
@@ -22,9 +22,9 @@ def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
         The norms, (n,), fp32. They have no gradient.
 
     Raises:
-        RuntimeError: there is no tensor, or one has another dtype, layout or device.
+        RuntimeError: the list is empty, or a tensor has an unsupported dtype or layout, or another device.
     """
-    if not tensors:  # PyTorch cannot dispatch an operator call without a tensor
+    if not tensors:  # PyTorch cannot select a backend for an operator call without a tensor
         raise RuntimeError("foreach_norm: tensors: expected at least one tensor, received none")
     result: Tensor = torch.ops.shoestring.foreach_norm(tensors)
     return result

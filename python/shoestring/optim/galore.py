@@ -16,11 +16,11 @@ class GaLore(LowRankOptimizer):
     """GaLore (arXiv 2403.03507) around another optimizer: full-parameter training with low-rank state.
 
     The gradient G (m, n) of a matrix becomes R = P^T G. The columns of P (m, r) are the leading left singular
-    vectors of G at some earlier step. The base optimizer steps a virtual parameter (r, n) with R, and ``scale
-    * P`` times its update moves the matrix. If n < m, P (n, r) multiplies from the right: R = G P, (m, r).
-    Every ``update_proj_gap`` steps P is computed again by a randomised subspace iteration, which captures
-    what an SVD would in a fraction of its time. The base optimizer's state continues in the new basis, whose
-    signs are aligned with the old basis::
+    vectors of G at some earlier step. The base optimizer steps a virtual parameter, a stand-in of shape (r,
+    n), with R as its gradient. ``scale * P`` times the base optimizer's update is added to the matrix. If n <
+    m, P (n, r) multiplies from the right: R = G P, (m, r). Every ``update_proj_gap`` steps P is computed
+    again by a randomised subspace iteration, which is much faster than an SVD and about as accurate. The base
+    optimizer's state is kept when P changes, so the signs of the new columns are aligned with the old ones::
 
         optimizer = GaLore([{"params": matrices}, {"params": others, "rank": None}], AdamW, rank=128, lr=1e-3)
 
@@ -35,20 +35,21 @@ class GaLore(LowRankOptimizer):
     Args:
         params: parameters, named parameters or parameter groups; projected parameters are fp32, bf16 or fp16.
             A weight with more than two dimensions, such as a convolution's, is treated as the matrix (first
-            dimension, all others). The base optimizer alone steps vectors, and matrices with fewer than
-            ``rank`` rows (for a projection on the right, columns).
+            dimension, all others). Vectors are not projected; nor are matrices with fewer than ``rank`` rows
+            (columns, for a projection on the right). The base optimizer steps them directly.
         base_optimizer: the class of the base optimizer. Its update must not depend on the weights, except for
             decoupled weight decay: no L2 penalty, trust ratio, parameter scaling or averaging of weights.
-        rank: r, or None for no projection. A group may override this and the next four options. Embeddings
-            and heads are usually left out.
+        rank: r, or None for no projection. A group may override rank, update_proj_gap, scale, projection and
+            seed. Embeddings and output heads are usually not projected.
         update_proj_gap: the number of steps between projections.
         scale: factor of the update of a projected parameter.
-        projection: "auto" (the smaller side), "left" (rows) or "right" (columns).
-        seed: seed of the random start of the iteration and of the base optimizer. Results depend on it and on
-            the kind of device.
+        projection: the dimension of the matrix that P reduces: "auto" (the smaller one), "left" (the rows) or
+            "right" (the columns).
+        seed: seed of the random start of the subspace iteration, and of the base optimizer. Results depend on
+            it and on the kind of device.
         max_grad_norm: clip gradients to this norm, taken over the full gradients of all parameters. The step
-            clips internally and ``.grad`` does not change. The attribute may be changed between steps;
-            ``grad_norm`` is the norm of the last step.
+            clips internally and ``.grad`` does not change. The attribute may be changed between steps; the
+            attribute ``grad_norm`` is the gradient norm of the last step before clipping.
         options: options of the base optimizer: lr, betas, weight_decay, state, ... ``weight_decay`` applies
             to the whole weight.
 
@@ -57,13 +58,14 @@ class GaLore(LowRankOptimizer):
         TypeError: the base optimizer lacks an option.
 
     For 16-bit weights, decay and update are added in fp32 and rounded once, to nearest (``weights="plain"``).
-    A gradient that is zero or not finite gives no new projection; the last one, or a random one, stays until
-    the next step. Parameter groups, schedulers, hooks, closures and state dicts work as in ``torch.optim``. A
-    GradScaler unscales and skips by itself. Computing a projection waits for the device, so a step cannot be
-    captured in a CUDA graph. DTensor parameters raise an error, since a projection needs the whole matrix.
+    No projection is computed from a gradient that is zero or not finite. The previous projection, or at first
+    a random one, is used for that step. Parameter groups, schedulers, hooks, closures and state dicts work as
+    in ``torch.optim``. With a GradScaler, the step itself unscales gradients, and is skipped if they are not
+    finite. Computing a projection waits for the device, so a step cannot be captured in a CUDA graph. DTensor
+    parameters raise an error, since a projection needs the whole matrix.
 
     ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (in steps) and ``seed`` (of the next
-    projection), and the base optimizer's entries in the virtual parameter's shape.
+    projection). It also holds the base optimizer's entries in the virtual parameter's shape.
     """
 
     def __init__(
@@ -103,16 +105,19 @@ class GaLore(LowRankOptimizer):
         return project(grad, entry["projection"].float(), left)
 
     def _renew(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Compute a projection for the columns of a gradient.
+        """Compute GaLore's projection for the columns of a gradient, and store it in the parameter's state.
 
-        If the gradient is zero or not finite, keep the old projection, or use a random one for one step.
+        If the gradient is zero or not finite, keep the old projection. If there is none, use a random one for
+        one step.
         """
         entry, old = self.state[param], self.state[param].get("projection")
         seed = entry.get("seed", mix(group["seed"], self._position(param)))
         largest = float(torch.linalg.vector_norm(grad, torch.inf))
         if 0 < largest < torch.inf:
             basis = leading_vectors(grad.float(), group["rank"], seed)
-            if old is not None:  # the sign of a singular vector is arbitrary: keep it, or first moments flip
+            # The sign of a singular vector is arbitrary: align it with that of the old vector, since the base
+            # optimizer's first moments depend on the sign.
+            if old is not None:
                 basis *= torch.where((basis * old).sum(0) < 0, -1.0, 1.0)
             age = 0
         elif old is None:

@@ -1,6 +1,7 @@
-"""Steps on the CPU for parameters on a device.
+"""Optimizer steps on the CPU for parameters on a GPU (offload="cpu").
 
-Gradients are copied to host memory and weights are copied back while the CPU steps other parameters.
+While the CPU steps some parameters, gradients of others are copied to host memory and stepped weights to the
+GPU.
 """
 
 from collections.abc import Callable
@@ -16,21 +17,24 @@ from shoestring.optim.foreach_norm import foreach_norm
 from shoestring.optim.gradients import number_on
 from shoestring.optim.sharded import gradient_in_hook, local
 
-# Parameter bytes per bucket: large enough for full link bandwidth, small enough to overlap copies with steps.
+# Parameter bytes per bucket. The size gives full copy bandwidth, and lets copies overlap with steps.
 BUCKET_BYTES = 8 << 20
 
 
 @dataclass
 class Bucket:
-    """Consecutive parameters of an arena that are stepped together."""
+    """Consecutive parameters that are stepped together, once their gradients are in host memory."""
 
     group: dict[str, Any]
     arena: Arena
     first: int
     last: int
-    arrived: set[int] = field(default_factory=set)  # arena indices whose gradient is being copied to the host
-    given: set[int] = field(default_factory=set)  # arena indices whose gradient of this step a job has taken
-    steps: bool = False  # whether the job steps parameters, rather than collecting gradients
+    # Indices (in the arena) of parameters whose gradient is being copied to the host.
+    arrived: set[int] = field(default_factory=set)
+    # Indices (in the arena) of parameters whose gradient of this step has been passed to a job.
+    given: set[int] = field(default_factory=set)
+    # Whether the bucket's job steps parameters; otherwise it only accumulates or collects gradients.
+    steps: bool = False
     job: "Future[None] | None" = None
 
     @property
@@ -39,17 +43,20 @@ class Bucket:
         return self.arena.params[self.first : self.last]
 
     def is_complete(self) -> bool:
-        """Return whether the gradients of all trainable parameters have arrived."""
+        """Return whether the copies to the host of all gradients of the bucket have been started."""
         return all(self.first + i in self.arrived for i, p in enumerate(self.params) if p.requires_grad)
 
     def wait(self) -> None:
-        """Wait until the bucket may be reused; raise the error of its job, if any."""
+        """Wait until the bucket's job has ended, so that its buffers may be reused.
+
+        Raise the job's error, if any.
+        """
         if self.job is not None:
             self.job.result()
 
 
 def buckets(group: dict[str, Any], arena: Arena) -> list[Bucket]:
-    """Split the arena's parameters into buckets of about 8 MiB. A larger parameter has its own bucket."""
+    """Split the parameters of an arena into buckets of about 8 MiB. A larger parameter has its own bucket."""
     found: list[Bucket] = []
     size = 0
     for i, p in enumerate(arena.local_params()):
@@ -62,9 +69,9 @@ def buckets(group: dict[str, Any], arena: Arena) -> list[Bucket]:
 
 
 class HostSteps:
-    """The part of an optimizer that steps a device's parameters on the CPU (``offload="cpu"``)."""
+    """Mixin of the optimizers. With ``offload="cpu"``, it steps the parameters of a device on the CPU."""
 
-    # Attributes of the optimizer that this mixin uses:
+    # This mixin uses the following attributes and methods of the optimizer.
     offload: str | None
     max_grad_norm: float | None
     step_in_backward: bool
@@ -85,19 +92,21 @@ class HostSteps:
     _step_values: Callable[..., None]
 
     def _init_host_steps(self) -> None:
-        self._buckets: dict[Tensor, tuple[Bucket, int]] = {}  # a parameter's bucket and index in the arena
-        self._jobs: list[Bucket] = []  # buckets with gradients being copied, or with a running job
+        # The bucket of each parameter, and its index in the arena.
+        self._buckets: dict[Tensor, tuple[Bucket, int]] = {}
+        self._jobs: list[Bucket] = []  # buckets whose gradients are being copied or whose job is running
         self._worker: ThreadPoolExecutor | None = None
-        # Gradients in host memory that wait for the norm over all parameters.
+        # Gradients in host memory that are clipped and stepped once the norm over all parameters is known.
         self._collected: dict[Tensor, Tensor] = {}
-        self._known_norms: dict[int, Tensor] = {}  # norms of the collected gradients, by data pointer
+        # The L2 norms of the gradients in _collected. The keys are the data pointers of the gradients.
+        self._known_norms: dict[int, Tensor] = {}
 
     @property
     def _steps_from_hooks(self) -> bool:
         return self.step_in_backward or (self.offload == "cpu" and bool(self._watched))
 
     def _norms_of(self, grads: list[Tensor]) -> Tensor:
-        """Return the norm of each gradient; norms that backward has already computed are reused."""
+        """Return the L2 norm of each gradient. Norms that were computed during backward are reused."""
         if not self._known_norms:
             return foreach_norm(grads)
         known = [self._known_norms.get(g.data_ptr()) if g.numel() else None for g in grads]
@@ -108,7 +117,7 @@ class HostSteps:
     # ---- step of all parameters -----------------------------------------------------------------------------
 
     def _on_host(self, arena: Arena, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Copy the gradients of an arena to host memory and wait for them."""
+        """Copy the gradients of all parameters of an arena to host memory and wait for the copies."""
         for i, (p, own, grad) in enumerate(zip(arena.params, arena.device_params(), grads, strict=True)):
             if grad is not None or p in self._pending or p in self._collected:
                 arena.host.fetch(i, own, grad)
@@ -116,7 +125,8 @@ class HostSteps:
         arena.has_fetched = True
         found = []
         for p, here, grad in zip(arena.params, fetched, grads, strict=True):
-            # The host buffer may hold a gradient of a failed step: use it only if there is a gradient now.
+            # The host buffer may still hold a gradient of a failed step, so use it only if the parameter has
+            # a gradient now.
             found.append(self._collected.get(p, None if grad is None else here))
         return found
 
@@ -128,10 +138,10 @@ class HostSteps:
         accumulated: Tensor | None,
         *factors: Any,
     ) -> None:
-        """Step an arena on the CPU.
+        """Step the parameters of an arena on the CPU, bucket by bucket.
 
-        Starts the copies of all gradients before it waits for the first. Weights are copied back while later
-        buckets are stepped.
+        The copies of all gradients are started before the first bucket is stepped. Stepped weights are copied
+        to the device while later buckets are stepped.
         """
         if not arena.has_fetched:
             for i, (p, grad) in enumerate(zip(arena.device_params(), grads, strict=True)):
@@ -153,21 +163,25 @@ class HostSteps:
     # ---- within backward ------------------------------------------------------------------------------------
 
     def _arrive(self, param: Tensor) -> None:
-        """Start copying a gradient to the host, to be stepped or accumulated, and free it after the copy."""
+        """Start copying a parameter's gradient to the host, where it is stepped or accumulated.
+
+        Free the gradient after the copy.
+        """
         if param not in self._buckets or (
             self._buckets[param][0].arena.accumulated is None and self._accumulating
         ):
             self._find_buckets()
         bucket, index = self._buckets[param]
         if index in bucket.given or (index in bucket.arrived and not self._accumulating):
-            # Forget this backward, so that its failure does not drop the gradients of the previous backward.
-            # The gradients stay valid for step().
+            # Before step(), a second backward without accumulate() is an error. Forget this backward, so that
+            # its error does not drop the gradients of the previous backward, which stay valid for step().
             self._backwards.clear()
             raise RuntimeError(
                 f"{type(self).__name__}: step_in_backward: expected step() after each backward, received a second gradient "
                 "of a parameter; use accumulate() around all backwards but the last of a step"
             )
-        if index in bucket.arrived:  # another backward of the same micro-batch has brought a gradient
+        # An earlier backward of the same micro-batch has left a gradient in the bucket.
+        if index in bucket.arrived:
             self._send_job(bucket)
         bucket.wait()
         bucket.arena.host.fetch(index, local(param), gradient_in_hook(param))
@@ -193,9 +207,9 @@ class HostSteps:
                         self._buckets[p] = (bucket, i)
 
     def _send_job(self, bucket: Bucket) -> None:
-        """Let the worker add up, collect or step the gradients that have arrived in a bucket.
+        """Start a job in the worker thread that accumulates, collects or steps the gradients of a bucket.
 
-        One worker runs the jobs in the order of the calls.
+        A single worker thread runs the jobs in the order of the calls.
         """
         if self._accumulating:
             job = self._add_up
@@ -238,9 +252,10 @@ class HostSteps:
         self, bucket: Bucket, grads: list[Tensor | None], summed: bool | set[Tensor], coefficient: Any = None,
         found_inf: Any = None,
     ) -> None:  # fmt: skip
-        """Step the parameters of a bucket with gradients in host memory.
+        """Step the parameters of a bucket with gradients in host memory, and copy the weights to the device.
 
-        ``summed`` says whether some of the parameters have gradient sums to add.
+        ``summed`` is true if some of the parameters have gradient sums over micro-batches, which are then
+        added.
         """
         piece = bucket.arena.run(bucket.first, bucket.last, self._moments)
         self._step_values(
@@ -251,13 +266,16 @@ class HostSteps:
         bucket.arena.host.send([bucket.first + i for i in stepped], [params[i] for i in stepped])
 
     def _flush(self) -> None:
-        """Send the jobs of all buckets with gradients, including incomplete buckets."""
+        """Start the jobs of all buckets that hold gradients, including incomplete buckets."""
         for bucket in self._jobs:
             if bucket.arrived:
                 self._send_job(bucket)
 
     def _drain(self) -> None:
-        """Wait until all jobs are done. Later work on the device sees the new weights."""
+        """Wait until all jobs of the worker thread that steps on the CPU are done.
+
+        Later work on the device sees the new weights.
+        """
         self._flush()
         jobs, self._jobs = self._jobs, []
         if jobs:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-# typeshed declares a signal.Signals argument, but any signal number works.
+# typeshed declares the argument of interrupt_main as signal.Signals, but any signal number works.
 _interrupt_main: Callable[[int], None] = _thread.interrupt_main  # type: ignore[assignment]
 SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 
@@ -16,9 +16,9 @@ SIGNALS = (int(signal.SIGINT), int(signal.SIGTERM))
 class Uninterrupted:
     """Defer the Python handlers of SIGINT and SIGTERM until ``stop()`` or the end of ``with``.
 
-    Such handlers may raise and leave a step half done. Only the main thread runs them, so in another thread
-    this does nothing. A second signal of the same kind ends the deferral: both reach their handler at once.
-    Instances may be nested.
+    A handler may raise an exception and leave an optimizer step half done. Python runs handlers only in the
+    main thread, so in another thread this class does nothing. A second signal of the same kind ends the
+    deferral, and both signals are handled at once. Instances may be nested.
     """
 
     __slots__ = ("_defers", "_handlers", "_pending")
@@ -29,7 +29,7 @@ class Uninterrupted:
         self._defers = False
 
     def start(self) -> None:
-        """Begin to defer signals."""
+        """Begin to defer SIGINT and SIGTERM."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._defers = True
@@ -39,34 +39,37 @@ class Uninterrupted:
                 if callable(handler):
                     self._handlers[number] = handler
                     _signal.signal(number, self._defer)
-        except BaseException:  # the handler of another signal may raise here
+        except BaseException:  # the handler of another signal may raise at any point of this block
             self.stop()
             raise
 
     def stop(self, deliver: Callable[[int], None] = _interrupt_main) -> None:
-        """Restore the handlers and deliver the signals that arrived meanwhile."""
+        """Restore the handlers of SIGINT and SIGTERM. Deliver the signals that arrived since ``start()``."""
         if not self._defers:
             return
         self._restore()
         pending, self._pending = self._pending, []
-        # A handler that raises could interrupt a Python loop. map and the default deliver run in C, so that every
-        # pending signal is delivered.
+        # A handler that raises could interrupt a Python loop over the pending signals. map and interrupt_main
+        # run in C, so that every pending signal is delivered.
         list(map(deliver, pending))
 
     def _restore(self) -> None:
         self._defers = False
         if threading.current_thread() is not threading.main_thread():
-            # Backward may end in another thread. The next signal passes through and restores its handler.
+            # Backward may end in another thread, which cannot set handlers. The deferring handler therefore
+            # stays: at the next signal it restores the original handler and calls it.
             return
         for number, handler in self._handlers.items():
-            if _signal.getsignal(number) == self._defer:  # nobody has set another handler meanwhile
+            # Restore only if no other code has set another handler since start().
+            if _signal.getsignal(number) == self._defer:
                 _signal.signal(number, handler)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
         if self._defers and number not in self._pending:
             self._pending.append(number)
             return
-        was_first = not self._defers  # true if other code saved this handler and installed it again later
+        # True if the deferral has ended, but other code saved the deferring handler and installed it again.
+        was_first = not self._defers
         self._restore()
         self._handlers[number](number, frame)
         if not was_first:
@@ -86,6 +89,6 @@ class Uninterrupted:
 def deliver_later(number: int) -> None:
     """Run the handler of a signal soon after the current frame has ended.
 
-    Destructors need this, since an exception cannot leave them.
+    A destructor needs this for a signal that was deferred: an exception cannot leave a destructor.
     """
     _thread.start_new_thread(_interrupt_main, (number,))

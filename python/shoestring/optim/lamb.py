@@ -1,4 +1,4 @@
-"""LAMB with quantised state."""
+"""LAMB whose moments are stored quantised."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,23 +31,24 @@ def lamb_(
 ) -> None:
     """Take one LAMB step in place on every parameter that has a gradient, one after another.
 
-    LAMB rescales AdamW's update u, with the decay, to the norm of the weights: ``r = u + weight_decay p``;
-    ``p = p - lr |p| / |r| r``. If either norm is 0, 1 replaces the ratio of the norms. This is algorithm 2 of
-    "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962), with the
-    identity for phi. Temporary memory: at most 12 bytes per element of one parameter at a time (4 without
-    weight decay). A NaN or infinite gradient spoils its whole parameter.
+    LAMB adds weight decay to Adam's update u and rescales the sum r to the norm of the parameter p: ``r = u +
+    weight_decay p``; ``p = p - lr |p| / |r| r``. If |p| or |r| is 0, the ratio |p| / |r| counts as 1. This is
+    algorithm 2 of "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv
+    1904.00962), with the identity for phi. Temporary memory: at most 12 bytes per element of one parameter at
+    a time (4 without weight decay). A NaN or infinite element of a gradient spoils the whole parameter.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
         grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        exp_avg, exp_avg_sq: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two
-            4-bit codes per byte.
+        exp_avg, exp_avg_sq: the moments of all parameters, each in one flat tensor, the arena. Each parameter
+            starts at a multiple of 256 elements. fp32 or bf16 values, (elements of the arena); or uint8
+            codes, one 8-bit or two 4-bit codes per byte.
         exp_avg_scale, exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is
             (elements of the arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit
             codes.
-        lr: learning rate, the length of an update relative to the norm of its parameter.
+        lr: learning rate: the norm of an update, divided by the norm of the parameter.
         beta1, beta2, eps, weight_decay: as for ``adamw_``, except that the norm of the update includes the
             decay.
         **arguments: see ``StepArguments``.
@@ -88,7 +89,7 @@ def lamb_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``lamb_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``lamb_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         m = m * beta1 + g * (1 - beta1)
@@ -108,13 +109,13 @@ def lamb_reference(
 class LAMB(WholeTensorOptimizer):
     """LAMB (arXiv 1904.00962), for large batches, with 8-bit moments: 2.03 bytes per parameter instead of 8.
 
-    For each parameter, AdamW's update with the decay is rescaled to the norm of the weights. The learning
-    rate is thus relative to that norm.
+    For each parameter, Adam's update plus weight decay is rescaled to the norm of the parameter. The learning
+    rate is thus relative to the norm of the parameter.
 
     Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
-    the number of elements of a parameter. In place of 520, 4-bit state takes 296 bytes, bf16 1024 and fp32
-    2048. ``weights="remainder"`` adds 512 to that number. During a step, at most 12 bytes per element of one
-    parameter at a time.
+    the number of elements of a parameter. The 520 bytes per block of 256 elements become 296 with 4-bit
+    state, 1024 with bf16 and 2048 with fp32. ``weights="remainder"`` adds 512. A step takes at most 12 bytes
+    of temporary memory per element of one parameter at a time.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.

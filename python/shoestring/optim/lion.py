@@ -1,4 +1,4 @@
-"""Lion with quantised state."""
+"""Lion whose moment is stored quantised."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -27,23 +27,25 @@ def lion_(
 ) -> None:
     """Take one Lion step in place, in one pass over all parameters that have a gradient.
 
-    Each weight moves up or down by lr: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``.
-    Then ``m = beta2 m + (1 - beta2) g`` ("Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675).
-    The state of all parameters lies in flat arenas as for ``adamw_``. A NaN gradient spoils its weight. An
-    infinite gradient moves its weight by lr, but spoils its moment. With 8-bit state both also spoil the
-    moments of their block of 256 elements, but of no other block.
+    Each weight moves up or down by lr: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``,
+    with the gradient g and the moment m. Then ``m = beta2 m + (1 - beta2) g`` ("Symbolic Discovery of
+    Optimization Algorithms", arXiv 2302.06675). The state of all parameters lies in flat arenas as for
+    ``adamw_``. A NaN in a gradient spoils the weight and the moment of its element. An infinite gradient
+    moves the weight by lr, but spoils the moment. With 8-bit state, either one spoils the moments of all 256
+    elements of its block, but of no other block.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
         grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        exp_avg: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
-            per byte.
+        exp_avg: the moment m: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two
+            4-bit codes per byte.
         exp_avg_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena /
             256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
         lr: learning rate, the distance that each weight moves.
-        beta1, beta2: the weight of the old moment in the update and in the new moment, each in [0, 1).
+        beta1, beta2: the weight of the old moment in the update (beta1) and in the new moment (beta2), each
+            in [0, 1).
         weight_decay: decoupled weight decay, applied before the update.
         **arguments: see ``StepArguments``.
 
@@ -77,7 +79,7 @@ def lion_reference(
     weight_decay: float,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``lion_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``lion_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         p = p * (1 - lr * weight_decay) - lr * (m * beta1 + g * (1 - beta1)).sign()
@@ -91,18 +93,18 @@ def lion_reference(
 class Lion(LowMemoryOptimizer):
     """Lion (arXiv 2302.06675) with an 8-bit moment: 1.02 bytes per parameter instead of 4.
 
-    Each weight moves up or down by lr: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``.
-    Then ``m = beta2 m + (1 - beta2) g``. Use a learning rate 3 to 10 times smaller than AdamW's, and a weight
-    decay larger by the same factor.
+    Each weight moves up or down by lr: ``p = p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g)``,
+    with the gradient g and the moment m. Then ``m = beta2 m + (1 - beta2) g``. Use a learning rate 3 to 10
+    times smaller than AdamW's, and a weight decay larger by the same factor.
 
     Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
-    the number of elements of a parameter. In place of 260, 4-bit state takes 160 bytes, bf16 512 and fp32
-    1024. ``weights="remainder"`` adds 512 to that number.
+    the number of elements of a parameter. The 260 bytes per block of 256 elements become 160 with 4-bit
+    state, 512 with bf16 and 1024 with fp32. ``weights="remainder"`` adds 512.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
         lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
-        betas: the weight of the old moment in the update and in the new moment, each in [0, 1).
+        betas: two numbers in [0, 1): the weight of the old moment in the update, and in the new moment.
         weight_decay: decoupled weight decay, applied before the update.
         **options: options of every optimizer here, see ``LowMemoryOptions``.
 

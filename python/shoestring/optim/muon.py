@@ -1,4 +1,4 @@
-"""Muon with quantised momentum."""
+"""Muon whose momentum buffer is stored quantised."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -35,26 +35,27 @@ def muon_(
 ) -> None:
     """Take one Muon step in place on every matrix that has a gradient, one after another.
 
-    The rule is that of ``torch.optim.Muon``. First ``m = momentum m + (1 - momentum) g``. Newton-Schulz steps
-    bring the singular values of m near 1; with Nesterov's momentum they start from ``momentum m + (1 -
-    momentum) g``. The resulting matrix O moves the weight: ``p = p (1 - lr weight_decay) - lr scale O``
-    (Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024). On CUDA, and on CPUs with hardware
-    bf16 products, the products are bf16 with fp32 accumulation; elsewhere they are fp32. Temporary memory: at
-    most 16 bytes per element of one parameter at a time (8 with bf16 products). A NaN or infinite gradient
-    spoils its whole matrix.
+    The rule is that of ``torch.optim.Muon``. First the mean m of gradients g becomes ``m = momentum m + (1 -
+    momentum) g``. Newton-Schulz steps bring the singular values of m near 1. With Nesterov's momentum, they
+    do so for ``momentum m + (1 - momentum) g`` instead. The resulting matrix O moves the weight p: ``p = p (1
+    - lr weight_decay) - lr scale O`` (Jordan, "Muon: an optimizer for hidden layers in neural networks",
+    2024). On CUDA, and on CPUs with hardware bf16 products, the products are bf16 with fp32 accumulation;
+    elsewhere they are fp32. Temporary memory: at most 16 bytes per element of one parameter at a time (8 with
+    bf16 products). A NaN or infinite element of a gradient spoils the whole matrix.
 
     Args:
         params: fp32, bf16 or fp16 matrices of any size, updated in place.
         grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        momentum_buffer: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit
-            codes per byte.
+        momentum_buffer: m of all parameters in one flat tensor, the arena. Each parameter starts at a
+            multiple of 256 elements. fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit
+            or two 4-bit codes per byte.
         momentum_buffer_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the
             arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
         lr, momentum, weight_decay, nesterov: as in ``torch.optim.Muon``; momentum in [0, 1).
-        ns_coefficients: a, b and c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
-        eps: lower bound of the norm that divides m.
+        ns_coefficients: a, b and c. A Newton-Schulz step replaces X by ``a X + b (X X^T) X + c (X X^T)^2 X``.
+        eps: m is divided by its norm, or by eps if the norm is smaller, before the Newton-Schulz steps.
         ns_steps: the number of Newton-Schulz steps, 1 to 99.
         adjust_lr_fn: sets ``scale``. "original" is sqrt(max(1, rows / columns)). "match_rms_adamw" is 0.2
             sqrt(max(rows, columns)), for which the lr and weight_decay of AdamW are suitable.
@@ -82,7 +83,7 @@ def muon_(
 
 
 def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Run Newton-Schulz steps in fp64, which bring a matrix x = U S V^T towards U V^T."""
+    """Run Newton-Schulz steps in fp64. They bring a matrix with the SVD x = U S V^T towards U V^T."""
     a, b, c = coefficients
     x = x.double()
     x = x / x.norm().clamp(min=eps)
@@ -109,7 +110,7 @@ def muon_reference(
     adjust_lr_fn: str = "original",
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``muon_`` in plain PyTorch, one parameter at a time, with fp64 products."""
+    """Compute the same step as ``muon_`` in plain PyTorch, one parameter at a time, with fp64 products."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         m = m * momentum + g * (1 - momentum)
@@ -130,16 +131,16 @@ def muon_reference(
 class Muon(WholeTensorOptimizer):
     """Muon (Jordan, 2024) with 8-bit momentum: 1.02 bytes per parameter instead of 4.
 
-    The rule is that of ``torch.optim.Muon``. First ``m = momentum m + (1 - momentum) g``. Newton-Schulz steps
-    bring the singular values of m near 1; with Nesterov's momentum they start from ``momentum m + (1 -
-    momentum) g``. The result moves the weight. Use Muon for the matrices of hidden layers, and
-    ``shoestring.optim.AdamW`` for embeddings, heads, biases and norms. Products are bf16 on CUDA and on CPUs
-    with hardware bf16 products, else fp32.
+    The rule is that of ``torch.optim.Muon``. First the mean m of gradients g becomes ``m = momentum m + (1 -
+    momentum) g``. Newton-Schulz steps bring the singular values of m near 1. With Nesterov's momentum, they
+    do so for ``momentum m + (1 - momentum) g`` instead. The resulting matrix moves the weight. Use Muon for
+    the matrices of hidden layers, and ``shoestring.optim.AdamW`` for embeddings, heads, biases and norms.
+    Products are bf16 on CUDA and on CPUs with hardware bf16 products, else fp32.
 
     Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
-    the number of elements of a parameter. In place of 260, 4-bit state takes 160 bytes, bf16 512 and fp32
-    1024. ``weights="remainder"`` adds 512 to that number. During a step, at most 16 bytes per element of one
-    parameter at a time (8 with bf16 products).
+    the number of elements of a parameter. The 260 bytes per block of 256 elements become 160 with 4-bit
+    state, 512 with bf16 and 1024 with fp32. ``weights="remainder"`` adds 512. A step takes at most 16 bytes
+    of temporary memory per element of one parameter at a time (8 with bf16 products).
 
     Args:
         params: matrices, as parameters, named parameters or parameter groups; fp32, bf16 or fp16.
@@ -148,7 +149,7 @@ class Muon(WholeTensorOptimizer):
         momentum: the weight of the old mean of gradients in the new mean, in [0, 1).
         nesterov: use Nesterov's momentum.
         ns_coefficients: the three coefficients of the Newton-Schulz polynomial.
-        eps: lower bound of the norm that divides m.
+        eps: m is divided by its norm, or by eps if the norm is smaller, before the Newton-Schulz steps.
         ns_steps: the number of Newton-Schulz steps, 1 to 99.
         adjust_lr_fn: sets the factor of lr. "original" or None is sqrt(max(1, rows / columns)).
             "match_rms_adamw" is 0.2 sqrt(max(rows, columns)), for which the lr and weight_decay of AdamW are
@@ -209,8 +210,8 @@ class Muon(WholeTensorOptimizer):
             )
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state for ``torch.optim.Muon.load_state_dict``.
+        """Return a copy of the state dict in the format of ``torch.optim.Muon.load_state_dict``.
 
-        The momentum is fp32 and in the parameters' shapes.
+        The momentum buffers are fp32 and have the parameters' shapes.
         """
         return exported(self, self._moments)

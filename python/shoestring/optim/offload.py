@@ -1,4 +1,4 @@
-"""Optimizer state that is kept off the device, and the loop that streams it to the device chunk by chunk."""
+"""Optimizer state in host memory or on a disk, and the loop that copies it to the device chunk by chunk."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,35 +10,35 @@ from torch import Tensor
 if TYPE_CHECKING:
     from shoestring.optim.arena import Arena
 
-# The C++ side is in csrc/offload. An Offload, one per device, owns the memory, the file and the copies. An
-# OffloadedState holds the state of one arena.
+# A C++ class of csrc/offload that holds the offloaded state of one arena. The C++ class Offload, one object
+# per device, owns the memory and the file and does the copies.
 OffloadedState = Any
 
 
-PLACES = "none | cpu | stream | nvme:DIR"  # offload targets, for the help text of commands
+PLACES = "none | cpu | stream | nvme:DIR"  # values of the option offload, for the help text of commands
 
 
 def is_place(offload: object) -> bool:
-    """Return whether ``offload`` is a valid offload target."""
+    """Return whether ``offload`` is valid: None, "cpu", "stream" or "nvme:DIR"."""
     return offload in (None, "cpu", "stream") or (
         isinstance(offload, str) and offload[:5] == "nvme:" < offload
     )
 
 
 def make_offload(caller: str, offload: str, device: torch.device) -> Any:
-    """Make the Offload object that all arenas of an optimizer on one device share.
+    """Make the C++ object Offload, which owns host memory or a file for the state on one device.
 
     Raises:
-        RuntimeError: the file cannot be created.
+        RuntimeError: the file of ``offload="nvme:DIR"`` cannot be created.
     """
     return torch.classes.shoestring.Offload(f"{caller}: offload", offload, device)
 
 
 class Offloading:
-    """The part of an optimizer that manages where its state is stored."""
+    """Mixin of the optimizers. It manages where the optimizer state is stored."""
 
     offload: str | None
-    # Attributes of the optimizer that this mixin uses:
+    # This mixin uses the following attributes and methods of the optimizer.
     param_groups: list[dict[str, Any]]
     _layouts: dict[int, Any]
     step_in_backward: bool
@@ -52,7 +52,7 @@ class Offloading:
 
     @property
     def _streams(self) -> bool:
-        """Whether state is copied to the device chunk by chunk."""
+        """Whether the optimizer's state is copied to the device chunk by chunk."""
         return self.offload is not None and self.offload != "cpu"
 
     def _offload_of(self, device: torch.device) -> Any:
@@ -64,14 +64,18 @@ class Offloading:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that offloading takes, pinned for a GPU.
+        """The bytes of host memory that offloading takes, pinned if the parameters are on a GPU.
 
-        With ``offload="cpu"`` the state itself is pageable memory and is not included.
+        With ``offload="cpu"`` this includes gradients and weights only, since the state is in pageable
+        memory.
         """
         return sum(offload.host_bytes() for offload in self._offloads.values())
 
     def _check_process(self) -> None:
-        """Raise RuntimeError in a forked child, which has neither the worker threads nor its own file."""
+        """Raise RuntimeError in a forked child process.
+
+        The child has no worker threads for the copies, and shares the offload file with its parent.
+        """
         if self._process != os.getpid():
             for offload in self._offloads.values():
                 offload.check()
@@ -80,10 +84,12 @@ class Offloading:
 def pieces(
     arena: "Arena", grads: list[Tensor | None], accumulated: Tensor | None
 ) -> Iterator[tuple["Arena", list[Tensor | None], Tensor | None]]:
-    """Yield pieces of the arena that are on the device, with their gradients and gradient sums.
+    """Copy the state of an arena to the device chunk by chunk; yield each chunk as an arena of its own.
 
-    The caller steps the pieces one after another. If the same step failed before, pieces that it stepped are
-    left out.
+    With each chunk, yield the gradients of its parameters and their sums over micro-batches (or None).
+
+    The caller steps the chunks one after another. If this step is the repetition of a failed step, chunks
+    that are already stepped are left out.
     """
     state, start = arena.offloaded, arena.start
     assert state is not None
@@ -107,7 +113,8 @@ def pieces(
         sums = None if accumulated is None else arena.blocks_of(accumulated, own.start, first_block, blocks)
         try:
             yield piece, grads[own], sums
-        except GeneratorExit:  # the caller raised, possibly after the operator had already stepped this piece
+        # The code that steps this chunk raised an error, perhaps after the operator had finished.
+        except GeneratorExit:
             if not torch.equal(piece.step, arena.step[own]):
                 arena.stepped[own] = piece.step
                 state.put(chunk)
@@ -117,7 +124,10 @@ def pieces(
 
 
 def commit(arenas: list["Arena"]) -> None:
-    """End a step: all pieces have been stepped and written back, so the new step counts become valid."""
+    """End a step of offloaded state.
+
+    All chunks of the state are stepped and written back, so the new step counts become valid.
+    """
     for arena in arenas:
         if arena.stepped is not None:
             arena.step.copy_(arena.stepped)

@@ -1,4 +1,4 @@
-"""Arguments that all optimizer operators share, and the loop behind their references in plain PyTorch."""
+"""Arguments that all optimizer operators share, and the step loop of the ``*_reference`` functions."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,10 @@ from shoestring.quantization.quantize_state_4bit import (
 
 
 class ReferenceArguments(TypedDict, total=False):
-    """Keyword arguments of every ``*_reference``: the part of ``StepArguments`` for whole parameters."""
+    """Keyword arguments of every ``*_reference`` function.
+
+    ``StepArguments`` adds the arguments that step a part of a parameter.
+    """
 
     maximize: bool
     lr_tensor: Tensor | None
@@ -37,7 +40,7 @@ class ReferenceArguments(TypedDict, total=False):
 class StepArguments(ReferenceArguments, total=False):
     """Keyword arguments of every optimizer operator.
 
-    Tensors are on the parameters' device. None turns an optional tensor off.
+    All tensors are on the parameters' device. None disables an optional tensor.
 
     maximize: ascend the gradient instead of descending it.
     lr_tensor: replaces lr; its sign is not checked. ``lr_tensor``, ``grad_scale``, ``clip_coef`` and
@@ -45,22 +48,24 @@ class StepArguments(ReferenceArguments, total=False):
         CUDA graph can replay the step.
     grad_scale: divides the gradients.
     clip_coef: multiplies the gradients.
-    found_inf: if it is not zero, the step changes nothing, except that it still zeroes ``accumulated``.
-    weight_remainder: (elements of the arena), int16. A bf16 weight and its remainder together hold one fp32
-        weight, which the step changes exactly as it would change an fp32 parameter. The weight is the upper
-        half of that fp32 value, rounded to nearest (halves away from zero): ``bits(fp32) = (bits(weight) <<
-        16) + remainder``.
-    accumulated: (elements of the arena), fp32 or bf16. The step adds it to the gradients and then zeroes it,
-        for each parameter that has a gradient.
+    found_inf: if the element is not zero, the step changes nothing, except that it sets ``accumulated`` to
+        zero.
+    weight_remainder: int16, as many elements as the flat state tensors. A bf16 weight and its remainder
+        together hold one fp32 weight, which the step changes exactly as it would change an fp32 parameter.
+        The weight is the upper half of that fp32 value, rounded to nearest (halves away from zero):
+        ``bits(fp32) = (bits(weight) << 16) + remainder``.
+    accumulated: gradient sums over micro-batches, fp32 or bf16, as many elements as the flat state tensors.
+        For each parameter that has a gradient, the step adds the sum to the gradient and then sets the sum to
+        zero.
     stochastic_rounding: rounds bf16 weights up or down at random so that the expected value is exact, instead
         of to nearest.
-    seed: seeds all random bits. They are a function of the seed, the step, the number of the parameter and
-        the index of the element in the parameter.
-    numbers: the numbers of the parameters for random bits, each below 2^20. Empty means their indices in
-        ``params``.
+    seed: seed of the random bits. Random bits are a function of the seed, the step, the parameter's entry in
+        ``numbers`` and the index of the element in the parameter.
+    numbers: one integer below 2^20 for each parameter, on which its random bits depend. Empty means the
+        indices of the parameters in ``params``.
     first_block, blocks: step only ``blocks`` blocks of 256 elements, starting at block ``first_block`` of the
-        first parameter; the arenas hold just these blocks. ``blocks=None`` steps whole parameters. Only CPU
-        operators that apply an elementwise rule support this; references do not.
+        first parameter. The state tensors hold just these blocks. ``blocks=None`` steps whole parameters.
+        Only CPU operators whose update rule is elementwise can step a part.
     """
 
     first_block: int
@@ -68,10 +73,9 @@ class StepArguments(ReferenceArguments, total=False):
 
 
 class ReferenceArena(NamedTuple):
-    """One moment of all parameters: fp32 or bf16 values without scales, or codes with scales.
+    """One moment of all parameters in a flat tensor, as fp32 or bf16 values or as codes with scales.
 
-    signed: whether the moment may be negative. keeps: the share of the moment that survives a step (its
-    beta).
+    signed: whether the moment may be negative. keeps: beta, by which a step multiplies the old moment.
     """
 
     values: Tensor
@@ -81,13 +85,13 @@ class ReferenceArena(NamedTuple):
 
     @property
     def is_4bit(self) -> bool:
-        """Whether the codes have 4 bits, which shows in the ratio of scales to bytes."""
+        """Whether the moment's codes have 4 bits, which follows from the number of code bytes per scale."""
         return self.scale is not None and self.scale.numel() * STATE_BLOCK != self.values.numel()
 
     def read(self, where: slice) -> Tensor:
-        """Return one parameter's moment in fp32.
+        """Return the moment of one parameter, dequantised to fp32.
 
-        ``where`` is the parameter's slice of the arena, which starts at a multiple of 256.
+        ``where`` is the parameter's slice of the flat state tensor. It starts at a multiple of 256.
         """
         if self.scale is None:
             return self.values[where].float()
@@ -99,9 +103,9 @@ class ReferenceArena(NamedTuple):
         return dequantize_8bit_reference(self.values[where], self.scale[_blocks(where)], signed=self.signed)
 
     def write(self, where: slice, moment: Tensor, step: int, random: Callable[[], Tensor]) -> None:
-        """Store one parameter's moment at ``where``.
+        """Store the moment of one parameter in ``where``, the parameter's slice of the flat state tensor.
 
-        Quantises the moment if the arena has scales, and rounds it stochastically if the arena is bf16.
+        The moment is quantised if the state tensor has scales, and rounded stochastically if it is bf16.
         """
         if self.scale is None:
             is_bf16 = self.values.dtype == torch.bfloat16
@@ -130,7 +134,7 @@ def _blocks(where: slice) -> slice:
 
 
 def places(params: Sequence[Tensor]) -> list[slice]:
-    """Return the slice of the arena that holds each parameter's state."""
+    """Return, for each parameter, the slice of the flat state tensors that holds its state."""
     found, begin = [], 0
     for param in params:
         found.append(slice(begin, begin + param.numel()))
@@ -158,9 +162,9 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int], rounds: int = 7) -> 
 def random_bits(seed: int, step: int, number: int, stream: int, count: int) -> Tensor:
     """Return 16 random bits (int64) for each of the ``count`` elements of a parameter.
 
-    ``stream`` is 0 for the weight and 1 + k for moment k. Counter ``i``, whose other words hold the step, the
-    number and the stream, serves elements 8 i to 8 i + 7. Each of its four output words gives its lower half
-    to one element and its upper half to the next.
+    ``stream`` is 0 for the weight and 1 + k for moment k. The Philox counter consists of an index i, the
+    step, ``number`` and ``stream``. Its four output words serve elements 8 i to 8 i + 7: the lower half of a
+    word serves one element, the upper half the next.
     """
     index = torch.arange((count + 7) // 8)
     counter = [index, index >> 32, torch.full_like(index, step), torch.full_like(index, number << 3 | stream)]
@@ -175,12 +179,12 @@ def round_stochastically(x: Tensor, random: Tensor) -> Tensor:
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the fp32 value that a bf16 weight and its int16 remainder make."""
+    """Combine a bf16 weight and its int16 remainder to the fp32 weight that both together store."""
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into a bf16 weight and an int16 remainder. Every NaN becomes the same NaN."""
+    """Split an fp32 weight into a bf16 weight and an int16 remainder. All NaNs become one NaN bit pattern."""
     bits = torch.where(x.isnan(), 0x7FC00000, x.view(torch.int32).long())
     remainder = bits.to(torch.int16)
     return ((bits - remainder.long()) >> 16).to(torch.int16).view(torch.bfloat16), remainder
@@ -208,9 +212,9 @@ def reference_step(
 ) -> None:
     """Run one optimizer step in plain PyTorch, one parameter at a time.
 
-    ``rule(lr, step, p, g, moment, ...)`` returns the new p and the new moments, all fp32 and in the
-    parameter's shape. After the moments, the rule receives the parameter's tensors from ``extra``, which it
-    changes in place.
+    ``rule(lr, step, p, g, moment, ...)`` receives a parameter p, its gradient g and its moments. It returns
+    the new p and the new moments, all fp32 and in the parameter's shape. After the moments, ``rule`` receives
+    the parameter's tensors from ``extra`` and changes them in place.
     """
     lr = lr if lr_tensor is None else lr_tensor.item()
     factor = (1.0 if clip_coef is None else clip_coef.item()) / (

@@ -1,4 +1,4 @@
-"""Low-rank projections of matrices: bases, products with them, and seeded random numbers."""
+"""Low-rank projections of matrices: their bases, products with the bases, and seeded random numbers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,17 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 2**24  # elements of a 16-bit matrix that are converted to fp32 at a time: 64 MiB
+CHUNK = 2**24  # elements of a 16-bit matrix that are converted to fp32 at a time (64 MiB in fp32)
 
 
 def is_left(rows: int, columns: int, group: dict[str, Any]) -> bool:
-    """Return whether a matrix is projected from the left, which reduces its rows."""
+    """Return whether a projection multiplies a matrix from the left, which reduces the number of rows."""
     side = group.get("projection", "auto")
     return side == "left" or (side == "auto" and rows <= columns)
 
 
 def project(grad: Tensor, basis: Tensor, left: bool) -> Tensor:
-    """Project a gradient (m, n) to low rank, in fp32: basis^T G, (r, n), or G basis, (m, r)."""
+    """Project a gradient G (m, n) to rank r, in fp32.
+
+    Return basis^T G (r, n) if ``left``, else G basis (m, r).
+    """
     rank = basis.shape[1]
     low = torch.zeros((rank, grad.shape[1]) if left else (len(grad), rank), device=grad.device)
     for rows in chunks(grad):
@@ -30,16 +33,16 @@ def project(grad: Tensor, basis: Tensor, left: bool) -> Tensor:
 def leading_vectors(
     matrix: Tensor, count: int, seed: int, iterations: int = 4, oversampling: int = 16
 ) -> Tensor:
-    """Return the leading left singular vectors of an fp32 matrix, largest first.
+    """Return approximate leading left singular vectors of an fp32 matrix, the largest singular value first.
 
-    Uses randomised subspace iteration, algorithms 4.4 and 5.1 of arXiv 0909.4061. A Gaussian sketch is
-    multiplied by the matrix and its transpose, and orthonormalised in between; then the singular vectors
-    within its range are computed. With four iterations and 16 extra columns, the result misses 1 to 3 % of
-    the squared norm that an SVD captures if the matrix is noise. It misses 0.1 % if the singular values fall
-    as 1 / sqrt(i).
+    The method is randomised subspace iteration, algorithms 4.4 and 5.1 of arXiv 0909.4061. A Gaussian sketch
+    is multiplied by the matrix and its transpose in turn, and orthonormalised in between. Then the singular
+    vectors within the sketch's range are computed. With the default of four iterations and 16 extra columns,
+    the vectors capture less of the squared norm than those of an SVD. They miss 1 to 3 % if the matrix is
+    noise, and 0.1 % if the i-th singular value is 1 / sqrt(i).
 
     Returns:
-        (rows, count), with orthonormal columns.
+        The vectors as orthonormal columns, (rows, count).
     """
     rows, columns = matrix.shape
     width = min(count + oversampling, rows)
@@ -48,22 +51,23 @@ def leading_vectors(
         sketch = matrix @ _scaled(matrix.mT @ torch.linalg.qr(sketch).Q)
     basis = torch.linalg.qr(sketch).Q
     within = _scaled(basis.mT @ matrix)
-    vectors = torch.linalg.eigh(within @ within.mT).eigenvectors  # in ascending order of eigenvalues
+    # The function eigh returns eigenvectors in ascending order of eigenvalues.
+    vectors = torch.linalg.eigh(within @ within.mT).eigenvectors
     result: Tensor = (basis @ vectors.flip(1)[:, :count]).contiguous()
     return result
 
 
 def _scaled(x: Tensor) -> Tensor:
-    """Scale x so that its products with itself and with similar matrices stay within the range of fp32."""
+    """Scale x to a largest magnitude of 1. Products of x with itself then stay within the range of fp32."""
     return x / x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def fp32_rows(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of a parameter's matrix in fp32, to be changed in place.
+    """Yield slices of a parameter's rows and their values in fp32. The caller may change the values in place.
 
-    A 16-bit parameter is converted in chunks, and each chunk is rounded once when it is written back.
+    A 16-bit parameter is converted to fp32 in chunks. Each chunk is rounded once when it is written back.
     """
-    matrix = param.flatten(1)  # a copy if the parameter is not contiguous
+    matrix = param.flatten(1)  # flatten copies the parameter if it is not contiguous
     for rows in chunks(matrix):
         part = matrix[rows].float()
         yield rows, part
@@ -80,9 +84,9 @@ def chunks(matrix: Tensor) -> list[slice]:
 
 
 def mix(*numbers: int) -> int:
-    """Hash a tuple of integers to a 32-bit seed, which is what PyTorch's CPU generator takes."""
+    """Hash integers to a 32-bit seed, since PyTorch's CPU generator uses only 32 bits."""
     mask, x = 2**64 - 1, 0
-    for number in numbers:  # one step of splitmix64 per number
+    for number in numbers:  # one step of the hash splitmix64 per number
         x = (x + number + 0x9E3779B97F4A7C15) & mask
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
@@ -91,5 +95,5 @@ def mix(*numbers: int) -> int:
 
 
 def normal(size: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Return normal fp32 numbers that depend only on the seed and the kind of device."""
+    """Return normal fp32 random numbers that depend only on the seed and the device type (CPU or CUDA)."""
     return torch.randn(size, generator=torch.Generator(device).manual_seed(seed), device=device)

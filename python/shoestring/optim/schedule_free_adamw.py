@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW with quantised state."""
+"""Schedule-Free AdamW whose second moment is stored quantised."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,19 +36,19 @@ def schedule_free_adamw_(
 
     "The Road Less Scheduled" (arXiv 2405.15682) has three sequences of weights: z takes the steps, x is the
     average of z, and gradients are computed at y, between x and z. Here y is the parameter, and ``offset`` is
-    z - y. Let ``u = g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay y``, where v is the mean of squared
-    gradients, and let c be the weight of this step in the average. Then
+    z - y. Let g be the gradient in step t, and v the running mean of squared gradients. Let ``u = g / (sqrt(v
+    / (1 - beta2^t)) + eps) + weight_decay y``. With c, the weight of this step in the average x, the step is
 
-        y <- y + c offset + lr (beta1 (1 - c) - 1) u,    offset <- (1 - c) (offset - lr beta1 u),
+        y <- y + c offset + lr (beta1 (1 - c) - 1) u,    offset <- (1 - c) (offset - lr beta1 u).
 
-    which is ``z <- z - lr u``, ``x <- (1 - c) x + c z``, ``y = beta1 x + (1 - beta1) z``. The weights for
+    This equals ``z <- z - lr u``, ``x <- (1 - c) x + c z``, ``y = beta1 x + (1 - beta1) z``. The weights for
     evaluation are ``x = y - offset (1 - beta1) / beta1``. In step t up to ``warmup_steps`` = W, the learning
-    rate is t / W times lr, and c is proportional to its square: ``c = 6 t / ((t + 1) (2 t + 1))``. After the
-    warm-up every step has the same weight as the last step of the warm-up, whatever lr is. Without a warm-up
-    c is 1 / t.
+    rate is t / W times lr. A step's weight in the average is the square of t / W, so ``c = 6 t / ((t + 1) (2
+    t + 1))``. After the warm-up every step has the same weight as the last step of the warm-up, also if lr
+    changes. Without a warm-up, c is 1 / t.
 
     The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or infinite gradient spoils its
-    own weight. With quantised state it also spoils its block of 256 elements, but no other block.
+    own weight. With quantised state it spoils all 256 elements of its block, but no other block.
 
     Args:
         params: y: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
@@ -56,9 +56,10 @@ def schedule_free_adamw_(
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
         offset: (elements of the arena): fp32 if ``exp_avg_sq`` is fp32, else bf16 with stochastic rounding.
-            The offset moves less per step than one quantisation level, so its codes would never change.
-        exp_avg_sq: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit codes
-            per byte.
+            The offset moves less per step than one quantisation level, so 8-bit or 4-bit codes of it would
+            never change.
+        exp_avg_sq: v: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit
+            codes per byte.
         exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena
             / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
         lr, beta2, eps: as for ``adamw_``.
@@ -103,7 +104,7 @@ def schedule_free_adamw_reference(
     warmup_steps: int = 0,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``schedule_free_adamw_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``schedule_free_adamw_`` in plain PyTorch, one parameter at a time."""
 
     def share(t: int) -> float:
         weights = [min(i / max(warmup_steps, 1), 1) ** 2 for i in range(1, t + 1)]
@@ -127,37 +128,38 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
 
     It needs no learning rate schedule. Gradients are computed at one point, y. The weights for evaluation, x,
     are an average over all steps so far, so the number of steps need not be known. The parameters hold y
-    during training. ``eval()`` turns them into x and ``train()`` back into y, so call both where you call the
-    model's::
+    during training. ``eval()`` turns the parameters into x, and ``train()`` turns them back into y. Call both
+    methods where you call those of the model::
 
         optimizer.train(); model.train()    # the initial mode of the optimizer
         ...
         optimizer.eval(); model.eval()      # before evaluation, and before saving weights for use
 
-    Repeated calls change nothing. Switching to the other mode and back reproduces the weights to within a
-    unit in the last place of the larger of x and y. Save the model and the optimizer in the same mode,
-    whichever it is: the mode in a loaded state dict must match the loaded weights. Batch norm's running
-    statistics are those of y. To get those of x, run a few batches through the model in training mode before
-    evaluation.
+    A second ``eval()`` or ``train()`` in a row changes nothing. Switching to the other mode and back
+    reproduces the weights to within a unit in the last place of the larger of x and y. Save the model and the
+    optimizer in the same mode, whichever it is: the mode in a loaded state dict must match the loaded
+    weights. Batch norm collects its running statistics with the weights y. To get the statistics for x, run a
+    few batches through the model in training mode before evaluation.
 
-    The paper's z is stored as its distance to y. This distance moves less per step than one quantisation
-    level. If the second moment is quantised, the distance is therefore bf16 with stochastic rounding, which
-    is exact on average.
+    The paper's third sequence of weights, z, is stored as the difference z - y. This difference moves less
+    per step than one quantisation level. If the second moment is quantised, the difference is therefore bf16
+    with stochastic rounding, which is exact on average.
 
     Memory: ``sum(ceil(n / 256) * 772 + 4)`` bytes, summed over the parameters that have had a gradient; n is
-    the number of elements of a parameter. In place of 772, 4-bit state takes 648 bytes, bf16 1024 and fp32
-    2048. ``weights="remainder"`` adds 512 to that number.
+    the number of elements of a parameter. The 772 bytes per block of 256 elements become 648 with 4-bit
+    state, 1024 with bf16 and 2048 with fp32. ``weights="remainder"`` adds 512.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
         lr: learning rate: a number, or a tensor of one element as for ``AdamW``. Usually 1 to 10 times
-            AdamW's. You may change it during training, but the average ignores that: a step's weight in the
-            average is the square of its warm-up factor, which depends only on the number of the parameter's
-            steps.
+            AdamW's. You may change lr during training, but the average x ignores the change. A step's weight
+            in the average is the square of its warm-up factor, which depends only on the number of steps of
+            the parameter.
         betas: two numbers: the weight of x in y, above 0 and below 1, and the decay of the running mean of
-            the squared gradient, in [0, 1). Do not change the first between ``eval()`` and ``train()``.
+            the squared gradient, in [0, 1). Do not change the first number between ``eval()`` and
+            ``train()``.
         eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay: this multiple of y is added to the update.
+        weight_decay: decoupled weight decay: ``weight_decay * y`` is added to the update.
         warmup_steps: the number of steps in which the learning rate rises linearly to ``lr``. 0 means no
             warm-up.
         **options: options of every optimizer here, see ``LowMemoryOptions``.
@@ -212,7 +214,8 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
                 if arena.offloaded is None and arena.host is None:
                     self._apply(arena, arena.params, beta1, train_mode, arena.values.get("weight_remainder"))
                     continue
-                # Convert one parameter at a time, since the device may lack memory for the state of all.
+                # Switch one parameter at a time between x and y, since the device may lack memory for the
+                # state of all parameters.
                 for i, p in enumerate(arena.params):
                     kept = arena.run(i, i + 1, self._moments).values.get("weight_remainder")
                     remainder = None if kept is None else kept.to(local(p).device)
@@ -236,7 +239,10 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; return what the closure, if any, returns."""
+        """Step every parameter that has a gradient.
+
+        Return the result of ``closure``, or None without a closure.
+        """
         self._expect_train()
         return super().step(closure)
 

@@ -1,4 +1,4 @@
-"""SGD with a quantised momentum buffer."""
+"""SGD whose momentum buffer is stored quantised."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -29,19 +29,20 @@ def sgd_(
 ) -> None:
     """Take one step of SGD with momentum in place, in one pass over all parameters that have a gradient.
 
-    The rule is that of ``torch.optim.SGD``. First ``g = g + weight_decay p``. In a parameter's first step
-    (``step`` is 0) the buffer becomes g; later it becomes ``momentum buffer + (1 - dampening) g``. Then ``p =
-    p - lr buffer``, or with Nesterov's momentum ``p = p - lr (g + momentum buffer)``. The state of all
-    parameters lies in flat arenas as for ``adamw_``. A NaN or infinite gradient spoils its own weight. With
-    8-bit state it also spoils its block of 256 elements, but no other block.
+    The rule is that of ``torch.optim.SGD``. First the gradient of the parameter p becomes ``g = g +
+    weight_decay p``. In a parameter's first step (``step`` is 0) the buffer becomes g; later it becomes
+    ``momentum buffer + (1 - dampening) g``. Then ``p = p - lr buffer``, or with Nesterov's momentum ``p = p -
+    lr (g + momentum buffer)``. The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or
+    infinite gradient spoils its own weight. With 8-bit state it spoils all 256 elements of its block, but no
+    other block.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
         grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
             and its step count unchanged.
         step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        momentum_buffer: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit
-            codes per byte.
+        momentum_buffer: the momentum buffers: fp32 or bf16 values, (elements of the arena); or uint8 codes,
+            one 8-bit or two 4-bit codes per byte.
         momentum_buffer_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the
             arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
         lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``. momentum must be above 0,
@@ -80,7 +81,7 @@ def sgd_reference(
     nesterov: bool = False,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``sgd_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``sgd_`` in plain PyTorch, one parameter at a time."""
 
     def rule(lr: float, step: int, p: Tensor, g: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
         g = g + weight_decay * p
@@ -94,19 +95,19 @@ def sgd_reference(
 class SGD(LowMemoryOptimizer):
     """SGD with an 8-bit momentum buffer: 1.02 bytes per parameter instead of 4.
 
-    The rule is that of ``torch.optim.SGD``. SGD without momentum has no state; use ``torch.optim.SGD`` for
-    it.
+    The rule is that of ``torch.optim.SGD``. For SGD without momentum, which has no state, use
+    ``torch.optim.SGD``.
 
     Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
-    the number of elements of a parameter. In place of 260, 4-bit state takes 160 bytes, bf16 512 and fp32
-    1024. ``weights="remainder"`` adds 512 to that number.
+    the number of elements of a parameter. The 260 bytes per block of 256 elements become 160 with 4-bit
+    state, 512 with bf16 and 1024 with fp32. ``weights="remainder"`` adds 512.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
         lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
         momentum: the weight of the old buffer in the new buffer, above 0.
-        dampening: the new buffer takes ``1 - dampening`` of the gradient, except in the first step, which
-            takes all of it.
+        dampening: the gradient is multiplied by ``1 - dampening`` before it is added to the buffer, except in
+            a parameter's first step.
         weight_decay: an L2 penalty, added to the gradient after clipping.
         nesterov: use Nesterov's momentum; requires ``dampening=0``.
         **options: options of every optimizer here, see ``LowMemoryOptions``.
@@ -150,9 +151,9 @@ class SGD(LowMemoryOptimizer):
         self._expect(fits, "dampening", "0 with nesterov", group["dampening"])
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state for ``torch.optim.SGD.load_state_dict``.
+        """Return a copy of the state dict in the format of ``torch.optim.SGD.load_state_dict``.
 
-        The buffers are fp32 and in the parameters' shapes. PyTorch casts them to the parameters' dtype when
-        it loads them.
+        The momentum buffers are fp32 and have the parameters' shapes. PyTorch casts the buffers to the
+        parameters' dtype when it loads them.
         """
         return exported(self, self._moments)

@@ -1,7 +1,8 @@
 """DTensor parameters (FSDP2, HSDP, tensor parallelism): local shards, and norms over all shards.
 
-An optimizer steps local shards. The norm that clips gradients is reduced over those mesh dimensions that
-split the parameter. Random bits depend on the shard, so that replicas of a shard stay equal.
+An optimizer steps the shards of its process. The gradient norm for clipping is all-reduced over the
+dimensions of the device mesh that split the parameter. Random bits depend on the index of the shard only, so
+that replicas of a shard on several processes stay equal.
 """
 
 import gc
@@ -19,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shards:
-    """How the parameters of an arena are split.
+    """How DTensor parameters are split, and which shard this process holds.
 
-    Replicas of a shard have equal ``Shards``, so they stay equal bit for bit.
+    Processes that hold replicas of a shard have equal ``Shards`` objects, and so derive equal seeds.
     """
 
     mesh: Any  # DeviceMesh
     placements: tuple[Any, ...]
-    piece: int  # index of the local shard among the shards of the parameter
+    piece: int  # index of this process's shard among the shards of the parameter
 
     @property
     def dims(self) -> list[int]:
-        """The dimensions of the mesh that split the parameter."""
+        """The dimensions of the device mesh that split the parameter."""
         return [dim for dim, placement in enumerate(self.placements) if not placement.is_replicate()]
 
 
@@ -40,26 +41,26 @@ def is_dtensor(tensor: object) -> "TypeIs[DTensor]":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local part of a DTensor, or any other tensor itself."""
+    """Return this process's shard of a DTensor. Return any other tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_gradient(param: Tensor) -> Tensor | None:
-    """Return the part of a parameter's gradient that belongs to the local part of the parameter."""
+    """Return the part of a parameter's gradient that belongs to this process's shard of the parameter."""
     grad = param.grad
     if grad is None or not is_dtensor(param):
         return grad
     pieces: Any = grad
-    if pieces.placements != param.placements:  # redistribute is a collective
+    if pieces.placements != param.placements:  # redistribute is a collective operation
         pieces = pieces.redistribute(placements=param.placements)
     result: Tensor = pieces.to_local()
     return result
 
 
 def gradient_in_hook(param: Tensor) -> Tensor:
-    """Return the local gradient within a hook, safe to read on the current stream.
+    """In a gradient hook, return the gradient of this process's shard, safe to read on the current stream.
 
-    FSDP2 calls hooks on its own stream, and may still be copying the gradient to the CPU.
+    FSDP2 calls gradient hooks on its own stream, and may still be copying the gradient to the CPU.
     """
     grad = local_gradient(param)
     assert grad is not None
@@ -72,7 +73,7 @@ def gradient_in_hook(param: Tensor) -> Tensor:
 
 
 def shards(param: Tensor) -> Shards | None:
-    """Return how a DTensor is split; None for any other tensor."""
+    """Return how a DTensor is split. Return None for any other tensor."""
     if not is_dtensor(param):
         return None
     found = Shards(param.device_mesh, tuple(param.placements), 0)
@@ -84,15 +85,18 @@ def shards(param: Tensor) -> Shards | None:
 
 
 def seed_of(seed: int, piece: Shards | None) -> int:
-    """Return a seed for each shard, since an operator only knows the index of an element within its shard."""
+    """Return a different seed for each shard.
+
+    Operators count elements from the start of their shard, so equal seeds would repeat random bits.
+    """
     mixed = seed + (0 if piece is None else piece.piece) * 0x9E3779B97F4A7C15
-    return (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped to the range of int64
+    return (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # wrap the seed to the range of int64
 
 
 def whole_norm(norm: Tensor, piece: Shards | None) -> Tensor:
-    """Return the norm over all shards from the norm over this one.
+    """Return the norm over all shards of a tensor from the norm of this process's shard.
 
-    This is a collective if the parameter is split.
+    This is a collective operation if the tensor is split.
     """
     if piece is None or not piece.dims:
         return norm
@@ -105,8 +109,9 @@ def whole_norm(norm: Tensor, piece: Shards | None) -> Tensor:
 def reduced_after_hooks(params: Iterable[Tensor]) -> bool:
     """Return whether DistributedDataParallel wraps these parameters.
 
-    It all-reduces gradients after their hooks have seen them. A parameter does not show this, so every live
-    object is inspected: once, and in distributed programs only.
+    DistributedDataParallel all-reduces gradients after the gradient hooks have run. A parameter holds no
+    reference to its wrapper, so this function inspects every live object. The optimizer calls it once, and
+    only distributed programs pay for it.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
@@ -120,7 +125,7 @@ def reduced_after_hooks(params: Iterable[Tensor]) -> bool:
 
 
 def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTensor":
-    """Wrap a local part as a DTensor of this shape that is split like the parameter."""
+    """Wrap this process's shard as a DTensor of global shape ``shape`` that is split like the parameter."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -131,7 +136,7 @@ def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTen
 
 
 def piece_of(value: Tensor, param: "DTensor") -> Tensor:
-    """Split a tensor, whole or DTensor, like the parameter, and return the local part."""
+    """Split a tensor or a DTensor like the parameter, and return this process's shard."""
     from torch.distributed.tensor import distribute_tensor
 
     if is_dtensor(value):

@@ -1,11 +1,11 @@
-"""State dicts of DTensor parameters: entries are DTensors, so any number of processes can load a checkpoint.
+"""State dicts of DTensor parameters. Their tensors are DTensors, so any number of processes can load them.
 
-A block of 256 elements that shares a scale is a run of the local shard, so other shards have other blocks. A
-state dict therefore repeats scales until each row of dimension 0 has its own. One scale then covers
-``gcd(row, block)`` elements; nothing is repeated if a row is a multiple of the block. If another dimension is
-split as well, each element has its own scale, and 4-bit codes of odd rows take a byte each. Loaded into the
-same blocks, the state is the same bit for bit. If elements of one block had different scales, they are
-quantised again. Saving dequantises nothing.
+Quantised state has one scale per block of consecutive elements of a shard. If a parameter is split in another
+way, the blocks are different. A state dict therefore repeats scales until each row of dimension 0 has a scale
+of its own. One scale then covers ``gcd(row, block)`` elements; no scale is repeated if a row is a multiple of
+the block. If another dimension is split as well, each element has its own scale, and 4-bit codes of odd rows
+take a byte each. If the state is loaded with the same split, it is the same bit for bit. With another split,
+elements of a new block may have different scales; they are quantised again. Saving dequantises nothing.
 """
 
 from math import gcd, prod
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def save_dtensors(optimizer: "StateDicts", state_dict: dict[str, Any]) -> None:
-    """Replace the state entries of DTensor parameters by DTensors: views, unless scales are repeated."""
+    """In a state dict, replace the state tensors of DTensor parameters by DTensors.
+
+    The DTensors are views of the state tensors, unless scales have to be repeated.
+    """
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for param, key in zip(group["params"], packed["params"], strict=True):
             if is_dtensor(param) and state_dict["state"].get(key):
@@ -38,16 +41,17 @@ def save_dtensors(optimizer: "StateDicts", state_dict: dict[str, Any]) -> None:
 def owned_entries(
     optimizer: "StateDicts", moments: tuple[Moment, ...], state_dict: dict[str, Any]
 ) -> dict[Any, dict[str, Any]]:
-    """Return the entries of a loaded state dict, with those of DTensor parameters reduced to the local part.
+    """Return the state in a state dict, reduced to this process's shards where parameters are DTensors.
 
     Raises:
-        ValueError: a shape does not fit.
+        ValueError: the shape of a state tensor does not fit its parameter.
     """
     where = f"{type(optimizer).__name__}: load_state_dict"
     entries = dict(state_dict["state"])
     for ours, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         group = {**ours, **theirs}
-        if group["state"] not in STATES:  # _check_options raises for it later
+        # Skip an invalid option here; _check_options raises an error for it later.
+        if group["state"] not in STATES:
             continue
         for param, key in zip(ours["params"], theirs["params"], strict=False):
             parts = optimizer._parts(param, group)
@@ -62,14 +66,17 @@ def _saved(entry: dict[str, Any], param: "DTensor", parts: list[Part]) -> dict[s
     for part in parts:
         rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))
         result[part.name] = as_dtensor(rows, param, _shape(part, param))
-    for name, value in entry.items():  # tensors of the rule besides its moments
+    for name, value in entry.items():  # state tensors that are not moments become DTensors, too
         if not any(part.name == name for part in parts) and value.shape == own.shape and value.ndim > 0:
             result[name] = as_dtensor(value, param, tuple(param.shape))
     return result
 
 
 def _needs_owning(entry: dict[str, Any], param: Tensor, parts: list[Part]) -> bool:
-    """Return whether entries have to be converted, because the parameter or an entry is or was a DTensor."""
+    """Return whether a parameter's loaded state must be converted.
+
+    Return True if the parameter is a DTensor, or if the state was saved for a DTensor.
+    """
     if is_dtensor(param) or any(is_dtensor(value) for value in entry.values()):
         return True
     rows = [p for p in parts if not p.shaped and _shape(p, param) != (p.size(param),)]
@@ -89,7 +96,7 @@ def _owned(
     for name, value in entry.items():
         part = next((part for part in parts if part.name == name), None)
         if part is not None and isinstance(value, Tensor):
-            # Floating-point moments, as torch.optim saves them, are quantised below.
+            # Floating-point moments, as torch.optim saves them, are quantised at the end of this function.
             whole = value.is_floating_point() and f"{name}_scale" not in entry and value.shape == param.shape
             result[name] = _owned_part(where, value, param, part, whole)
         elif is_dtensor(value) or (
@@ -109,7 +116,10 @@ def _owned(
 
 
 def _row(param: Tensor) -> int:
-    """Return the number of elements that are never split: each shard holds a whole number of such rows."""
+    """Return the number of elements in a row of a parameter, the unit that sharding does not split.
+
+    A row is one index of dimension 0, or one element if the parameter is split along another dimension.
+    """
     placements = param.placements if is_dtensor(param) else ()
     if param.ndim == 0 or any(getattr(placement, "dim", 0) != 0 for placement in placements):
         return 1
@@ -117,18 +127,18 @@ def _row(param: Tensor) -> int:
 
 
 def _each(part: Part) -> int:
-    """Return the number of parameter elements that one item of an entry covers."""
+    """Return the number of parameter elements that one element of a state tensor (such as a scale) covers."""
     return 1 if part.shaped else STATE_BLOCK // part.per_block
 
 
 def _shape(part: Part, param: Tensor) -> tuple[int, ...]:
-    """Return the global shape of an entry, over all shards."""
+    """Return the global shape, over all shards, of a state tensor in a state dict."""
     row = _row(param)
     return tuple(param.shape) if part.shaped or row == 1 else (param.shape[0], row // gcd(row, _each(part)))
 
 
 def _rows(flat: Tensor, part: Part, shape: tuple[int, ...], row: int) -> Tensor:
-    """Arrange a flat entry of a parameter, or of a shard of this shape, by rows."""
+    """Arrange a flat state tensor by the rows of its parameter or shard, which has shape ``shape``."""
     if part.shaped:
         return flat
     each = _each(part)
@@ -140,7 +150,7 @@ def _rows(flat: Tensor, part: Part, shape: tuple[int, ...], row: int) -> Tensor:
 
 
 def _unpacked(codes: Tensor) -> Tensor:
-    """Unpack two 4-bit codes per byte to one code per byte."""
+    """Unpack 4-bit codes, two per byte, to one code per byte."""
     return torch.stack([codes & 15, codes >> 4], -1).flatten()
 
 
@@ -154,7 +164,7 @@ def _owned_part(where: str, value: Tensor, param: Tensor, part: Part, whole: boo
     shape, flat = _shape(part, param), (part.size(param),)
     if whole or value.shape == shape:
         return _local(value, param)
-    if value.shape == flat:  # the entry was saved without DTensors
+    if value.shape == flat:  # the state was saved by a program without DTensors
         value = value.full_tensor() if is_dtensor(value) else value
         return (
             piece_of(_rows(value, part, tuple(param.shape), _row(param)), param)
@@ -165,9 +175,9 @@ def _owned_part(where: str, value: Tensor, param: Tensor, part: Part, whole: boo
 
 
 def _blocks(moment: Moment, state: str, codes: Tensor, scale: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return codes and scales as an arena stores them.
+    """Convert codes and scales from a state dict to the layout in which the optimizer stores them.
 
-    The given scales may each cover a whole block or fewer elements.
+    In the state dict, a scale may cover a whole block or fewer elements.
     """
     group = STATE_BLOCK if state == "8bit" else GROUP_4BIT[moment.signed]
     count = -(-size // STATE_BLOCK)
@@ -190,13 +200,13 @@ def _blocks(moment: Moment, state: str, codes: Tensor, scale: Tensor, size: int)
         found = torch.where(same, found, scale[:groups])
     if state == "8bit":
         return single.view(codes.shape), found
-    zero = 0 if moment.signed else 15  # the code of zero; it pads the last block
+    zero = 0 if moment.signed else 15  # the code of the value 0 pads the last block
     single = torch.nn.functional.pad(single, (0, count * STATE_BLOCK - size), value=zero)
     return single[::2] | single[1::2] << 4, torch.nn.functional.pad(found, (0, scales - groups))
 
 
 def _value_of(codes: Tensor, moment: Moment, state: str) -> Tensor:
-    """Return the fp32 values of codes, one code per byte, at a scale of one."""
+    """Return the fp32 values of quantised codes (one code per byte) for a scale of one."""
     if state == "8bit":
         ones = torch.ones(-(-codes.numel() // STATE_BLOCK), device=codes.device)
         return dequantize_8bit(codes, ones, signed=moment.signed)
@@ -204,7 +214,7 @@ def _value_of(codes: Tensor, moment: Moment, state: str) -> Tensor:
 
 
 def _quantised(values: Tensor, moment: Moment, state: str) -> tuple[Tensor, Tensor]:
-    """Quantise values; return codes, one per byte, and scales."""
+    """Quantise fp32 values. Return codes, one per byte, and scales."""
     if state == "8bit":
         return quantize_8bit(values, signed=moment.signed)
     codes, scale = quantize_state_4bit(values, signed=moment.signed)

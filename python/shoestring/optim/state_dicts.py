@@ -28,9 +28,9 @@ class AsSaved:
 
 
 class StateDicts(Optimizer):
-    """The part of an optimizer that saves and loads its state."""
+    """Mixin of the optimizers. It saves and loads the optimizer state."""
 
-    # Attributes of the optimizer that this mixin uses:
+    # This mixin uses the following attributes and methods of the optimizer.
     offload: str | None
     step_in_backward: bool
     grad_norm: Tensor | None
@@ -58,12 +58,15 @@ class StateDicts(Optimizer):
         return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in ``torch.optim.Optimizer``, with the ``format_version`` of the entries."""
+        """Return the state dict as in ``torch.optim.Optimizer``.
+
+        It also holds ``format_version``, the version of the state's format.
+        """
         self._settle()
         extra: dict[str, Any] = {"format_version": FORMAT_VERSION}
         if self.step_in_backward and self.grad_norm is not None:
             extra["grad_norm"] = self.grad_norm
-        # This hook runs before the hooks that the user registered.
+        # This hook of state_dict runs before the hooks that the user registered.
         first = self.register_state_dict_post_hook(lambda _, saved: save_dtensors(self, saved), prepend=True)
         try:
             return {**super().state_dict(), **extra}
@@ -72,19 +75,21 @@ class StateDicts(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, bit for bit whatever the parameters' dtype. All tensors are copied.
+        """Load a state dict, bit for bit for parameters of any dtype. All tensors are copied.
 
-        A state dict without ``format_version`` may also come from the same rule in ``torch.optim`` (moments
-        of any floating dtype) or in bitsandbytes (8-bit in blocks of 256, or 32-bit). The moments are then
-        converted to this optimizer's ``state``. 8-bit codes are kept if they use the standard map; others are
-        quantised again. bitsandbytes may have rounded a second moment to zero whose first moment is not zero;
-        this second moment gets the smallest code above zero. Options that the other optimizer lacks keep
-        their values in this one.
+        A state dict without ``format_version`` may also come from the optimizer of the same update rule in
+        ``torch.optim`` or in bitsandbytes. The moments may have any floating dtype, or be 8-bit codes of
+        bitsandbytes in blocks of 256. The moments are converted to the format of this optimizer's option
+        ``state``. 8-bit codes are kept if bitsandbytes' quantisation map equals ours; otherwise the values
+        are quantised again. bitsandbytes may have rounded a second moment to zero although the first moment
+        of the element is not zero. Such a second moment gets the smallest code above zero. Options that are
+        not in the state dict keep their values.
 
         Raises:
             ValueError: the state dict does not fit. Nothing has changed then.
         """
-        with suppress(Exception):  # the load drops the results of these jobs anyway
+        # Ignore errors of pending host jobs, since load_state_dict replaces their results.
+        with suppress(Exception):
             self._end_backward()
             self._drain()
         where = f"{self._name}: load_state_dict"
@@ -111,7 +116,8 @@ class StateDicts(Optimizer):
             }
             return {**loaded, "state": entries}
 
-        last = self.register_load_state_dict_pre_hook(keep)  # runs after the hooks that the user registered
+        # This load_state_dict hook runs after the user's hooks.
+        last = self.register_load_state_dict_pre_hook(keep)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -122,7 +128,7 @@ class StateDicts(Optimizer):
         return {**super().__getstate__(), **self._gradient_options(), "offload": self.offload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a load, a copy or an unpickling: check it, then move it into new arenas."""
+        """Check the state from a load, a copy or an unpickling, then copy it into new flat state tensors."""
         if "offload" in state:  # the state comes from a copy or a pickle, not from load_state_dict
             self.offload = state["offload"]
         if "state" in state:
@@ -138,7 +144,7 @@ class StateDicts(Optimizer):
                     self._check_entry(param, entry, group)
         super().__setstate__(state)
         self._layouts = {}
-        if "max_grad_norm" in state:  # a copied or unpickled optimizer has no hooks yet
+        if "max_grad_norm" in state:  # a copied or unpickled optimizer has no gradient hooks yet
             self._init_gradients(*(state[name] for name in self._gradient_options()))
             self._init_offload(state.get("offload"))
             self._reserve(self.param_groups)

@@ -1,4 +1,4 @@
-"""Recovery from a failed step, or from a failed backward that steps parameters."""
+"""Recovery from a failed optimizer step, or from a failed backward with ``step_in_backward``."""
 
 import weakref
 from collections.abc import Callable
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from shoestring.optim.arena import Arena
     from shoestring.optim.host import Bucket
 
-# The step of one arena: group, arena, gradients, the sums to add to them, clip factor, found_inf.
+# Arguments for the step of one arena: group, arena, gradients, gradient sums to add, clip factor, found_inf.
 Work = tuple[dict[str, Any], "Arena", list[Tensor | None], Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass
 class Unfinished:
-    """A step that is under way, or has failed."""
+    """An optimizer step that is running or has failed."""
 
     work: list[Work]
-    done: int = 0  # the number of finished items of work
-    # The gradients of all parameters with their version counters, when the step failed.
+    done: int = 0  # number of elements of ``work`` (one for each arena) that have been stepped
+    # The gradients of all parameters, with their version counters, at the moment when the step failed.
     gradients: list[tuple[Tensor | None, int]] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all parameters have been stepped.
+        """Whether the step has stepped all parameters.
 
-        Their state may still be on its way to host memory or the file.
+        The copies of offloaded state to host memory or the file may still be running.
         """
         return self.done == len(self.work)
 
     @property
     def has_stepped(self) -> bool:
-        """Whether any parameter, or a part of one, has been stepped."""
+        """Whether this step has stepped any parameter, or a part of one, before it failed."""
         arenas = (item[1] for item in self.work)
         return self.done > 0 or any(
             a.next_param > 0 or (a.offloaded is not None and a.offloaded.any_done()) for a in arenas
@@ -49,10 +49,11 @@ class Unfinished:
 
 
 class Backward:
-    """A callback for the end of a backward whose gradients reach hooks.
+    """A callback that tells the optimizer whether a backward has ended or failed.
 
-    Autograd calls it at the end of the backward. If the backward fails, autograd only destroys it. Signals
-    are deferred until then, since a parameter that has been stepped cannot be restored.
+    Autograd calls this callback at the end of the backward. If the backward fails, autograd destroys the
+    callback without a call. Signals are deferred until the backward has ended, since a parameter that was
+    stepped in backward cannot be restored.
     """
 
     def __init__(self, optimizer: "UnfinishedSteps", task: int) -> None:
@@ -70,20 +71,22 @@ class Backward:
     def __call__(self) -> None:
         self._close(failed=False)
 
-    # Python drops exceptions raised in a destructor, so signals are deferred to its end and delivered later.
+    # Python drops exceptions that a destructor raises. Signals are therefore deferred until the destructor
+    # ends, and delivered after it.
     def __del__(self) -> None:
         self._close(failed=True)
         optimizer = self._optimizer()
-        if optimizer is not None:  # the user may load weights next, so no job may still step them
+        # The user may load new weights next, so wait for host jobs that still step parameters.
+        if optimizer is not None:
             with torch.no_grad():
                 optimizer._end_backward()
         self._signals.stop(deliver_later)
 
 
 class UnfinishedSteps(Optimizer):
-    """The part of an optimizer that continues or drops a step after an error."""
+    """Mixin of the optimizers. It continues or drops a step that raised an error."""
 
-    # Attributes of the optimizer that this mixin uses:
+    # This mixin uses the following attributes and methods of the optimizer.
     step_in_backward: bool
     _layouts: dict[int, Any]
     _jobs: "list[Bucket]"
@@ -101,11 +104,12 @@ class UnfinishedSteps(Optimizer):
     _check_process: Callable[[], None]
 
     def _init_unfinished(self) -> None:
-        self._unfinished: Unfinished | None = None  # a step that failed
-        self._broken: str | None = None  # what an error has left inconsistent: "sums" or "weights"
-        self._backwards: set[int] = set()  # graph task ids of the backwards under way
+        self._unfinished: Unfinished | None = None  # the optimizer step that failed, if any
+        # The data that an error has left inconsistent: "sums" (gradient sums), "weights", or None.
+        self._broken: str | None = None
+        self._backwards: set[int] = set()  # autograd's graph task ids of the running backwards
         self._backward_failed = False
-        self._stepped_in_backward = False  # whether the last backward has stepped any parameter
+        self._stepped_in_backward = False  # whether the last backward has stepped a parameter
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         grads = [p.grad for group in self.param_groups for p in group["params"]]
@@ -114,7 +118,7 @@ class UnfinishedSteps(Optimizer):
     # ---- steps ----------------------------------------------------------------------------------------------
 
     def _step_all(self) -> None:
-        """Take a step, or the rest of a step that failed."""
+        """Take an optimizer step, or the rest of a step that failed."""
         step = self._resumed() or Unfinished(self._work())
         self._finish_step(step)
 
@@ -130,7 +134,8 @@ class UnfinishedSteps(Optimizer):
             self._bring_back()
         except BaseException as error:
             if item is not None and item[1].offloaded is None and not isinstance(error, Exception):
-                # An interrupt may have come after the operator changed weights, before ``done`` counted it.
+                # An interrupt may have come after the operator changed weights, but before ``done`` counted
+                # this arena.
                 self._broken = "weights"
             step.gradients = self._gradients()
             self._unfinished = step
@@ -139,7 +144,10 @@ class UnfinishedSteps(Optimizer):
         self._drop_sums()
 
     def _resumed(self) -> Unfinished | None:
-        """Return the failed step if the gradients are unchanged since; else abandon it and return None."""
+        """Return the failed step if no gradient has changed since the failure.
+
+        Otherwise abandon the step and return None.
+        """
         if self._unfinished is None:
             return None
         now, before = self._gradients(), self._unfinished.gradients
@@ -151,7 +159,10 @@ class UnfinishedSteps(Optimizer):
         return None
 
     def _abandon(self) -> None:
-        """End a failed step before another begins. It counts as complete if it stepped all parameters."""
+        """End a failed step before another begins.
+
+        Complete the failed step if it has stepped all parameters. Raise an error if it has stepped only some.
+        """
         step = self._unfinished
         if step is None:
             return
@@ -173,7 +184,7 @@ class UnfinishedSteps(Optimizer):
         self._drop_all_sums()
 
     def _bring_back(self) -> None:
-        """Wait until all stepped state is back in host memory or in the file."""
+        """Wait until all offloaded state that was stepped is back in host memory or in the file."""
         for layout in self._layouts.values():
             for arena in layout.arenas:
                 if arena.offloaded is not None:
@@ -185,7 +196,7 @@ class UnfinishedSteps(Optimizer):
         self._drop_sums()
 
     def _settle(self) -> None:
-        """Write all stepped state back before the state is read or saved."""
+        """Finish pending steps and copies of state, so that the state can be read or saved."""
         self._end_backward()
         self._drain()
         step = self._unfinished
@@ -204,7 +215,7 @@ class UnfinishedSteps(Optimizer):
         """Drop the gradients, as in ``torch.optim.Optimizer``.
 
         If a step or a backward raised an error before it stepped any parameter, its remaining work is
-        dropped, too. That includes the sums of ``accumulate()``.
+        dropped, too. The gradient sums of ``accumulate()`` are dropped as well.
         """
         super().zero_grad(set_to_none)
         self._end_backward()
@@ -216,7 +227,8 @@ class UnfinishedSteps(Optimizer):
             self._broken = None
         if not self.step_in_backward or self._accumulating:
             return
-        # The last backward is over: steps that it took count, and gradients that it collected are dropped.
+        # zero_grad() ends the last backward. Parameters that the backward stepped keep their new weights, and
+        # gradients that the backward collected are dropped.
         self._drain()
         if self._collected:
             self._drop_all_sums()
@@ -227,7 +239,10 @@ class UnfinishedSteps(Optimizer):
 
     @_disable_dynamo
     def _begin_backward(self) -> None:
-        """Register the current backward. A checkpoint that recomputes may run one backward within another."""
+        """Note that a backward is running, and register a callback for its end.
+
+        With activation checkpointing, one backward may run within another.
+        """
         task = torch._C._current_graph_task_id()
         if task in self._backwards:
             return
@@ -243,14 +258,15 @@ class UnfinishedSteps(Optimizer):
         torch.autograd.Variable._execution_engine.queue_callback(Backward(self, task))
 
     def _end_backward(self) -> None:
-        """Clean up after a backward that failed when some of its gradients had already arrived."""
+        """Clean up after a backward that failed when hooks had already received some of its gradients."""
         if not self._backward_failed:
             return
         self._backward_failed = False
         partial = [bucket for bucket in self._jobs if bucket.arrived]
         for bucket in partial:
             bucket.arrived = set()
-        with suppress(Exception):  # the backward has failed anyway, so ignore errors of its jobs
+        # The backward has already raised an error, so ignore errors of the host jobs that it started.
+        with suppress(Exception):
             self._drain()
         for bucket in partial:
             bucket.arena.host.collect(bucket.first, bucket.last)

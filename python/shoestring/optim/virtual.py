@@ -1,4 +1,4 @@
-"""A base optimizer that steps small virtual parameters instead of large matrices."""
+"""Virtual parameters: small stand-ins for matrices that a base optimizer steps for GaLore and APOLLO."""
 
 from typing import Any
 
@@ -11,19 +11,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class VirtualParameters:
-    """The base optimizer and its virtual parameters, which are fp32 and stand for projected parameters.
+    """The base optimizer of GaLore or APOLLO, and its virtual parameters: fp32 stand-ins for matrices.
 
     A virtual parameter is zero before a step, and its gradient is the projected gradient. The value that the
-    base optimizer leaves in it is the low-rank update. So any rule works, with state of any kind. Between
-    steps virtual parameters have no memory. Each group of the outer optimizer is two groups here: the
-    parameters without projection, and the virtual ones.
+    base optimizer leaves in it is the low-rank update. This works with any update rule and any state format.
+    Between steps, no memory is allocated for virtual parameters. For each group of the outer optimizer
+    (GaLore or APOLLO), the base optimizer has two groups: the parameters without projection, and the virtual
+    parameters.
     """
 
     def __init__(self, base: type[Optimizer], options: dict[str, Any], fixed: dict[str, Any]) -> None:
         self.defaults = base(
             [Parameter(torch.zeros(1))], **options
-        ).defaults  # the constructor checks the options, too
-        # Fixed options of virtual parameters, which override those of the group.
+        ).defaults  # construct a base optimizer now, because the constructor checks the options
+        # Options of the base optimizer that have fixed values for virtual parameters, whatever the options of
+        # the group.
         self.fixed = {name: value for name, value in fixed.items() if name in self.defaults}
         self.of: dict[Tensor, Parameter] = {}
         self._class, self._options = base, options
@@ -39,7 +41,7 @@ class VirtualParameters:
         return options, options | self.fixed
 
     def add(self, group: dict[str, Any], shapes: list[tuple[int, int] | None]) -> None:
-        """Add a group of parameters. A shape of None means that the parameter has no virtual parameter."""
+        """Add a parameter group. A parameter whose entry in ``shapes`` is None has no virtual parameter."""
         plain = [p for p, shape in zip(group["params"], shapes, strict=True) if shape is None]
         virtual = {}
         for p, shape in zip(group["params"], shapes, strict=True):
@@ -58,7 +60,10 @@ class VirtualParameters:
         self.of |= virtual
 
     def update_options(self, groups: list[dict[str, Any]]) -> None:
-        """Copy the options of the outer optimizer's groups, which schedulers or users may have changed."""
+        """Copy options of the outer optimizer's groups to the base optimizer.
+
+        Learning rate schedulers may have changed the options.
+        """
         for i, group in enumerate(groups):
             for ours, options in zip(
                 self.base.param_groups[2 * i : 2 * i + 2], self._both(group), strict=True
@@ -79,7 +84,10 @@ class VirtualParameters:
             virtual.untyped_storage().resize_(0)
 
     def show(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
-        """Make the outer optimizer's state refer to the base optimizer's tensors, which may have moved."""
+        """Make the outer optimizer's state refer to the base optimizer's tensors.
+
+        A step, or loading a state dict, may have replaced these tensors.
+        """
         for group in groups:
             for p in group["params"]:
                 entry = self.base.state.get(self.of.get(p, p))
@@ -87,13 +95,14 @@ class VirtualParameters:
                     state[p].update(entry)
 
     def beside(self) -> dict[str, Any]:
-        """Return the entries of the base optimizer's state dict other than state and groups."""
+        """Return the base optimizer's state dict without ``state`` and ``param_groups``."""
         return {k: v for k, v in self.base.state_dict().items() if k not in ("state", "param_groups")}
 
     def load(self, entries: dict[Tensor, dict[str, Any]], beside: dict[str, Any]) -> None:
         """Load the base optimizer's state.
 
-        ``entries`` holds it by the outer optimizer's parameters. ``beside`` is the result of ``beside()``.
+        The keys of ``entries`` are the outer optimizer's parameters, and its values their state. The argument
+        ``beside`` is the result of the method ``beside()``.
         """
         saved = self.base.state_dict()
         owners = {virtual: p for p, virtual in self.of.items()}

@@ -1,4 +1,4 @@
-"""The base class of optimizers whose update of an element depends on the whole parameter."""
+"""The base class of optimizers such as LAMB and Muon, which need a whole parameter to update an element."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shoestring.optim.sharded import is_dtensor
 
 
 def expect_whole(name: str, index: int, param: Tensor) -> None:
-    """Raise ValueError if the parameter is a DTensor, of which a process may hold only a part."""
+    """Raise ValueError if the parameter is a DTensor, since this process may hold only a part of it."""
     if is_dtensor(param):
         raise ValueError(
             f"{name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; "
@@ -18,14 +18,17 @@ def expect_whole(name: str, index: int, param: Tensor) -> None:
 
 
 class WholeTensorOptimizer(LowMemoryOptimizer):
-    """An optimizer that refuses DTensor parameters: norms and products need the whole parameter."""
+    """The base class of optimizers that refuse DTensor parameters, since they need the whole parameter."""
 
     def _check_param(self, index: int, param: Tensor) -> None:
-        """Raise ValueError if a parameter does not fit."""
+        """Raise ValueError if the optimizer does not support the parameter."""
         expect_whole(self._name, index, param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; its options and parameters are checked first."""
+        """Add a parameter group, as in ``torch.optim.Optimizer``.
+
+        Its parameters and options are checked before anything changes.
+        """
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         for i, item in enumerate(param_group["params"]):
@@ -38,8 +41,8 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
 def factored(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of the row means, the column means and the full second moment of a parameter.
 
-    Matrices use the first two, and parameters with fewer than two dimensions the last. Unused shapes are
-    (0,).
+    Matrices have row and column means, and parameters with fewer than two dimensions the full second moment.
+    The shape of an unused tensor is (0,).
     """
     if len(shape) < 2:
         return (0,), (0,), shape

@@ -1,26 +1,30 @@
-"""The fit of int4 blocks (csrc/quantization/fit_int4.h) in plain PyTorch, rounding exactly as the kernels."""
+"""The fit of int4 scales and offsets in plain PyTorch, with the rounding of csrc/quantization/fit_int4.h."""
 
 import torch
 from torch import Tensor
 
 LANES, STEPS = 16, 8
-_SMALLEST = 2.0**-126  # the smallest scale, fp32, whose reciprocal is finite
+# The smallest normal fp32 number. Smaller scales are not used, since their reciprocals may overflow.
+_SMALLEST = 2.0**-126
 
 
 def int4_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack the scales and the offsets, fp32, from the int32 absmax of an int4 tensor."""
+    """Unpack the scales and offsets of an int4 tensor to fp32.
+
+    Its int32 ``absmax`` holds them as pairs of bf16.
+    """
     return (absmax << 16).view(torch.float32), (absmax & -0x10000).view(torch.float32)
 
 
 def fit_int4_reference(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Fit a flat fp32 tensor block by block.
+    """Quantise a flat fp32 tensor to int4, with a scale and an offset that are fitted to each block.
 
     Returns:
         codes (uint8, 0 to 15, flat, the last block filled up to block_size) and absmax (int32, one for each
         block: a bf16 scale in the lower half and a bf16 offset in the upper half).
     """
-    # Copies of the last element fill a short block, because they change neither its minimum nor its maximum.
-    # The mask `there` excludes them from all sums.
+    # A short last block is padded with copies of its last element, which change neither its minimum nor its
+    # maximum. The mask `there` excludes the padding from all sums.
     fill = flat[-1:].expand(-flat.numel() % block_size)
     blocks = torch.cat([flat, fill]).view(-1, block_size)
     counts = (
@@ -58,9 +62,10 @@ def fit_int4_reference(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _first(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first scale and offset, with 15.5 steps between the block's minimum and maximum.
+    """Return the initial scale and offset of each block for the int4 fit.
 
-    From 15 steps the fit converges to larger errors.
+    The initial scale puts 15.5 quantisation steps between the block's minimum and maximum. With 15 steps, the
+    fit would converge to larger errors.
     """
     offset = _bf16(((7 * low.double() + 8 * high.double()) / 15).float())
     reach = torch.maximum((high.double() - offset.double()) / 7, (offset.double() - low.double()) / 8)
@@ -69,7 +74,10 @@ def _first(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(x: Tensor, scale: Tensor, offset: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes, -8 to 7, and the errors of x; both are 0 behind the end of a short block."""
+    """Return the int4 codes (-8 to 7) of x and their errors.
+
+    Padding after the end of a short block has code 0 and error 0.
+    """
     away = x - offset
     code = (away * torch.where(scale > 0, 1 / scale, 0)).clamp(-8, 7).round()
     return torch.where(there, code, 0), torch.where(there, away - code * scale, 0)
@@ -78,9 +86,10 @@ def _codes(x: Tensor, scale: Tensor, offset: Tensor, there: Tensor) -> tuple[Ten
 def _next(
     scale: Tensor, offset: Tensor, n: Tensor, codes: Tensor, squares: Tensor, pulls: Tensor, products: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Move scale and offset by twice the least-squares step, which alone is too short.
+    """Move each block's scale and offset by twice the least-squares step of the int4 fit; return both.
 
-    A block keeps its former pair where the new scale is too small or a value would overflow.
+    A block keeps its former scale and offset if the new scale is too small or a dequantised value would
+    overflow.
     """
     spread = n * squares - codes * codes
     up = torch.where(spread > 0, (n * products - codes * pulls) / spread, 0).float()
@@ -91,7 +100,7 @@ def _next(
 
 
 def _room(offset: Tensor) -> Tensor:
-    """Return the most that eight steps may add to the offset, so that no code dequantises to an infinity."""
+    """Return the largest ``abs(code * scale)`` for which ``offset + code * scale`` stays finite."""
     return torch.finfo(torch.float32).max - offset.double().abs()
 
 
@@ -101,7 +110,7 @@ def _bf16(x: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sum each row in the order of the kernels: 16 lanes first, then halves of lanes onto each other."""
+    """Sum each row in the order of the kernels: first 16 interleaved sums, then a tree that adds them."""
     total = torch.zeros_like(x[:, :LANES])
     for i in range(0, x.shape[1], LANES):
         total = total + x[:, i : i + LANES]

@@ -1,19 +1,20 @@
-"""The format of double quantisation: scales of 4-bit blocks in 8 bits."""
+"""The format of double quantisation, in which the scales of 4-bit blocks are quantised to 8 bits."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-GROUP = 256  # number of blocks that share a scale of their scales
-VALUES = 256  # number of values that the 8 bits of a scale can stand for
-HEAD = 1 + VALUES  # number of elements before the scales
+GROUP = 256  # number of 4-bit blocks whose scales share a second-level scale
+VALUES = 256  # number of values that an 8-bit code of a scale can represent
+HEAD = 1 + VALUES  # number of elements before the second-level scales: the offset and the table of values
 
 
 class NestedScales(NamedTuple):
-    """The parts of a ``nested`` tensor (fp32, 257 + ceil(blocks / 256)), as views into it.
+    """The parts of a ``nested`` tensor, which holds the tables of double quantisation, as views.
 
-    The scale of block b is ``values[code of b] * scales[b // 256] + offset``.
+    A ``nested`` tensor is fp32, (257 + ceil(blocks / 256)). The scale of the 4-bit block b has an 8-bit code
+    c. Its value is ``values[c] * scales[b // 256] + offset``.
     """
 
     offset: Tensor  # ()
@@ -22,14 +23,14 @@ class NestedScales(NamedTuple):
 
     @classmethod
     def of(cls, nested: Tensor) -> "NestedScales":
-        """Split a ``nested`` tensor."""
+        """Split a ``nested`` tensor into offset, values and scales."""
         return cls(nested[0], nested[1:HEAD], nested[HEAD:])
 
     def join(self) -> Tensor:
-        """Return the parts as one ``nested`` tensor, a copy."""
+        """Copy offset, values and scales into one ``nested`` tensor."""
         return torch.cat([self.offset.reshape(1), self.values, self.scales])
 
 
 def groups_of(blocks: int) -> int:
-    """Return the number of scales that so many blocks share."""
+    """Return the number of second-level scales for ``blocks`` 4-bit blocks: one for every 256 blocks."""
     return -(-blocks // GROUP)

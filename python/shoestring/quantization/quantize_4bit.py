@@ -7,8 +7,8 @@ from shoestring.quantization.int4_reference import fit_int4_reference, int4_scal
 from shoestring.quantization.nested_scales import GROUP, NestedScales
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
-# The values of the 16 codes, in units of the block's scale. NF4: quantiles of the normal distribution. FP4: a
-# sign, two bits of exponent and one bit of mantissa.
+# The values that the 16 codes of each 4-bit type represent, for a scale of 1. NF4: quantiles of the normal
+# distribution. FP4: a sign, two bits of exponent and one bit of mantissa.
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -28,13 +28,14 @@ _NF4 = (
     1.0,
 )
 _FP4 = tuple(v / 12 for v in (0, 0.0625, 8, 12, 4, 6, 2, 3))
-CODES = {"nf4": _NF4, "fp4": _FP4 + tuple(0.0 - v for v in _FP4)}  # not -v: bitsandbytes has no -0.0
+# The negative half is 0.0 - v instead of -v, since the table of bitsandbytes has no -0.0.
+CODES = {"nf4": _NF4, "fp4": _FP4 + tuple(0.0 - v for v in _FP4)}
 TYPES = (*CODES, "int4")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def code_values(quant_type: str) -> Tensor:
-    """Return the values of the 16 codes, in units of the block's scale, fp32."""
+    """Return the fp32 values that the 16 codes of a 4-bit type represent, for a scale of 1."""
     return torch.tensor(CODES.get(quant_type, range(-8, 8)), dtype=torch.float32)
 
 
@@ -43,14 +44,16 @@ def quantize_4bit(
 ) -> QuantizedTensor:
     """Quantise x to 4 bits per element and one scale per block of elements.
 
-    "int4" has 16 equally spaced values per block, given by a bf16 scale and a bf16 offset. Both are fitted to
-    the block after HQQ (Badri and Shaji, Half-Quadratic Quantization, Mobius Labs, 2023). The fit minimises
-    the sum of absolute errors. It alternates between a least-squares step and clamping the large errors.
+    "int4" has 16 equally spaced values per block, given by a bf16 scale and a bf16 offset. Scale and offset
+    are fitted to the block after HQQ (Badri and Shaji, Half-Quadratic Quantization, Mobius Labs, 2023). The
+    fit minimises the sum of absolute errors. It alternates between a least-squares step and clamping the
+    large errors.
 
-    Compared with NF4 in blocks of 64, with the same number of bits:
+    A comparison of int4 with NF4 in blocks of 64, at the same number of bits:
 
-    - Normally distributed elements: mean squared error 0.81, mean absolute error 0.95 of NF4's.
-    - One element in 200 six times as large: mean squared error 0.83, mean absolute error 0.94 of NF4's.
+    - For normally distributed elements, the mean squared error is 0.81 and the mean absolute error 0.95 of
+      NF4's.
+    - If in addition one element in 200 is six times as large, the factors are 0.83 and 0.94.
     - One CPU core fits about 100 million elements/s, a twentieth of NF4's rate.
     - Quantising a dequantised int4 tensor again may give other values.
 
@@ -78,8 +81,8 @@ def quantize_4bit(
 def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """Dequantise a 4-bit tensor.
 
-    An element is the value of its code times the scale (int4: plus the offset), computed in fp32 and rounded
-    once.
+    A dequantised element is the value of its code times the scale of its block (for int4, plus the offset of
+    its block), computed in fp32 and rounded once.
 
     Args:
         q: a tensor from :func:`quantize_4bit`.
@@ -90,7 +93,7 @@ def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
 
     Raises:
         TypeError: q is not a QuantizedTensor, or it is int8.
-        RuntimeError: dtype is not one of the three.
+        RuntimeError: dtype is not fp32, bf16 or fp16.
     """
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"dequantize_4bit: q: expected a QuantizedTensor, received {type(q).__name__}")
@@ -102,7 +105,7 @@ def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
 def quantize_4bit_reference(
     x: Tensor, quant_type: str = "nf4", block_size: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """Quantise in plain PyTorch; return packed (uint8, two codes per byte) and absmax, both flat."""
+    """Quantise x to 4 bits in plain PyTorch. Return flat codes (uint8, two per byte) and flat scales."""
     flat = x.flatten().float()
     numel, tail = flat.numel(), flat.numel() % block_size
     if quant_type == "int4":
@@ -111,7 +114,8 @@ def quantize_4bit_reference(
     blocks = torch.nn.functional.pad(flat, (0, -numel % block_size)).view(-1, block_size)
     absmax = blocks.abs().amax(1)
     scaled = blocks * (1 / absmax.clamp(min=1e-38)).unsqueeze(1)
-    # bitsandbytes divides a short last block by its scale, and multiplies whole blocks by the reciprocal.
+    # bitsandbytes divides the elements of a short last block by the block's scale. It multiplies those of
+    # full blocks by the reciprocal of the scale.
     if tail:
         absmax[-1] = absmax[-1].clamp(min=1e-38)
         scaled[-1, :tail] = blocks[-1, :tail] / absmax[-1]
@@ -135,7 +139,7 @@ def dequantize_4bit_reference(
     quant_type: str = "nf4",
     block_size: int = 64,
 ) -> Tensor:
-    """Dequantise the parts of a 4-bit tensor in plain PyTorch."""
+    """Dequantise a 4-bit tensor, given as codes and scales, in plain PyTorch."""
     packed, absmax = packed.flatten(), absmax.flatten()
     if nested is not None:
         tables = NestedScales.of(nested)

@@ -1,4 +1,7 @@
-"""int8 quantisation with one scale per row, with the bytes of bitsandbytes' LLM.int8() (arXiv 2208.07339)."""
+"""int8 quantisation with one scale per row.
+
+Its bytes equal those of bitsandbytes' LLM.int8() (arXiv 2208.07339).
+"""
 
 import torch
 from torch import Tensor
@@ -9,16 +12,17 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_p
 def quantize_int8(x: Tensor) -> QuantizedTensor:
     """Quantise x to 8 bits per element and one scale per row.
 
-    An element is approximately ``code * absmax / 127``, where absmax is the largest magnitude in its row.
+    An element of x is approximately ``code * absmax / 127``, where absmax is the largest magnitude in the
+    element's row.
 
     Args:
         x: (..., columns); fp32, bf16 or fp16. x is detached, since quantisation has no gradient.
 
     Returns:
         A :class:`QuantizedTensor` with the shape and dtype of x. Its bytes equal those of bitsandbytes'
-        ``int8_vectorwise_quant`` on the CPU. bitsandbytes' ``Linear8bitLt`` converts to fp16 first; to get
-        its bytes, call ``quantize_int8(x.half())``. Rows of zeros stay zero. A row with a NaN or an infinity
-        has codes of zero and dequantises to NaN.
+        ``int8_vectorwise_quant`` on the CPU. bitsandbytes' ``Linear8bitLt`` converts weights to fp16 first;
+        to get the bytes of ``Linear8bitLt``, call ``quantize_int8(x.half())``. Rows of zeros stay zero. A row
+        with a NaN or an infinity has codes of zero and dequantises to NaN.
 
     Raises:
         RuntimeError: x has another dtype, is a scalar, or has rows without elements.
@@ -38,7 +42,7 @@ def dequantize_int8(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
 
     Raises:
         TypeError: q is not an int8 QuantizedTensor.
-        RuntimeError: dtype is not one of the three.
+        RuntimeError: dtype is not fp32, bf16 or fp16.
     """
     if not isinstance(q, QuantizedTensor) or q.quant_type != "int8":
         received = f"one of {q.quant_type}" if isinstance(q, QuantizedTensor) else type(q).__name__
@@ -47,15 +51,19 @@ def dequantize_int8(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
 
 
 def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise in plain PyTorch; return packed (int8, the shape of x) and absmax (fp32, one for each row)."""
+    """Quantise x to int8 in plain PyTorch.
+
+    Return codes (int8, the shape of x) and scales (fp32, one per row).
+    """
     absmax = x.abs().amax(-1).float()
     scale = absmax.reciprocal() * 127
-    # plain is False for rows of zeros or almost zeros, and for rows with a NaN or an infinity.
+    # `plain` says which rows can be quantised. It is false for rows of (almost) zeros and for rows with a NaN
+    # or an infinity.
     plain = scale.isfinite() & (scale > 0)
     codes = torch.round(x * torch.where(plain, scale, 0).unsqueeze(-1))
     return torch.where(plain.unsqueeze(-1), codes, 0).to(torch.int8), absmax
 
 
 def dequantize_int8_reference(packed: Tensor, absmax: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Dequantise the parts of an int8 tensor in plain PyTorch."""
+    """Dequantise an int8 tensor, given as codes and scales, in plain PyTorch."""
     return (packed * absmax.unsqueeze(-1) * (1 / 127)).to(dtype)

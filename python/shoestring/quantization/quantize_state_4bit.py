@@ -5,38 +5,42 @@ from torch import Tensor
 
 from shoestring.quantization.quantize_8bit import STATE_BLOCK
 
-# Both tables are indexed by `signed`. GROUP_4BIT: number of elements that share a scale. STEP_4BIT: distance
-# between the bit patterns, read as integers, of the fp32 values of adjacent codes.
+# GROUP_4BIT is the number of elements that share a scale. STEP_4BIT is the distance between adjacent codes,
+# measured between the bit patterns of their fp32 values, read as integers. The keys of both dicts are the
+# values of the argument `signed`.
 GROUP_4BIT = {True: 32, False: 128}
 STEP_4BIT = {True: 161 << 15, False: 104 << 16}
-BIAS_4BIT = 1 / 32  # added to signed magnitudes before the logarithm, so that code 0 stands for 0
+# This number is added to the magnitudes of signed state before their logarithm is taken, so that code 0
+# represents the value 0.
+BIAS_4BIT = 1 / 32
 
 
 def quantize_state_4bit(x: Tensor, *, signed: bool, step: int | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise x to 4-bit codes on a logarithmic scale, relative to the largest magnitude in a group.
+    """Quantise optimizer state to 4-bit codes on a logarithmic scale, in groups of 32 or 128 elements.
 
-    The format is specific to shoestring.
+    Codes are relative to the largest magnitude in a group. The format is specific to shoestring.
 
     - Signed codes (groups of 32 elements) are two's complement nibbles with magnitudes ``(33^(k / 8) - 1) /
       32``, k = 0..8. The sign of the scale is chosen so that the element of largest magnitude has the code
       -8.
     - Unsigned codes (groups of 128 elements) stand for ``2^(-13 / 16 k)``, k = 0..15, and never for zero.
 
-    The logarithm is the piecewise linear approximation that the bit pattern of an fp32 number gives.
+    Codes are computed with an approximate logarithm: the bit pattern of an fp32 number, read as an integer,
+    is a piecewise linear function of the logarithm.
 
     Args:
         x: any shape, fp32; must not be negative for ``signed=False``. Groups are consecutive elements of the
             flattened x.
-        signed: True for the map of first moments, False for the map of second moments.
+        signed: True for the map of an optimizer's first moments, False for the map of second moments.
         step: number of the optimizer step, for dithered rounding: over many steps, an element between two
             codes rounds up in proportion to its position between them. Without dithering, a change of less
             than half a code per step would be lost. None: round to the nearest code. Signed codes are then
             rounded 0.075 of a code distance towards zero, which minimises the error of the update.
 
     Returns:
-        codes (uint8, flat, 128 bytes for each started block of 256 elements; element 2 i is in the lower
-        nibble of byte i) and scale (fp32, flat, for each started block 8 if signed, else 2). Positions behind
-        the end of x are coded like zeros.
+        codes (uint8, flat, 128 bytes per block of 256 elements; element 2 i is in the lower nibble of byte i)
+        and scale (fp32, flat; 8 scales per block if signed, else 2). A partial last block is padded with
+        codes of zeros.
 
     Raises:
         RuntimeError: x is not fp32.
@@ -64,7 +68,7 @@ def dequantize_state_4bit(codes: Tensor, scale: Tensor, *, signed: bool, numel: 
 
 
 def map_4bit(signed: bool) -> Tensor:
-    """Return the values of the 16 codes for a scale of 1, fp32."""
+    """Return the fp32 values that the 16 codes of 4-bit optimizer state represent, for a scale of 1."""
     steps = torch.arange(16, dtype=torch.int32)
     if not signed:
         return (bits(torch.ones(())) - steps * STEP_4BIT[False]).view(torch.float32)
@@ -79,7 +83,10 @@ def bits(x: Tensor) -> Tensor:
 
 
 def dither(step: int, weight: int) -> Tensor:
-    """Return the dither of a block's 256 elements, int32, in the units of STEP_4BIT."""
+    """Return the dither of 256 elements in an optimizer step.
+
+    The dither is int32. It is added to the bit patterns of the elements before rounding.
+    """
     phase = (torch.arange(STATE_BLOCK, dtype=torch.int32) * 25087 + step % 65536 * 46073) & 0xFFFF
     return torch.where(phase < 32768, phase, phase - 65536) * weight
 
@@ -87,15 +94,19 @@ def dither(step: int, weight: int) -> Tensor:
 def quantize_state_4bit_reference(
     x: Tensor, *, signed: bool, step: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_state_4bit`` in plain PyTorch; every operation rounds as in the kernels."""
+    """Compute ``quantize_state_4bit`` in plain PyTorch.
+
+    Every operation rounds in the same way as in the kernels.
+    """
     padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % STATE_BLOCK))
     groups = padded.view(-1, GROUP_4BIT[signed])
     scale = groups.abs().amax(1, keepdim=True)
-    # The scale is minus the element of largest magnitude. In a tie, the negative element counts as the
-    # largest.
+    # In signed state, the scale is minus the element of largest magnitude. If a positive and a negative
+    # element have the same magnitude, the negative one is taken.
     if signed:
         scale = torch.where((groups == -scale).any(1, keepdim=True) | scale.isnan(), scale, -scale)
-    # A tiny scale is multiplied by a power of two, so that its reciprocal stays finite. This changes no code.
+    # Tiny scales and their elements are multiplied by a power of two, so that reciprocals of scales stay
+    # finite. The resulting codes do not change.
     raised = torch.where(scale.abs() < 2.0**-100, 2.0**100, 1.0)
     inverse = torch.where(scale == 0, 0, 1 / (scale * raised))
     parts = (groups * raised * inverse).view(-1, STATE_BLOCK)
@@ -114,6 +125,6 @@ def quantize_state_4bit_reference(
 
 
 def dequantize_state_4bit_reference(codes: Tensor, scale: Tensor, *, signed: bool, numel: int) -> Tensor:
-    """Compute ``dequantize_state_4bit`` in plain PyTorch, by a look-up in the map."""
+    """Compute ``dequantize_state_4bit`` in plain PyTorch, by a look-up in the table of values."""
     nibbles = torch.stack([codes & 15, codes >> 4], 1).flatten().int()
     return (map_4bit(signed)[nibbles] * scale.repeat_interleave(GROUP_4BIT[signed]))[:numel]

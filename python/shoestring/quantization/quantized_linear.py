@@ -39,7 +39,7 @@ def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = N
 
 
 def quantized_linear_reference(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``quantized_linear`` in plain PyTorch, with the whole dense weight in memory."""
+    """Compute ``quantized_linear`` in plain PyTorch, with the whole dequantised weight in memory."""
     return F.linear(
         x, weight.dequantize(torch.float32).to(x.dtype), None if bias is None else bias.to(x.dtype)
     )

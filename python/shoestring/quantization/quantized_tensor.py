@@ -18,18 +18,20 @@ class QuantizedTensor(Tensor):
     ``shoestring.quantize_4bit`` and ``shoestring.quantize_int8`` create it.
 
     - 4 bits: the bytes are in the order of bitsandbytes. Blocks are ``block_size`` consecutive elements of
-      the flattened tensor. The upper four bits of a byte hold the element with the even index. If the rows of
-      an (N, K) weight are whole blocks (K divisible by ``block_size``), the codes have shape (N, K / 2) and
-      the scales (N, K / block_size). A slice of rows is then a quantised tensor too. Otherwise both are flat.
+      the flattened tensor. The upper four bits of a byte hold the element with the even index. If
+      ``block_size`` divides K, the rows of an (N, K) weight are whole blocks. The codes then have shape (N, K
+      / 2) and the scales (N, K / block_size), and a slice of rows is a quantised tensor too. Otherwise codes
+      and scales are flat.
     - int8: one code per element and one scale per row, so rows can always be sliced.
 
-    FSDP2's ``fully_shard`` can therefore shard it evenly by rows, and all-gathers the codes instead of the
-    dense weight. With ``nested``, the rows of each rank must be whole groups of 256 blocks (for example 8
-    rows of 2048 elements in blocks of 64).
+    FSDP2's ``fully_shard`` can therefore shard a quantised weight evenly by rows. It all-gathers the codes
+    instead of the dense weight. With ``nested``, the rows of each rank must be whole groups of 256 blocks
+    (for example 8 rows of 2048 elements in blocks of 64).
 
-    It can be a frozen ``nn.Parameter``. Supported are detach, clone, copy_ (from a quantised or a dense
-    tensor), ``to`` a device, slices and splits of rows, deep copies and pickling. ``to`` a dtype changes only
-    the dtype that dequantising gives. Other operators raise an error; call :meth:`dequantize` first.
+    A QuantizedTensor can be a frozen ``nn.Parameter``. Supported are detach, clone, copy_ (from a quantised
+    or a dense tensor), ``to`` a device, slices and splits of rows, deep copies and pickling. ``to`` a dtype
+    changes only the dtype of the dequantised tensor. Other operators raise an error; call :meth:`dequantize`
+    first.
 
     Attributes:
         packed: the codes. 4 bits: uint8, (N, K / 2) or (ceil(numel / 2)). int8: int8, the shape of the
@@ -61,7 +63,10 @@ class QuantizedTensor(Tensor):
         quant_type: str,
         block_size: int,
     ) -> "QuantizedTensor":
-        """Create a tensor from its parts; flat parts become row-packed where the shape allows it."""
+        """Create a QuantizedTensor from codes and scales.
+
+        Flat codes are viewed by rows if block_size divides the row length.
+        """
         return torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=packed.device, requires_grad=False
         )
@@ -93,7 +98,7 @@ class QuantizedTensor(Tensor):
         self.block_size = block_size
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the dense tensor.
+        """Return the dequantised, dense tensor.
 
         Args:
             dtype: fp32, bf16 or fp16. None: the dtype of this tensor.
@@ -115,11 +120,11 @@ class QuantizedTensor(Tensor):
         return result
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the data: packed, absmax and, unless it is None, nested."""
+        """Return the tensors that hold the quantised data: packed, absmax and, unless it is None, nested."""
         return (self.packed, self.absmax) if self.nested is None else (self.packed, self.absmax, self.nested)
 
     def nbytes_held(self) -> int:
-        """Return the total size of the parts in bytes."""
+        """Return the bytes that codes, scales and tables of double quantisation take together."""
         return sum(part.nbytes for part in self.parts())
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -165,7 +170,10 @@ class QuantizedTensor(Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the tensors to all-gather, and metadata. FSDP2 calls this hook on the shard of each rank."""
+        """Return the tensors that FSDP2 all-gathers, and metadata.
+
+        FSDP2 calls this hook on each rank's shard.
+        """
         if outer_size[0] % mesh.size():
             raise ValueError(
                 f"QuantizedTensor: fully_shard: expected rows divisible by the {mesh.size()} processes, received "
@@ -184,17 +192,18 @@ class QuantizedTensor(Tensor):
         *,
         out: "QuantizedTensor | None" = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Build the whole tensor from the gathered tensors. FSDP2 calls this hook after the all-gather.
+        """Build the unsharded tensor from the gathered tensors. FSDP2 calls this hook after the all-gather.
 
-        With ``out``, a tensor from an earlier call that uses the same memory, only the nested scales are
-        copied.
+        FSDP2 may gather into the memory of ``out``, the tensor from an earlier call. Then only the nested
+        scales are copied, since codes are already in place.
         """
         shape, tables = metadata
         nested = None if tables is None else tables._replace(scales=gathered[2]).join()
         if out is not None:
             if nested is not None and out.nested is not None:
-                # FSDP2 also preserves the version counters of the tensors that it gathers. Otherwise autograd
-                # would reject the values that forward saved for backward.
+                # FSDP2 preserves the version counters of the tensors into which it gathers. Preserve the
+                # version counter of the nested scales as well; otherwise autograd would reject the tensors
+                # that forward saved for backward.
                 with torch.autograd._unsafe_preserve_version_counter(out.nested):  # type: ignore[attr-defined]
                     out.nested.copy_(nested)
             return None
@@ -209,7 +218,7 @@ class QuantizedTensor(Tensor):
         shape: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> "QuantizedTensor":
-        """Return a tensor with the same quantisation and other parts."""
+        """Return a QuantizedTensor of the given codes and scales, in the format of this tensor."""
         return QuantizedTensor(
             packed,
             absmax,
@@ -272,7 +281,10 @@ def _copy(to: Tensor, source: Tensor) -> Tensor:
 def _slice(
     q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor:
-    """Return rows of q as a view. Only nested scales are copied, because each slice needs their header."""
+    """Return a slice of the rows of q as a view.
+
+    ``nested`` is copied, since in each slice the offset and the table must precede the scales of the slice.
+    """
     begin, stop, _ = slice(start, end).indices(q.shape[0])
     if (begin, stop) == (0, q.shape[0]) and step == 1:
         return q._of(q.packed, q.absmax, q.nested, q.shape)
@@ -306,7 +318,7 @@ def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]
 
 
 def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> QuantizedTensor:
-    """Return codes and scales of zero for another number of rows."""
+    """Return a QuantizedTensor like q with another number of rows, whose codes and scales are all 0."""
     if tuple(size[1:]) != q.shape[1:] or any(
         options.get(key) is not None for key in ("dtype", "device", "layout")
     ):
@@ -320,7 +332,7 @@ def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Quant
 
 
 def _view(q: QuantizedTensor, size: Sequence[int], *_: Any) -> QuantizedTensor:
-    """Return the same parts with the same or the flat shape. FSDP2 needs no other view."""
+    """Return q, viewed in its own shape or as a flat tensor. FSDP2 needs no other views."""
     if list(size) not in ([-1], [q.numel()], list(q.shape)):
         raise ValueError(f"QuantizedTensor: view: expected {list(q.shape)} or [-1], received {list(size)}")
     return q._of(q.packed, q.absmax, q.nested, q.shape if list(size) == list(q.shape) else (q.numel(),))
@@ -336,7 +348,7 @@ def _as_strided(
     return _view(q, size)
 
 
-# The operators that ``fully_shard`` calls on a parameter.
+# Implementations of the operators that FSDP2's ``fully_shard`` calls on a QuantizedTensor.
 _SHARDING: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
@@ -347,7 +359,7 @@ _SHARDING: dict[Any, Callable[..., Any]] = {
 
 
 def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) -> QuantizedTensor:
-    """Quantise x like ``shoestring.quantize_4bit`` or, for "int8", ``quantize_int8``, without detaching x.
+    """Quantise x like ``quantize_4bit`` (or, for "int8", ``quantize_int8``), but without detaching x.
 
     Raises:
         ValueError: nested is True for "int4".

@@ -1,1 +1,1 @@
-"""Training behind the command line: configuration, models, training loop, checkpoints and reports."""
+"""Training code of the command line: configuration, models, training loop, checkpoints and reports."""

@@ -1,6 +1,7 @@
 """Save and load checkpoints of a training run.
 
-A checkpoint is complete or absent. A run that resumes from a checkpoint continues bit for bit.
+A checkpoint is complete or absent. A run that resumes from a checkpoint has bitwise the same results as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
 
-KEEP = 2  # checkpoints kept: the newest and the one before it
-# This file maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints of older versions
-# have no such file.
+KEEP = 2  # number of checkpoints kept: the newest one and the one before it
+# Name of the JSON file that maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints
+# of older versions have no such file.
 CHECKSUMS = "checksums.json"
 
 
@@ -37,8 +38,8 @@ def save_checkpoint(
     """Write the checkpoint folder ``run/checkpoints/step-N`` and keep the newest two checkpoints.
 
     The checkpoint holds the trained weights, the optimizer state, the random state, and ``state`` as JSON.
-    The files are written to a temporary folder, synced to disk, and the folder is renamed. A kill therefore
-    leaves the previous checkpoint intact.
+    The files are written to a temporary folder and synced to disk, and then the folder is renamed. If the
+    process is killed meanwhile, the previous checkpoint stays intact.
     """
     from safetensors.torch import save_file
 
@@ -48,21 +49,21 @@ def save_checkpoint(
             {name: tensor.contiguous() for name, tensor in trained_tensors(model).items()},
             partial / "weights.safetensors",
         )
-        # Pass an open file: given a path, torch.save hides the error message of the file system.
+        # Pass an open file, because torch.save with a path hides the error message of the file system.
         with open(partial / "optimizer.pt", "wb") as file:
             torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
         sums = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
-    # Rename an old checkpoint before removing it. A kill during the removal then leaves no folder that looks
-    # complete.
+    # Rename an old checkpoint before removing it. If the process is killed during the removal, the rest of
+    # the folder then does not look like a complete checkpoint.
     for old in checkpoints(run)[:-KEEP]:
         shutil.rmtree(old.rename(old.with_name(old.name + PARTIAL)), ignore_errors=True)
     return folder
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
+    """Return the folders of the complete checkpoints of a run, oldest first."""
     folder = run / "checkpoints"
     found = (
         [p for p in folder.glob("step-*") if re.fullmatch("step-[0-9]{8,18}", p.name)]
@@ -78,7 +79,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore weights, optimizer and random state in place; return the saved ``state`` with its step.
+    """Restore weights, optimizer and random state in place; return the saved ``state`` with the step.
 
     Raises:
         InputError: a file is damaged or missing, or the checkpoint belongs to another model.
@@ -107,7 +108,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         torch.set_rng_state(rng)
     except InputError:
         raise
-    except Exception as error:  # the files were damaged from outside; a killed save never leaves such files
+    # The files are damaged. Only other programs can cause this: a killed save leaves no damaged checkpoint.
+    except Exception as error:
         raise _damaged(folder, f"({type(error).__name__}: {error})") from None
     try:
         optimizer.load_state_dict(optimizer_state)
@@ -125,7 +127,7 @@ def _checksum(path: Path) -> str:
 
 
 def _verify(folder: Path) -> None:
-    """Compare every file with its checksum; raise InputError that names the first file that differs."""
+    """Compare each file of a checkpoint with its checksum; raise InputError for the first that differs."""
     record = folder / CHECKSUMS
     if not record.exists():
         return

@@ -1,4 +1,4 @@
-"""Formulas for the memory of training; the model may be on the meta device."""
+"""Compute the memory of training by formulas; the model may be on the meta device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shoestring.optim.base import LowMemoryOptimizer
 
 @dataclass(frozen=True)
 class Activations:
-    """The memory that autograd saves between forward and backward pass, and its formula in words."""
+    """The memory that autograd saves between forward and backward, and its formula as text."""
 
     bytes: int
     formula: str
-    block: int  # bytes of one decoder block without gradient checkpointing
+    block: int  # bytes that one decoder block saves without gradient checkpointing
 
 
 def activations(
@@ -27,16 +27,17 @@ def activations(
 ) -> Activations | None:
     """Estimate the memory that autograd saves for the backward pass.
 
-    Per token, a plain Llama block saves about 12 vectors of the hidden size and 4 of the MLP size. A patched
-    block saves the inputs and outputs of both norms, query, key, value, attention output, gate and up. It
-    also saves the product of gate and up if ``down_proj`` itself is trained.
+    Per token, a Llama block in plain PyTorch saves about 12 vectors of the hidden size and 4 of the MLP size.
+    A block patched by ``shoestring.patch`` saves the inputs and outputs of both norms, query, key, value,
+    attention output, gate and up. The patched block also saves the product of gate and up if the weight of
+    ``down_proj`` is trained.
 
     Args:
         model: a Hugging Face causal language model.
         tokens: number of tokens of a micro-batch.
         plain: whether the model runs without shoestring's operators.
         gradient_checkpointing: whether only the inputs of the blocks are saved.
-        size: bytes per element.
+        size: bytes per element of the saved tensors.
 
     Returns:
         The estimate, or None for an unknown architecture.
@@ -65,7 +66,9 @@ def activations(
     vocab = head.shape[0]
     if plain:
         estimate, formula = estimate + 4 * tokens * vocab, formula + f" + {tokens} x {vocab} x 4 B"
-    else:  # rows: input of the last norm, gradient of the hidden states, gradient of a trained head
+    else:
+        # number of saved rows of the hidden size: input of the last norm, gradient of the hidden states, and,
+        # if the head is trained, its gradient
         rows = 2 * tokens + (vocab if head.requires_grad else 0)
         estimate, formula = estimate + size * rows * hidden, formula + f" + {rows} x {hidden} x {size} B"
     return Activations(estimate, formula, block)
@@ -73,38 +76,39 @@ def activations(
 
 @dataclass(frozen=True)
 class StateArena:
-    """Optimizer state of all parameters of one kind, stored in one arena and stepped together."""
+    """Sizes of one arena: the buffer that holds the optimizer state of parameters with equal state format."""
 
     parts: list[Part]
     blocks: list[int]  # number of blocks of 256 elements, for each parameter
-    weights: list[int]  # bytes of the weights of each parameter
-    splits: bool  # whether the operator can step a part of a parameter
+    weights: list[int]  # bytes that each parameter itself takes
+    splits: bool  # whether the optimizer's C++ operator can step a part of a parameter
 
     @property
     def per_block(self) -> int:
-        """Bytes of state per block of 256 elements."""
+        """Bytes of optimizer state per block of 256 elements."""
         return sum(part.per_block * part.dtype.itemsize for part in self.parts)
 
     def bytes(self, total: int | None = None) -> dict[str, int]:
-        """Return the bytes of each part of the state for `total` blocks (default: the parameters' blocks)."""
+        """Return the bytes of each part of the state of `total` blocks (None: all blocks of the arena)."""
         count = sum(self.blocks) if total is None else total
         return {part.name: count * part.per_block * part.dtype.itemsize for part in self.parts}
 
 
 @dataclass(frozen=True)
 class State:
-    """State that an optimizer keeps between steps, once every trained parameter has had a gradient."""
+    """Sizes of the state that an optimizer keeps once every trained parameter has had a gradient."""
 
     arenas: list[StateArena]
-    rest: dict[str, int]  # bytes outside the arenas: step counts, and fp32 tensors of the update rule
+    # name -> bytes of state outside the arenas: step counts, and fp32 tensors of the update rule
+    rest: dict[str, int]
 
     def bytes(self) -> dict[str, int]:
-        """Return the bytes of each part of the state, by name."""
+        """Return a dict from the name of each part of the state to its bytes."""
         return total(*(arena.bytes() for arena in self.arenas), self.rest)
 
 
 def optimizer_state(optimizer: LowMemoryOptimizer) -> State:
-    """Return the state that a low-memory optimizer will hold; the state need not be allocated yet."""
+    """Return the sizes of the state that an optimizer will hold; the state need not be allocated yet."""
     arenas: list[StateArena] = []
     rest: list[dict[str, int]] = []
     for group in optimizer.param_groups:
@@ -122,7 +126,7 @@ def optimizer_state(optimizer: LowMemoryOptimizer) -> State:
 
 
 def total(*several: dict[str, int]) -> dict[str, int]:
-    """Add up dictionaries of sizes by name; leave out sizes of zero."""
+    """Add up dicts from names to sizes; leave out names whose sum is zero."""
     found: dict[str, int] = {}
     for each in several:
         for name, size in each.items():

@@ -1,6 +1,6 @@
-"""Write and read metrics.jsonl, which has one line per step.
+"""Write and read metrics.jsonl, which has one line per training step.
 
-A run that resumes after a kill first removes the lines after its checkpoint.
+A run that resumes from a checkpoint first removes the lines of later steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from shoestring.files.atomic import atomic_file
 
-# Fields of every row; `rss` and `peak` are bytes.
+# Fields of every line of metrics.jsonl. `rss` and `peak` are the resident memory and its peak, in bytes.
 COLUMNS = (
     "step",
     "loss",
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; skip lines that are damaged or were cut off by a kill."""
+    """Return the rows of a metrics file; skip lines that are damaged or were cut off when a process died."""
     rows: list[dict[str, Any]] = []
     if not path.is_file():
         return rows
@@ -48,7 +48,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, keep_through: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= keep_through]
-        # Number of steps that should have a row but have none, because the file was damaged.
+        # Number of steps up to `keep_through` whose rows are missing, because the metrics file was damaged.
         self.lost = keep_through - len({row["step"] for row in kept})
         with atomic_file(path) as file:
             file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
@@ -58,7 +58,7 @@ class MetricsLog:
         self._file.write((json.dumps(row) + "\n").encode())
 
     def sync(self) -> None:
-        """Sync the file to disk, so that no checkpoint is newer than its log."""
+        """Sync the file to disk before a checkpoint is saved, so that it contains all steps so far."""
         os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:

@@ -14,7 +14,7 @@ PART_COLOURS = {
     "activations": "#e0a63c", "buffers": "#d1603d",
 }  # fmt: skip
 INK, FAINT = "#1f2430", "#e3e6ec"
-WINDOW = 20  # the running mean of the training loss spans about 1/WINDOW of the run
+WINDOW = 20  # the moving average of the training loss spans about 1/WINDOW of the steps of a run
 
 
 def _figure(width: float, height: float) -> Any:
@@ -44,7 +44,7 @@ def _prepare(axes: Any, title: str, x: str = "", y: str = "", grid: str = "y") -
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Return the exponential moving average of ``values``, with Adam's bias correction for its start."""
+    """Return the exponential moving average of ``values``, with bias correction as in Adam."""
     past = 1 - 1 / max(1.0, len(values) / WINDOW)
     mean, smoothed = 0.0, []
     for count, value in enumerate(values, 1):
@@ -56,7 +56,7 @@ def smooth(values: list[float]) -> list[float]:
 def _curves(axes: Any, run: Run, colour: str, label: str = "", dashed: bool = False) -> None:
     steps = [row["step"] for row in run.metrics]
     losses = [row["loss"] for row in run.metrics]
-    over = 3 if dashed else 2  # zorder: a dashed curve on top of an equal solid curve leaves both visible
+    over = 3 if dashed else 2  # draw dashed curves on top, so that both of two equal curves are visible
     axes.plot(steps, losses, color=colour, alpha=0.25, linewidth=0.8)
     axes.plot(
         steps,
@@ -82,7 +82,7 @@ def _curves(axes: Any, run: Run, colour: str, label: str = "", dashed: bool = Fa
 
 
 def draw_run(run: Run) -> bytes:
-    """Draw the loss curves next to the memory of each part, by formula and measured; return a PNG."""
+    """Draw loss curves, and beside them the computed and the measured memory of each part; return a PNG."""
     from matplotlib.ticker import MaxNLocator
 
     figure = _figure(11, 4.4)

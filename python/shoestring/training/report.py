@@ -36,7 +36,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a finished run; raise InputError if the folder does not hold one."""
+    """Read the files of a finished run; raise InputError if the folder holds no finished run."""
     try:
         record = read_json(folder / "run.json", "run.json")
         summary = read_json(folder / "summary.json", "summary.json")
@@ -51,7 +51,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
-    """Raise InputError if a file lacks a field that the reports show, or holds a value of the wrong type."""
+    """Raise InputError if a file of a run lacks a field for the reports, or has a value of a wrong type."""
 
     def has(value: Any, **kinds: Callable[[Any], bool]) -> list[str]:
         fields = value if isinstance(value, dict) else {}
@@ -80,7 +80,7 @@ def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read finished runs; a run whose folder name is not unique also shows its parent folders."""
+    """Read finished runs. Name each by its folder, with parent folders if the folder's name is not unique."""
     runs = [read_run(folder) for folder in folders]
     ends = [list(run.folder.resolve().parts) for run in runs]
     names = []
@@ -89,18 +89,18 @@ def read_runs(folders: list[Path]) -> list[Run]:
         length = next(
             (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own)
         )
-        before = ends[:number].count(own)  # number of times that the same folder was given before
+        before = ends[:number].count(own)  # number of earlier runs in the list with the same folder
         names.append("/".join(own[-length:]) + (f" ({before + 1})" if before else ""))
     return [replace(run, name=name) for run, name in zip(runs, names)]
 
 
 def megabytes(count: float | None) -> str:
-    """Format bytes as whole MB (10^6 bytes), or as a dash if there is no figure."""
+    """Format a number of bytes as whole MB (10^6 bytes), and None as a dash."""
     return "–" if count is None else f"{count / 1e6:,.0f}"
 
 
 def figures(run: Run) -> dict[str, str]:
-    """Return the figures shown in the tables: each label with its unit, and the formatted value."""
+    """Return the figures of a run for the tables: pairs of a label with its unit and the formatted value."""
     summary = run.summary
     val = summary["val_loss"]
     return {
@@ -112,7 +112,7 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def write_report(folder: Path) -> None:
-    """Write report.png and report.html into a finished run."""
+    """Write report.png and report.html into the folder of a finished run."""
     run = read_run(folder)
     picture = draw_run(run)
     parts = [
@@ -142,9 +142,9 @@ def write_report(folder: Path) -> None:
 
 
 def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
-    """Write compare.png and compare.html into ``out``; return the rows of the table, headings first.
+    """Write compare.png and compare.html into ``out``; return the table's rows, headings first.
 
-    Each row ends with the run's ratios to the first run.
+    Each row ends with the ratios of its run to the first run.
     """
     runs = read_runs(folders)
     picture = draw_comparison(runs)
@@ -159,7 +159,7 @@ def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:
 
 
 def write_sections(out: Path, title: str, groups: dict[str, list[Path]]) -> dict[str, list[list[str]]]:
-    """Write report.html with a table and a picture for each group of runs into ``out``; return the tables."""
+    """Write report.html, with a table and a picture for each group of runs, to ``out``; return the tables."""
     body, tables = f"<h1>{html.escape(title)}</h1>", {}
     for name, folders in groups.items():
         runs = read_runs(folders)
@@ -189,7 +189,7 @@ def _joined(runs: list[Run]) -> list[list[str]]:
 
 
 def comparison(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the rows of a table of runs, with ratios to the first run.
+    """Return the headings and the rows of a table of runs, whose last columns are ratios to the first run.
 
     The loss ratio uses the validation loss if every run has one, and the training loss otherwise.
     """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
-DECAY_SHARE = 0.2  # share of the steps after warm-up in which wsd decays; Hu et al. 2024 use 10 to 20 %
+# Fraction of the steps after warm-up, at the end of training, in which the schedule wsd decays. Hu et al.,
+# 2024, use 10 to 20 %.
+DECAY_SHARE = 0.2
 
 
 def learning_rate(step: int, *, lr: float, steps: int, warmup: int, schedule: str) -> float:
-    """Return the learning rate of ``step``: a linear warm-up over ``warmup`` steps, then the schedule.
+    """Return the learning rate of step ``step``: linear warm-up over ``warmup`` steps, then the schedule.
 
     ``step`` counts from 0. ``schedule`` is constant, linear (down to 0), cosine (Loshchilov & Hutter 2017,
     down to 0), or wsd. wsd stands for warmup-stable-decay: constant, then linear down to 0 in the last fifth

@@ -1,4 +1,4 @@
-"""Compute the figures of a finished run: losses, speed, and memory by part."""
+"""Compute the figures of a finished run: losses, speed, and the memory of each part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoestring.training.metrics import read_metrics
 if TYPE_CHECKING:
     from shoestring.training.loop import Trainer
 
-LAST = 10  # the final training loss is the mean over this many steps, since one step is noisy
+LAST = 10  # number of last steps over which the final training loss is averaged, since one step is noisy
 
 
 def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
         raise InputError(
             f"{trainer.run / 'metrics.jsonl'}: holds no step; the model is saved, the report is not written"
         )
-    # The first step of a process also warms up threads and caches.
+    # Leave the first step out of the timing, since it also warms up threads and caches.
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     return {
@@ -53,17 +53,19 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak memory of this process into parts, each with its formula and its measured bytes."""
     config, model = trainer.config, trainer.model
-    own: Any = trainer.optimizer  # PyTorch's AdamW if config.plain, else a LowMemoryOptimizer
+    own: Any = trainer.optimizer  # PyTorch's AdamW if config.plain is set, else an optimizer of shoestring
     trained = formulas.trained(model)
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
     if config.plain:
-        # Two fp32 moments per trained element, and a 4-byte step counter per tensor.
+        # PyTorch's AdamW keeps two fp32 moments per trained element, and a 4-byte step counter per tensor.
         optimizer_formula, expected_optimizer = (
             "8 B x trained",
             8 * count + 4 * len(trained),
         )
-    else:  # by default two 8-bit codes per element, and two fp32 scales per block of 256
+    else:
+        # By default, shoestring's AdamW keeps two 8-bit codes per element, and two fp32 scales per block of
+        # 256.
         each = "8" if config.optimizer_state == "fp32" else "(2 + 8/256)"
         optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
         expected_optimizer = sum(formulas.optimizer_state(own).bytes().values())
@@ -106,14 +108,15 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
 
 
 def _weights(model: nn.Module) -> tuple[int, int, str]:
-    """Return the measured bytes of the weights, the bytes by formula, and the formula.
+    """Return the measured bytes of the weights, the bytes that the formula gives, and the formula.
 
-    A 4-bit element takes 0.5 bytes plus 1/64 of its fp32 scale. An int8 element takes 1 byte, and each int8
-    row has a 4-byte scale.
+    A 4-bit element takes 0.5 bytes, plus 1/64 of the fp32 scale of its block. An int8 element takes 1 byte,
+    and each int8 row has a 4-byte scale.
     """
-    counts: dict[float, int] = {}  # number of elements by bytes per element
+    counts: dict[float, int] = {}  # bytes per element of a weight -> number of such elements
     for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)  # quantisation state of bitsandbytes
+        # the quantisation state of a bitsandbytes weight, or None
+        state = getattr(parameter, "quant_state", None)
         packed = state is not None or hasattr(parameter, "__tensor_flatten__")
         size = 0.5 + 4 / 64 if packed else parameter.element_size()
         if getattr(parameter, "quant_type", None) == "int8":

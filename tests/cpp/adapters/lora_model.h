@@ -11,7 +11,8 @@ using shoestring::lora::LoraOptions;
 using shoestring::nn::AdapterOptions;
 using shoestring::nn::Linear;
 
-// A model with two linear layers of shoestring::nn, which take adapters, and a head of torch::nn.
+// A model for adapter tests. Adapters can be added to its two linear layers of shoestring::nn, but not to its
+// head, a torch::nn::Linear.
 struct NetImpl : torch::nn::Cloneable<NetImpl> {
   Linear up{nullptr}, down{nullptr};
   torch::nn::Linear head{nullptr};
@@ -25,7 +26,7 @@ struct NetImpl : torch::nn::Cloneable<NetImpl> {
 };
 TORCH_MODULE(Net);
 
-// Gives an adapter new values, as training would.
+// Changes the parameters of an adapter randomly, as training would.
 inline void change(shoestring::nn::AdapterImpl& adapter) {
   torch::NoGradGuard no_grad;
   if (adapter.has("lora_B")) adapter["lora_B"].normal_(0, 0.1);

@@ -3,10 +3,10 @@
 //   layer_file KIND OPTIONS WEIGHTS INPUTS RESULTS
 //
 // KIND is "attention" or "mlp". OPTIONS is "name:value,..." with the names of the module's options, including
-// its sizes. WEIGHTS is a file for load_model. INPUTS is a safetensors file with x, the gradient "upstream"
-// of the result, and the call's optional arguments by name. The program writes to RESULTS the output y, and
-// "grad.NAME" for x and every parameter. The C++ module and the Python module both run in training mode from
-// seed 7.
+// its sizes. WEIGHTS is a file for load_model. INPUTS is a safetensors file with the input "x", the gradient
+// "upstream" of the module's output, and the optional arguments of forward by name. The program writes to
+// RESULTS the output "y", and the gradients "grad.NAME" of x and of every parameter. The C++ module and the
+// Python module both run in training mode from seed 7.
 
 #include <cstdio>
 #include <map>

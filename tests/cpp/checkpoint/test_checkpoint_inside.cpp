@@ -1,5 +1,5 @@
-// Tests checkpoints whose function runs a backward pass itself, or contains other checkpoints. Gradients must
-// agree bit for bit.
+// Tests checkpoints whose function itself runs a backward pass, or contains other checkpoints. Gradients must
+// equal those without checkpoints bit for bit.
 #include "catch.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -26,8 +26,8 @@ Tensor inner_gradient(const Tensor& y, const Tensor& x, How how) {
                                /*create_graph=*/how == How::kCreate)[0];
 }
 
-// Returns a function that runs a backward pass inside and calls a function of depth - 1, built the same way.
-// Each function goes through `wrap`.
+// Returns a function that runs a backward pass inside, and calls a function of depth - 1 that is built in the
+// same way. `wrap` is applied to the function of each depth, for example to put it into a checkpoint.
 Function levels(size_t depth, const std::vector<Tensor>& weights, How how,
                 const std::function<Function(Function)>& wrap) {
   const Tensor w = weights[depth - 1];
@@ -49,7 +49,8 @@ std::vector<Tensor> all_gradients(const Function& fn, const Tensor& x, std::vect
   at::manual_seed(7);
   const Tensor first = torch::autograd::grad({fn(x).sum()}, {x}, {}, true, /*create_graph=*/true)[0];
   for (const Tensor& second : torch::autograd::grad({first.pow(2).sum()}, of)) all.push_back(second);
-  all.push_back(torch::randn({3}));  // random numbers continue as they do without a checkpoint
+  // random numbers show whether the generator is in the same state as without checkpoints
+  all.push_back(torch::randn({3}));
   return all;
 }
 
@@ -89,8 +90,8 @@ TEST_CASE("checkpoint with a backward pass inside notices another second run", "
     return [=](const Tensor& x) {
       const Tensor y = x.exp().sin();
       const Tensor g = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true)[0];
-      // Run 1 is the forward pass, and run 2 recomputes for the backward pass inside. Later runs recompute
-      // for the outer one.
+      // Run 1 of the function is the forward pass, and run 2 the recomputation for the backward pass inside
+      // it. Later runs are recomputations for the outer backward pass.
       return (++*runs <= 2 ? first : later)(y * g);
     };
   };
@@ -113,7 +114,8 @@ TEST_CASE("checkpoint: a function that catches exceptions", "[checkpoint]") {
   const auto run = [](const Tensor& x) {
     const Tensor y = x.exp();
     try {
-      return y.sin();  // saves y, the last tensor that the function saves
+      // sin() saves y; this is the last tensor that the checkpointed function saves for backward
+      return y.sin();
     } catch (const std::exception&) {
       return y.cos().tanh();
     }
@@ -124,7 +126,8 @@ TEST_CASE("checkpoint: a function that catches exceptions", "[checkpoint]") {
 
 namespace {
 
-// Saves a frozen weight for backward, and records the tensor that backward receives.
+// An autograd function that saves its argument `weight` for backward but computes no gradient for it. `seen`
+// records the tensors that backward unpacks.
 struct Scaled : torch::autograd::Function<Scaled> {
   inline static std::vector<Tensor> seen;
   static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x, const Tensor& weight) {

@@ -1,5 +1,5 @@
-// Compares the planner with exhaustive search over the planner's own cost model. The tests in Python check
-// that model against an independent one.
+// Compares the plans of the checkpoint planner with an exhaustive search that uses the planner's own cost
+// model. The Python tests compare that cost model with an independent one.
 
 #include <shoestring/checkpoint_plan.h>
 

@@ -1,5 +1,5 @@
-// Tests OffloadActivations: every gradient must equal, bit for bit, that of the same steps without
-// offloading.
+// Tests OffloadActivations: every gradient must equal the gradient of the same training steps without
+// offloading, bit for bit.
 #include "catch.h"
 
 #include <torch/csrc/autograd/autograd.h>
@@ -30,8 +30,8 @@ struct Disturbed {
   ~Disturbed() { shoestring::offload::io::disturb({}); }
 };
 
-// Limits PyTorch to one thread. With many threads, small operators would spend most of their time on
-// synchronisation.
+// While an object of this class exists, PyTorch uses one thread. With many threads, small operators would
+// spend most of their time on synchronisation.
 struct OneThread {
   OneThread() { at::set_num_threads(1); }
   ~OneThread() { at::set_num_threads(before); }

@@ -17,7 +17,7 @@ inline std::string read(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Returns the bytes of a safetensors file whose header claims this length.
+// Returns the bytes of a safetensors file: `length` as the claimed size of its header, and then `rest`.
 inline std::string with_length(uint64_t length, const std::string& rest) {
   std::string bytes(8, '\0');
   std::memcpy(bytes.data(), &length, 8);
@@ -28,7 +28,7 @@ inline std::string file(const std::string& header, size_t data) {
   return with_length(header.size(), header + std::string(data, '\0'));
 }
 
-// Returns the message of the error that a call throws.
+// Returns the message of the c10::Error that a call throws.
 template <class Call>
 std::string message(Call call) {
   try {

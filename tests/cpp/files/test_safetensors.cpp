@@ -14,7 +14,7 @@ bool same_bytes(const Tensor& a, const Tensor& b) {
          (a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
-// Returns the size in KiB of the mapped files that are resident in this process's memory.
+// Returns how much of this process's mapped files is resident in memory, in KiB.
 int64_t mapped_kib() {
   const std::string status = read("/proc/self/status"), key = "RssFile:";
   return std::stoll(status.substr(status.find(key) + key.size()));
@@ -31,7 +31,8 @@ TEST_CASE("save_safetensors does not keep what it reads from a mapped file", "[s
   const Tensor part = mapped.narrow(0, 3, size - 5);
   const int64_t before = mapped_kib();
   shoestring::save_safetensors(folder / "saved", TensorDict({{"part", part}}));
-  CHECK(mapped_kib() < before - 20000);  // before the save, nearly all of the 32 MiB file was resident
+  // saving the mapped tensor has released its pages; before, nearly all of the 32 MiB were resident
+  CHECK(mapped_kib() < before - 20000);
   CHECK(at::equal(shoestring::load_safetensors(folder / "saved")["part"], at::arange(3, size - 2, options)));
   CHECK(at::equal(part, at::arange(3, size - 2, options)));
 }
@@ -65,7 +66,8 @@ TEST_CASE("safetensors keeps every dtype, shape and byte", "[safetensors]") {
   }
   TensorDict loaded = shoestring::load_safetensors(path);
   CHECK(loaded.size() == tensors.size());
-  // The file stores the widest dtypes first, whatever the order given, so that every tensor is aligned.
+  // The file stores tensors of the widest dtype first, in whatever order they are given, so that every tensor
+  // is aligned.
   CHECK(loaded[0].key() == "UInt64");
   CHECK(folder.files().size() == 1);
 
@@ -75,7 +77,7 @@ TEST_CASE("safetensors keeps every dtype, shape and byte", "[safetensors]") {
 }
 
 TEST_CASE("save_safetensors writes the bytes of the Python package", "[safetensors]") {
-  // This is the output of safetensors.torch.save, version 0.8.0, for the tensors below.
+  // The expected bytes are the output of safetensors.torch.save, version 0.8.0, for the same tensors.
   const std::string header =
       R"({"__metadata__":{"format":"pt"},"s":{"dtype":"I64","shape":[],"data_offsets":[0,8]},)"
       R"("b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]},)"

@@ -20,8 +20,8 @@ namespace {
 
 constexpr int64_t kVocab = 50, kHidden = 64, kInner = 96;
 
-// A model with an embedding, two linear layers, a norm and a head that may share the embedding's weight. All
-// parameters are placeholders until a file is loaded.
+// A model with an embedding, two linear layers, a norm and a head. If `tied`, the head uses the embedding's
+// weight. All parameters are placeholders until a file is loaded.
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(bool tied) {
     embed = register_module(
@@ -102,7 +102,7 @@ TEST_CASE("load_model fills a module of placeholders from one file or shards", "
       CHECK(net->steps.item<int64_t>() == 7);
       CHECK(net->up->weight.requires_grad());
       CHECK(net->head->weight.is_same(net->embed->weight) == tied);
-      // Loads over existing values.
+      // Load the file a second time, into parameters that already have values.
       shoestring::load_model(*net, folder.path, LoadOptions().dtype(at::kDouble));
       CHECK(net->up->bias.scalar_type() == at::kDouble);
       CHECK(net->steps.scalar_type() == at::kLong);
@@ -140,7 +140,8 @@ TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_
       Net again(false);
       shoestring::load_model(*again, saved.path);
       CHECK(at::equal(net(tokens()), again(tokens())));
-      // A layer that is already quantised stays quantised: it quantises the dense weight that it loads.
+      // A layer that is already quantised stays quantised: load_model quantises the dense weight from the
+      // file.
       shoestring::load_model(*net, folder.path);
       CHECK(at::equal(net->up->base->packed, same->base->packed));
     }
@@ -172,7 +173,8 @@ TEST_CASE("load_model fills a QuantizedLinear of the model's own", "[model_files
 
   torch::nn::Module plain;
   plain.register_module("up", std::make_shared<shoestring::nn::QuantizedLinearImpl>(kHidden, kInner));
-  shoestring::load_model(plain, saved.path);  // the module takes the nested scales of the file
+  // the module was built without nested scales; loading a file with nested scales must change this
+  shoestring::load_model(plain, saved.path);
   CHECK(plain.named_buffers().contains("up.nested"));
   shoestring::load_model(plain, path);
   shoestring::nn::QuantizedLinear unnested(shoestring::nn::QuantizedLinearOptions(kHidden, kInner));

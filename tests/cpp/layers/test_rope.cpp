@@ -10,7 +10,8 @@ using shoestring::RopeOptions;
 
 namespace {
 
-// Rotates the halves of x (..., head_dim) by angles (tokens, head_dim / 2).
+// Rotates x (..., tokens, head_dim) by angles (tokens, head_dim / 2). Element i of a head is paired with
+// element i + head_dim / 2.
 Tensor plain(const Tensor& x, const Tensor& angles) {
   const auto halves = x.chunk(2, -1);
   const Tensor cos = angles.cos(), sin = angles.sin();

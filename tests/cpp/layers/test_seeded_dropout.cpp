@@ -13,7 +13,7 @@ TEST_CASE("seeded_dropout drops by its seed, and its backward drops the same", "
   const Tensor kept = y.ne(0);
   CHECK(at::allclose(y, x * kept / 0.75, 1e-5));
   const double share = kept.to(at::kDouble).mean().item<double>();
-  CHECK(share > 0.69);  // 0.75 plus or minus five standard deviations of the mean of 1320 draws
+  CHECK(share > 0.69);  // 0.75 minus or plus five standard deviations of the mean of 1320 draws
   CHECK(share < 0.81);
   const Tensor gradient = torch::autograd::grad({y.sum()}, {x})[0];
   CHECK(at::equal(gradient.ne(0), kept));

@@ -1,5 +1,5 @@
-// The operator shoestring_tests::disturb_offload, which the Python tests load: it delays copies, reads and
-// writes of offloaded memory, and lets them fail (csrc/offload/disturb.h).
+// Defines the operator shoestring_tests::disturb_offload, which the Python tests load. It delays copies,
+// reads and writes of offloaded memory, or makes them fail (csrc/offload/disturb.h).
 
 #include <torch/library.h>
 

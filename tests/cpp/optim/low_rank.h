@@ -1,14 +1,15 @@
 #pragma once
 
-// Helpers for the tests of low-rank optimizers.
+// Helpers for the tests of the low-rank optimizers (GaLore and APOLLO).
 
 #include <cmath>
 #include <vector>
 
 #include "optim/optimizers.h"
 
-// The first kProjected parameters are projected: a wide, a tall, a convolution's and a transposed weight. By
-// default the others are not: a matrix with a side below the rank, a vector and an empty tensor.
+// Low-rank optimizers project the first kProjected of these parameters: a wide matrix, a tall one, a
+// convolution's weight and a transposed matrix. By default they do not project the other ones: a matrix with
+// a side below the rank, a vector and an empty tensor.
 constexpr size_t kProjected = 4;
 
 inline std::vector<at::Tensor> low_rank_parameters(at::ScalarType dtype = at::kFloat) {
@@ -27,7 +28,7 @@ inline double relative_error(const at::Tensor& result, const at::Tensor& exact) 
   return ((result.detach().to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
 }
 
-// Returns AdamW's update at a learning rate of 1, in fp64.
+// Computes AdamW's update for one tensor in fp64, at a learning rate of 1.
 struct Adam64 {
   int step = 0;
   at::Tensor m, v;

@@ -3,12 +3,12 @@
 //
 //   optimizer_file CLASS FOLDER FROM TO MAX_GRAD_NORM [CLASS FOLDER ...]
 //
-// FOLDER has three files. params.safetensors has the weights, "<group>.<index>". grads.safetensors has the
-// gradients, "<step>.<group>.<index>"; a parameter may have none in a step. optimizer.safetensors has the
-// state and the options. The program takes the steps from FROM up to, but not including, TO. It then
-// overwrites the weights and the optimizer's file. The saved weights of ScheduleFreeAdamW are those of eval
-// mode. GaLore, APOLLO and APOLLOMini read no optimizer's file; they start with the options in the code
-// below.
+// FOLDER has three files. params.safetensors has the weights, named "<group>.<index>". grads.safetensors has
+// the gradients, named "<step>.<group>.<index>"; a parameter may have no gradient in a step.
+// optimizer.safetensors has the optimizer's state and options. The program does the steps FROM, ..., TO - 1.
+// It then overwrites params.safetensors and optimizer.safetensors. The saved weights of ScheduleFreeAdamW are
+// those of eval mode. GaLore, APOLLO and APOLLOMini do not read optimizer.safetensors; they start with the
+// options in the code below.
 
 #include <cstdio>
 #include <map>
@@ -44,7 +44,7 @@ std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& 
   return classes.at(name)(groups);
 }
 
-// Returns a low-rank optimizer around AdamW, or null if `name` is not that of a low-rank optimizer.
+// Returns the low-rank optimizer called `name` with AdamW as its base, or null if there is no such optimizer.
 std::unique_ptr<torch::optim::Optimizer> around(const std::string& name, const Groups& groups,
                                                 double max_grad_norm) {
   const AdamWOptions options = AdamWOptions(0.01).weight_decay(0.3).state("fp32");

@@ -13,8 +13,8 @@ TEST_CASE("foreach_norm is the norm of each tensor, whatever their types", "[for
                       .typed<Tensor(at::TensorList)>();
   const std::vector<Tensor> tensors = {at::randn({100, 33}), at::randn({20000}).to(at::kBFloat16),
                                        at::randn({0}), at::randn({30, 40}).t().to(at::kHalf)};
-  // Under the emulator the norms come from at::_foreach_norm, whose fp32 sums may err by 1e-5. The CPU's
-  // kernel errs by little more than the rounding of the result.
+  // With the emulator, the norms are computed by at::_foreach_norm, whose fp32 sums may have an error of
+  // 1e-5. The error of the CPU kernel is little more than the rounding of the result.
   const double bound = is_emulated() ? 1e-5 : 2e-7;
   const Tensor norms = op.call(tensors);
   CHECK(norms.scalar_type() == at::kFloat);

@@ -1,5 +1,5 @@
-// Tests resuming from archives and files. A resumed optimizer continues bit for bit; state that does not fit
-// is refused as a whole.
+// Tests resuming optimizers from archives and files. A resumed optimizer continues bit for bit. If the state
+// does not fit the parameters, nothing of it is loaded.
 
 #include "catch.h"
 
@@ -17,8 +17,8 @@ using namespace shoestring::optim;
 
 namespace {
 
-// Both groups have a parameter below min_quantize_size. In the second group, p[1] gets its first gradient
-// only after the load.
+// Splits parameters into two groups, each with one that is smaller than min_quantize_size. p[1] gets its
+// first gradient only after the state was loaded.
 Groups groups_of(const std::vector<Tensor>& p) { return {{{p[2], p[0]}}, {{p[1], p[3]}}}; }
 
 void train_but(LowMemoryOptimizer& opt, const std::vector<Tensor>& params, int from, int to, bool all) {
@@ -45,7 +45,7 @@ TEST_CASE("every optimizer resumes bit for bit, from an archive and from a file"
             const auto opt = rule.make(groups_of(through), state, weights);
             train_but(*opt, through, 0, 3, false);
             copy(through, resumed);
-            // The loaded archive or file replaces these default options.
+            // This optimizer has default options; loading the archive or file must replace them.
             const auto other = rule.with_defaults(groups_of(resumed));
             if (file) {
               save_optimizer(*opt, path);
@@ -97,7 +97,8 @@ TEST_CASE("groups keep their own options, in place", "[optim]") {
 
 namespace {
 
-// Writes options as the first version of AdamW's archives did: fewer options, and no name of the optimizer.
+// Writes options as the first version of AdamW's archives did: with fewer options, and without the name of
+// the optimizer.
 struct FirstOptions : torch::optim::OptimizerCloneableOptions<FirstOptions> {
   void serialize(torch::serialize::OutputArchive& archive) const override {
     for (const auto& [name, value] : {std::pair{"lr", 3e-3}, {"beta1", 0.8}, {"beta2", 0.9}, {"eps", 1e-8}}) {
@@ -157,8 +158,8 @@ TEST_CASE("what does not fit is refused, and nothing changes", "[optim]") {
     CHECK(archived(other).size() == before.size());
     CHECK(other.param_groups()[0].options().get_lr() != 0.25);
   };
-  // Lion and AdamW share names of tensors. Only the optimizer's name in the file keeps one from being read as
-  // the other.
+  // The state tensors of Lion and AdamW have some names in common. Only the optimizer's name in the file
+  // prevents loading one as the other.
   Lion lion(groups_of(params));
   const std::string where = "Lion: load_optimizer: " + path;
   refused(lion, path, where + ": expected optimizer Lion, received AdamW");

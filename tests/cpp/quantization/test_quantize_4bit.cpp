@@ -12,8 +12,9 @@ TEST_CASE("quantize_4bit gives the documented bytes on every capability", "[quan
   for (const char* capability : {"plain", "avx2", "avx512"}) {
     if (!shoestring::set_cpu_capability(capability)) continue;
     CAPTURE(capability);
-    // 1 and -1 are the largest and smallest codes, and 0 is code 7. The even element is in the upper four
-    // bits. The last byte of an odd number of elements holds a zero.
+    // Expected NF4 codes: 1 has code 15, -1 has code 0, and 0 has code 7. An element with even index is in
+    // the upper four bits of its byte. If the number of elements is odd, the last byte also holds the code of
+    // zero.
     auto [packed, absmax] = shoestring::quantize_4bit(at::tensor({2.f, -2.f, 0.f, 1.4f, 0.f}));
     CHECK(at::equal(packed, at::tensor({0xf0, 0x7e, 0x77}, at::kByte)));
     CHECK(at::equal(absmax, at::tensor({2.f})));
@@ -31,7 +32,8 @@ TEST_CASE("dequantize_4bit agrees between capabilities, dtypes and forms", "[qua
   const std::string before = shoestring::cpu_capability();
   at::manual_seed(5);
   for (int64_t block : {32, 64, 4096}) {
-    // sizes: odd lengths, a block and one more element, and more than a group of scales.
+    // These numbers of elements give odd lengths, a last block with one element, and more blocks than a group
+    // of nested scales has.
     for (int64_t numel : {1, 63, 4097, 64 * 300 + 5}) {
       const auto options = QuantizeOptions().block_size(block);
       Tensor x = at::randn({numel});
@@ -40,7 +42,8 @@ TEST_CASE("dequantize_4bit agrees between capabilities, dtypes and forms", "[qua
       auto [codes, nested] = shoestring::quantize_absmax(absmax);
       Tensor exact = shoestring::dequantize_4bit(packed, absmax, {numel}, at::kFloat, std::nullopt, options);
       Tensor doubly = shoestring::dequantize_4bit(packed, codes, {numel}, at::kFloat, nested, options);
-      // 0.16 is half of the widest interval between codes.
+      // In units of the scale, the largest rounding error is 0.152, half of the widest interval between
+      // neighbouring values of NF4.
       CHECK((exact - x).abs().max().item<float>() <= 0.16f * absmax.max().item<float>());
       CHECK((doubly - exact).norm().item<double>() <= 0.02 * exact.norm().item<double>() + 1e-6);
       for (const char* capability : {"avx2", "avx512"}) {
@@ -85,8 +88,8 @@ TEST_CASE("int4 is fitted alike by every capability, and better than NF4", "[qua
     }
   }
   shoestring::set_cpu_capability(before);
-  // The value of a code is (code - 8) * scale + offset. Here the scale is 0.5 and the offset is -1, both in
-  // bf16.
+  // The value of an int4 code is (code - 8) * scale + offset. Here the scale is 0.5 and the offset is -1,
+  // both in bf16.
   const Tensor halves = at::tensor({static_cast<int32_t>(0xbf803f00)}, at::kInt),
                bytes = at::tensor({0x08, 0xf0}, at::kByte);
   const Tensor y = shoestring::dequantize_4bit(bytes, halves, {3}, at::kFloat, std::nullopt, int4);

@@ -11,7 +11,8 @@ TEST_CASE("quantize_int8 gives the documented bytes on every capability", "[quan
   for (const char* capability : {"plain", "avx2", "avx512"}) {
     if (!shoestring::set_cpu_capability(capability)) continue;
     CAPTURE(capability);
-    // The scale is 1/127 of the row's largest absolute value. Ties round to the even code.
+    // The scale of a row is 1/127 of its largest absolute value. Numbers half way between two codes round to
+    // the even code.
     auto [packed, absmax] = shoestring::quantize_int8(
         at::tensor({127.f, -2.5f, 1.5f, 0.4f, -0.5f, 0.f, 0.f, 0.f, 0.f, 0.f}).view({2, 5}));
     CHECK(at::equal(packed, at::tensor({127, -2, 2, 0, 0, 0, 0, 0, 0, 0}, at::kChar).view({2, 5})));

@@ -1,4 +1,4 @@
-"""C++, Python and PEFT load the adapters that another of them saved, and compute the same outputs."""
+"""Test that C++, Python and PEFT load each other's saved adapters and compute the same outputs."""
 
 import subprocess
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """The model of the C++ program adapter_file."""
+    """The same model as in the C++ program adapter_file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ TARGETS = ["up_proj", "down_proj"]
 
 
 def program_in(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
-    """Return a function that runs the program's commands.
+    """Return a function that runs commands in the C++ program adapter_file.
 
-    The command "forward", "base" or "rows" writes an output. The function returns the outputs by the name of
-    their command.
+    Each of the commands "forward", "base" and "rows" writes an output of the model. The function returns a
+    dict from the name of the command to its output.
     """
     save_file(Model().state_dict(), tmp_path / "model.safetensors")
     save_file({"ids": IDS}, tmp_path / "ids.safetensors")
@@ -78,7 +78,7 @@ def output(model: nn.Module) -> Tensor:
 
 
 def train(model: nn.Module, steps: int = 3) -> nn.Module:
-    """Train the model as the C++ program does."""
+    """Train the model with SGD; the C++ program adapter_file takes the same steps."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     model.train()
     for _ in range(steps):
@@ -104,7 +104,7 @@ def close(received: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
 def assert_files_agree(
     folder: Path, received: Tensor, name: str = "default", tolerance: float = 2e-6
 ) -> None:
-    """PEFT and shoestring load the files that C++ saved, and compute the same output."""
+    """Check that PEFT and shoestring load the files that C++ saved, and compute the output ``received``."""
     peft = pytest.importorskip("peft")
     theirs = peft.PeftModel.from_pretrained(Model(), str(folder), adapter_name=name)
     close(output(theirs), received, tolerance)
@@ -144,10 +144,11 @@ def test_a_seed_trains_the_same_and_files_go_both_ways(
     text, options = KINDS[kind]
     ours = train(adapted(**options))
     cpp = run("seed=3", APPLY + text, "train=3", "forward", f"save={tmp_path / 'cpp'}", "base")
-    # The training changed the output by much more than the tolerances below.
+    # Training changed the output by much more than the tolerance of the comparison with C++.
     assert (output(ours) - output(Model())).abs().max() > 3e-4
     close(cpp["forward"], output(ours), 2e-5)
-    if "bias" not in options:  # biases of the base model are trained, so the base's output changes
+    # With the option "bias", biases of the base model are trained, so the base output changes.
+    if "bias" not in options:
         close(cpp["base"], output(Model()), 2e-5)
     assert_files_agree(tmp_path / "cpp", cpp["forward"], tolerance=2e-5)
     lora.save_adapter(ours, tmp_path / "python")
@@ -159,7 +160,7 @@ def test_a_seed_trains_the_same_and_files_go_both_ways(
 def test_initialisations_over_quantised_weights(
     quantize: str, init: str, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Initialisations over quantised weights agree with C++. The head stays dense, as in the C++ program."""
+    """LoftQ and PiSSA over quantised weights give the same outputs in Python and C++. The head is dense."""
     ours = adapted(init=init, quantize=quantize, loftq_iterations=3)
     ours.head = Model().head
     text = f"{APPLY},init:{init},iterations:3,quantize:{quantize}"

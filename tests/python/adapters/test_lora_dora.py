@@ -1,4 +1,4 @@
-"""Test DoRA: results against PEFT, the cached norm, files, merging, adapters per row and torch.compile."""
+"""Test DoRA: results against PEFT, norm cache, saving, merging, one adapter per batch row, torch.compile."""
 
 import copy
 from pathlib import Path
@@ -19,7 +19,7 @@ def layer(dtype: torch.dtype = torch.float64, **options: object) -> nn.Sequentia
 
 
 def exact(model: nn.Sequential, x: Tensor, name: str = "default") -> Tensor:
-    """Compute the output by the definition of DoRA, in plain PyTorch."""
+    """Compute the output of a DoRA layer by the definition of DoRA, in plain PyTorch."""
     own = model[0]
     weight = own.dense_weight() + own.adapters[name].scaling * own.lora_B[name] @ own.lora_A[name]
     gain = own.lora_magnitude_vector[name] / weight.detach().norm(dim=1)
@@ -36,7 +36,7 @@ def test_numbers_and_gradients_are_pefts() -> None:
     )
     for attribute in ("lora_A", "lora_B", "lora_magnitude_vector"):
         values[f"0.{attribute}.default.weight"] = getattr(ours[0], attribute)["default"]
-    theirs = theirs.double()  # PEFT keeps adapters in fp32
+    theirs = theirs.double()  # PEFT creates adapters in fp32, so convert them to fp64
     theirs.base_model.model.load_state_dict(values)
     x = torch.randn(5, 64, dtype=torch.float64, requires_grad=True)
     up = torch.randn(5, 12, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_norm_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -
     check(1)
     check(0)
     checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert not calls  # neither forward nor the recomputation computes the norm again
+    assert not calls  # neither forward nor the recomputation in backward has computed the weight norm again
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     optimizer.step()
     check(1)
@@ -116,7 +116,7 @@ def test_norm_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -
     check(1)
     own.lora_A["default"].data = torch.randn_like(own.lora_A["default"])
     check(1)
-    # In training mode the norm is computed in every forward, because an optimizer may change weights without
+    # In training mode every forward computes the weight norm, because an optimizer may change weights without
     # changing their version counter.
     model.train()
     check(1)
@@ -124,7 +124,8 @@ def test_norm_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -
     check(1)
     calls.clear()
     checkpoint(model, x, use_reentrant=False).sum().backward()
-    # The recomputation of a checkpoint reuses the norm of its forward pass: no optimizer writes in between.
+    # The recomputation of a checkpoint reuses the weight norm of its forward, because no optimizer step runs
+    # in between.
     assert len(calls) == 1
     model.eval()
     check(1)
@@ -148,7 +149,7 @@ def test_compiles_whole(quantize: str | None) -> None:
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b)
         with torch.no_grad():
-            # Change a weight, so that a cached norm would give a wrong result.
+            # Change lora_A, so that a cached weight norm would give a wrong result in the next iteration.
             trained[0].add_(0.1)
 
 
@@ -181,7 +182,7 @@ def test_several_and_by_row() -> None:
 
 @pytest.mark.device
 def test_dropout_drops_what_lora_A_reads_alone() -> None:
-    """Dropout changes only the input of lora_A, so the mean over many masks is the result without dropout."""
+    """Dropout changes only the input of lora_A: if lora_B is zero, dropout does not change the output."""
     model = layer(dropout=0.5).train()
     with torch.no_grad():
         model[0].lora_B["default"].zero_()

@@ -14,7 +14,7 @@ from shoestring.adapters.experts import LowRankSum
 
 
 class Net(nn.Module):
-    """A model with a single layer, whose input comes from ``batch``."""
+    """A model that consists of a single layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -103,7 +103,10 @@ def test_merged_by_row_and_copied(kind: str) -> None:
 
 @pytest.mark.device
 def test_dilated_convolution_is_its_merged_weight() -> None:
-    """A dilated convolution with an adapter equals its merged weight. PEFT ignores the dilation in lora_A."""
+    """A dilated convolution has the same output before and after its adapter is merged.
+
+    No comparison with PEFT is possible, because PEFT ignores the dilation in lora_A.
+    """
     torch.manual_seed(4)
     model = Net(nn.Conv1d(5, 7, 3, dilation=2, padding_mode="circular", padding=2))
     randomise(lora.apply(model, rank=2, target_modules=["layer"]))
@@ -148,7 +151,8 @@ def test_experts_as_in_peft(implementation: str) -> None:
     for name, own in {n: p for n, p in ours.named_parameters() if p.requires_grad}.items():
         own.data += 0.1 * torch.randn_like(own)
         other = "base_model.model." + name.replace("lora_A_", "").replace("lora_B_", "")
-        if "experts" in name:  # in PEFT, the outermost wrapper is that of the module's last parameter
+        # PEFT wraps the module once for each parameter; the outermost wrapper is that of down_proj
+        if "experts" in name:
             inner = "base_layer." if "gate_up_proj" in name else ""
             other = "base_model.model." + name.split("lora_")[0] + inner + name.split(".")[-2][:6]
             other += ".default.weight"

@@ -1,6 +1,6 @@
-"""Configuration and weights of two different saves do not load, in Python or C++.
+"""Test that Python and C++ refuse a configuration file and a weights file that were not saved together.
 
-Descriptions in the configuration that do not affect the weights may be edited.
+A user may edit fields of the configuration file that do not change what the adapter computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def refused(folder: Path, run: Run) -> None:
-    """Check that the loaders of Python and C++ refuse the pair and name both files."""
+    """Check that Python and C++ refuse to load the folder, with an error that names both files."""
     message = f"{folder / WEIGHTS}: expected the weights that were saved with {folder / CONFIG}"
     with pytest.raises(ValueError, match=message):
         lora.load_adapter(Model(), folder)
@@ -99,7 +99,7 @@ def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Pa
         lora.save_adapter(train(adapted(**options)), folder)
         before = (folder / CONFIG).read_text()
         peft.PeftConfig.from_pretrained(str(folder)).save_pretrained(str(folder))
-        # PEFT writes all of its defaults, and writes sets in another order.
+        # PEFT writes its default values too, and writes sets in another order.
         assert (folder / CONFIG).read_text() != before
         loads(folder, run)
 

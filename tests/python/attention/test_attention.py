@@ -1,4 +1,4 @@
-"""Test attention, each option on each path: its error is at most twice that of eager PyTorch."""
+"""Test attention with each option on each backend: errors are at most twice those of eager PyTorch."""
 
 import math
 from typing import Any
@@ -13,9 +13,10 @@ from shoestring.ops import attention_reference
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 
-# Numbers of queries and keys: those of FlashAttention's tests except 4,096 tokens. They include one token,
-# parts of a tile, more queries than keys and more keys than queries. With 34, the last panel has two queries,
-# and the first of them does not see the last key.
+# Pairs of the number of queries and the number of keys, mostly from FlashAttention's tests. They include one
+# token, parts of a tile, more queries than keys and more keys than queries. With 34 queries and keys, the
+# last panel of queries has two queries. Under the causal mask, the first of the two does not see the last
+# key.
 LENGTHS = [
     (1, 1),
     (5, 3),
@@ -64,7 +65,7 @@ def make(
     heads: int = 4,
     kv_heads: int = 2,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return random q, k and v in dtype, and the keyword arguments of the call."""
+    """Return random q, k and v in ``dtype``, and the keyword arguments of attention."""
     shapes = [
         (batch, heads, queries, dim),
         (batch, kv_heads, keys, dim),
@@ -83,7 +84,7 @@ def make(
             named["bias"] = named["bias"].to(dtype)
     if options.get("mask"):
         named["bias"] = torch.rand(batch, 1, queries, keys) > 0.4
-        named["bias"][:, :, 0] = False  # the first query sees no key
+        named["bias"][:, :, 0] = False  # the first query attends to no key
     if dtype == torch.float64:
         named = {
             k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in named.items()
@@ -94,7 +95,7 @@ def make(
 def run(
     function: Any, inputs: list[Tensor], named: dict[str, Any], dtype: torch.dtype, upstream: list[Tensor]
 ) -> list[Tensor | None]:
-    """Return out, lse and the gradients of sum(upstream * (out, lse)) for q, k, v, bias and sinks."""
+    """Return out, lse, and the gradients of (upstream[0] * out).sum() + (upstream[1] * lse).sum()."""
     leaves = [t.detach().clone().to(dtype).requires_grad_() for t in inputs]
     others = {}
     for name, value in named.items():
@@ -105,7 +106,7 @@ def run(
                 value.requires_grad_()
                 leaves.append(value)
         others[name] = value
-    # Deterministic calls use shoestring's own kernels on a GPU too.
+    # With deterministic=True, calls on a GPU use shoestring's own kernels, not PyTorch's.
     extra = {"return_lse": True, "deterministic": True} if function is attention else {}
     out, lse = function(*leaves[:3], **others, **extra)
     seen = torch.isfinite(lse.detach())
@@ -141,14 +142,14 @@ def compare(dtype: torch.dtype, inputs: list[Tensor], named: dict[str, Any]) -> 
 
 
 def sink_terms(out: Tensor, lse: Tensor, named: dict[str, Any], upstream: list[Tensor]) -> Tensor:
-    """Return the sum of the magnitudes of all terms of the gradient of each sink.
+    """Return for each head the sum of the magnitudes of the terms of the sink's gradient.
 
-    The gradient of a sink has one number for each head. It is a sum over all queries, and its terms may
-    cancel. Its error is therefore measured against the magnitudes of the terms: exp(sink - lse) (grad_lse -
-    sum(grad_out out)) for each query.
+    The gradient of a head's sink is a sum over all queries. With d = sum(grad_out * out), the term of a query
+    is exp(sink - lse) * (grad_lse - d). The terms may cancel, so the error of the gradient is measured
+    relative to the sum of their magnitudes.
     """
     products = (upstream[0].double() * out.double()).sum(-1)
-    if "cu_seqlens_q" in named:  # out is (tokens, heads, features), lse is (heads, tokens)
+    if "cu_seqlens_q" in named:  # packed: out is (tokens, heads, features), lse is (heads, tokens)
         products = products.t()
     heads = lse.double().movedim(-2, 0).flatten(1)
     others = (upstream[1].double() - products).movedim(-2, 0).flatten(1)
@@ -161,8 +162,8 @@ def dtypes(backend: str) -> list[torch.dtype]:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_in_every_dtype(option: str, capability: str, backend: str) -> None:
-    # The emulator needs a second for 10^7 memory accesses, so it gets fewer heads, and keys for one tile and
-    # a part of a second.
+    # The emulator of GPU kernels needs a second for 10^7 memory accesses. It therefore gets fewer heads, and
+    # keys that fill one tile and a part of the next.
     size = (
         {"queries": 40, "keys": 70, "heads": 2, "kv_heads": 1}
         if backend == "simt"
@@ -175,9 +176,9 @@ def test_every_option_in_every_dtype(option: str, capability: str, backend: str)
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_bias_that_all_keys_share(packed: bool, capability: str) -> None:
-    """A bias that all keys of a query share changes only its log-sum-exp and the weight of the sink.
+    """Without sinks, a bias that is equal for all keys of a query changes only the query's log-sum-exp.
 
-    Its gradient therefore has no sum whose terms could cancel.
+    The gradient of the bias is therefore exactly the gradient of lse.
     """
     q, k, v, up = (torch.randn(1, 2, 9, 16) for _ in range(4))
     bias = torch.zeros(1, 2, 9, 1)
@@ -186,7 +187,7 @@ def test_a_bias_that_all_keys_share(packed: bool, capability: str) -> None:
         q, k, v, up = (t[0].transpose(0, 1).contiguous() for t in (q, k, v, up))
         bias, options["cu_seqlens_q"] = bias[0], torch.tensor([0, 4, 9], dtype=torch.int32)
     q.select(0 if packed else 2, 5).select(0, 0)[..., 3] = float("nan")
-    bias.select(-2, 2).fill_(float("-inf"))  # query 2 sees no key
+    bias.select(-2, 2).fill_(float("-inf"))  # query 2 attends to no key
     bias.requires_grad_()
     out, lse = attention(q, k, v, bias=bias, return_lse=True, **options)
     (to_bias,) = torch.autograd.grad((out * up).sum() + 3 * lse.sum(), bias)
@@ -203,13 +204,13 @@ def test_lengths(queries: int, keys: int, causal: bool, capability: str, backend
     if backend == "simt" and queries * keys > 23000:
         pytest.skip("too many scores for the emulator")
     for dtype in dtypes(backend)[:2]:
-        heads = 1 if queries * keys > 200000 else 2  # the reference takes a second for so many scores
+        heads = 1 if queries * keys > 200000 else 2  # with two heads, attention_reference would take a second
         inputs, named = make(dtype, queries, keys, 64, {"causal": causal}, heads=heads, kv_heads=1, batch=1)
         compare(dtype, inputs, named)
 
 
-# Dimensions of the heads from 32 to 256, some of which are no multiple of a vector, and values of other
-# dimensions.
+# Pairs of head_dim and value_dim, from 3 to 256. Some are no multiple of the width of a vector register, and
+# in some pairs the two differ.
 @pytest.mark.parametrize(
     ("dim", "value_dim"),
     [(32, 32), (40, 24), (64, 128), (80, 80), (96, 64), (128, 128), (192, 128), (256, 256), (3, 5)],
@@ -237,7 +238,7 @@ def test_packed_sequences(option: str, capability: str, backend: str) -> None:
 
 
 def test_strides(capability: str, backend: str) -> None:
-    """Transposed views need no copy, and the output has the strides of q."""
+    """Attention of transposed views equals that of contiguous copies; the output has the strides of q."""
     base = torch.randn(2, 40, 4 + 2 + 2, 64)
     q, k, v = (t.transpose(1, 2) for t in base.split([4, 2, 2], dim=2))
     out = attention(q, k, v, causal=True)
@@ -253,7 +254,9 @@ def test_dropout_is_a_function_of_the_seed(dtype: torch.dtype, capability: str, 
     (q, k, _), _ = make(dtype, queries, keys, 32, {})
     v = torch.eye(keys, dtype=dtype)[:, :256].expand(2, 2, keys, -1) if keys <= 256 else None
     seed = torch.tensor([77])
-    # One-hot rows of values show which scores are dropped. Many keys are tested in two pieces.
+    # With one-hot rows in v, the output is the matrix of attention weights, whose zeros show the dropped
+    # weights. For more than 256 keys, two calls compute the columns of this matrix, because CUDA kernels
+    # allow at most 256 features in v.
     if v is None:
         eye = torch.eye(keys, dtype=dtype)
         pieces = [
@@ -322,12 +325,12 @@ def test_large_and_unseen_scores(capability: str) -> None:
     q, k, v = torch.randn(1, 1, 20, 32) * 1e4, torch.randn(1, 1, 40, 32) * 1e4, torch.randn(1, 1, 40, 32)
     out = attention(q, k, v, causal=True)
     exact = attention_reference(q.double(), k.double(), v.double(), causal=True).out
-    # Scores near 1e9 are exact to 64 in fp32, so rounding could change which key has the largest score. With
-    # these inputs it does not.
+    # fp32 numbers near 1e9 are 64 apart, so rounding of scores could change which key has the largest score.
+    # With the inputs of this test it does not.
     assert relative_error(out, exact) < 1e-4
     bias = torch.full((1, 1, 20, 40), -math.inf)
     bias[..., 3] = 0
-    # On CUDA an fp32 value is split into two TF32 values, which have 22 bits together.
+    # The kernels for CUDA split an fp32 value into two TF32 values, which together have 22 bits of precision.
     torch.testing.assert_close(
         attention(q, k, v, bias=bias), v[:, :, 3:4].expand(1, 1, 20, 32), rtol=5e-7, atol=0
     )

@@ -1,6 +1,6 @@
-"""Test the attention kernels for Hopper GPUs: which calls they take, and the edges of their large tiles.
+"""Test the attention kernels for Hopper GPUs: which calls use them, and results near edges of their tiles.
 
-On any other GPU these tests run that GPU's kernels.
+On any other GPU, the tests run the kernels for that GPU.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import shoestring
 from conftest import EMULATOR, relative_error
 from shoestring.ops import attention_reference
 
-# Deterministic calls use shoestring's own kernels.
+# Deterministic calls never use PyTorch's operators, only shoestring's own kernels.
 attention = functools.partial(shoestring.attention, deterministic=True)
 HOPPER_THREADS = 384
 
@@ -90,7 +90,7 @@ def test_which_calls_it_takes(name: str, capability: str, backend: str) -> None:
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 127), (128, 257), (300, 70)])
 def test_edges_of_tiles(queries: int, keys: int, dim: int, capability: str, backend: str) -> None:
-    """Results are exact and repeatable near the tile size of 128, and over more tiles than ring stages."""
+    """Results are right and repeatable near the tile size of 128, and with more tiles than buffers."""
     if backend == "simt" and dim > 64 and queries * keys > (30000 if dim == 128 else 9000):
         pytest.skip("too many scores for the emulator")
     inputs = make(queries, keys, dim, torch.float16, heads=1)
@@ -123,7 +123,7 @@ def test_which_calls_backward_takes(name: str, capability: str, backend: str) ->
 @pytest.mark.device
 @pytest.mark.each_gpu
 def test_an_upstream_gradient_that_no_copy_takes(capability: str, backend: str) -> None:
-    """The kernels for sm_80 run if rows of the upstream gradient start at odd multiples of 8 bytes."""
+    """If rows of the upstream gradient start at odd multiples of 8 bytes, the kernels for sm_80 run."""
     inputs, upstream = make(20, 30), misaligned(torch.randn(1, 2, 20, 64).to(torch.bfloat16))
     found = gradients(attention, inputs, upstream)
     if backend == "simt":
@@ -139,10 +139,11 @@ def test_an_upstream_gradient_that_no_copy_takes(capability: str, backend: str) 
 def test_gradients_at_edges_of_tiles(
     queries: int, keys: int, dim: int, capability: str, backend: str
 ) -> None:
-    """Gradients are exact and repeatable near the edges of tiles, and over more tiles than ring stages.
+    """Gradients are right and repeatable near the edges of tiles, and with more tiles than buffers for them.
 
-    A block keeps 128 rows and streams tiles of 48 to 96 rows of the other side. Two heads share the keys, so
-    that the queries of the second head follow those of the first in the ring.
+    A thread block keeps 128 rows of keys or queries. It loads tiles of 48 to 96 rows of the other tensor, one
+    after another, into a ring of buffers. Two heads share the keys, so tiles of queries of the second head
+    follow tiles of the first head in the ring.
     """
     most = {64: 40000, 128: 22000}.get(dim, 7000) if capability == "sm_90a" else 13000 if dim == 64 else 5000
     if backend == "simt" and queries * keys > most:
@@ -156,7 +157,7 @@ def test_gradients_at_edges_of_tiles(
         found = gradients(attention, inputs, upstream, **options)
         exact = gradients(attention_reference, inputs, upstream.double(), **options)
         for name, a, b in zip("qkv", found, exact):
-            # With one key, the gradients of q and k are zero, so only rounding errors are left.
+            # With one key, the exact gradients of q and k are zero, so the results are rounding errors.
             scale = max(b.abs().max().item(), 1e-3)
             assert (a.double() - b).abs().max().item() < 2e-3 * scale + (1e-3 if keys == 1 else 0), (
                 name,
@@ -173,9 +174,10 @@ def test_gradients_at_edges_of_tiles(
 def test_the_last_row_that_passes_is_alone_in_its_tile(
     dim: int, window: tuple[int, int], capability: str
 ) -> None:
-    """The last tile holds a single row, which weighs as much as all others together.
+    """Gradients are right if the last tile holds a single row that weighs as much as all other rows.
 
-    The 128 rows of a block see 193 rows. That is one more than tiles of 96, 64 or 48 rows hold.
+    The 128 rows of a thread block attend to 193 rows. This is one row more than full tiles of 96, 64 or 48
+    rows hold (192).
     """
     inputs, upstream = make(194, 194, dim, heads=1), torch.randn(1, 1, 194, dim).to(torch.bfloat16)
     query, key = (192, 127) if window[0] else (127, 192)
@@ -191,9 +193,9 @@ def test_the_last_row_that_passes_is_alone_in_its_tile(
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
 @pytest.mark.parametrize("dim", [64, 192])
 def test_gradients_of_some(wanted: str, dim: int, capability: str) -> None:
-    """Each subset of the gradients is right.
+    """Gradients are right if only some of q, k and v require a gradient.
 
-    Above 128 features, keys and values have kernel launches of their own.
+    With more than 128 features, the gradients of k and v come from two separate kernel launches.
     """
     inputs = make(40, 50, dim)
     leaves = {n: t.requires_grad_(n in wanted) for n, t in zip("qkv", inputs)}
@@ -227,7 +229,7 @@ def test_many_keys_pass_through_the_ring(capability: str) -> None:
 @pytest.mark.each_gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_what_another_sequence_holds_does_not_matter(dim: int, capability: str) -> None:
-    """A tile reaches into the next packed sequence, whose infinite or NaN values do not change the result."""
+    """Infinite or NaN values of the next packed sequence in a tile do not change a sequence's output."""
     lengths = [40, 130, 7]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = (torch.randn(sum(lengths), 1, dim).to(torch.bfloat16) for _ in range(3))
@@ -245,7 +247,7 @@ def test_what_another_sequence_holds_does_not_matter(dim: int, capability: str) 
 def test_what_another_sequence_holds_does_not_matter_to_gradients(
     wrong: float, dim: int, capability: str
 ) -> None:
-    """Infinite or NaN q, k, v and upstream gradients of the next sequence do not change the gradients."""
+    """Infinite or NaN inputs and gradients of the next packed sequence do not change other gradients."""
     lengths = [40, 130, 7] if dim == 64 else [40, 30]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     q, k, v = (
@@ -264,7 +266,10 @@ def test_what_another_sequence_holds_does_not_matter_to_gradients(
 @pytest.mark.device
 @pytest.mark.each_gpu
 def test_gradients_of_scores_of_a_milliard(capability: str) -> None:
-    """Scores near 1e9 have rounding errors that 2**x cannot represent; the largest keeps probability 1."""
+    """Gradients are finite for scores near 1e9, whose rounding errors overflow 2**x.
+
+    The largest score of a query keeps the probability 1.
+    """
     q, k, v = make(20, 40)
     inputs, upstream = [q * 1e4, k * 1e4, v], torch.randn(1, 2, 20, 64).to(torch.bfloat16)
     exact = gradients(attention_reference, inputs, upstream.double())
@@ -285,7 +290,7 @@ def test_a_large_cap_and_scores_beyond_it(capability: str) -> None:
         for name, a, b in zip("qkv", gradients(attention, inputs, upstream, softcap=softcap), expected):
             assert torch.isfinite(a).all()
             # With the softcap 0.5, the exact gradients of q and k are below 1e-30, because tanh is flat
-            # there. Ours must be tiny as well.
+            # there. The computed gradients must be tiny as well.
             assert relative_error(a, b) < 1e-2 or (softcap == 0.5 and name != "v" and a.abs().max() < 1e-6), (
                 name,
                 softcap,

@@ -1,6 +1,6 @@
-"""Test PyTorch's operators behind shoestring.attention: which calls use them, and that results agree.
+"""Test which calls of shoestring.attention use PyTorch's operators, and that the results agree.
 
-Without a GPU these operators do not exist. The emulator then runs stand-ins on the CPU.
+Without a GPU, PyTorch has no such operators. Tests with the emulator register stand-ins for the CPU.
 """
 
 import math
@@ -17,11 +17,15 @@ from shoestring.ops import attention_reference
 
 pytestmark = pytest.mark.device
 
-CHOICES = {"cudnn": 3, "flash": 1, "math": 0, "efficient": 2, "error": -1}  # the values of at::SDPBackend
+# the values of the C++ enum at::SDPBackend
+CHOICES = {"cudnn": 3, "flash": 1, "math": 0, "efficient": 2, "error": -1}
 
 
 class StandIns:
-    """Stand-ins for PyTorch's operators that return the same layouts and shapes and check their arguments."""
+    """Stand-ins for PyTorch's attention operators that return the same shapes and strides as these.
+
+    They check the arguments that they receive.
+    """
 
     def __init__(self, choice: str) -> None:
         self.calls: list[str] = []
@@ -111,7 +115,7 @@ class StandIns:
         assert dropout == 0 and not debug and scale is not None
         self.calls.append("flash")
         out, lse = self.forward(q, k, v, causal, scale)
-        # PyTorch's flash attention returns this layout, whatever the strides of q are.
+        # PyTorch's flash attention returns tensors with these strides, whatever the strides of q are.
         tokens_first = out.transpose(1, 2).contiguous().transpose(1, 2)
         return (
             tokens_first,
@@ -183,8 +187,8 @@ class StandIns:
         assert (
             lse.shape == (*q.shape[:3], 1) and dropout == 0 and scale is not None and seed.dtype == torch.long
         )
-        # PyTorch caches its plans by q, k and v, so the strides of the other tensors must follow from those
-        # of q, k and v.
+        # PyTorch caches cuDNN plans by the layouts of q, k and v only. The strides of out and of its gradient
+        # must therefore follow from those of q.
         assert out.stride() == torch.empty_like(q).stride() == grad_out.stride()
         self.calls.append("cudnn backward")
         return self.backward(grad_out, q, k, v, out, lse[..., 0], causal, scale)
@@ -239,7 +243,7 @@ def gradients(
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-# PyTorch warns that a kernel is replaced.
+# Ignore PyTorch's warning that the stand-ins replace registered kernels.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
@@ -327,9 +331,10 @@ def test_deterministic_follows_pytorch(stand_ins: StandIns) -> None:
 def test_by_default_as_exact_as_our_kernels(
     queries: int, keys: int, dim: int, dtype: torch.dtype, backend: str
 ) -> None:
-    """Default calls are as exact as shoestring's kernels.
+    """Calls with default arguments are as exact as calls with ``deterministic=True``.
 
-    On a GPU they use PyTorch's operators where possible.
+    On a GPU, default calls use PyTorch's operators where possible; deterministic calls use shoestring's
+    kernels.
     """
     inputs = [t.to(dtype) for t in make(1, 4 if backend == "cuda" else 1, 1, queries, keys, dim)]
     upstream = torch.randn(1, inputs[0].size(1), queries, dim).to(dtype)

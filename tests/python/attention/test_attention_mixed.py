@@ -1,4 +1,4 @@
-"""Test attention with random combinations of options against the same call in fp64."""
+"""Compare attention with random combinations of options to the same call in fp64."""
 
 import random
 from typing import Any
@@ -12,13 +12,13 @@ from shoestring import attention
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 
-# A tolerance is a little more than two units in the last place, for sums of a few dozen rounded terms. lse
-# and the gradient of sinks are fp32 for every dtype.
+# Tolerances of relative errors by dtype of the inputs. The tolerances of 16-bit dtypes are about two units in
+# the last place, for sums of a few dozen rounded terms.
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], list[str]]:
-    """Return a dtype, inputs that are exact in it, options, and names of inputs that require gradients."""
+    """Return a random dtype, inputs, options, and the names of the inputs that require gradients."""
     chance = random.Random(seed)
     dtype, packed = chance.choice(list(TOLERANCES)), chance.random() < 0.5
     kv_heads = chance.choice([1, 2])
@@ -26,7 +26,7 @@ def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], lis
     value_dim = chance.choice([dim, 24])
     options: dict[str, Any] = {}
     if packed:
-        sequences = chance.choice([3, 3, 35])  # 35 sequences are more than a warp has lanes
+        sequences = chance.choice([3, 3, 35])  # 35 sequences are more than the 32 lanes of a warp
         lengths = [
             [chance.choice([0, 1, 7, n] if sequences == 3 else [0, 1, 3]) for _ in range(sequences)]
             for n in (70, 65)
@@ -49,7 +49,7 @@ def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], lis
     if chance.random() < 0.7:
         shape = [chance.choice([1, size]) for size in bias]
         inputs["bias"] = torch.randn(shape)
-        if chance.random() < 0.3:  # the bias is an expanded tensor, but every element has its own gradient
+        if chance.random() < 0.3:  # the bias has stride 0 along keys, but its gradient is a full tensor
             inputs["bias"] = inputs["bias"][..., :1].expand(shape)
     if chance.random() < 0.5:
         inputs["sinks"] = torch.randn(heads)
@@ -71,19 +71,20 @@ def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], lis
 def moved_by_rounding(
     dtype: torch.dtype, inputs: dict[str, Tensor], options: dict[str, Any], out: Tensor, upstream: Tensor
 ) -> dict[str, float]:
-    """Return how far rounding may move the gradients of q and k, as norms.
+    """Return estimates of the norms of rounding errors in the gradients of q and k.
 
-    The roundings are those of out and of the probabilities that out is computed from. The gradient of a score
-    is p (by_p - out . upstream). If a query sees only one key, or nearly so, the difference cancels, but its
-    rounding errors of half a unit in the last place do not. Let d be the error of a query's second term. It
-    moves the gradient of q by scale d times the mean of the keys that the query sees, and the gradient of k
-    by scale d p q.
+    ``out`` is rounded, and so are the probabilities from which it is computed. The gradient of a score with
+    the probability p is p * (dot(v, upstream) - dot(out, upstream)). If a query sees almost only one key, the
+    two terms cancel, but their rounding errors of half a unit in the last place do not. Let d be the rounding
+    error of the second term for a query. The error changes the gradient of q by scale * d * (mean of the
+    keys, weighted by p). It changes the gradient of k by scale * d * p * q.
     """
     plain = {name: value for name, value in options.items() if name not in ("dropout_p", "seed")}
     plain |= {name: inputs[name] for name in ("bias", "sinks") if name in inputs}
     keys = inputs["k"].detach().requires_grad_()
     mean = attention(inputs["q"], inputs["k"], keys, **plain)
-    # Assumes independent rounding errors.
+    # If the elements of upstream * out have independent rounding errors, their norm times eps estimates the
+    # error of their sum.
     change = torch.finfo(dtype).eps * (upstream * out).norm(dim=-1, keepdim=True)
     by_keys = torch.autograd.grad(mean, keys, change * inputs["q"].abs())[0]
     scale = abs(options.get("scale", inputs["q"].size(-1) ** -0.5))
@@ -91,8 +92,8 @@ def moved_by_rounding(
 
 
 def sink_terms(sinks: Tensor, out: Tensor, lse: Tensor, upstream: list[Tensor]) -> Tensor:
-    """Return the sum of the absolute terms of each sink's gradient, (heads)."""
-    # (batch, heads, queries), or (queries, heads) for packed sequences.
+    """Return for each head the sum of the absolute values of the terms of the sink's gradient, (heads)."""
+    # The sum over features has the shape (batch, heads, queries), or (queries, heads) for packed sequences.
     by_out = (upstream[0].double() * out).abs().sum(-1)
     by_out = by_out if out.dim() == 4 else by_out.t()
     terms = torch.exp(sinks[:, None] - lse) * (by_out + upstream[1].abs())
@@ -117,20 +118,20 @@ def test_options_together(case: int, seed: int, capability: str) -> None:
     rows = q.shape[:-1] if q.dim() == 4 else (q.size(1), q.size(0))
     upstream = [torch.randn(*q.shape[:-1], v.size(-1)).to(dtype), torch.randn(rows)]
     ours = run(inputs, options, wanted, upstream)
-    # The reference runs in fp64, which only CPU tensors support.
+    # The reference call runs in fp64, which attention supports only on the CPU.
     there = {name: t.cpu() if isinstance(t, Tensor) else t for name, t in options.items()}
     wide = {name: t.cpu().double() for name, t in inputs.items()}
     exact = run(wide, there, wanted, [t.cpu() for t in upstream])
     moved = moved_by_rounding(dtype, wide, there, exact[0], upstream[0].cpu().double())
     for name, a, b in zip(["out", "lse", *wanted], ours, exact):
         error = relative_error(a.cpu(), b)
-        # The gradient of a bias sums over many scores whose gradients cancel, so the rounding of out
-        # dominates.
+        # The gradient of a bias sums the gradients of many scores. These cancel, so the error of the sum
+        # comes mainly from the rounding of out, and its tolerance is larger.
         bound = TOLERANCES[dtype] * (10 if name == "bias" else 1) + moved.get(name, 0) / max(
             b.norm().item(), 1e-6
         )
-        # The gradient of a sink is one number per head. Its terms are rounded and may cancel by chance, so
-        # its error is measured against the terms.
+        # The gradient of a sink is a sum of rounded terms for each head. The terms may cancel by chance, so
+        # the error of the gradient is measured relative to the terms.
         if name == "sinks":
             terms = sink_terms(inputs["sinks"].cpu().double(), *exact[:2], [t.cpu() for t in upstream])
             bound *= (terms.norm() / b.norm()).item()
@@ -138,9 +139,9 @@ def test_options_together(case: int, seed: int, capability: str) -> None:
 
 
 def test_offsets_that_do_not_fit_end_the_launch(backend: str) -> None:
-    """Wrong offsets never make a kernel read outside of the tensors.
+    """Wrong offsets of packed sequences raise an error before a kernel reads outside of the tensors.
 
-    On a GPU, an assertion ends the process instead.
+    On a GPU, an assertion in the kernel ends the process instead, so this test is skipped.
     """
     if backend == "cuda":
         pytest.skip("an assertion on the GPU ends the process")

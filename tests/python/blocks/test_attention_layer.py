@@ -1,4 +1,4 @@
-"""Test nn.Attention: results against plain PyTorch, weights of transformers, and common uses of modules."""
+"""Test nn.Attention against plain PyTorch and transformers, and with autocast, adapters, checkpointing."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from shoestring.nn import Attention
 from shoestring.ops import attention_reference, rms_norm_reference, rope_reference
 
 QWEN: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "causal": True}
-# Each case has the options of the module and the names of the inputs besides x.
+# Each case has the options of the Attention module and the names of its inputs besides x.
 CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "plain": ({}, ()),
     "llama": ({"num_kv_heads": 2, "causal": True}, ("cos", "sin")),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def make(case: str, dtype: torch.dtype = torch.float32) -> tuple[Attention, dict[str, Tensor]]:
-    """Return a module with random norms and sinks, and its inputs: 11 tokens of 64 features, 4 heads."""
+    """Return an Attention module (4 heads, random norms and sinks) and inputs: 11 tokens of 64 features."""
     options, names = CASES[case]
     module = Attention(64, 4, **options)
     for name, p in module.named_parameters():
@@ -61,7 +61,7 @@ def make(case: str, dtype: torch.dtype = torch.float32) -> tuple[Attention, dict
 
 
 def plain(module: Attention, x: Tensor, source: Tensor | None = None, **given: Any) -> Tensor:
-    """Compute the module's output with plain PyTorch, in the dtype of its weights."""
+    """Compute the output of an Attention module with plain PyTorch, in the dtype of its weights."""
     packed = "cu_seqlens_q" in given
     other = x if source is None else source
     projected = zip(
@@ -92,7 +92,7 @@ def plain(module: Attention, x: Tensor, source: Tensor | None = None, **given: A
 
 
 def results(function: Any, module: Attention, inputs: dict[str, Tensor], upstream: Tensor) -> list[Tensor]:
-    """Return the output, and the gradients of x and of every parameter."""
+    """Return the module's output, and the gradients of x and of every parameter."""
     x = inputs["x"].clone().requires_grad_()
     y = function(x, **{name: t for name, t in inputs.items() if name != "x"})
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], upstream.to(y.dtype))]
@@ -114,7 +114,8 @@ def test_no_worse_than_a_plain_composition(case: str, dtype: torch.dtype, backen
     floor = {torch.float64: 1e-13, torch.float32: 5e-7, torch.bfloat16: 3e-3}[dtype]
     names = ["y", "x", *(name for name, _ in module.named_parameters())]
     for name, a, b, c in zip(names, ours, eager, exact, strict=True):
-        # The bias of a key changes all scores of a row alike, so its gradient is only rounding error.
+        # The bias of the key projection adds the same number to all scores of a query, and softmax ignores
+        # it. So the gradient of this bias is only rounding error.
         if c.norm() < 1e-6 * inputs["x"].numel():
             continue
         assert relative_error(a, c) <= max(2 * relative_error(b, c), floor), name
@@ -157,7 +158,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_transformers_weights_and_results(name: str) -> None:
-    """The module replaces the attention of a transformers model; weights load, and logits do not change."""
+    """nn.Attention with a transformers model's weights replaces its attention, and logits stay equal."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     extra, options = THEIRS[name]
@@ -185,7 +186,8 @@ def test_transformers_weights_and_results(name: str) -> None:
     ours.backward(upstream)
     assert relative_error(ours, expected.detach()) < 2e-6
     for key, p in module.named_parameters():
-        # The bias of a key changes all scores of a query alike, so its gradient is only rounding error.
+        # The bias of the key projection adds the same number to all scores of a query, and softmax ignores
+        # it. So the gradient of this bias is only rounding error.
         if gradients[key].norm() > 1e-4:
             assert relative_error(p.grad, gradients[key]) < 2e-5, key
 
@@ -243,7 +245,7 @@ def test_autocast(case: str) -> None:
 
 @pytest.mark.parametrize("function", [shoestring.checkpoint, torch.utils.checkpoint.checkpoint])
 def test_checkpointed(function: Any) -> None:
-    """Gradients of a recomputed module are the same bit for bit, with dropout too."""
+    """Activation checkpointing of nn.Attention changes no bit of its gradients, with dropout too."""
     module, inputs = make("qwen3")
     module.dropout_p = 0.3
     x, cos, sin = (inputs[name] for name in ("x", "cos", "sin"))
@@ -304,7 +306,8 @@ def test_adapters_join_the_projections(quantize: str | None) -> None:
 
     with Counting(), torch.no_grad():
         joined = module(**inputs)
-    # One call computes the query, key and value projections together, and another the output projection.
+    # One lora_linear call computes the query, key and value projections together, and a second one computes
+    # the output projection.
     assert sum("lora_linear" in call for call in calls) == 2, calls
     module.q_proj.register_forward_hook(lambda *_: None)
     assert relative_error(joined, module(**inputs)) < 1e-5

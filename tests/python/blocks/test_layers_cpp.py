@@ -31,9 +31,10 @@ ATTENTION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 def inputs_of(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return x, the upstream gradient and the inputs with these names.
+    """Return a dict of x, the upstream gradient, and the inputs in ``names``.
 
-    x has 2 rows of 7 tokens, or packed sequences of 3 and 4 tokens. A source has 5 keys.
+    x has 2 rows of 7 tokens, or packed sequences of 3 and 4 tokens. In cross-attention, keys and values come
+    from 5 tokens of another sequence (``source``).
     """
     packed = "cu_seqlens_q" in names
     rows = () if packed else (2,)
@@ -56,7 +57,7 @@ def inputs_of(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tens
 def compare(
     kind: str, module: nn.Module, options: dict[str, Any], inputs: dict[str, Tensor], folder: Path
 ) -> None:
-    """Compare the program's output and gradients with those of the Python module."""
+    """Run the C++ program layer_file; compare its output and gradients with those of the Python module."""
     for name, p in module.named_parameters():
         if name.endswith(("norm.weight", "sinks")):
             nn.init.normal_(p)
@@ -75,7 +76,7 @@ def compare(
         f"grad.{name}": p.grad for name, p in module.named_parameters()
     }
     assert ours.keys() == theirs.keys()
-    # PyTorch's matrix products may round differently for another address of a tensor.
+    # PyTorch's matrix products may round differently if a tensor has a different alignment in memory.
     for name, t in ours.items():
         torch.testing.assert_close(
             t, theirs[name], rtol=1e-5, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}"
@@ -101,7 +102,7 @@ def test_gated_mlp(activation: str, bias: bool, tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_go_with_the_module(tmp_path: Path) -> None:
-    """Weights of another width are refused in one line that names the parameter and the expected shape."""
+    """The C++ module refuses weights of a different width, and names the parameter and the expected shape."""
     path = tmp_path / "weights.safetensors"
     save_file(shoestring.nn.GatedMLP(64, 32).state_dict(), path)
     save_file(inputs_of({}, ()), tmp_path / "inputs.safetensors")

@@ -1,4 +1,4 @@
-"""With saved activations offloaded, gradients are the same bit for bit, at any speed of the copies."""
+"""Offloading saved activations changes no bit of the gradients, however long the copies are delayed."""
 
 import contextlib
 import gc
@@ -39,10 +39,10 @@ def test_gradients_are_the_same_bits(
         assert_same(gradients(net, x, context), expected)
         seen.append(context.statistics())
         assert seen[-1]["entries"] == 0 and seen[-1]["live"] == 0
-    # Later steps reuse the memory of the first steps.
+    # Offloading in step 4 uses no more host memory than in step 2, and no more disk space than in step 1.
     assert seen[-1]["host"] == seen[1]["host"] and seen[-1]["disk"] == seen[0]["disk"]
     assert (seen[0]["disk"] > 0) == (place != "host")
-    # The last layer is not offloaded, so it is not copied back.
+    # The last layer's activations stay on the device, so they are not copied back.
     assert 0 < seen[0]["reloaded"] < seen[0]["stored"]
     assert seen[0]["stored"] * 4 == seen[3]["stored"]
 
@@ -119,7 +119,8 @@ def test_what_lives_on_stays(offload_device: str) -> None:
     ]:
         context.pack_hook(x)
     assert context.statistics()["stored"] == 0
-    other = offload(offload_device)  # here parameters are recognised by the tensor alone, without `exclude`
+    # Without the argument `exclude`, offload_activations still recognises parameters and their views.
+    other = offload(offload_device)
     for x in [
         net[0].up.weight,
         net[0].up.weight.t().detach().requires_grad_(),
@@ -131,7 +132,7 @@ def test_what_lives_on_stays(offload_device: str) -> None:
         assert torch.equal(other.unpack_hook(other.pack_hook(x)).to_dense(), x.to_dense())
     assert other.statistics()["stored"] == 0
     other.pack_hook(torch.zeros(15))
-    assert other.statistics()["stored"] == 0  # 60 bytes, less than min_bytes
+    assert other.statistics()["stored"] == 0  # 60 bytes are less than min_bytes, which is 64
     other.pack_hook(torch.zeros(16))
     assert other.statistics()["stored"] == 64
     conjugate = torch.randn(90, dtype=torch.complex64).conj()
@@ -139,7 +140,7 @@ def test_what_lives_on_stays(offload_device: str) -> None:
 
 
 class _Reads(torch.autograd.Function):
-    """A function that saves a weight and, in backward, reads an attribute that Python code gave it."""
+    """An autograd function whose backward reads the Python attribute ``scale`` of a saved weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -189,8 +190,8 @@ def test_sources_are_freed_and_memory_does_not_grow_with_depth(
                 handles.append(context.pack_hook(x))
                 del x
                 most = max(most, sum(not ref.expired() for ref in alive))
-            # At most three storages are alive: this layer's, one that is being copied, and one that was just
-            # made.
+            # At most three storages are alive: the newest one, and older ones whose copies to the host have
+            # not finished.
             assert most <= 3
             if options:
                 assert context.statistics()["host"] <= 16 << 20
@@ -199,7 +200,8 @@ def test_sources_are_freed_and_memory_does_not_grow_with_depth(
                 x = context.unpack_hook(handle)
                 alive.append(torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage()))
                 del x
-                # The last layer was not offloaded, so its storage is alive too.
+                # In backward, two storages may be alive: the current one, and that of the last layer, which
+                # is not offloaded.
                 assert sum(not ref.expired() for ref in alive) <= 2
 
 
@@ -213,7 +215,8 @@ def test_what_is_copied_out_counts_when_it_is_done(offload_device: str) -> None:
         while context.statistics()["copied_out"] == 0:
             assert time.perf_counter() - began < 10
             time.sleep(1e-3)
-        assert context.statistics()["copied_out"] == 4032  # 4000 bytes, rounded up to a multiple of 64
+        # The tensor has 4000 bytes, which offloading rounds up to a multiple of 64.
+        assert context.statistics()["copied_out"] == 4032
         context.unpack_hook(handle)
         assert context.statistics()["reloaded"] == 4000
     finally:
@@ -226,13 +229,15 @@ def test_layers_come_back_ahead_of_backward(offload_device: str, delay: int, pre
     handles = []
     for _ in range(8):
         context.mark()
-        handles += [context.pack_hook(torch.randn(1000)) for _ in range(2)]  # each layer saves two tensors
+        # each of 8 layers saves two tensors
+        handles += [context.pack_hook(torch.randn(1000)) for _ in range(2)]
     context.unpack_hook(handles[15])
     assert context.statistics()["reloaded"] == 8000 * prefetch
     context.unpack_hook(handles[14])
     context.unpack_hook(handles[13])
     assert context.statistics()["reloaded"] == 8000 * prefetch + (8000 if prefetch else 4000)
-    del handles[3:14]  # storages whose handles are deleted are not copied back
+    # An offloaded storage is not copied back if the handle that pack_hook returned for it is deleted.
+    del handles[3:14]
     context.unpack_hook(handles[2])
     assert context.statistics()["reloaded"] <= 8000 * (2 * prefetch + 2) + 4000
 
@@ -306,7 +311,7 @@ def test_changes_in_place_are_an_error(offload_device: str) -> None:
         RuntimeError, match=r"shape \[40\] .* changed in place .*: expected version 0, received 1; clone"
     ):
         loss.backward()
-    # In-place changes are also detected in tensors that are not offloaded.
+    # In-place changes of a saved tensor are also detected if the tensor is not offloaded.
     weight = torch.ones(5, requires_grad=True)
     with context:
         loss = (weight * leaf[:5]).sum()
@@ -320,7 +325,7 @@ def test_a_storage_that_was_changed_and_saved_again_is_another(offload_device: s
     context = offload(offload_device, max_pending=0)
     x = torch.zeros(1000)
     before = context.pack_hook(x)
-    context.mark()  # the storage has been copied out at this point
+    context.mark()  # with max_pending=0, mark() waits until the storage of x is copied to the host
     x += 1
     after = context.pack_hook(x)
     del x

@@ -1,6 +1,6 @@
-"""Run every possible plan of small models: the planner's choice is within 2% of the best.
+"""Run every possible checkpoint plan of small models: checkpoint_model's choice is within 2% of the best.
 
-The allocator's meter measures the peaks, and the planner's cost model predicts the times.
+The allocator's meter measures the peak memory of each plan, and the planner's cost model predicts the times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoestring.checkpoint.blocks import Treatment, treat
 
 
 def plan(model: nn.Module, budget: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[PlanBlock]]:
-    """Apply a plan to the model. Return the report and the blocks that the planner received."""
+    """Apply checkpoint_model with a budget. Return its report and the blocks that the planner received."""
     rows: list[list[PlanBlock]] = []
 
     def seen(row: list[PlanBlock], *args: Any, **options: Any) -> Any:
@@ -39,7 +39,7 @@ def test_no_other_plan_is_better(depth: int, width: int, monkeypatch: pytest.Mon
     report, row = plan(model, 2 * free, monkeypatch)
     report.undo()
     names = [choice.name for choice in row[1].choices]
-    # The choices keep nothing, attention, attention and products, or everything.
+    # A block has four choices: to keep nothing, attention, attention and matrix products, or everything.
     assert len(names) == 4
     peaks = {}
     for names_of_plan in itertools.product(names, repeat=depth):

@@ -1,6 +1,6 @@
-"""Test checkpoints whose function runs a backward pass or contains checkpoints.
+"""Test activation checkpoints whose function runs a backward pass or contains checkpoints.
 
-Gradients agree bit for bit.
+The gradients are bit for bit those without checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ Function = Callable[[Tensor], Tensor]
 
 
 def inner_gradient(y: Tensor, x: Tensor, how: str) -> Tensor:
-    """Return the gradient of y with respect to x, computed in one of the ways a function may use."""
+    """Return the gradient of y with respect to x.
+
+    ``how`` selects the options of torch.autograd.grad: "create" a graph, "retain" the graph for a second
+    call, or "plain".
+    """
     if how == "retain":
         torch.autograd.grad(y.sum(), x, retain_graph=True)
         return torch.autograd.grad(y.cos().sum(), x, retain_graph=True)[0]
@@ -32,9 +36,9 @@ def inner_gradient(y: Tensor, x: Tensor, how: str) -> Tensor:
 
 
 def levels(depth: int, weights: Sequence[Tensor], how: str, wrap: Callable[[Function], Function]) -> Function:
-    """Return a function that runs a backward pass and calls a function of depth - 1.
+    """Return a function that runs a backward pass, and for depth > 1 calls such a function of depth - 1.
 
-    Each function goes through wrap.
+    The functions of all depths go through ``wrap``, which may add a checkpoint.
     """
     w = weights[depth - 1]
 
@@ -71,7 +75,8 @@ def test_backward_inside(seed: int, depth: int, early_stop: bool, how: str) -> N
 
     plain = levels(depth, weights, how, lambda fn: fn)
     expected = [*gradients(plain, 2), *second(plain)]
-    # Each level multiplies the number of runs of the innermost function.
+    # Each further level of nesting multiplies the runs of the innermost function. So depth 3 tests only half
+    # of the values of `keep` (operators whose results a checkpoint keeps).
     for keep in KEEP if depth < 3 else KEEP[::2]:
         wrap = functools.partial(functools.partial, checkpoint, early_stop=early_stop, keep=keep)
         checkpointed = levels(depth, weights, how, wrap)
@@ -99,8 +104,8 @@ def test_another_second_run_is_still_an_error() -> None:
             runs[0] += 1
             y = x.exp().sin()
             (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            # Run 1 is the forward pass, and run 2 recomputes for the backward pass inside. Later runs
-            # recompute for the outer one.
+            # Run 1 of this function is the forward pass, and run 2 recomputes it for the backward pass
+            # inside. Later runs recompute it for the outer backward pass.
             return (first if runs[0] <= 2 else later)(y * g)
 
         return run
@@ -124,7 +129,7 @@ def test_a_function_that_catches_exceptions() -> None:
     def run(x: Tensor) -> Tensor:
         y = x.exp()
         try:
-            return y.sin()  # saves y, the last tensor that the function saves
+            return y.sin()  # sin saves y, the last tensor that `run` saves
         except Exception:
             return y.cos().tanh()
 
@@ -165,9 +170,10 @@ def test_keeps_in_spite_of_a_backward_pass_inside(seed: int) -> None:
 
     expected = torch.autograd.grad(run(x).sum(), x)[0]
     kept = ["checkpoint_inside::twice"]
-    # The function calls the operator twice. The backward pass inside recomputes up to the first call, or up
-    # to the end without early_stop; the second call has no kept result yet at that time. The outer backward
-    # recomputes both calls.
+    # The checkpointed function calls the operator `twice` two times in forward. The backward pass inside the
+    # function recomputes the first of these calls. Without early_stop, it also recomputes the second call,
+    # whose result is not kept yet. The outer backward pass recomputes both calls unless their results are
+    # kept.
     cases = (([], True, 5), ([], False, 6), (kept, True, 2), (kept, False, 3), (["tagged"], True, 3))
     for keep, early_stop, calls in cases:
         computed[0] = 0
@@ -176,10 +182,10 @@ def test_keeps_in_spite_of_a_backward_pass_inside(seed: int) -> None:
 
 
 def test_outer_checkpoints_do_not_see_the_runs_of_inner_ones(seed: int) -> None:
-    """A run of an inner function must not count as a run of the outer checkpoint.
+    """The recomputation of a checkpoint inside another one does not count as a run of the outer function.
 
-    Here the inner function is recomputed while the outer one is recorded, but not while the outer one is
-    recomputed.
+    The outer function starts the backward pass of the inner checkpoint only in its first run. So the inner
+    function is recomputed while the outer one is recorded, but not while the outer one is recomputed.
     """
     leaf = torch.randn(4, requires_grad=True)
     pending = checkpoint(lambda t: _Twice.apply(t.sin()).exp(), leaf)
@@ -201,7 +207,7 @@ class _Mark:
 
 
 class _Scaled(torch.autograd.Function):
-    """A function that saves a frozen weight, and reads an attribute that Python code gave the weight."""
+    """An autograd function that saves a frozen weight, and reads the weight's Python attribute ``scale``."""
 
     seen: list[Tensor] = []
     marks: list[weakref.ref[_Mark]] = []
@@ -209,7 +215,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
         y = x * weight.scale
-        ctx.mark = _Mark()  # the mark lives as long as the autograd node
+        ctx.mark = _Mark()  # this object lives as long as the autograd node
         _Scaled.marks.append(weakref.ref(ctx.mark))
         ctx.save_for_backward(weight, y)
         return y
@@ -253,7 +259,7 @@ def test_frozen_tensors_keep_their_attributes(weight: Any, given: bool) -> None:
 
 
 def test_no_cycle_holds_what_the_second_run_made() -> None:
-    """A recomputed output does not keep its own autograd node alive, even if a function saves its output."""
+    """A recomputed output does not keep its own autograd node alive, even if that node saves the output."""
     weight: Any = torch.ones(4)
     weight.scale = 3.0
     x = torch.randn(4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A process killed at any moment, mostly while it writes a checkpoint, loses no complete checkpoint."""
+"""Killing a process at any moment, mostly while it writes a checkpoint, loses no complete checkpoint."""
 
 import multiprocessing
 import os
@@ -16,13 +16,13 @@ from shoestring.optim import AdamW
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 KILLS = 15
-# The longest time in seconds from a process's first checkpoint to its kill; it is enough for several
-# checkpoints.
+# The longest time in seconds from a process's first checkpoint until the test kills it. In this time the
+# process writes several checkpoints.
 LONGEST = 0.15
 
 
 class Run:
-    """Two bf16 layers and their AdamW, with gradients that depend only on the step."""
+    """Two bf16 layers and an AdamW optimizer for them; their gradients depend only on the step."""
 
     def __init__(self, weights: str) -> None:
         torch.manual_seed(3)
@@ -44,7 +44,7 @@ class Run:
 
 
 def train(folder: Path, weights: str, said: Connection) -> None:
-    """Continue from the newest checkpoint in a process of its own, and report each complete checkpoint."""
+    """In a separate process, train from the newest checkpoint on, and report each complete checkpoint."""
     torch.set_num_threads(1)
     run = Run(weights)
     remove_partial(folder / "checkpoints")
@@ -59,7 +59,8 @@ def train(folder: Path, weights: str, said: Connection) -> None:
 @pytest.mark.parametrize("weights", ["stochastic", "remainder"])
 def test_a_kill_loses_no_checkpoint(tmp_path: Path, weights: str, seed: int) -> None:
     delays = random.Random(seed)
-    # The fork server imports the packages once. The first optimizer imports torch._dynamo, which is slow.
+    # The fork server imports all packages once for all processes. Among them is torch._dynamo, which the
+    # first optimizer would import, and which is slow.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["torch._dynamo", "shoestring.optim", "shoestring.training.checkpoint", "pytest"]

@@ -1,4 +1,4 @@
-"""Compare the planner with exhaustive search over an independent simulation in exact fractions."""
+"""Compare checkpoint_plan with exhaustive search over an independent simulation in exact fractions."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ def simulate(
     prefetch: int,
     share: float,
 ) -> tuple[int, Fraction]:
-    """Return the peak in bytes and the time, simulated from the planner's documentation.
+    """Return a plan's peak memory in bytes and its time, simulated as the planner's documentation says.
 
     The simulation runs the forward pass block by block, and then the backward pass.
     """
@@ -46,8 +46,8 @@ def simulate(
         backlog = max(Fraction(0), backlog - forward * out) + choice.link_bytes
         held += choice.bytes
     now += backlog / out if backlog else 0
-    # The start of each block's backward. The entries after the last block hold the start of the whole
-    # backward.
+    # started[i] is the time at which the backward of block i starts. The entries after the last block hold
+    # the time at which the whole backward pass starts.
     started = [now] * (len(blocks) + prefetch + 1)
     copied = now
     end = now
@@ -67,7 +67,7 @@ def simulate(
 def random_blocks(rng: random.Random) -> list[PlanBlock]:
     blocks = []
     for _ in range(rng.randint(3, 5)):
-        # Times are multiples of 1/8 s, which floating point represents exactly.
+        # Times are multiples of 1/8 s, which floating-point numbers represent exactly.
         size, forward = (
             rng.randint(20, 120),
             rng.randint(1, 9) / 8,
@@ -159,7 +159,7 @@ def test_two_hundred_blocks(budget: float, bandwidth: float) -> None:
     start = time.process_time()
     plan = alike(200, budget, bandwidth)
     assert plan.least_seconds == plan.seconds
-    assert time.process_time() - start < 3  # the plan takes about 0.4 s on an idle machine
+    assert time.process_time() - start < 3  # planning 200 blocks takes about 0.4 s on an idle machine
 
 
 def test_wide_problem_states_how_far_off_it_can_be() -> None:
@@ -178,10 +178,11 @@ def test_no_blocks() -> None:
 def test_what_may_be_on_its_way() -> None:
     block = PlanBlock(1, 1, [PlanChoice("offload", 5, 0, 20, 30, 30)])
     plan = simulate_checkpoint_plan([block] * 4, [0] * 4, 42, out_bytes_per_second=1, in_bytes_per_second=1)
-    # Backward holds 15 bytes, needs 30 and reads 20 back. These 65 bytes exceed the budget of 42.
+    # In backward, the three earlier blocks hold 15 bytes, the last block needs 30 bytes, and 20 offloaded
+    # bytes are read back. These 65 bytes exceed the budget of 42.
     assert plan.peak_bytes == 65
-    # 42 - 30 bytes are free for pending copies, less the 5 bytes that each earlier block holds, and never
-    # below 0.
+    # A block's forward needs 30 of the 42 bytes, so 12 bytes are free for pending copies. Each earlier block
+    # holds 5 of these 12 bytes. The number of free bytes is never below 0.
     assert plan.pending_bytes == (
         12,
         7,
@@ -191,7 +192,9 @@ def test_what_may_be_on_its_way() -> None:
     plan = simulate_checkpoint_plan(
         [block] * 4, [0] * 4, 1000, out_bytes_per_second=100, in_bytes_per_second=1
     )
-    assert plan.pending_bytes == (38, 33, 28, 23)  # pending copies may raise the peak of 65 bytes by 5%
+    # Pending copies may raise the peak of 65 bytes by 5% to 68 bytes, so 68 - 30 = 38 bytes are free for
+    # them.
+    assert plan.pending_bytes == (38, 33, 28, 23)
 
 
 @pytest.mark.parametrize(

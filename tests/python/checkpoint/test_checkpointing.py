@@ -1,4 +1,4 @@
-"""Test shoestring.checkpoint: gradients equal those of the same function without it, bit for bit."""
+"""Test shoestring.checkpoint: gradients are bit for bit those of the same function without a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Block(nn.Module):
 
 @contextmanager
 def computed(*operators: str) -> Iterator[dict[str, int]]:
-    """Count the calls of the CPU kernels of these operators.
+    """Count the calls of the CPU kernels of ``operators``, such as "aten::exp".
 
-    A dispatch mode cannot count them, because it may also see calls whose results a checkpoint returns from
-    its store.
+    A dispatch mode cannot count calls of kernels, because it may also see calls for which a checkpoint
+    returns a kept result.
     """
     counts = dict.fromkeys(operators, 0)
 
@@ -141,7 +141,8 @@ def test_what_is_kept_goes_through_hooks_around() -> None:
     of = [x, *block.parameters()]
     expected = gradients(lambda: block(x).sum(), of)
     check_same(gradients(lambda: loss([]), of), expected)
-    # The checkpoint saves the input, and an empty tensor to which PyTorch attaches its node.
+    # The checkpoint saves its input, and an empty tensor to which PyTorch attaches the checkpoint's autograd
+    # node.
     assert [tuple(t.shape) for t in packed if t.numel()] == [(6, 8)]
     check_same(gradients(lambda: loss(["hidden", "attention"]), of), expected)
     assert sorted(tuple(t.shape) for t in packed if t.numel()) == [(1, 2, 6), (1, 2, 6, 4), (6, 8), (6, 32)]
@@ -193,7 +194,8 @@ def test_sequential(segments: int) -> None:
 
 @pytest.mark.parametrize("keep", [[], ["attention", "products"]], ids=str)
 def test_compiles(keep: list[str]) -> None:
-    torch.compiler.reset()  # graphs of other tests count towards the limit of recompilations
+    # torch.compile limits the number of recompilations. The reset keeps those of other tests from counting.
+    torch.compiler.reset()
     block, x = Block(), torch.randn(6, 8, requires_grad=True)
     compiled = torch.compile(
         lambda t: checkpoint(block, t, keep=keep).sum(), backend="aot_eager", fullgraph=True
@@ -222,7 +224,8 @@ def test_an_error_inside_leaves_everything_as_it_was() -> None:
     fail[0] = False
     y.sum().backward()
     check_same([x.grad], torch.autograd.grad(run(x).sum(), x))  # type: ignore[list-item]
-    with computed("aten::exp") as calls:  # the error leaves no checkpoint active on the thread
+    # After the error in the checkpointed function, no checkpoint is active on this thread.
+    with computed("aten::exp") as calls:
         x.exp()
     assert calls["aten::exp"] == 1
 
@@ -242,7 +245,8 @@ def test_nothing_is_left_behind() -> None:
         del y
         assert alive() is None
 
-    gc.disable()  # memory must be freed without the collector of reference cycles
+    # Garbage collection is off, so the memory is only freed if no reference cycle holds it.
+    gc.disable()
     try:
         used(lambda y: y.sum().backward())
         used(lambda y: y.sum().backward(retain_graph=True))
@@ -273,7 +277,7 @@ def test_another_second_run_is_an_error() -> None:
 
 @pytest.mark.fresh
 def test_the_first_tape_claims_the_dispatch_key() -> None:
-    """Loading the library claims no dispatch key; the first checkpoint does."""
+    """Loading the library registers no fallback for the dispatch key Fake; the first checkpoint does."""
     key = torch._C._dispatch_key_parse("Fake")
     assert not torch._C._dispatch_has_backend_fallback(key)
     x = torch.randn(3, 3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Test `shoestring finetune` and `generate`: kinds of data, PEFT as reference, full and merged weights."""
+"""Test `shoestring finetune` and `generate`: data formats, PEFT as reference, adapters and merged weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:
 def test_twins_learn_the_same(
     model: Path, data: dict[str, Path], tmp_path: Path, kind: str, quantize: str
 ) -> None:
-    # With few tokens per step and a high learning rate, the rounding of 8-bit state would show.
+    # Only the data kind "text" tests 8-bit optimizer state. The other kinds have few tokens per step and a
+    # high learning rate, so the rounding of the state would show.
     state = "8bit" if kind == "text" else "fp32"
     succeed(
         *command(model, data[kind], tmp_path / "ours", "--quantize", quantize, "--optimizer-state", state)
@@ -95,8 +96,8 @@ def test_integers_learn_as_full_weights_do(
     for quantize in (kind, "none"):
         options = ["--quantize", quantize, "--optimizer-state", "fp32"]
         succeed(*command(model, data["completion"], tmp_path / quantize, *options))
-    # Each step amplifies the difference of the steps before, so single late losses may be far apart. The test
-    # compares their sum, and the first loss, which no step has changed yet.
+    # Each training step amplifies differences from earlier steps, so single late losses may be far apart. The
+    # test compares the sum of all losses, and the first loss, which no step has changed yet.
     ours, dense = ([row[0] for row in losses(tmp_path / name)] for name in (kind, "none"))
     assert ours[0] == pytest.approx(dense[0], rel=close)
     assert sum(ours) == pytest.approx(sum(dense), rel=close)
@@ -123,7 +124,8 @@ def test_quantised_weights_are_codes_from_the_beginning(
 
     monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", refused)
     succeed(*command(model, data["text"], tmp_path / "run"))
-    # A checkpoint that is already quantised has the same codes, so training gives the same losses.
+    # A checkpoint that is already quantised holds the codes that quantisation on loading gives, so training
+    # gives the same losses.
     saved = shoestring.load_quantized(model, quant_type="nf4", dtype=torch.float32)
     shoestring.save_quantized(saved, tmp_path / "model")
     for file in model.glob("*token*"):
@@ -224,7 +226,7 @@ def test_stopped_run_continues_bit_for_bit(
         patch.setattr(
             loop.MetricsLog, "add", lambda log, row: stopped() if row["step"] == 6 else add(log, row)
         )
-        # The command does not catch this error, so it acts like a crash.
+        # The command does not catch this ZeroDivisionError, so the run ends as in a crash.
         with pytest.raises(ZeroDivisionError):
             run(*command(model, data[kind], tmp_path / "run"))
     succeed(*command(model, data[kind], tmp_path / "run", "--resume"))

@@ -1,4 +1,4 @@
-"""Every option refuses hostile values in one line with exit code 2, before any work begins."""
+"""Commands refuse hostile values of every option in one line with exit code 2, before any work begins."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ HINTS = {
     for each in module.app.registered_commands
     if each.callback
 }
-UNSOUND = ["-1", "nan", "inf", "9" * 5000, "x"]  # these values are tried as integers and as other numbers
+# Every option for numbers rejects the values in UNSOUND. Options for integers reject all values in NUMBERS.
+UNSOUND = ["-1", "nan", "inf", "9" * 5000, "x"]
 NUMBERS = [*UNSOUND, "1e9", str(10**10)]
 STRINGS = ["", "-1", "a" * 5000, "\udcff", "/dev/null/sub", "nvme:/dev/null", "9" * 400 + "GiB"]
-SECONDS = 30  # the time limit for one refusal, long enough for a busy machine
+SECONDS = 30  # time limit for refusing one value, long enough for a busy machine
 
 
 def options(numbers: bool) -> list[Any]:
-    """Return each option and argument of each command: those that take numbers, or all others."""
+    """Return all options and arguments of the commands that take numbers (if `numbers`) or text (if not)."""
     found = []
     for name, hints in HINTS.items():
         for option in COMMANDS[name].params:
@@ -39,7 +40,7 @@ def options(numbers: bool) -> list[Any]:
 
 
 def required(command: str, option: Any, values: dict[str, str], value: str) -> list[str]:
-    """Return a command line with all that the command requires, and with `value` for the option."""
+    """Return a command line with all that ``command`` requires, and with `value` for ``option``."""
     arguments, positional = [command], []
     for each in COMMANDS[command].params:
         given = value if each.name == option.name else values.get(each.name)
@@ -53,7 +54,7 @@ def required(command: str, option: Any, values: dict[str, str], value: str) -> l
 
 
 class Began(Exception):
-    """The command accepted its options and began to work."""
+    """Raised when a command has accepted its options and begins to work."""
 
 
 @pytest.mark.parametrize(("command", "option"), options(numbers=True))
@@ -84,7 +85,7 @@ def test_the_choices_are_those_of_the_library() -> None:
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Create tiny valid values for everything that commands require."""
+    """Create tiny valid values for the options that the commands require, such as data and a model."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "data").mkdir()
     (folder / "data" / "text.txt").write_text(text(60))
@@ -110,9 +111,9 @@ def test_strange_text(
     command: str, option: Any, given: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A strange text either works, or gives one line and exit code 2.
+    """For a strange text as a value, a command either succeeds, or prints one line and exits with code 2.
 
-    A value that is accepted runs for real.
+    A command that accepts the value runs for real, with tiny data and one step.
     """
     if command == "demo":
         monkeypatch.setattr("shoestring.cli.demo.standard_library", lambda path: 1 / 0)
@@ -139,7 +140,7 @@ def test_strange_text(
 def test_the_largest_values_work(
     option: str, given: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The largest allowed value of each option works."""
+    """Commands work with a very large value of an option, such as the largest allowed vocabulary size."""
     most = {
         "vocab_size": 1 << 20,
         "workspace_mb": 1 << 20,

@@ -1,4 +1,4 @@
-"""Code in a model directory runs only if --trust-remote-code is given."""
+"""Python code in a model directory runs only if --trust-remote-code is given."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a Llama whose type transformers does not know.
+    """Save a Llama model whose model_type transformers does not know, with Python code of its own.
 
-    Each of its Python files leaves a mark if it is imported.
+    Each Python file of the model creates the file ``mark`` if it is imported.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -95,7 +95,8 @@ def test_code_does_not_run(
 def test_code_runs_where_it_is_trusted(directory: Path, tmp_path: Path, mark: Path) -> None:
     for name in ("generate", "estimate", "finetune"):
         succeed(*commands(directory, tmp_path)[name], "--trust-remote-code")
-        # A process imports the code once, so only the first command leaves the mark.
+        # A process imports the model's code only once, so only the first of these commands creates the file
+        # `mark`.
         assert mark.exists()
 
 
@@ -109,7 +110,7 @@ def test_the_library_refuses_too(directory: Path, mark: Path) -> None:
 def test_a_tokenizer_with_code(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mark: Path
 ) -> None:
-    """The tokenizer has code of its own, and the model is of a type that transformers knows."""
+    """The tokenizer has Python code of its own, but transformers knows the type of the model."""
     model = tmp_path / "model"
     shutil.copytree(directory / "model", model)
     change(model / "config.json", model_type="llama", auto_map={})
@@ -126,7 +127,7 @@ def test_a_tokenizer_with_code(
 
 @pytest.mark.parametrize("stdin", ["closed", "yes"])
 def test_nothing_is_asked(directory: Path, tmp_path: Path, mark: Path, stdin: str) -> None:
-    """Input of "y" on a terminal is not taken as consent."""
+    """The command does not ask for consent: it refuses remote code even if "y" is typed on a terminal."""
     master, slave = pty.openpty()
     os.write(master, b"y\ny\ny\n")
     arguments = [str(a) for a in commands(directory, tmp_path)["generate"]]

@@ -1,6 +1,6 @@
-"""The command starts fast, without importing PyTorch for help and usage errors.
+"""The shoestring command starts fast: it does not import PyTorch for help and for usage errors.
 
-A missing package is reported in one line.
+It reports a missing Python package in one line.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ sys.exit(code)
 
 
 def start(*arguments: str, blocked: tuple[str, ...] = ()) -> tuple[int, str, list[str]]:
-    """Run the entry point of the installed script. Return its exit code, its output and its lines on stderr.
+    """Run the entry point of the installed script. Return its exit code, stdout, and the lines of stderr.
 
-    The last line on stderr says whether torch was imported.
+    The last line on stderr says whether the entry point has imported torch.
     """
     program = TRACED.format(blocked=blocked, arguments=arguments)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -38,9 +38,9 @@ def start(*arguments: str, blocked: tuple[str, ...] = ()) -> tuple[int, str, lis
 
 
 def seconds(*arguments: str) -> float:
-    """Return the processor time of a command in its own process, in seconds.
+    """Return the processor time of a shoestring command in a process of its own, in seconds.
 
-    Other processes do not affect it.
+    Unlike elapsed time, it does not depend on what else the machine runs.
     """
     before = os.times()
     subprocess.run([sys.executable, "-m", "shoestring", *arguments], capture_output=True, timeout=120)
@@ -92,7 +92,7 @@ def test_packages_that_are_missing(missing: tuple[str, ...]) -> None:
 
 
 def test_import_is_whole_elsewhere(tmp_path: Path) -> None:
-    """Another package that imports shoestring and runs under `python -m` gets the whole library at import."""
+    """If another package runs under `python -m`, importing shoestring is complete, not lazy."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text(
         "import shoestring, torch; torch.ops.shoestring.cpu_capability()"

@@ -1,4 +1,4 @@
-"""Test `shoestring tokenize`, `compare` and `generate`, and the parts of the demo."""
+"""Test `shoestring tokenize`, `compare`, `generate` and `demo`, and running commands in turns."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_demo_text(tmp_path: Path) -> None:
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> dict[str, list[str]]:
-    """Make the turns run small scripts in place of the shoestring command."""
+    """Make run_in_turns run small Python scripts in its subprocesses instead of the shoestring command."""
     start = subprocess.Popen
     monkeypatch.setattr(
         turns.subprocess,
@@ -189,7 +189,8 @@ def test_only_one_runs_at_a_time(
         owner, _, times = line.partition(" | ")
         owners.append((float(times.split()[0]), owner))
     changes = sum(a[1] != b[1] for a, b in zip(sorted(owners), sorted(owners)[1:]))
-    # Two processes that run at the same time would change 100 times or more in 200 lines.
+    # Lines are sorted by the time at which they were written. Two processes that do not take turns would
+    # alternate 100 times or more in 200 lines.
     assert {owner for _, owner in owners} == {
         "one",
         "two",
@@ -243,7 +244,8 @@ def test_lines_without_a_terminal_are_few(capsys: pytest.CaptureFixture[str]) ->
 
 def test_time_left_is_that_of_the_last_steps(capsys: pytest.CaptureFixture[str]) -> None:
     with console.Console(20) as shown:
-        # The steps include a slow first step, one pause, and a machine that is slower at first.
+        # Steps 1 and 15 take 500 s, steps before 8 take 10 s, and later steps 2 s. The time left must be
+        # predicted from the last steps.
         for step in range(1, 21):
             seconds = 500.0 if step in (1, 15) else 10.0 if step < 8 else 2.0
             shown.step(

@@ -1,4 +1,4 @@
-"""Test `shoestring train` end to end: its results, plain PyTorch as reference, resuming after a kill."""
+"""Test `shoestring train` end to end: results, plain PyTorch as reference, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def twins(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 
 def test_twins_learn_the_same(twins: tuple[Path, Path]) -> None:
     ours, plain = losses(twins[0]), losses(twins[1])
-    # Both runs start from the same weights and the same batch.
+    # The first losses agree closely, because both runs start from the same weights and the same batch.
     assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-6)
     assert ours[-1][0] < 0.9 * ours[0][0]
     for a, b in zip(ours, plain, strict=True):
@@ -81,7 +81,8 @@ def test_memory_follows_its_formula(twins: tuple[Path, Path]) -> None:
             assert parts[part]["measured"] == pytest.approx(parts[part]["expected"], rel=0.001)
         assert parts["activations"]["measured"] == pytest.approx(parts["activations"]["expected"], rel=0.1)
         measured.append(parts["optimizer"]["measured"])
-    assert measured[0] < 0.3 * measured[1]  # the optimizer's state has 8 bits, or 32 in the plain run
+    # The optimizer state has 8 bits per value, and 32 bits in the run with --plain.
+    assert measured[0] < 0.3 * measured[1]
 
 
 def test_accumulation_gives_the_same_gradient(data: Path, tmp_path: Path) -> None:
@@ -117,8 +118,8 @@ def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: P
     if option == "--gradient-checkpointing":
         assert [row[0] for row in ours] == [row[0] for row in reference]
         assert parts["activations"] < 0.5 * before["activations"]
-    # The budget is the memory of the activations that the reference run saves. The peak of that run is
-    # higher, so some layer must be recomputed.
+    # The memory budget is the size of the activations that the reference run saves. The peak of the reference
+    # run is higher, so at least one layer must be recomputed.
     elif option.startswith("--memory-budget"):
         assert [row[0] for row in ours] == [row[0] for row in reference]
         assert parts["activations"] < before["activations"]
@@ -147,8 +148,8 @@ def test_offloaded_state_changes_nothing_else(
         assert after["optimizer"]["measured"] == 0 and "MB in a file" in after["optimizer"]["formula"]
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
     else:
-        # "stream" holds the state in whole pages of 1024 blocks. Each element has two codes, each block two
-        # scales, and there are two groups.
+        # With --offload stream, the state is held in whole pages of 1024 blocks of 256 elements. Each element
+        # has two codes of one byte, each block two fp32 scales, and there are two parameter groups.
         rounding = 2 * 1024 * (2 * 256 + 2 * 4) if where == "stream" else 0
         assert 0 <= after["optimizer"]["measured"] - before["optimizer"]["measured"] <= rounding
     if where == "cpu":
@@ -156,7 +157,7 @@ def test_offloaded_state_changes_nothing_else(
 
 
 class Killed(BaseException):
-    """An exception that acts as a kill inside this process."""
+    """An exception that ends a run inside this process like a kill, because no code catches it."""
 
 
 @pytest.mark.parametrize("plain", [[], ["--plain"]], ids=["ours", "plain"])
@@ -164,7 +165,9 @@ def test_stopped_run_continues_bit_for_bit(
     data: Path, twins: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: list[str]
 ) -> None:
     straight, out = twins[bool(plain)], tmp_path / "run"
-    for stop in (3, 6, 11):  # steps before the first checkpoint, and between later ones
+    # A checkpoint follows every fourth step. Step 3 is before the first checkpoint, steps 6 and 11 are
+    # between later ones.
+    for stop in (3, 6, 11):
         with monkeypatch.context() as patch:
             after_step = loop.Trainer._after_step
 
@@ -214,7 +217,8 @@ sys.exit(main(arguments))
 def test_killed_run_continues_bit_for_bit(data: Path, twins: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = [str(argument) for argument in command(data, out, "--resume")]
-    # The process kills itself before a checkpoint is renamed, just after it is renamed, and within the steps.
+    # The run kills its own process before a checkpoint is renamed, just after a checkpoint is renamed, and
+    # when it logs a step.
     for where, count in (
         ("before " + str(out / "checkpoints"), 1),
         ("after " + str(out / "checkpoints"), 2),

@@ -1,4 +1,4 @@
-"""pip builds the wheel from the source folder, and the package works outside of the repository."""
+"""pip builds the wheel from the source folder, and the installed package works outside of the repository."""
 
 import os
 import subprocess
@@ -20,7 +20,8 @@ def test_pip_installs_into_an_environment_that_has_pytorch(tmp_path: Path) -> No
     subprocess.run([*pip, "--target", str(installed), str(REPOSITORY)], check=True, env=environment)
 
     wheel = next(installed.glob("shoestring-*.dist-info/WHEEL")).read_text()
-    assert "Tag: py3-none-linux_" in wheel  # the wheel does not depend on the version of Python
+    # the tag "py3-none" says that the wheel does not depend on the version of Python
+    assert "Tag: py3-none-linux_" in wheel
     package = installed / "shoestring"
     for part in (
         "lib/libshoestring.so",
@@ -42,7 +43,7 @@ def test_pip_installs_into_an_environment_that_has_pytorch(tmp_path: Path) -> No
         capture_output=True,
         text=True,
     ).stdout.split()
-    # The expected loss is log 4.
+    # The program prints a cross-entropy of log 4 = 1.386.
     assert Path(out[0]).parent == package and abs(float(out[1]) - 1.3862944) < 1e-6
 
 

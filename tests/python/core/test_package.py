@@ -56,9 +56,10 @@ def test_capability_can_be_forced_and_a_wrong_name_is_refused() -> None:
 
 
 def test_no_code_is_shared_between_capabilities() -> None:
-    """Objects for AVX-512 contain no weak functions.
+    """AVX-512 object files contain no weak functions, except in the namespace avx512.
 
-    The linker could keep such a copy for all callers, and it would crash on a machine without AVX-512.
+    The linker might keep the AVX-512 copy of a weak function for all callers. A call of this copy would crash
+    on a machine without AVX-512.
     """
     objects = list(
         Path(_load.PACKAGE).parents[1].glob("build*/CMakeFiles/shoestring_avx512.dir/csrc/*/*_simd.cpp.o")
@@ -73,8 +74,8 @@ def test_no_code_is_shared_between_capabilities() -> None:
 
 
 def test_the_library_runs_on_several_threads() -> None:
-    """The library is compiled with OpenMP.
+    """libshoestring.so is compiled with OpenMP.
 
-    Without OpenMP the loops of at::parallel_for silently run on one thread.
+    Without OpenMP, the loops of at::parallel_for silently run on one thread.
     """
     assert b"GOMP_parallel" in (_load.LIBRARIES / "libshoestring.so").read_bytes()

@@ -1,4 +1,4 @@
-"""Tests of reading text and examples, training tokenizers, and building batches."""
+"""Test reading text and examples, training tokenizers, and building batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_text_in_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Chunks of 7 bytes split some characters of two to four bytes.
+    # Reading chunks of 7 bytes splits some UTF-8 characters of two to four bytes.
     monkeypatch.setattr(text_module, "CHUNK", 7)
     whole = "añ\n漢字 and 😀😀😀\n\nno end of line: ü"
     (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
@@ -102,7 +102,8 @@ def test_damaged_token_file_is_refused(tmp_path: Path, tokenizer, change, messag
 
 def test_blocks_cover_the_tokens_once() -> None:
     train, val = split_blocks(np.arange(103, dtype=np.uint16), 10, 0.1)
-    # 92 tokens hold nine blocks and one last label; 11 tokens are held out for validation.
+    # split_blocks holds out 11 of the 103 tokens for validation. The other 92 tokens hold nine blocks of 10
+    # tokens and a last label.
     assert (len(train), len(val)) == (9, 1)
     inputs, labels = train.rows([0, 8])
     assert inputs.tolist() == [list(range(10)), list(range(80, 90))]
@@ -192,7 +193,8 @@ def test_template_that_rewrites_the_past_is_refused(tmp_path: Path, tokenizer) -
 
 
 def test_blocks_protocol_is_cheap() -> None:
-    # All 2^40 tokens share two bytes of memory, so only code that never copies all tokens can pass.
+    # This array has 2^40 tokens that all share the same two bytes of memory. So the test only passes if no
+    # code copies all tokens.
     tokens = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint16), (1 << 40,), (0,))
     assert Blocks(tokens, 512).rows([1 << 30])[0].shape == (1, 512)
 
@@ -205,7 +207,10 @@ def test_a_byte_order_mark_is_left_out(tmp_path: Path, name: str) -> None:
 
 
 def test_long_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Long texts are cut without loss into pieces of limited length, at line ends or spaces if possible."""
+    """read_text cuts long texts, without loss, into pieces of limited length.
+
+    It cuts at line ends or spaces if possible.
+    """
     monkeypatch.setattr(text_module, "LONGEST", 1000)
     monkeypatch.setattr(text_module, "CHUNK", 300)
     draw = random.Random(seed)
@@ -234,7 +239,7 @@ def test_training_a_tokenizer_takes_linear_time(tmp_path: Path) -> None:
 
 
 def test_words_of_ordinary_length_are_whole_in_training(tmp_path: Path, seed: int) -> None:
-    """Cutting long words in training does not affect ordinary words and is not saved."""
+    """Tokenizer training cuts only words of unusual length, and the saved tokenizer does not cut words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Test finetune_retrieval.py: which text it reads from source files, and a run with a tiny encoder."""
+"""Test finetune_retrieval.py: the text that it reads from source files, and a run with a tiny encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ fine-tuning example computes what transformers computes, and PEFT loads what the example saves."""
+"""The C++ example finetune computes what transformers computes, and PEFT loads the adapter that it saves."""
 
 import json
 import os
@@ -22,8 +22,8 @@ from shoestring.nn import QuantizedLinear
 VOCAB, TOKENS, SEQ_LEN = 512, 6_000, 32
 SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
-# These values differ from the defaults, so the example has to read them. head_dim is not hidden / heads, and
-# theta and eps change every number.
+# Values that differ from the defaults of transformers, so the example must read them from config.json.
+# head_dim is not hidden / heads, and theta and eps change every logit.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"tie_word_embeddings": False, "rms_norm_eps": 1e-3},
     "tied": {
@@ -60,13 +60,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Save a model in one file, and a model in shards whose head shares the embedding's weight."""
+    """Save two Llamas: "plain" in one file, and "tied" in shards with one weight for embedding and head."""
     folders = {}
     for kind, config in KINDS.items():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**SHAPE, **config))
         with torch.no_grad():
-            # Makes logits clearly different from each other, and norms different from 1.
+            # Larger matrices make logits clearly different from each other, and norm weights become different
+            # from 1.
             for p in model.parameters():
                 p.mul_(3) if p.dim() == 2 else p.add_(torch.randn_like(p) * 0.1)
         folders[kind] = tmp_path_factory.mktemp(kind)
@@ -84,7 +85,7 @@ def finetune(
 
 
 def results(done: subprocess.CompletedProcess[str], out: Path) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Return the run's figures, the logits of the first held-out sequence, and its tokens."""
+    """Return a run's metrics from its JSON file, the first held-out sequence's logits, and its tokens."""
     assert done.returncode == 0, done.stderr
     tensors = load_file(out.with_suffix(".safetensors"))
     return json.loads(out.with_suffix(".json").read_text()), tensors["logits"], tensors["tokens"]
@@ -105,7 +106,7 @@ def loss(model: nn.Module) -> float:
 
 
 def dequantised(folder: Path, **form: Any) -> LlamaForCausalLM:
-    """Return transformers' model with the weights of its linear layers quantised and dequantised again."""
+    """Return the transformers model with 4-bit quantised linear layers, dequantised to fp32 again."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for layer in model.model.modules():
         if isinstance(layer, nn.Linear):
@@ -127,7 +128,8 @@ def test_computes_what_transformers_does(
         expected = reference(input_ids=tokens).logits
     assert expected.std() > 0.3
     assert (logits - expected).abs().max() < 1e-5
-    assert not out.exists()  # with 0 steps the example trains nothing and saves no adapter
+    # With 0 steps, the example trains nothing and saves no adapter.
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(("kind", "targets"), [("plain", ""), ("tied", "q_proj,v_proj,down_proj")])
@@ -189,7 +191,7 @@ def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Pa
 def test_a_checkpoint_of_bitsandbytes(
     program: Path, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
-    """Weights that the files hold in quantised form are used as they are, whatever --quantize says."""
+    """If the model's files hold quantised weights, the example uses them as they are, despite --quantize."""
     folder = tmp_path / "quantised"
     folder.mkdir()
     model = LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32)
@@ -218,8 +220,8 @@ def test_the_dense_model_never_exists(program: Path, data: Path, tmp_path: Path)
     dense = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     out = tmp_path / "out"
     figures, _, _ = results(finetune(program, tmp_path / "model", data, out, "--steps", "0"), out)
-    # Quantised nested weights take 0.129 of fp32, the largest tensor in transfer takes 0.03, and code that
-    # has run takes some 13 MB.
+    # Weights in 4 bits with nested scales take 0.129 of their fp32 size. The largest tensor takes 0.03 of the
+    # fp32 size while it is loaded. The pages of code that has run take about 13 MB.
     assert figures["loaded_bytes"] - figures["libtorch_bytes"] < 0.4 * dense
     assert figures["loaded_bytes"] <= figures["peak_bytes"]
 

@@ -1,4 +1,7 @@
-"""The C++ example builds against the installed package, trains, resumes, and saves for transformers."""
+"""The C++ example train_gpt builds against the installed package, trains, resumes, and saves a model.
+
+transformers loads the saved model.
+"""
 
 import math
 import os
@@ -58,7 +61,7 @@ def validation_loss(output: str) -> float:
 
 
 def killed_after(program: Path, data: Path, out: Path, step: int, *options: str) -> None:
-    """Start a run and kill it when it has printed this step."""
+    """Start a training run, and kill it with SIGKILL when it has printed the line of step ``step``."""
     command = [program, "--data", data, "--out", out, *SMALL, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         for line in process.stdout:
@@ -69,7 +72,7 @@ def killed_after(program: Path, data: Path, out: Path, step: int, *options: str)
 
 @pytest.fixture(scope="module")
 def whole(program: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Run the example without interruption; several tests share the result."""
+    """Run the example train_gpt without interruption, once for all tests that compare with it."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     done = train(program, data, out)
     assert done.returncode == 0, done.stderr
@@ -94,7 +97,8 @@ def test_a_memory_budget_changes_nothing_else(
     done = train(program, data, tmp_path / "small", "--memory-budget", "1", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "activations within 1 MiB: " in done.stdout
-    assert int(done.stdout.split("1 MiB: ")[1].split()[0]) > 0  # the number of recomputed layers
+    # The output names the number of layers that the example recomputes to stay within the memory budget.
+    assert int(done.stdout.split("1 MiB: ")[1].split()[0]) > 0
     assert losses(done.stdout)[:1] == losses(whole[1])[:1]
     none = train(program, data, tmp_path / "none", "--memory-budget", "1", "--hidden", "256")
     assert (
@@ -122,7 +126,7 @@ def test_plain_is_the_same_training(
 ) -> None:
     done = train(program, data, tmp_path / "plain", "--plain")
     assert done.returncode == 0, done.stderr
-    # The first losses agree, because the optimizers have not stepped yet.
+    # The first losses with and without --plain agree, because the optimizers have not stepped yet.
     assert losses(done.stdout)[0] == pytest.approx(losses(whole[1])[0], abs=1e-4)
     assert validation_loss(done.stdout) == pytest.approx(validation_loss(whole[1]), rel=0.01)
 
@@ -140,7 +144,7 @@ def test_resume_after_a_kill_is_exact(
     killed_after(program, data, out, 13, *options)
     assert not (out / "model.safetensors").exists()
     newest = max(out.glob("checkpoint-*"), key=lambda p: int(p.stem.split("-")[1]))
-    # A broken disk may leave a truncated file. The example skips it with a message.
+    # A broken disk may leave a truncated checkpoint. The example skips the truncated file with a message.
     torn = out / "checkpoint-29.safetensors"
     torn.write_bytes(newest.read_bytes()[:-100])
 
@@ -175,8 +179,9 @@ def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndar
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
 
     assert loss() == pytest.approx(validation_loss(output), abs=1e-5)
-    # The comparison would show another position encoding or another norm: such changes move the loss by more
-    # than 1e-4.
+    # If the example used another rotary embedding or norm epsilon than transformers, this comparison would
+    # fail. The next two assertions show that another rope_theta or rms_norm_eps moves the loss by more than
+    # 1e-4.
     assert (
         abs(loss(rope_parameters={"rope_type": "default", "rope_theta": 1.0}) - validation_loss(output))
         > 1e-4
@@ -263,8 +268,8 @@ def test_a_run_is_not_mixed_with_another(
 
 
 def test_a_full_disk(program: Path, data: Path, tmp_path: Path) -> None:
-    # A limit on the file size acts like a full disk. Python ignores the signal (SIGXFSZ) that would end the
-    # process.
+    # A limit on the size of files acts like a full disk. Python ignores the signal SIGXFSZ, and so does the
+    # example, which inherits this from Python.
     limit = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     done = train(program, data, tmp_path / "out", restore_signals=False,
                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))  # fmt: skip
@@ -297,7 +302,7 @@ def test_a_signal_ends_with_a_checkpoint(
 
 
 def test_a_second_signal_ends_at_once(program: Path, data: Path, tmp_path: Path) -> None:
-    # These options make a step long, so that the signals arrive within the step.
+    # These options make a training step long, so that both signals arrive within one step.
     wide = [
         "--hidden",
         "512",
@@ -358,7 +363,8 @@ def test_two_programs_on_one_folder(
             assert f"--out {out}: in use by process {process.pid}" in line
         assert (out / "checkpoint-1.safetensors.tmp1-0").exists()
         process.kill()
-    with locked(out / ".lock", "--out"):  # the lock is free, although its file still exists
+    # The lock file still exists after the kill, but the lock is free.
+    with locked(out / ".lock", "--out"):
         refused(train(program, data, out, "--resume"), f"--out {out}: in use by process {os.getpid()}")
     done = train(program, data, out, "--resume", "--steps", "300")
     assert done.returncode == 0 and not list(out.glob("*.tmp*")) and not (out / ".lock").exists()

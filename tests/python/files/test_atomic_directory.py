@@ -1,4 +1,7 @@
-"""Test how a folder replaces another one: in one step if possible, else file by file; foreign files stay."""
+"""Test atomic_directory, which replaces a folder in one step if possible, or else file by file.
+
+Foreign files and folders, which atomic_directory has not written itself, stay.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ import pytest
 from shoestring.files import atomic as files
 from shoestring.files.atomic import atomic_directory, exchange_obstacle
 
-CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000  # flags of unshare(2) and mount(2)
+# flags of the system calls unshare(2) and mount(2)
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
 
 def fill(path: Path, **content: str) -> None:
@@ -28,7 +32,7 @@ def fill(path: Path, **content: str) -> None:
 
 
 def add_foreign(path: Path) -> None:
-    """Create each kind of file and folder that a person may keep in a model's folder."""
+    """Create files, folders and links as a person might add them to a model's folder (foreign files)."""
     (path / "README.md").write_text("mine")
     (path / "README.md").chmod(0o640)
     (path / "model_backup.safetensors").write_text("also mine")
@@ -66,7 +70,8 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
     found = snapshot(path)
     assert {name: found.pop(name) for name in foreign} == foreign
     assert set(found) == {"config.json", "other"} and (path / "config.json").read_text() == "new"
-    assert (path / "notes/deep/a").stat().st_ino == inode  # the same file (inode), not a copy
+    # The file that a user added has kept its inode, so it is not a copy.
+    assert (path / "notes/deep/a").stat().st_ino == inode
     assert path.stat().st_mode & 0o777 == 0o750
     assert os.listdir(tmp_path) == ["model"]
 
@@ -120,7 +125,7 @@ def test_folders_of_dead_processes_go_and_those_of_others_stay(tmp_path: Path) -
     others = ["model.v2.partial", "model.0123456789.partial", "models.01234567.partial"]
     for name in others:
         (tmp_path / name).mkdir()
-    # Another writer of the same path, in a living process, is not disturbed.
+    # A writer of the folder `model` does not disturb another writer of this folder in a living process.
     with atomic_directory(tmp_path / "model") as first:
         fill(tmp_path / "model", config_json="second")
         (first / "config.json").write_text("first")
@@ -130,7 +135,7 @@ def test_folders_of_dead_processes_go_and_those_of_others_stay(tmp_path: Path) -
 
 
 def read_together(path: Path) -> list[str]:
-    """Return the texts of the files of one open folder, even if another folder replaces it meanwhile."""
+    """Open a folder and return the texts of its four files, even if another folder replaces it meanwhile."""
     folder, texts = os.open(path, os.O_RDONLY), []
     try:
         for name in ("config.json", "a", "b", "c"):
@@ -159,7 +164,8 @@ def test_several_writers_leave_one_whole_folder(tmp_path: Path, foreign: bool) -
     for process in processes:
         process.start()
     while any(process.is_alive() for process in processes):
-        # The open folder may have been replaced, or there may be no folder yet.
+        # Reading fails if the folder was replaced and deleted after it was opened, or if there is no folder
+        # yet.
         with suppress(FileNotFoundError):
             assert len(set(read_together(path))) == 1
     assert [process.exitcode for process in processes] == [0] * 4
@@ -173,7 +179,7 @@ def no_exchange(first: Path, second: Path) -> None:
 
 
 def in_place(path: Path) -> None:
-    """Replace a model with foreign files in a folder that cannot be exchanged in one step."""
+    """Replace a model in a folder that cannot be exchanged in one step; check that users' own files stay."""
     for name in ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
         (path / name).write_text("old")
     own = set(os.listdir(path))
@@ -222,8 +228,8 @@ def test_config_json_goes_first_and_comes_last(tmp_path: Path, monkeypatch: pyte
             (folder / name).write_text("new")
         monkeypatch.setattr(os, "replace", record(replace))
         monkeypatch.setattr(Path, "unlink", record(unlink))
-    # First config.json and the index are deleted, then a file, and then four files are written. config.json
-    # comes last.
+    # The test records seven file operations. Three delete config.json, the index and model.safetensors. Four
+    # write the new files, and config.json is the last of these.
     assert seen == [False] * 6 + [True]
 
 
@@ -239,7 +245,7 @@ def test_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def in_child(action: Callable[[], None]) -> int:
-    """Run ``action`` in its own process. Return 0, or 1 after an exception."""
+    """Run ``action`` in a child process. Return the exit code: 0, or 1 if ``action`` raised an exception."""
 
     def run() -> None:
         try:
@@ -264,7 +270,8 @@ def test_a_mount_point(tmp_path: Path) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "none", path], check=True)
         assert exchange_obstacle(path) == "it is a mount point"
         in_place(path)
-        # The folder contains a mount point, whose files are on another file system.
+        # The folder `outer` contains a mount point, whose files are on another file system, so it cannot be
+        # exchanged.
         outer = tmp_path / "outer"
         (outer / "mounted").mkdir(parents=True)
         (outer / "config.json").write_text("old")
@@ -306,7 +313,7 @@ def test_a_parent_that_cannot_be_written() -> None:
         path.chmod(0o755)
         parent.chmod(0o755)
 
-    # Other users cannot enter pytest's folders.
+    # Other users may not enter the folders that pytest creates, so this test creates one elsewhere.
     with tempfile.TemporaryDirectory() as parent:
         assert in_child(lambda: unprivileged(Path(parent))) == 0
 

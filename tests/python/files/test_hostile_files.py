@@ -1,4 +1,4 @@
-"""A file that was made to do harm gives one ValueError at once, before anything changes."""
+"""Loading a malicious file quickly raises one ValueError, before anything changes."""
 
 import json
 import os
@@ -35,7 +35,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
     lora.save_adapter(lora.apply(llama(), target_modules=["q_proj"], rank=2), folder)
     weights = folder / "adapter_model.safetensors"
-    # Remove the digest, because it would refuse every change of the configuration.
+    # Save the adapter's weights without the digest of the configuration; the digest would reveal every change
+    # of the configuration.
     save_file(load_file(weights), weights)
     return folder
 
@@ -129,7 +130,8 @@ def test_more_layers_than_weights(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
         try:
             load_quantized(tmp_path)
-            assert name == "max_position_embeddings"  # Llama ignores this value
+            # Llama does not use max_position_embeddings, so a hostile value of it may load.
+            assert name == "max_position_embeddings"
         except ValueError as error:
             assert "config.json" in str(error)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 100_000_000}))

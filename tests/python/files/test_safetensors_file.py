@@ -1,4 +1,4 @@
-"""safetensors reads the files that the optimizers write."""
+"""Test write_safetensors, with which the optimizers write files that the package safetensors reads."""
 
 import os
 import resource
@@ -39,12 +39,13 @@ def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_mapped_memory_is_whole_after_it_was_written(tmp_path: Path) -> None:
-    """Writing a mapped tensor drops its pages from memory, but loses no changes not yet on the disk."""
+    """write_safetensors drops a mapped tensor's memory pages, but no changes that are not on disk yet."""
     size = 5 << 20
     mapped = torch.from_file(str(tmp_path / "mapped"), shared=True, size=size, dtype=torch.float32)
     mapped.copy_(torch.arange(size))
     private = torch.from_file(str(tmp_path / "mapped"), shared=False, size=size, dtype=torch.float32)
-    private.add_(1)  # the change is private to this process's memory
+    # `private` is a private mapping, so this change is in memory and not in the file.
+    private.add_(1)
     write_safetensors(tmp_path / "file", {"mapped": mapped[3:], "private": private}, {})
     found = load_file(tmp_path / "file")
     assert torch.equal(found["mapped"], torch.arange(3, size).float()) and torch.equal(

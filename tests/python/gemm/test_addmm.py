@@ -1,4 +1,4 @@
-"""Tests of addmm_, the matrix product on which the other operators are built."""
+"""Test addmm_, the matrix product on which the other operators are built, on CPU and GPU."""
 
 import pytest
 import torch
@@ -8,9 +8,12 @@ from shoestring.ops import addmm_, addmm_reference
 
 pytestmark = pytest.mark.device
 
-# Shapes (m, n, k) of the products. A tile has 14 or 6 rows and 32 or 16 columns, and a panel is at most 192
-# deep. Products with fewer than 8 lines go to the BLAS library. The shapes cover whole tiles, one line more
-# and one less than a tile, a depth just past one panel, a long m, a long n, few lines, and vectors.
+# Shapes (m, n, k) of products of (m, k) and (k, n). In the CPU kernels, a tile of the result has 14 or 6 rows
+# and 32 or 16 columns. A panel holds at most 192 of the k elements of a dot product. Products with fewer than
+# 8 rows or columns go to the BLAS library. The shapes cover:
+# - whole tiles, and one row or column more or less than a tile,
+# - a depth k just above one panel,
+# - a long m, a long n, few rows, and vectors.
 SHAPES = [
     (28, 64, 192),
     (15, 33, 193),
@@ -50,7 +53,7 @@ def test_products(capability: str, shape: tuple[int, int, int], dtype: torch.dty
 
 @pytest.mark.parametrize(
     "shape", [(40, 70, 3000), (300, 50, 7000)], ids=str
-)  # The first depth needs many panels; the panels of the second exceed 8 MiB.
+)  # With k = 3000, the product needs many panels. With k = 7000, the panels exceed 8 MiB.
 def test_no_less_exact_than_torch(capability: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     a, b = torch.randn(m, k), torch.randn(k, n)
@@ -61,7 +64,7 @@ def test_no_less_exact_than_torch(capability: str, shape: tuple[int, int, int]) 
 
 
 def test_views(capability: str) -> None:
-    """addmm_ accepts strided, unaligned and expanded matrices and writes only the elements of its result."""
+    """addmm_ accepts strided, unaligned and expanded matrices, and writes only the elements of its result."""
     for columns_first in (False, True):
         whole = torch.full((50, 60), 7.0)
         out = whole.t()[3:40, 5:44] if columns_first else whole[3:40, 5:44]

@@ -1,4 +1,7 @@
-"""Models that are quantised while they are loaded: equal to quantising afterwards, tied, sharded, damaged; and the memory."""
+"""Test load_quantized: the result equals a loaded model that is then quantised, and memory use is small.
+
+The models have tied or separate embeddings, several shards, or damaged files.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def dense(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def quantize_all(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """What ``load_quantized`` does in one go, after loading."""
+    """Quantise all linear layers of a loaded model except its head, as ``load_quantized`` does."""
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if type(layer) is torch.nn.Linear and layer is not head:
@@ -92,7 +95,8 @@ def test_other_architectures_get_their_buffers(tmp_path: Path) -> None:
         Gemma3TextConfig(
             vocab_size=90, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=32
         ),
-        GPT2Config(vocab_size=90, n_embd=64, n_layer=2, n_head=2),  # no nn.Linear but its head
+        # GPT-2 uses Conv1D layers; its head is its only nn.Linear.
+        GPT2Config(vocab_size=90, n_embd=64, n_layer=2, n_head=2),
         OPTConfig(vocab_size=90, hidden_size=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2),
     ]
     for config in configs:
@@ -228,7 +232,8 @@ print(json.dumps([memory.peak_bytes() - before, memory.weight_bytes(model)]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_memory_is_the_quantised_model_and_one_weight(tmp_path: Path) -> None:
-    # 64 MB of 16-bit weights, the largest of 4 MB: mapped files, or the 16-bit model, would be seen.
+    # The 16-bit weights have 64 MB, and the largest of them 4 MB. If the files stayed mapped, or the whole
+    # 16-bit model was in memory, memory use would exceed the limit.
     folder = write_model(
         tmp_path, hidden_size=512, intermediate_size=4096, num_hidden_layers=4, vocab_size=512
     )
@@ -238,7 +243,8 @@ def test_memory_is_the_quantised_model_and_one_weight(tmp_path: Path) -> None:
     )
     used, weights = json.loads(output.stdout.splitlines()[-1])
     assert stored > 50e6 and weights < 0.3 * stored
-    assert used < weights + 4 * 2**20 + 16e6  # 16 MB: modules, the interpreter, allocators' rounding
+    # 16 MB of this memory limit are for imported Python modules, the interpreter and rounded-up allocations.
+    assert used < weights + 4 * 2**20 + 16e6
 
 
 def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command(tmp_path: Path) -> None:
@@ -254,7 +260,8 @@ def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command
         num_key_value_heads=2,
     )
     model = MixtralForCausalLM(MixtralConfig(vocab_size=90, num_local_experts=2, **shape))
-    model.save_pretrained(tmp_path)  # each expert by itself; the model has them in one tensor
+    # transformers saves one tensor per expert here, but the model has one tensor for all experts.
+    model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"weight\(s\) of the architecture are missing"):
         shoestring.load_quantized(tmp_path)
     found = load_model(tmp_path, torch.float32, "nf4").eval()

@@ -1,4 +1,4 @@
-"""Quantised models from one language to the other: the bytes of C++'s files are Python's, and bitsandbytes'."""
+"""C++ and Python write the same bytes for quantised model files, and both read files of bitsandbytes."""
 
 import itertools
 import json
@@ -15,7 +15,9 @@ from build_folder import program
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
 from shoestring.nn import QuantizedLinear
 
-# Whole blocks in rows, rows that straddle blocks, an odd number of elements, a single one; more than 256 blocks.
+# (input features, output features, bias) of layers. In some weights each row consists of whole blocks, in
+# others blocks span rows. One weight has an odd number of elements, one has one element, and one has more
+# than 256 blocks.
 LAYERS = {"whole": (128, 96, True), "straddling": (100, 7, False), "odd": (33, 3, True), "one": (1, 1, False),
           "many": (256, 160, False)}  # fmt: skip
 FORMS: list[dict[str, Any]] = [
@@ -35,8 +37,9 @@ def dense(dtype: torch.dtype) -> nn.ModuleDict:
         name: nn.Linear(into, out, bias=bias, dtype=dtype) for name, (into, out, bias) in LAYERS.items()
     }
     with torch.no_grad():
-        layers["whole"].weight.mul_(1e-6)  # a mean of scales that is written with an exponent
-        layers["many"].weight[3] = 0  # blocks of zeros
+        # For weights this small, the JSON text of the mean of the scales needs an exponent.
+        layers["whole"].weight.mul_(1e-6)
+        layers["many"].weight[3] = 0  # a row of zeros gives blocks whose scale is zero
     return nn.ModuleDict(layers)
 
 
@@ -125,9 +128,8 @@ def test_types_of_what_stays_dense(tmp_path: Path) -> None:
     nf4 = load_file(tmp_path / "nf4" / "model.safetensors")
     assert nf4["whole.bias"].dtype == torch.bfloat16
     python = quantized(dense(torch.float32), quant_type="nf4").state_dict()
-    assert torch.equal(
-        nf4["many.weight"], python["many.weight"]
-    )  # the file's values, not those rounded to bf16
+    # The quantised codes come from the fp32 values in the file, not from values rounded to bf16.
+    assert torch.equal(nf4["many.weight"], python["many.weight"])
     assert b'"dtype": "bfloat16"' in bytes(nf4["many.weight.quant_state.bitsandbytes__nf4"].tolist())
 
 
@@ -171,7 +173,10 @@ def test_damaged_keys(change: dict[str, Any], part: str, tmp_path: Path) -> None
 
 
 def test_cpp_saves_over_a_sharded_model(tmp_path: Path) -> None:
-    """Loaders that look for an index first, as Python's does, read the new model."""
+    """When C++ saves a model over a sharded one, it removes the old index of shards.
+
+    Otherwise a loader that looks for an index first would not read the new model.
+    """
     model, folder = quantized(dense(torch.float32), quant_type="nf4"), tmp_path / "model"
     save(dense(torch.float32).state_dict(), tmp_path / "dense.safetensors")
     names = list(model.state_dict())

@@ -1,4 +1,4 @@
-"""shoestring.patch: the losses and gradients of patched Hugging Face models are those of the models themselves."""
+"""shoestring.patch does not change the losses and gradients of Hugging Face models."""
 
 import copy
 import io
@@ -16,7 +16,7 @@ from conftest import relative_error
 
 transformers = pytest.importorskip("transformers")
 
-VOCAB = 97  # no multiple of a vector
+VOCAB = 97  # a vocabulary that is no multiple of a SIMD vector's width
 SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -30,7 +30,8 @@ SMALL = {
     "pad_token_id": 0,
 }
 GPT2 = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
-# Each treats its logits in its own way: softcap, factor, divisor, head bias, contiguous(), an auxiliary loss.
+# Each of these models processes its logits differently: with a softcap, a factor, a divisor, a bias,
+# contiguous(), or an auxiliary loss.
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
     "Qwen2": {},
@@ -50,7 +51,8 @@ def build(name: str = "Llama", **extra: Any) -> Any:
     config = getattr(transformers, name + "Config")(**{**SMALL, **MODELS[name], **extra})
     kind = getattr(transformers, name + "ForCausalLM", None) or getattr(transformers, name + "LMHeadModel")
     model = kind(config)
-    for p in model.parameters():  # biases start at zero
+    # Biases are randomised too, because transformers initialises them with zero.
+    for p in model.parameters():
         nn.init.normal_(p, std=0.2)
     return model.eval()
 
@@ -63,7 +65,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def assert_same(model: Any, plain: Any, inputs: dict[str, Any]) -> None:
-    """Loss and every gradient, within fp32's rounding: 2e-5 of the largest."""
+    """Assert that two models have equal losses and gradients, except for fp32 rounding (relative 2e-5)."""
     losses = []
     for each in (model, plain):
         each.zero_grad()
@@ -129,7 +131,8 @@ def test_undo_restores_everything() -> None:
     report = shoestring.patch(model)
     assert type(model) is not kind and type(model).__name__ == kind.__name__ and isinstance(model, kind)
     assert model.lm_head is head and "lm_head" in str(report)
-    assert build()(**batch()).logits is not None  # only this instance
+    # Patching `model` does not patch other models of its class.
+    assert build()(**batch()).logits is not None
     model(**batch())
     report.undo()
     report.undo()
@@ -166,7 +169,7 @@ def test_an_exception_leaves_the_model_whole() -> None:
 
 
 class Biased(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
-    """Does to its logits what a loss without logits cannot."""
+    """A Llama that applies the function in its class attribute ``change`` to its logits before the loss."""
 
     change: Callable[[Any], Any]
 
@@ -199,7 +202,7 @@ def test_unknown_treatment_of_logits_is_refused(change: Callable[[Any], Any]) ->
 
 
 def test_a_learned_factor() -> None:
-    """A tensor multiplies the logits: its gradient is right."""
+    """A trainable factor of the logits has the same gradient with and without shoestring.patch."""
     factor = nn.Parameter(torch.tensor(0.3))
     kind = type("Scaled", (Biased,), {"change": staticmethod(lambda logits: factor * logits)})
     model = kind(transformers.LlamaConfig(**SMALL)).eval()
@@ -226,7 +229,9 @@ def test_generate_copies_and_files(tmp_path: Path) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert type(loaded) is type(plain)
-    torch.testing.assert_close(loaded(ids).logits, plain(ids).logits)  # other attention
+    # The loaded model and the plain one may use different attention implementations, so logits are only
+    # close.
+    torch.testing.assert_close(loaded(ids).logits, plain(ids).logits)
     model.save_pretrained(tmp_path / "ours")
     plain.save_pretrained(tmp_path / "plain")
     for name in ("config.json", "model.safetensors"):
@@ -260,7 +265,10 @@ def test_compiled() -> None:
 
 
 def test_trainer(tmp_path: Path) -> None:
-    """Trainer's num_items_in_batch, accumulation and evaluation: losses and weights are those of the plain model."""
+    """Under Trainer, a patched model has the same losses and final weights as an unpatched one.
+
+    The run uses num_items_in_batch, gradient accumulation and an evaluation.
+    """
     plain = build()
     model = copy.deepcopy(plain)
     shoestring.patch(model)
@@ -285,7 +293,7 @@ def test_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Cohere", "GPT2", "Gemma2"])
 def test_the_commands_loss(name: str) -> None:
-    """Labels of the positions themselves, summed, as the training commands have them."""
+    """The training commands' loss, a sum over shifted labels, is equal with and without shoestring.patch."""
     from shoestring.training.models import fused_loss, plain_loss
 
     model = build(name)

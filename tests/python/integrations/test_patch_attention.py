@@ -1,4 +1,4 @@
-"""Hugging Face models with our attention compute what they compute with eager attention: every mask that they make."""
+"""Hugging Face models give the same results with shoestring's attention as with eager attention."""
 
 import copy
 import functools
@@ -16,7 +16,8 @@ from shoestring.integrations.transformers.attention import mask as mask_of
 
 transformers = pytest.importorskip("transformers")
 
-# Grouped queries, sliding windows of 5 tokens, a cap, sinks, learned positions, biases, a partial rotation.
+# The models cover grouped queries, sliding windows of 5 tokens, softcap, sinks, learned positions, biases,
+# and partial rotary embeddings.
 OPTIONS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 5},
@@ -31,13 +32,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "GPT2": {},
     "Phi": {},
-    # Its mask has the window, and its layers do not pass it on.
+    # Phimoe builds a mask with the sliding window, but its layers do not pass the window to the attention
+    # function.
     "Phimoe": {"sliding_window": 5, "num_local_experts": 4},
 }
 
 
 def pair(name: str) -> tuple[Any, Any]:
-    """A model with eager attention, and the same one with ours."""
+    """Return a model with eager attention, and a copy of it with shoestring's attention."""
     MODELS.setdefault(name, {})
     eager = build(name, **OPTIONS[name])
     eager.set_attn_implementation("eager")
@@ -48,7 +50,7 @@ def pair(name: str) -> tuple[Any, Any]:
 
 
 def tokens() -> tuple[Tensor, Tensor]:
-    """Two sequences, the first of them padded on the left."""
+    """Return two sequences of 12 tokens and their padding mask. The first sequence is padded on the left."""
     seen = torch.ones(2, 12, dtype=torch.long)
     seen[0, :3] = 0
     return torch.randint(0, VOCAB, (2, 12)), seen
@@ -87,7 +89,10 @@ def test_generates_the_same(name: str) -> None:
 
 
 def test_no_mask_of_tokens_by_tokens() -> None:
-    """What the models' masks become: nothing, or (batch, keys), and a window another size of it."""
+    """Masks for shoestring's attention are None or (batch, keys), never (tokens, tokens).
+
+    The size of a sliding window is passed as the size of one dimension of an expanded view of the mask.
+    """
     from transformers import masking_utils
 
     mask = functools.partial(mask_of, masking_utils)
@@ -108,7 +113,7 @@ def test_no_mask_of_tokens_by_tokens() -> None:
         and found.stride(3) == 0
         and torch.equal(found[:, 0, :, 3, 0], padded)
     )
-    # Other forms are those of sdpa: chunks, and queries that are not the last tokens.
+    # For chunked attention, and for queries that are not the last tokens, the mask is that of sdpa attention.
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     assert _is_sliding(sliding, 4, None) and not _is_sliding(chunks, 4, None)
     assert mask(2, 3, 9).shape == (2, 1, 3, 9)
@@ -116,7 +121,10 @@ def test_no_mask_of_tokens_by_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss"])
 def test_compiled_models_have_their_windows(name: str) -> None:
-    """As numbers, and no tensor of (tokens, tokens), though compiled no mask function can be tried."""
+    """Compiled models pass the size of a sliding window as a number, without a mask of (tokens, tokens).
+
+    The size comes from the configuration, because mask functions cannot be evaluated under torch.compile.
+    """
     eager, ours = pair(name)
     ids, seen = tokens()
     for options in ({}, {"attention_mask": seen}, {"attention_mask": seen, "use_cache": False}):
@@ -146,7 +154,7 @@ def test_compiled_models_have_their_windows(name: str) -> None:
 
 
 def test_compiled_chunks_are_no_windows() -> None:
-    """Both forms have a size; the configuration says which of them it is."""
+    """Under torch.compile, the configuration distinguishes a sliding window from chunks of the same size."""
     from types import SimpleNamespace
 
     sliding, chunks, both = (
@@ -164,13 +172,14 @@ def test_compiled_chunks_are_no_windows() -> None:
 
 
 def test_packed_batch() -> None:
-    """Sequences one after the other in one row are what each of them is alone."""
+    """Sequences that are packed into one row give the same logits as each sequence alone."""
     _, ours = pair("Llama")
     lengths = [5, 9, 3]
     ids = torch.randint(0, VOCAB, (1, sum(lengths)))
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    # A mask of one element keeps transformers from making one of tokens by tokens.
+    # Because the caller passes a mask, transformers does not build one of (tokens, tokens). A mask of one
+    # element costs nothing.
     anything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     logits = ours(
         ids, position_ids=positions, attention_mask=anything, cu_seq_lens_q=starts, cu_seq_lens_k=starts
@@ -197,7 +206,10 @@ def test_packed_batch_of_a_layer_that_does_not_say_its_window() -> None:
 
 
 def test_a_changed_mask_is_refused() -> None:
-    """DeepSeek V4's layers append to it: what our window became would be another one."""
+    """shoestring's attention refuses a mask to which a layer has appended columns, as DeepSeek V4 does.
+
+    The shape of the mask encodes the sliding window, so appending would change the window.
+    """
     found = mask_of(
         transformers.masking_utils,
         1,
@@ -240,7 +252,7 @@ def test_patch_sets_it_and_takes_it_back() -> None:
 
 
 def test_refuses_what_it_does_not_know() -> None:
-    """Inkling's layers give a sink for each query, by a name of their own."""
+    """shoestring's attention refuses unknown tensor arguments, for example sinks with a value per query."""
     q = torch.randn(1, 2, 9, 8)
     attend = shoestring.integrations.transformers.attention.attend
     assert attend(torch.nn.Module(), q, q, q, None, position_ids=torch.arange(9))[0].shape == (1, 9, 2, 8)
@@ -252,7 +264,7 @@ def test_refuses_what_it_does_not_know() -> None:
 
 
 def test_patch_leaves_attention_that_works_with_another_mask() -> None:
-    """BigBirdPegasus' decoder says that it is not causal; its mask is."""
+    """shoestring.patch keeps BigBirdPegasus attention, which has is_causal=False but a causal mask."""
     config = transformers.BigBirdPegasusConfig(
         vocab_size=97,
         d_model=64,

@@ -1,4 +1,4 @@
-"""shoestring.patch: norms of each head of queries and keys become one operator with the rotation behind them."""
+"""shoestring.patch fuses the norms of query and key heads with the rotary embedding that follows them."""
 
 import copy
 from typing import Any
@@ -39,7 +39,10 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_head_norms_join_the_rotation(name: str) -> None:
-    """fp32: results and every gradient; no norm of heads is left, and undo brings them back."""
+    """Fusing head norms with the rotary embedding does not change logits and gradients in fp32.
+
+    A patched model runs no separate head norms. Undoing the patch restores them.
+    """
     model = make(name)
     plain = copy.deepcopy(model)
     kinds = [type(module) for module in model.modules()]
@@ -79,7 +82,7 @@ def test_joined_head_norms_in_16_bits_are_no_worse(name: str) -> None:
 
 
 def test_head_norms_that_cannot_join() -> None:
-    """Olmo 2 normalises all heads together; hooks want the norm's own result."""
+    """Head norms stay separate if they normalise all heads together, as in Olmo 2, or if they have hooks."""
     report = patch_layers(make_other("Olmo2"))
     assert "model.layers.0.self_attn: left alone: norms of queries and keys that something" in str(report)
     model = make("Qwen3")
@@ -93,7 +96,7 @@ def test_head_norms_that_cannot_join() -> None:
 
 
 class Reading(Qwen3Attention):
-    """Between the norm and the rotation, queries change by what they are."""
+    """Qwen3 attention that applies tanh to the queries between their norm and the rotary embedding."""
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **kwargs: Any
@@ -122,7 +125,7 @@ def test_norms_that_something_else_reads() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
 def test_joined_head_norms_elsewhere(name: str) -> None:
-    """Compiled, checkpointed, copied, and in generation with a cache."""
+    """Fused head norms work with torch.compile, checkpointing, copies, and generation with a cache."""
     model = make(name)
     plain = copy.deepcopy(model)
     shoestring.patch(model)

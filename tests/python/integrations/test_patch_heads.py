@@ -1,4 +1,4 @@
-"""shoestring.patch and output layers: adapters, 4 bits, and those that are refused."""
+"""shoestring.patch supports heads with LoRA adapters or 4-bit weights, and refuses unsuitable heads."""
 
 import copy
 
@@ -32,12 +32,13 @@ def test_heads_that_are_refused() -> None:
 
 
 def adapted(lora_B: Tensor) -> None:
-    nn.init.normal_(lora_B, std=0.5)  # starts at zero
+    nn.init.normal_(lora_B, std=0.5)  # LoRA initialises lora_B with zero, so the adapter would have no effect
 
 
 def test_our_adapter_on_the_head_and_4_bits() -> None:
     model = build(tie_word_embeddings=False)
-    shoestring.patch(model)  # before: the head that it finds is the one of the time
+    # shoestring.patch runs before lora.apply: each forward uses the head that the model has at that time.
+    shoestring.patch(model)
     shoestring.lora.apply(model, rank=4, alpha=8, target_modules=["lm_head"], quantize="nf4")
     adapted(model.lm_head.lora_B["default"])
     assert_same(model, copy.deepcopy(model), batch())
@@ -81,7 +82,7 @@ def test_several_adapters_or_a_trained_copy_on_the_head() -> None:
 
 
 def test_peft_adapter_on_the_head() -> None:
-    """TRL refuses, others leave the adapter out: its gradient is here."""
+    """A PEFT adapter on the language model head gets the same gradients with and without shoestring.patch."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["lm_head", "q_proj"])
     model = peft.get_peft_model(build(tie_word_embeddings=False), config).eval()

@@ -1,4 +1,4 @@
-"""shoestring.patch: norms, rotary embeddings and MLPs of transformers' models as fused operators."""
+"""shoestring.patch replaces norms, rotary embeddings and MLPs of transformers models by fused operators."""
 
 import copy
 import io
@@ -27,7 +27,8 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# norms a model of two layers has; attention modules; MLPs; and how the norms round.
+# Models with two layers. Each entry has: the options of the configuration; the number of norms; the number of
+# attention modules with rotary embeddings; the number of gated MLPs; how the norms round.
 MODELS: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
     "Llama": ({}, 5, 2, 2, "casting 'llama'"),
     "Mistral": ({}, 5, 2, 2, "casting 'llama'"),
@@ -86,7 +87,10 @@ def batch_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma"])
 def test_norms_round_as_the_models_do(name: str) -> None:
-    """bf16: the bits of all but a few elements, where fp32's last bit decides, and those within one rounding."""
+    """In bf16, at least 99 % of the elements of a fused norm equal those of the norm of transformers.
+
+    All others differ by one rounding: there, the last bit of the fp32 value decides how it rounds.
+    """
     model = make(name, torch.bfloat16)
     plain = copy.deepcopy(model)
     fuse_norms(model)
@@ -108,7 +112,7 @@ def test_16_bits_are_no_worse(name: str) -> None:
 
 
 def test_models_with_mixed_dtypes_keep_theirs() -> None:
-    """fp32 norms in a bf16 model (PEFT's) give what they gave."""
+    """With fp32 norms in a bf16 model, as PEFT makes them, fused and original norms give the same results."""
     model = make("Llama", torch.bfloat16)
     model.model.norm.float()
     plain = copy.deepcopy(model.model.norm)
@@ -158,7 +162,8 @@ def test_options_are_switches() -> None:
 def test_copies_and_files_are_plain_and_hooks_run() -> None:
     model = make("Llama")
     kinds = [type(module) for module in model.modules()]
-    shoestring.patch(model)  # projections too: modules that are derived twice
+    # Patching also fuses projections, so some modules change their class twice.
+    shoestring.patch(model)
     for other in (copy.deepcopy(model), torch.load(io.BytesIO(saved(model)), weights_only=False)):
         assert [type(module) for module in other.modules()] == kinds
         assert not any(key.startswith("_shoestring") for module in other.modules() for key in module.__dict__)
@@ -194,7 +199,7 @@ def test_generation_and_checkpointing() -> None:
 
 
 def test_less_is_kept_for_backward() -> None:
-    """In each of two layers' MLPs, among others, silu(gate): (128 tokens, 512) fp32."""
+    """A fused MLP does not save silu(gate) for backward, which is (128, 512) in fp32 for each layer."""
     kept = []
     ids = torch.randint(3, 97, (2, 64))
     for patched in (False, True):
@@ -223,7 +228,7 @@ def test_compiled() -> None:
 
 
 def operators(run: Any) -> list[str]:
-    """The names of the operators that run calls."""
+    """Return the names of the operators that ``run`` calls, in the order of the calls."""
     calls: list[str] = []
 
     class Counting(torch.utils._python_dispatch.TorchDispatchMode):
@@ -246,7 +251,7 @@ def test_residual_sums_join_the_norms(name: str) -> None:
 
 
 def test_a_layer_that_does_more_is_left_alone() -> None:
-    """Dropout on the residual, as a module and by a function: neither shows in eval."""
+    """shoestring.patch leaves layers with residual dropout alone, although eval mode skips the dropout."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     class Dropping(LlamaDecoderLayer):
@@ -262,7 +267,10 @@ def test_a_layer_that_does_more_is_left_alone() -> None:
 
 
 def test_scales_of_a_residual_stay() -> None:
-    """Doge's layers multiply what they add to by weights that begin as ones: on a new model the sum alone is the same."""
+    """shoestring.patch leaves a layer alone that multiplies its residual by a trained weight, as in Doge.
+
+    This weight starts at one, so the logits of a new model do not depend on it.
+    """
     model = transformers.DogeForCausalLM(transformers.DogeConfig(**SMALL)).eval()
     ids = torch.randint(0, SMALL["vocab_size"], (2, 9))
     with torch.no_grad():
@@ -283,7 +291,10 @@ def test_scales_of_a_residual_stay() -> None:
 
 @pytest.mark.parametrize("how", ["module", "function"])
 def test_a_dropout_within_an_mlp_stays(how: str) -> None:
-    """In eval mode, in which MLPs are tried, it does nothing."""
+    """shoestring.patch leaves an MLP with dropout alone.
+
+    The MLP would pass the comparison with the fused MLP, because the comparison runs in eval mode.
+    """
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
 
     class Dropping(type(model.model.layers[0].mlp)):  # type: ignore[misc]
@@ -301,7 +312,7 @@ def test_a_dropout_within_an_mlp_stays(how: str) -> None:
 
 
 def test_a_layer_norm_of_its_own_stays() -> None:
-    """Nemotron's adds 1 to its weights."""
+    """shoestring.patch does not replace the LayerNorm of Nemotron, which adds 1 to its weight."""
     model = transformers.NemotronForCausalLM(transformers.NemotronConfig(**SMALL))
     report = shoestring.patch(model)
     assert "fused LayerNorm" not in str(report)
@@ -309,7 +320,7 @@ def test_a_layer_norm_of_its_own_stays() -> None:
 
 
 def test_a_decoder_alone() -> None:
-    """The loss that is tried asks for no cache, which a decoder without its encoder cannot make."""
+    """shoestring.patch accepts a decoder without an encoder, because its check uses no key-value cache."""
     config = transformers.BartConfig(
         vocab_size=64,
         max_position_embeddings=64,
@@ -321,9 +332,10 @@ def test_a_decoder_alone() -> None:
     assert shoestring.patch(transformers.BartForCausalLM(config)).changes
 
 
-@pytest.mark.fresh  # other tests leave models patched
+# This test needs a new process, because other tests leave patched models behind.
+@pytest.mark.fresh
 def test_undo_leaves_no_name_in_the_model_file() -> None:
-    """Two patched models share the replacement of the rotary function; its name goes with the last of them."""
+    """Patched models share one rotary function in transformers' module; undoing the last patch removes it."""
     first, second = make("Llama"), make("Llama")
     names = vars(transformers.models.llama.modeling_llama)
     reports = [shoestring.patch(model) for model in (first, second)]

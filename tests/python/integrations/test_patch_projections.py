@@ -1,4 +1,4 @@
-"""shoestring.patch: projections taken together give what they give alone, in less memory."""
+"""shoestring.patch fuses projections of the same input: results stay the same, and memory use falls."""
 
 import copy
 from typing import Any
@@ -33,14 +33,15 @@ def adapt(model: Any, seed: int = 1, **options: Any) -> Any:
 
 
 def step(model: Any) -> list[Tensor]:
-    """The loss and the gradients of what is trained."""
+    """Return the loss of a step and the gradients of all trained parameters."""
     ids = torch.arange(22).remainder(97).view(2, 11)
     loss = model(input_ids=ids, labels=ids).loss
     trained = [p for p in model.parameters() if p.requires_grad]
     return [loss, *torch.autograd.grad(loss, trained)]
 
 
-# Qwen2 has biases of query, key and value; Mixtral no such MLP; Gemma one with another activation.
+# Qwen2 has biases of query, key and value. Mixtral has no Llama-style MLP. Gemma has a GELU instead of a
+# SiLU.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "lora": ("Llama", {}, 4),
     "nf4": ("Llama", {"quantize": "nf4"}, 4),
@@ -80,7 +81,7 @@ def test_same_loss_and_gradients(case: str, first: bool) -> None:
 
 
 def test_trained_weights() -> None:
-    """Without adapters nothing changes."""
+    """If a model has no adapters, fusing its projections does not change a bit of its logits."""
     plain, patched = build(), build()
     shoestring.patch(patched, attention=False, norms=False, rope=False, mlp=False)
     assert torch.equal(step_logits(patched), step_logits(plain))
@@ -90,7 +91,8 @@ def test_dropout_generation_hooks_and_copies() -> None:
     model = adapt(build(), dropout=0.5, quantize="nf4")
     reference = adapt(build(), quantize="nf4")
     report = shoestring.patch(model)
-    for ours, expected in zip(step(model), step(reference), strict=True):  # in evaluation nothing is dropped
+    # In eval mode there is no dropout, so the results equal those of the model without dropout.
+    for ours, expected in zip(step(model), step(reference), strict=True):
         assert relative_error(ours, expected) <= 2e-5
     model.train()
     torch.manual_seed(3)
@@ -135,7 +137,10 @@ def step_logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_memory_and_checkpoints(checkpointing: bool) -> None:
-    """Of the MLP's four wide tensors two are kept, and of the attention's input one; recomputing gives the same."""
+    """A patched MLP has four tensors of the intermediate size, and saves two of them for backward.
+
+    With activation checkpointing, the results of patched and unpatched models agree.
+    """
 
     def kept(model: Any) -> int:
         storages: dict[int, int] = {}
@@ -159,7 +164,8 @@ def test_memory_and_checkpoints(checkpointing: bool) -> None:
         for ours, expected in zip(step(patched), step(plain), strict=True):
             assert relative_error(ours, expected) <= 2e-5
     else:
-        # In each of two layers silu(gate) and its product with up: (64 tokens, 512) fp32.
+        # Each of the two patched layers saves neither silu(gate) nor silu(gate) * up. Each of these tensors
+        # is (64, 512) in fp32.
         assert kept(plain) - kept(patched) >= 2 * 2 * 64 * 512 * 4
 
 

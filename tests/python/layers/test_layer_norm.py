@@ -9,15 +9,15 @@ from shoestring.ops import layer_norm_reference
 pytestmark = pytest.mark.device
 
 EPS = 1e-5
-# Shapes (rows, features): no rows, no features, one element, and odd sizes. On CUDA they include a row for
-# one warp, a row for one block, and a row that its block has to read twice. The last shape has more rows than
-# one part of the reduction over rows.
+# Shapes (rows, features): no rows, no features, one element, and odd sizes. On CUDA, one warp reads a row of
+# 192, one block a row of 1096, and a block reads a row of 8208 twice. (300, 24) has more rows than one part
+# of the reduction over rows.
 SHAPES = [(0, 64), (3, 0), (1, 1), (5, 77), (9, 192), (3, 1096), (2, 8208), (300, 24)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def inputs(rows: int, features: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return random x, weight, bias and the gradient of the output, in `dtype`."""
+    """Return random x, weight, bias and gradient of the output of layer_norm, in `dtype`."""
     x, grad = (torch.randn(rows, features).mul(scale).to(dtype) for scale in (2, 1))
     return [x + 0.5, (torch.rand(features) + 0.5).to(dtype), torch.randn(features).to(dtype), grad]
 
@@ -38,12 +38,12 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int], dtype: tor
         assert a.dtype == dtype and a.shape == c.shape
         if (
             a.numel() and shape[1] > 1
-        ):  # With one feature the output is the bias and the gradient of x is zero.
+        ):  # With one feature, the output of layer_norm is the bias, and the gradient of x is zero.
             assert relative_error(a, b) <= 1.1 * relative_error(c, b) + 2e-7, name
 
 
 def test_a_mean_that_is_far_from_zero(capability: str) -> None:
-    """The variance stays accurate for a mean of 1000, because it is computed from differences to the mean."""
+    """layer_norm's variance stays accurate for a mean of 1000: it sums squared differences to the mean."""
     x = torch.randn(4, 192) + 1000
     exact = layer_norm_reference(x.double(), eps=EPS)
     ours, eager = shoestring.layer_norm(x, eps=EPS), layer_norm_reference(x, eps=EPS)

@@ -1,4 +1,4 @@
-"""Tests that the norm modules of shoestring.nn compute what torch.nn computes and load its state_dicts."""
+"""Test that the norm modules of shoestring.nn compute what torch.nn computes, and load its state_dicts."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.device
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """Load the state_dict of `theirs` into `ours` and compare the results and gradients of both modules."""
+    """Load the state_dict of `theirs` into `ours`, and compare the results and gradients of both modules."""
     with torch.no_grad():
         for p in theirs.parameters():
             p.copy_(torch.rand_like(p))

@@ -11,9 +11,9 @@ from shoestring.ops import rms_norm_reference
 pytestmark = pytest.mark.device
 
 EPS = 1e-5
-# Shapes (rows, features): no rows, no features, one element, and odd sizes. On CUDA they include a row for
-# one warp, a row for one block, and a row that its block has to read twice. The last shape has more rows than
-# one part of the reduction over rows.
+# Shapes (rows, features): no rows, no features, one element, and odd sizes. On CUDA, one warp reads a row of
+# 192, one block a row of 1096, and a block reads a row of 8208 twice. (300, 24) has more rows than one part
+# of the reduction over rows.
 SHAPES = [(0, 64), (3, 0), (1, 1), (5, 77), (9, 192), (3, 1096), (2, 8208), (300, 24)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -21,7 +21,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 def inputs(
     rows: int, features: int, dtype: torch.dtype, weight: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Return x and residual with rows of different norm, a weight, and the gradients of both outputs."""
+    """Return x and residual with rows of different norm, a weight, and the gradients of both outputs.
+
+    The outputs are the normalised rows and the sum of x and residual.
+    """
     size = torch.rand(rows, 1) * 3 + 0.5
     x, residual, grad, grad_sum = ((torch.randn(rows, features) * size).to(dtype) for _ in range(4))
     w = (torch.rand(features) + 0.5).to(weight or dtype)
@@ -31,7 +34,7 @@ def inputs(
 def results(
     function: Any, given: dict[str, Tensor], compute: torch.dtype | None, **options: Any
 ) -> list[Tensor]:
-    """Return both outputs and the gradients, computed in the dtype `compute` if it is given."""
+    """Return normalised rows, residual sum and gradients of `function`, computed in `compute` if given."""
     t = {name: value.to(compute or value.dtype) for name, value in given.items()}
     leaves = [t[name].detach().requires_grad_() for name in ("x", "residual", "weight")]
     y, total = function(leaves[0], leaves[2], eps=EPS, residual=leaves[1], **options)
@@ -55,9 +58,9 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int], dtype: tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
 def test_castings_round_where_they_say(capability: str, casting: str, dtype: torch.dtype) -> None:
-    """Each casting rounds as its reference does.
+    """With each value of ``casting``, rms_norm rounds as its reference in plain PyTorch does.
 
-    Fewer than 1 % of the elements may differ, where the last bit of the fp32 sum decides the rounding.
+    Fewer than 1 % of the elements may differ, because the last bit of an fp32 sum may decide the rounding.
     """
     given = inputs(64, 192, dtype)
     options: dict[str, Any] = {"eps": EPS, "offset": 1.0 if casting == "gemma" else 0.0, "casting": casting}
@@ -124,7 +127,7 @@ def test_what_is_kept() -> None:
 
 
 def test_repeatable_on_any_number_of_threads(backend: str) -> None:
-    # On the CPU, 20000 rows give each part of the reduction more rows than are summed at once.
+    # With 20000 rows, each part of the CPU's reduction over rows has more rows than are summed at once.
     given = inputs(700 if backend == "simt" else 20000, 40, torch.float32)
     threads, found = torch.get_num_threads(), []
     try:
@@ -157,7 +160,7 @@ def test_not_finite_and_large() -> None:
 
 
 def test_nans_of_weights_stay_nans(capability: str) -> None:
-    """NaNs in the weight reach the output, in their columns only.
+    """A NaN in the weight of rms_norm makes its column of the output NaN, and no other column.
 
     The test uses NaNs with all mantissa bits set, because rounding them to bf16 could overflow into a number.
     """

@@ -7,13 +7,13 @@ from shoestring.ops import seeded_dropout_reference
 
 pytestmark = pytest.mark.device
 
-# Element counts: one element, counts just below and above a vector and a block of 256, and several blocks.
+# Element counts: one, just below and above a SIMD vector and a block of 256, and several blocks.
 SIZES = [1, 7, 255, 256, 259, 5000]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_reference(capability: str, dtype: torch.dtype) -> None:
-    """The mask equals that of the integer reference, and kept values differ by rounding at most."""
+    """seeded_dropout drops the same elements as its reference, and kept values differ by rounding at most."""
     for size in SIZES:
         for p, seed in ((0.1, 0), (0.5, 2**63 - 1), (0.999, -5)):
             x, number = torch.randn(size).to(dtype), torch.tensor([seed])
@@ -51,7 +51,8 @@ def test_gradients_strides_and_checkpoints() -> None:
     def block(t: torch.Tensor) -> torch.Tensor:
         return shoestring.seeded_dropout(t.sin(), 0.5).exp()
 
-    # Activation checkpointing restores the RNG state, so the recomputed block draws the same dropout seed.
+    # Activation checkpointing restores the RNG state, so the recomputed block draws the same dropout seed as
+    # in forward.
     values = torch.randn(300, requires_grad=True)
     torch.manual_seed(5)
     plain = torch.autograd.grad(block(values).sum(), values)[0]

@@ -1,4 +1,4 @@
-"""cross_entropy of logits: its numbers, options, shapes and strides, with a new gradient and with one in place."""
+"""Test cross_entropy: values, options, shapes and strides, with gradients in a new tensor and in place."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ OPERATORS = torch.ops.shoestring
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32, ignored: float = 0.2) -> tuple[Tensor, Tensor]:
-    """A leaf (..., vocab), and target (...), a share of it ignored."""
+    """Return logits (..., vocab) as a leaf, and targets (...), of which the share ``ignored`` is -100."""
     leaf = (3 * torch.randn(shape)).to(dtype).requires_grad_()
     target = torch.randint(shape[-1], shape[:-1])
     target[torch.rand(shape[:-1]) < ignored] = -100
@@ -24,7 +24,7 @@ def make(*shape: int, dtype: torch.dtype = torch.float32, ignored: float = 0.2) 
 
 
 def not_a_leaf(leaf: Tensor) -> Tensor:
-    """The same numbers in memory of their own, which autograd lets others change."""
+    """Return a copy of a leaf, because autograd does not allow operators to change a leaf in place."""
     return leaf.clone()
 
 
@@ -38,10 +38,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"reduction": "sum"},
     {"reduction": "none", "z_loss": 1e-3},
     {"label_smoothing": 0.1},
+    # The logits reach +-10, so a softcap of 4 matters. The negative logit scale reverses the order of the
+    # classes.
     {
         "softcap": 4.0,
         "logit_scale": -1.7,
-    },  # bites: logits reach +-10; and the order of the classes is turned round
+    },
     {"class_weights": True, "label_smoothing": 0.3, "z_loss": 0.1, "logit_scale": 0.25},
     {"token_weights": True, "class_weights": True},
     {"token_weights": True, "class_weights": True, "z_loss": 0.5},
@@ -50,10 +52,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"hard_fraction": 0.3},
 ]
 SHAPES = [
-    (1, 2, 2),  # one register is more than all classes
-    (3, 5, 19),  # rows begin at any multiple of an element
-    (2, 3, 257),  # one past a multiple of every register
-    (1, 4, 4099),  # past the block in which sums are folded, and several tiles of a GPU's block
+    (1, 2, 2),  # fewer classes than a SIMD register holds
+    # With 19 classes, the rows of logits are not aligned to SIMD vectors.
+    (3, 5, 19),
+    (2, 3, 257),  # one class more than a multiple of every SIMD register width
+    # With 4099 classes, the CPU kernel adds several partial sums, and a GPU block reads several tiles.
+    (1, 4, 4099),
 ]
 
 
@@ -63,10 +67,10 @@ SHAPES = [
 def test_no_worse_than_eager(
     capability: str, shape: tuple[int, ...], options: dict[str, Any], inplace: bool
 ) -> None:
-    """Each result's distance from fp64 is at most a little over that of eager PyTorch with fp32 logits."""
+    """The errors of loss and gradient are at most slightly above those of eager PyTorch with fp32 logits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         leaf, target = make(*shape, dtype=dtype)
-        target[0, :2] = shape[-1] - 1  # they count, have a weight, and one is left by a shift
+        target[0, :2] = shape[-1] - 1  # two tokens that are not ignored; the option shift removes one of them
         chosen = resolved(options, target, shape[-1])
         loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=inplace, **chosen)
         assert loss.dtype == torch.float32
@@ -78,7 +82,8 @@ def test_no_worse_than_eager(
         pairs = ((eager, exact), (gradient(eager, eager_leaf).to(dtype), gradient(exact, exact_leaf)))
         for name, result, (peer, truth) in zip(("loss", "gradient"), ours, pairs):
             assert result.shape == truth.shape
-            # In place, 16 bits are rounded once more: by the upstream gradient, which is known in backward.
+            # In place, backward rounds a 16-bit gradient a second time, when it multiplies by the upstream
+            # gradient.
             again = (
                 torch.finfo(dtype).eps / 2 if inplace and name == "gradient" and dtype != torch.float32 else 0
             )
@@ -140,7 +145,8 @@ def test_opcheck(reduction: str) -> None:
     for logits in (leaf, leaf.detach()):
         torch.library.opcheck(OPERATORS.cross_entropy.default, (logits, target), options)
         torch.library.opcheck(OPERATORS.cross_entropy_with_stats.default, (logits, target), options)
-    # The tests that trace want an argument that an operator may change to be no leaf that needs a gradient.
+    # The tracing tests of opcheck do not accept a leaf with requires_grad as an argument that the operator
+    # mutates.
     for operator in (OPERATORS.cross_entropy_, OPERATORS.cross_entropy_with_stats_):
         torch.library.opcheck(operator.default, (leaf.detach(), target), options)
     one = torch.ones(())
@@ -170,7 +176,10 @@ def test_compiles_whole_with_dynamic_shapes(inplace: bool) -> None:
 
 
 def strided(leaf: Tensor) -> dict[str, Tensor]:
-    """Views of (3, 5, 40) numbers as (..., classes); each but the last two with its tokens in at most two strides."""
+    """Return views (..., classes) of a tensor of logits (3, 5, 40), by name.
+
+    In all views but the last two, the classes are contiguous and the tokens have at most two strides.
+    """
     return {
         "tokens of each sequence": leaf[:, :-1],
         "classes of a padded vocabulary": leaf[..., :37],
@@ -187,7 +196,10 @@ def strided(leaf: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("view", strided(torch.empty(3, 5, 40)))
 def test_strided_logits(view: str, inplace: bool, dtype: torch.dtype) -> None:
-    """As contiguous ones; and of a gradient in place, what is not in the view stays."""
+    """cross_entropy gives the same results for strided logits as for contiguous copies of them.
+
+    A gradient that is written in place does not change elements outside the view.
+    """
     leaf, _ = make(3, 5, 40, dtype=dtype)
     whole = not_a_leaf(leaf)
     logits = strided(whole)[view]
@@ -229,7 +241,10 @@ def test_bitwise_repeatable(inplace: bool) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("linear", [False, True])
 def test_the_mean_of_z_terms_is_over_tokens_whatever_the_class_weights(linear: bool, weighted: bool) -> None:
-    """Liger Kernel's definition. With targets of weight 0.05 a mean over weights would be 20 times as large."""
+    """The mean of the z-loss terms is over tokens, not over class weights, as in Liger Kernel.
+
+    All class weights are 0.05, so a mean over class weights would be 20 times as large.
+    """
     leaf, target = make(2, 5, 19, dtype=torch.float64)
     target[0, 1] = -100
     counted = target != -100
@@ -251,7 +266,7 @@ def test_the_mean_of_z_terms_is_over_tokens_whatever_the_class_weights(linear: b
     loss = getattr(shoestring, name)(leaf, *head, target, **options)
     torch.testing.assert_close(loss, mean)
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], by_mean)
-    # The losses of tokens keep their own class weights and z terms.
+    # The loss of each token includes its class weight and its z-loss term.
     stats = getattr(shoestring, name + "_with_stats")(leaf, *head, target, **options)
     torch.testing.assert_close(stats.loss, mean)
     torch.testing.assert_close(stats.token_loss, token_loss)
@@ -270,7 +285,10 @@ def test_class_weights_of_zero_make_the_mean_nan_but_not_the_losses_of_tokens() 
 @pytest.mark.parametrize("stats", [False, True])
 @pytest.mark.parametrize("linear", [False, True])
 def test_token_weights_have_gradients_beside_class_weights_and_z_terms(linear: bool, stats: bool) -> None:
-    """Both divisors of the mean depend on them."""
+    """Both divisors of the mean, for entropies and z-loss terms, depend on the token weights.
+
+    So the gradients of the token weights depend on both divisors.
+    """
     leaf, target = make(2, 3, 5, dtype=torch.float64)
     head = (torch.randn(4, 5, dtype=torch.float64, requires_grad=True),) if linear else ()
     target = target % 4 if linear else target

@@ -1,4 +1,4 @@
-"""What cross_entropy makes of unusual values and wrong arguments: what PyTorch does, or an error in words."""
+"""cross_entropy gives PyTorch's results for unusual values, and raises errors for wrong arguments."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.device, pytest.mark.parametrize("inplace", [False, Tru
 
 
 def ours_and_pytorch_s(leaf: Tensor, target: Tensor, inplace: bool, **options: float | str) -> None:
-    """Loss and gradient are PyTorch's, NaN and infinity included."""
+    """Assert that shoestring's loss and gradient equal those of PyTorch, including NaN and infinity."""
     loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=inplace, **options)
     expected = F.cross_entropy(leaf, target, **options)
     torch.testing.assert_close(loss, expected, equal_nan=True)
@@ -49,7 +49,10 @@ def test_a_bad_logit_shows_and_an_ignored_token_s_does_not(inplace: bool, bad: f
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_classes_that_are_masked(inplace: bool, dtype: torch.dtype) -> None:
-    """Whole registers and tiles of logits are -inf, and the others count as ever; then all of one token's are."""
+    """Classes with a logit of -inf, which fill whole registers and tiles, do not change the loss.
+
+    If all logits of a token are -inf, its loss is NaN.
+    """
     leaf, target = make(3, 5001, dtype=dtype, ignored=0)
     with torch.no_grad():
         leaf[:, 5:4990] = -float("inf")
@@ -80,8 +83,10 @@ def test_huge_logits_do_not_overflow(inplace: bool) -> None:
 
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 def test_small_gradients_survive_fp16(inplace: bool, upstream: float) -> None:
-    """A mean over 300 tokens: most of its gradients are 2e-6, where fp16 has steps of 6e-8; and those that a loss scale
-    is for, 2e-9, are kept for it."""
+    """fp16 gradients of a mean over 300 tokens are accurate, with and without a loss scale of 65536.
+
+    Without a loss scale, most elements are 2e-6, where neighbouring fp16 numbers are 6e-8 apart.
+    """
     vocab = 2000
     leaf = torch.zeros(300, vocab, dtype=torch.float16)
     leaf[:, 0] = 0 if upstream == 1 else 7
@@ -134,8 +139,9 @@ torch.cuda.synchronize()
 
 @pytest.mark.parametrize("target", [9, -1])
 def test_a_target_out_of_range_is_refused(backend: str, target: int, inplace: bool) -> None:
-    """On the CPU before anything is overwritten."""
-    if backend == "cuda":  # an assertion on the device, after which the process has no GPU
+    """A target out of range is an error. On the CPU, it is raised before the logits are overwritten."""
+    # A failed device assertion makes the GPU unusable for its process, so this test needs a new process.
+    if backend == "cuda":
         command = [sys.executable, "-c", OUT_OF_RANGE.format(target=target, inplace=inplace)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode != 0

@@ -1,4 +1,4 @@
-"""Where cross_entropy's gradient is written, and that nobody is given a gradient who asked for logits."""
+"""Test where cross_entropy writes its gradient, and that no other reader of the logits gets the gradient."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def expected_gradient(leaf: Tensor, target: Tensor, upstream: float = 1.0, **opt
 
 
 def place_of_gradient(logits: Tensor) -> list[int]:
-    """Where the gradient that reaches what made the logits lies, once it has."""
+    """Return a list to which backward appends the address (data_ptr) of the gradient of ``logits``."""
     seen: list[int] = []
     logits.grad_fn.register_prehook(lambda gradients: seen.append(gradients[0].data_ptr()))
     return seen
@@ -39,7 +39,8 @@ def test_forward_leaves_the_gradient_where_the_logits_were(dtype: torch.dtype) -
     assert logits._version == version + 1
     enlarged = 16 if dtype == torch.float16 else 1
     exact = expected_gradient(leaf, target)
-    tolerance = 4e-16 if dtype == torch.float64 else torch.finfo(dtype).eps  # the reference's own
+    # For fp64 the tolerance is the error of the reference itself.
+    tolerance = 4e-16 if dtype == torch.float64 else torch.finfo(dtype).eps
     assert relative_error(logits.detach() / enlarged, exact) < tolerance
     loss.backward()
     assert seen == [logits.data_ptr()]
@@ -52,7 +53,11 @@ def test_by_default_backward_takes_the_place_of_logits_that_nobody_has(reduction
     exact = expected_gradient(leaf, target, reduction=reduction)
 
     def step(keep: Callable[[Tensor], object]) -> tuple[bool, Tensor]:
-        """Whether the gradient is where the logits were, which `keep` may hold."""
+        """Return whether the gradient is in the logits' memory, and the gradient of the leaf.
+
+        ``keep`` is called with the logits. If it returns a tensor that shares their memory, cross_entropy
+        must not overwrite the logits.
+        """
         logits = not_a_leaf(leaf)
         kept = keep(logits)
         place, seen, before = logits.data_ptr(), place_of_gradient(logits), logits.detach().clone()
@@ -82,12 +87,14 @@ def test_default_leaves_what_another_node_saved(reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_logits_that_another_node_saved_are_an_error(reduction: str) -> None:
-    """Not a wrong gradient: autograd sees that what it saved has changed."""
+    """Overwriting logits that another node has saved is an error, which autograd raises in backward."""
     leaf, target = make(6, 21)
     logits = not_a_leaf(leaf)
-    other = logits.square().sum()  # saves them
+    other = logits.square().sum()  # square saves the logits for its backward
     loss = shoestring.cross_entropy(logits, target, inplace=True, reduction=reduction).sum()
-    if reduction == "none":  # overwritten by now, as they are in forward where the result is a scalar
+    # With reduction="none", cross_entropy overwrites the logits in backward. For a scalar loss, its forward
+    # has already done so.
+    if reduction == "none":
         torch.autograd.grad(loss, leaf)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()
@@ -126,7 +133,11 @@ def test_a_gradient_that_is_overwritten_before_backward_is_an_error() -> None:
 
 
 def stay() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Logits that autograd lets nobody change, or whose own gradient is wanted."""
+    """Return functions that make logits which ``inplace=True`` must leave unchanged, by name.
+
+    Either autograd forbids to change the logits, or the logits retain their own gradient, or their rows share
+    memory.
+    """
 
     def retained(leaf: Tensor) -> Tensor:
         logits = leaf.clone()
@@ -170,14 +181,19 @@ def test_nothing_is_overwritten_without_gradients(off: Callable) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("shape", [(20, 333), (3, 7, 43)], ids=str)  # parts that begin anywhere
+# Rows of 333 or 43 classes are not aligned to SIMD vectors.
+@pytest.mark.parametrize("shape", [(20, 333), (3, 7, 43)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_gradients_are_scaled_by_the_upstream_gradient(
     dtype: torch.dtype, shape: tuple[int, ...], inplace: bool
 ) -> None:
-    """What a retained graph gave before stays as it was, whatever the last backward pass does in place."""
+    """Gradients from earlier backward passes do not change, although the last pass works in place.
+
+    All passes use the same retained graph, with different upstream gradients.
+    """
     leaf, target = make(*shape, dtype=dtype)
-    for cut in (slice(None), slice(0, -1)):  # of the latter, the tokens of a sequence are contiguous
+    # slice(0, -1) drops the last token of each sequence: logits are contiguous within a sequence only.
+    for cut in (slice(None), slice(0, -1)):
         loss = shoestring.cross_entropy(not_a_leaf(leaf)[..., cut, :], target[..., cut], inplace=inplace)
         once = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
         kept = once.clone()
@@ -185,7 +201,7 @@ def test_gradients_are_scaled_by_the_upstream_gradient(
             upstream = torch.tensor(factor, dtype=loss.dtype)
             scaled = torch.autograd.grad(loss, leaf, upstream, retain_graph=factor != 4)[0]
             exact = expected_gradient(leaf[..., cut, :], target[..., cut], factor)
-            # Rounded twice where in place; fp16's smallest are in steps of 6e-8.
+            # A gradient in place is rounded twice. The smallest fp16 numbers are 6e-8 apart.
             rtol, atol = 2 * torch.finfo(dtype).eps, 6e-8 if dtype == torch.float16 else 1e-9
             torch.testing.assert_close(scaled[..., cut, :].double(), exact, rtol=max(rtol, 2e-6), atol=atol)
             assert (scaled[..., leaf.shape[-2] - 1 :, :] == 0).all() or cut.stop is None
@@ -240,7 +256,10 @@ print(run(2048, 16384))
 def test_nothing_of_the_logits_size_is_allocated(
     backend: str, dtype: torch.dtype, inplace: bool, options: str
 ) -> None:
-    """In place while the caller has the logits; by default where the caller lets go of them."""
+    """cross_entropy allocates no tensor of the logits' size if it may overwrite the logits.
+
+    It may do so with inplace=True, or if the caller keeps no reference to the logits.
+    """
     if backend == "simt":
         pytest.skip("its own allocator tracks every byte")
     if backend == "cpu":
@@ -248,7 +267,8 @@ def test_nothing_of_the_logits_size_is_allocated(
         used = float(
             subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
         )
-        assert used < 12  # of 128 or 64 MiB
+        # The limit of 12 MiB is far below the size of the logits, 128 MiB in fp32 or 64 MiB in 16 bits.
+        assert used < 12
         return
     leaf = torch.zeros(2048, 1, dtype=dtype, requires_grad=True)
     target = torch.randint(16384, (2048,))

@@ -15,7 +15,7 @@ OPERATOR = torch.ops.shoestring.linear_cross_entropy.default
 def make(
     tokens: int, features: int, vocab: int, dtype: torch.dtype = torch.float32, ignored: float = 0.2
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden, weight, bias (leaves) and target, a share of them ignored."""
+    """Return the leaves hidden, weight and bias, and targets, of which the share ``ignored`` is -100."""
     hidden = torch.randn(tokens, features).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, features) / features**0.5).to(dtype).requires_grad_()
     bias = torch.randn(vocab).to(dtype).requires_grad_()
@@ -32,27 +32,29 @@ def gradients(loss: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 OPTIONS = [
     {},
     {"reduction": "sum"},
-    {"reduction": "none"},  # the engine that computes the logits again
+    {"reduction": "none"},  # without a reduction, backward computes the logits again
     {"label_smoothing": 0.1},
-    {"softcap": 2.0},  # bites: logits reach +-4
+    {"softcap": 2.0},  # the logits reach +-4, so a softcap of 2 matters
     {"softcap": 2.0, "label_smoothing": 0.3, "reduction": "none"},
 ]
 SHAPES = [
-    (1, 1, 2),  # the smallest that has a gradient
-    (7, 5, 3),  # less than a register
-    (33, 64, 257),  # one past a multiple of every register
-    (70, 8, 4099),  # several chunks of 1 MiB, and past the block in which sums are folded
-    # On a GPU 1 MiB holds 131 tokens of this in fp32: a chunk of 128, and a small one. In 16 bits, chunks of 128 tokens in
-    # waves of 32, and a chunk of four.
+    # (1, 1, 2) is the smallest shape that has a gradient: with one class, its probability is always 1.
+    (1, 1, 2),
+    (7, 5, 3),  # all three sizes are below a SIMD register width
+    (33, 64, 257),  # one class more than a multiple of every SIMD register width
+    # With 4099 classes, a workspace of 1 MiB needs several chunks, and the CPU kernel several partial sums.
+    (70, 8, 4099),
+    # On a GPU, a workspace of 1 MiB gives chunks of 128, 128 and 4 tokens. Chunks are divided into waves,
+    # whose logits one GEMM computes. In 16 bits, a wave has at most 32 tokens.
     (260, 16, 1999),
-    (3, 64, 40001),  # three tiles of the CUDA kernel, the last not full
+    (3, 64, 40001),  # three tiles of classes in the CUDA kernel; the last tile is not full
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], options: dict) -> None:
-    """Each result's distance from fp64 is at most a little over that of eager PyTorch with fp32 logits."""
+    """The errors of loss and gradients are at most slightly above those of eager PyTorch with fp32 logits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         hidden, weight, bias, target = make(*shape, dtype)
         target[0] = 0
@@ -66,7 +68,8 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], optio
         logits = F.linear(*eager_leaves)
         on_gpu = capability in ("cuda", "simt")
         if on_gpu or (dtype, capability) == (torch.bfloat16, "avx512"):
-            # There the gradient of the logits is rounded as in eager mode (on the CPU, if it has units for bf16).
+            # GPUs and CPUs with bf16 units round the gradient of the logits to 16 bits. Eager PyTorch in 16
+            # bits does so as well, so the reference gets a hook that rounds.
             logits.register_hook(lambda gradient: gradient.to(dtype).float())
         eager = cross_entropy_reference(logits, target, **options).loss
         eagers = (eager, *(g.to(dtype) for g in gradients(eager, eager_leaves)))
@@ -74,22 +77,21 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int], optio
         assert loss.dtype == torch.float32
         for name, a, b, reference in zip(("loss", "hidden", "weight", "bias"), ours, eagers, exacts):
             assert a.shape == reference.shape
-            # Tensor cores drop bits of what they add that fp32 units keep.
+            # Tensor cores drop low bits of sums that fp32 units keep, so GPUs have a larger tolerance.
             bound = 1.5 * relative_error(b, reference) + (1e-6 if on_gpu else 2e-7)
             assert relative_error(a, reference) <= bound, (name, dtype)
 
 
 def test_16_bit_weights_of_several_panels(backend: str) -> None:
-    """A panel of 2048 features has 1024 classes: 2500 are two whole ones and a part."""
+    """The CPU product splits a weight with 2500 classes into several panels, and the last one is smaller."""
     hidden, weight, bias, target = make(9, 2048, 2500, torch.bfloat16)
     loss = shoestring.linear_cross_entropy(hidden, weight, target, bias)
     exact_leaves = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, bias))
     exact = linear_cross_entropy_reference(*exact_leaves[:2], target, exact_leaves[2])
-    assert relative_error(loss, exact) < (
-        1e-5 if backend == "cuda" else 1e-6
-    )  # tensor cores drop bits of long sums
+    # Tensor cores drop low bits of long sums, so the GPU has a larger tolerance.
+    assert relative_error(loss, exact) < (1e-5 if backend == "cuda" else 1e-6)
     for ours, reference in zip(gradients(loss, (hidden, weight, bias)), gradients(exact, exact_leaves)):
-        assert relative_error(ours, reference) < 4e-3  # a rounding to bf16, or two
+        assert relative_error(ours, reference) < 4e-3  # tolerance for one or two roundings to bf16
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -125,8 +127,9 @@ def test_compiles_whole_with_dynamic_shapes() -> None:
 
 
 def test_leading_dimensions_strides_and_one_needed_gradient() -> None:
-    hidden = torch.randn(4, 12, 3).transpose(0, 2).requires_grad_()  # (3, 12, 4), not contiguous
-    weight = torch.randn(4, 50).t()  # (50, 4), not contiguous, needs no gradient
+    # hidden has shape (3, 12, 4) and is not contiguous
+    hidden = torch.randn(4, 12, 3).transpose(0, 2).requires_grad_()
+    weight = torch.randn(4, 50).t()  # shape (50, 4), not contiguous, needs no gradient
     target = torch.randint(50, (12, 3)).t()
     loss = shoestring.linear_cross_entropy(hidden, weight, target)
     expected = linear_cross_entropy_reference(hidden, weight, target)
@@ -145,10 +148,13 @@ def test_bitwise_repeatable_and_thread_count_does_not_matter_to_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_gradients_are_scaled_by_the_upstream_gradient(dtype: torch.dtype) -> None:
-    """In place the last time, so that what a retained graph gave before stays as it was."""
-    hidden, weight, _, target = make(
-        20, 7, 333, dtype
-    )  # 2331 elements: several blocks, and no whole registers
+    """Gradients from earlier backward passes do not change, although the last pass works in place.
+
+    All passes use the same retained graph, with different upstream gradients.
+    """
+    # The weight has 333 * 7 = 2331 elements. Its gradient is scaled in several blocks, and the last SIMD
+    # register is not full.
+    hidden, weight, _, target = make(20, 7, 333, dtype)
     loss = shoestring.linear_cross_entropy(hidden, weight, target)
     once = torch.autograd.grad(loss, weight, retain_graph=True)[0]
     kept = once.clone()

@@ -1,17 +1,19 @@
-"""The shapes, values and options that Cut Cross-Entropy and Liger Kernel test theirs with, held to tighter tolerances.
+"""Test the shapes, values and options that Cut Cross-Entropy and Liger Kernel test, with tighter tolerances.
 
-Theirs: Cut Cross-Entropy allows each element the error of the same product in 16 bits and this besides; Liger Kernel
-allows absolute + relative errors. Ours: the relative L2 error against fp64, which no element's size hides.
+The table shows the allowed errors. Cut Cross-Entropy allows for each element the error of a 16-bit matrix
+product of the same inputs, plus the value in the table. Liger Kernel allows an absolute plus a relative error
+of each element. Our tolerance is for the relative L2 error of a whole tensor against fp64.
 
                   Cut Cross-Entropy         Liger Kernel: mean   sum           ours
-  loss fp32       1e-5                      1e-5 + 5e-4          1e-3 + 5e-2   2e-7: a rounding to fp32 has 6e-8
-  loss fp16       1e-3                                                         2e-7: logits and sums are fp32 throughout
+  loss fp32       1e-5                      1e-5 + 5e-4          1e-3 + 5e-2   2e-7: one rounding is 6e-8
+  loss fp16       1e-3                                                         2e-7: logits and sums are fp32
   loss bf16       1e-2                      5e-3 + 5e-2          5 + 50        2e-7
-  gradients fp32  5e-4 (of some 4e-3)       1e-5 + 5e-4          1e-3 + 5e-2   2e-6: fp32 logits of up to 60
-  gradients fp16  1e-3                                                         3e-4: one rounding has 2.1e-4
-  gradients bf16  1e-2                      5e-3 + 5e-2          5 + 50        2.5e-3: one rounding has 1.7e-3
+  gradients fp32  5e-4 (values of 4e-3)     1e-5 + 5e-4          1e-3 + 5e-2   2e-6: fp32 logits of up to 60
+  gradients fp16  1e-3                                                         3e-4: one rounding is 2.1e-4
+  gradients bf16  1e-2                      5e-3 + 5e-2          5 + 50        2.5e-3: one rounding is 1.7e-3
 
-(1e-3 and 8e-3 where the products take 16 bits of the logits' gradient, and sums of it cancel.)
+On some hardware, the matrix products of backward read the gradient of the logits in 16 bits. There our
+tolerance for gradients is 1e-3 in fp16 and 8e-3 in bf16, because sums of the rounded values cancel.
 """
 
 import itertools
@@ -27,18 +29,23 @@ from torch.nn import functional as F
 import shoestring
 from conftest import relative_error
 
-Case = tuple[Tensor, Tensor, Tensor | None, Tensor]  # hidden, weight, bias, target
+Case = tuple[Tensor, Tensor, Tensor | None, Tensor]  # (hidden, weight, bias, target)
 LOSS = 2e-7
 GRADIENTS = {torch.float32: 2e-6, torch.float16: 3e-4, torch.bfloat16: 2.5e-3}
 TWICE_ROUNDED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-BAR = 1.05  # times eager PyTorch's error, over all cases of a shape: one case's is luck
+# The largest allowed ratio of our error to that of eager PyTorch. Errors are root mean squares over all cases
+# of a shape, because one case is too noisy.
+BAR = 1.05
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def plain(
     leaves: list[Tensor], target: Tensor, gradient_dtype: torch.dtype, options: dict[str, Any]
 ) -> Tensor:
-    """Eager PyTorch, in the leaves' dtype. gradient_dtype: what the products take of the gradient of the logits."""
+    """Compute the loss with eager PyTorch, in the dtype of the leaves.
+
+    In backward, the gradient of the logits is rounded to gradient_dtype before the matrix products.
+    """
     logits = F.linear(*leaves)
     wide = logits.dtype
     logits.register_hook(lambda gradient: gradient.to(gradient_dtype).to(wide))
@@ -68,7 +75,7 @@ def with_gradients(loss: Tensor, leaves: list[Tensor], upstream: Tensor | None) 
 
 
 class Errors:
-    """Those of ours and of eager PyTorch against fp64, case by case."""
+    """Collect, for each test case, the errors of shoestring and of eager PyTorch against fp64."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -107,7 +114,10 @@ class Errors:
             self.of.setdefault(name, []).append((mine, relative_error(b.flatten(), reference.flatten())))
 
     def assert_bar(self) -> None:
-        """On the CPU: tensor cores drop bits of what they add that fp32 units keep."""
+        """Assert that our errors on the CPU are at most 1.05 times (BAR) those of eager PyTorch.
+
+        Errors on a GPU are only printed: tensor cores drop low bits of sums that fp32 units keep.
+        """
         for name, pairs in self.of.items():
             ours, eager = (math.sqrt(sum(e * e for e in side) / len(pairs)) for side in zip(*pairs))
             print(f"{name}: {ours:.2e}, eager {eager:.2e}, ratio {ours / eager:.3f}")
@@ -122,7 +132,11 @@ def combinations(**choices: list[Any]) -> Iterator[dict[str, Any]]:
 def cut_cross_entropy_case(
     tokens: int, vocab: int, features: int, dtype: torch.dtype, bias: bool, ignored: bool
 ) -> Case:
-    """Four sequences; classes that are tokens make peaks; a fifth of the targets ignored."""
+    """Return a test case of four sequences, in which some tokens have one very likely class.
+
+    The weights of such a class equal the features of its token, so its logit is large. With ``ignored``, a
+    fifth of the targets is -100.
+    """
     hidden = (torch.randn(tokens, features) / features**0.5).to(dtype)
     weight = torch.randn(vocab, features).to(dtype)
     peaks = min(tokens, vocab) // 2
@@ -136,20 +150,22 @@ def cut_cross_entropy_case(
 
 @pytest.fixture
 def own_backend(backend: str) -> str:
-    """What runs the operators, with the CPU kernels that this machine takes by itself."""
+    """Return the name of the backend; for the CPU, return the CPU capability that is selected by default."""
     return torch.ops.shoestring.cpu_capability() if backend == "cpu" else backend
 
 
-# A shape of powers of two, and one that divides by nothing, of Cut Cross-Entropy's three; its third is between them.
+# Two of the three shapes (tokens, vocab, features) that Cut Cross-Entropy tests. The sizes of one shape are
+# powers of two, those of the other are no multiples of a tile.
 @pytest.mark.parametrize("shape", [(256, 512, 128), (252, 507, 123)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cut_cross_entropy_grid(own_backend: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     errors = Errors(own_backend)
     switches = [False, True]
-    # The whole grid once; bias and ignored targets always elsewhere, as what has them runs what has them not.
+    # One shape is tested in fp32 with and without a bias, and with and without ignored targets. All other
+    # cases have a bias and ignored targets.
     whole = shape[0] == 252 and dtype == torch.float32
     also = list(itertools.product(switches, switches)) if whole else [(True, True)]
-    # Its z-loss has the factor 1.
+    # Cut Cross-Entropy tests z_loss with the factor 1.
     grid = dict(reduction=["none", "mean", "sum"], shift=switches, softcap=[0.0, 20.0], z_loss=[0.0, 1.0])
     for options in combinations(**grid):
         for bias, ignored in also:
@@ -159,7 +175,10 @@ def test_cut_cross_entropy_grid(own_backend: str, shape: tuple[int, int, int], d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cut_cross_entropy_log_sum_exp(dtype: torch.dtype) -> None:
-    """Theirs: 1e-5, besides the error of 16-bit logits."""
+    """The log-sum-exp of linear_cross_entropy_with_stats has the tolerance LOSS, like the loss.
+
+    Cut Cross-Entropy allows 1e-5 plus the error of 16-bit logits.
+    """
     for softcap, bias in itertools.product([0.0, 20.0], [False, True]):
         hidden, weight, offsets, target = cut_cross_entropy_case(256, 507, 123, dtype, bias, False)
         stats = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, offsets, softcap=softcap)
@@ -171,7 +190,7 @@ def test_cut_cross_entropy_log_sum_exp(dtype: torch.dtype) -> None:
 
 @pytest.mark.device
 def test_cut_cross_entropy_parts(backend: str) -> None:
-    """Each gradient alone is the very one that all together are."""
+    """The gradients of some inputs do not depend on whether other inputs need gradients, bit for bit."""
     shape = (16, 40, 24) if backend == "simt" else (256, 512, 128)
     case = cut_cross_entropy_case(*shape, torch.bfloat16, True, False)
     hidden, weight, bias, target = case
@@ -184,7 +203,7 @@ def test_cut_cross_entropy_parts(backend: str) -> None:
             assert torch.equal(t.grad, whole[i]) if i in wanted else t.grad is None
 
 
-# All options at once; the ignore_index is a class.
+# All options of Liger Kernel's tests at once. ignore_index is the index of a class.
 EVERYTHING = {
     "class_weights": True,
     "label_smoothing": 0.1,
@@ -197,7 +216,10 @@ EVERYTHING = {
 def liger_case(
     tokens: int, features: int, vocab: int, dtype: torch.dtype, bias: bool, ignore_index: int
 ) -> Case:
-    """Weights from 0 to 1: large logits, and gradients of hidden that cancel. At most half of the targets ignored."""
+    """Return a test case with random weights in [0, 1). At most half of the targets are ignored.
+
+    The logits are large, and in the gradient of hidden, large terms cancel.
+    """
     hidden = torch.randn(tokens, features).to(dtype)
     weight = torch.rand(vocab, features).to(dtype)
     target = torch.randint(vocab, (tokens,))
@@ -220,19 +242,21 @@ def run_liger_grid(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_liger_grid(own_backend: str, backend: str, dtype: torch.dtype) -> None:
     errors = Errors(own_backend)
-    for _ in range(8 if backend == "cpu" else 1):  # few and small: several draws of each
+    # several random draws, because the error of few and small cases is noisy
+    for _ in range(8 if backend == "cpu" else 1):
         run_liger_grid(errors, (4 * 47, 31, 123), dtype, [False, True])
     errors.assert_bar()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # theirs
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # fp32 and bf16, the dtypes of Liger Kernel's tests
 def test_liger_grid_at_size(own_backend: str, dtype: torch.dtype) -> None:
     errors = Errors(own_backend)
     run_liger_grid(errors, (8 * 128, 1024, 4096), dtype, [True])
     errors.assert_bar()
 
 
-# Those of its functional form, and of its Hopper kernels.
+# The shapes (tokens, features, vocab) with which Liger Kernel tests its functional form and its Hopper
+# kernels.
 @pytest.mark.device
 @pytest.mark.parametrize("shape", [(4, 8, 8), (63, 41, 41), (128, 256, 512), (256, 512, 768)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -244,7 +268,8 @@ def test_liger_other_shapes(
     tokens, features, vocab = shape
     errors = Errors(own_backend)
     options = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "class_weights": torch.rand(vocab)}
-    repeats = range(1 if tokens > 100 else 4)  # the small ones are quick, and each alone says little
+    # Small cases are repeated with new random numbers, because the error of a single one is too noisy.
+    repeats = range(1 if tokens > 100 else 4)
     for reduction, bias, extra, _ in itertools.product(
         ["mean", "sum"], [False, True], [{}, options], repeats
     ):
@@ -256,13 +281,13 @@ def test_liger_other_shapes(
         target[::17] = -100
         case = (hidden, weight, torch.randn(vocab).to(dtype) if bias else None, target)
         errors.add(case, {"reduction": reduction, **extra})
-    if tokens > 4:  # four tokens' errors are luck
+    if tokens > 4:  # with only four tokens, errors are too noisy to compare
         errors.assert_bar()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bar_holds_over_several_chunks(own_backend: str, dtype: torch.dtype) -> None:
-    """Forty tokens at a time, and their sums."""
+    """If tokens are processed in chunks, our errors are at most 1.05 times (BAR) those of eager PyTorch."""
     errors = Errors(own_backend)
     for reduction, bias in itertools.product(["mean", "none"], [False, True]):
         errors.add(liger_case(640, 64, 5000, dtype, bias, -100), {"reduction": reduction, "workspace_mb": 1})

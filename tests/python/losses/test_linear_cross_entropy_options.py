@@ -1,4 +1,4 @@
-"""Everything that linear_cross_entropy can be asked for besides the plain mean, and its statistics."""
+"""Test the options of linear_cross_entropy, and the statistics that it returns beside the loss."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from shoestring.losses.linear_cross_entropy import LinearCrossEntropyStats, cros
 
 pytestmark = pytest.mark.device
 
-# Made for a call's shape where they are tensors.
+# The function resolved() replaces True by random class weights or token weights.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"reduction": "none", "z_loss": 1e-3},
-    {"z_loss": 0.5},  # bites: lse is about log(vocab)
-    {"logit_scale": -1.7, "softcap": 3.0},  # also turns the order of the classes round
+    {"z_loss": 0.5},  # the log-sum-exp is about log(vocab), so the z-loss terms matter
+    {"logit_scale": -1.7, "softcap": 3.0},  # the negative logit scale reverses the order of the classes
     {"class_weights": True},
     {"class_weights": True, "label_smoothing": 0.3, "z_loss": 0.1, "logit_scale": 0.25},
     {"token_weights": True},
@@ -30,9 +30,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"hard_fraction": 0.5, "token_weights": True, "reduction": "none"},
 ]
 SHAPES = [
-    (2, 1, 2),  # one register is more than all classes
-    (34, 64, 257),  # one past a multiple of every register
-    (70, 8, 4099),  # several chunks of 1 MiB, and past the block in which sums are folded
+    # (2, 1, 2) has fewer classes than a SIMD register holds.
+    (2, 1, 2),
+    (34, 64, 257),  # one class more than a multiple of every SIMD register width
+    # With 4099 classes, a workspace of 1 MiB needs several chunks, and the CPU kernel several partial sums.
+    (70, 8, 4099),
 ]
 
 
@@ -43,7 +45,7 @@ def resolved(
     if options.get("class_weights"):
         found["class_weights"] = torch.rand(vocab, dtype=dtype)
         found["class_weights"][:: max(1, vocab // 5)] = 0
-        found["class_weights"][-1] = 3  # if all others are zero
+        found["class_weights"][-1] = 3  # at least one class weight is not zero
     if options.get("token_weights"):
         found["token_weights"] = torch.rand(target.shape, dtype=dtype) * 2
         found["token_weights"].view(-1)[-1] = 0
@@ -57,7 +59,7 @@ def stats_of(
 
 
 def upstream_of(output: Tensor) -> Tensor:
-    """Different for each token, and of both signs."""
+    """Return an upstream gradient with a different value for each token, some negative and some positive."""
     return torch.linspace(-0.5, 2, output.numel(), dtype=torch.float64).view(output.shape).to(output.dtype)
 
 
@@ -114,11 +116,12 @@ def test_16_bits_with_everything(dtype: torch.dtype) -> None:
     for a, b in zip(
         torch.autograd.grad(ours, (hidden, weight, bias)), torch.autograd.grad(exact, exact_leaves)
     ):
-        assert relative_error(a, b) < (8e-3 if dtype == torch.bfloat16 else 1e-3)  # a rounding, or two
+        # tolerance for one or two roundings to 16 bits
+        assert relative_error(a, b) < (8e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
 def test_the_loss_alone_does_not_compute_logits_twice() -> None:
-    """Gradients of loss are the very same with statistics and without."""
+    """The gradients of the loss are the same bit for bit with and without statistics."""
     hidden, weight, bias, target = make(33, 16, 257)
     alone = shoestring.linear_cross_entropy(hidden, weight, target, bias)
     stats = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias)

@@ -1,4 +1,4 @@
-"""Heads of linear_distillation that are more than a weight: quantised on either side, and a student's with a LoRA adapter."""
+"""Test linear_distillation with quantised weights of student and teacher, and with a LoRA adapter."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ from shoestring.ops import linear_cross_entropy_reference, linear_distillation_r
 
 pytestmark = pytest.mark.device
 
-TOKENS, FEATURES, WIDE, VOCAB = 140, 64, 96, 1003  # two chunks of 1 MiB in fp32: 128 tokens fit
-# The student's weight, the teacher's, and options.
+# A workspace of 1 MiB holds the fp32 logits of student and teacher for 128 tokens, so 140 are two chunks.
+TOKENS, FEATURES, WIDE, VOCAB = 140, 64, 96, 1003
+# (quant_type of the student's weight, quant_type of the teacher's weight, options)
 CASES: list[tuple[str | None, str | None, dict[str, Any]]] = [
     (None, None, {"temperature": 2.0}),
     ("nf4", None, {"divergence": "reverse_kl", "reduction": "none"}),
@@ -26,7 +27,7 @@ CASES: list[tuple[str | None, str | None, dict[str, Any]]] = [
 
 
 def heads(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """The student's hidden, weight and bias, the teacher's, and target, some of it ignored."""
+    """Return hidden, weight and bias of the student, those of the teacher, and targets, some of them -100."""
 
     def head(features: int) -> list[Tensor]:
         parts = (
@@ -42,7 +43,7 @@ def heads(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
 
 
 def packed(weight: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-    """The weight as an operator takes it, and what it stands for."""
+    """Return the weight, quantised to ``kind`` if it is not None, and the values that the operator sees."""
     if kind is None:
         return weight, weight
     if kind == "int8":
@@ -81,7 +82,8 @@ def test_adapted_and_quantised_heads(
         h, exact_leaves[4] if dense else student_weight.double(), wide.double(), teacher_weight.double(), b,
         teacher_bias.double(), target=target, lora_A=lora_A, lora_B=lora_B, scaling=0.5, **options,
     )  # fmt: skip
-    # Two or three roundings to 16 bits, each of at most half a unit in the last place; low is rounded on CUDA, too.
+    # Results in 16 bits are rounded two or three times, each time by at most half a unit in the last place.
+    # CUDA also rounds the low-rank product of hidden and lora_A.
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
     assert relative_error(ours, exact) < max(tolerance / 4, 2e-6)
     upstream = torch.linspace(0.5, 2, ours.numel(), dtype=torch.float64).view(ours.shape)
@@ -106,7 +108,10 @@ def test_an_adapted_head_in_fp64(reduction: str) -> None:
 
 
 def test_a_model_is_taught_by_itself_without_its_adapter() -> None:
-    """One 4-bit weight on both sides: no adapter, no difference; and the adapter alone learns."""
+    """Student and teacher share a 4-bit head, and only the student has a LoRA adapter.
+
+    The loss is zero while lora_B is zero. With another lora_B, the adapter gets gradients.
+    """
     hidden = torch.randn(3, 4, FEATURES)
     head = shoestring.quantize_4bit(torch.randn(VOCAB, FEATURES) / 8, "nf4")
     lora = adapter(4)

@@ -1,4 +1,7 @@
-"""Linear cross-entropy over shards of the classes: what the whole operator gives, on one process and on two (Gloo)."""
+"""Test cross-entropy over shards of the classes, in one and two processes.
+
+The reference is linear_cross_entropy with all classes in one process.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ TOKENS, FEATURES, VOCAB = 13, 24, 61
 
 
 def case(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Logits of some size; ignored tokens, and no target from 20 to 39, which a shard of three holds alone."""
+    """Return inputs with two ignored tokens. No target is in one of three shards, classes 20 to 39."""
     generator = torch.Generator().manual_seed(5)
     target = torch.randint(0, 20, (TOKENS,), generator=generator)
     target[::2] = torch.randint(40, VOCAB, (7,), generator=generator)
@@ -30,7 +33,7 @@ def case(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def joined(x: dict[str, Tensor], starts: list[int], **options: Any) -> tuple[Tensor, Tensor]:
-    """Token losses and log-sum-exps from shards that begin at these classes."""
+    """Return token losses and log-sum-exps, combined from shards whose first classes are ``starts``."""
     ends = [*starts[1:], VOCAB]
     parts = [
         shoestring.linear_cross_entropy_shard(
@@ -65,7 +68,8 @@ def test_shards_against_the_whole(dtype: torch.dtype, options: dict[str, Any], s
         x["hidden"], x["weight"], x["target"], x["bias"], reduction="none", **options
     )
     losses, lse = joined(x, starts, **options)
-    # Sums in another order; in bf16 hidden's gradient is rounded once a shard.
+    # Shards are summed in another order than all classes at once. In bf16, the gradient of hidden is rounded
+    # once per shard.
     bound = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-6}[dtype]
     assert losses.dtype == whole.loss.dtype
     assert relative_error(losses, whole.token_loss) < bound
@@ -150,7 +154,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def whole_and_parallel(rank: int, dtype: torch.dtype) -> None:
-    """Processes of 25 and 36 classes."""
+    """Two processes with 25 and 36 of the classes give the results of one process with all 61 classes."""
     starts = [0, 25, VOCAB]
     mine = slice(starts[rank], starts[rank + 1])
     for name, options in OPTIONS.items():
@@ -203,7 +207,9 @@ def targets_nobody_has(rank: int) -> None:
     x = case()
     mine = slice(0, 25) if rank == 0 else slice(25, VOCAB)
     target = x["target"].where(x["target"] != -100, VOCAB)
-    unequal = torch.full((TOKENS,), 30)  # 25 and 36 classes taken for equally many: 25 to 35 are nobody's
+    # Without first_class, all shards are taken to have equal size. Classes 25 to 35 then belong to no
+    # process.
+    unequal = torch.full((TOKENS,), 30)
     for first, wrong in ((mine.start, target), (None, unequal)):
         with pytest.raises(IndexError, match="expected each class to be one process's"):
             shoestring.vocab_parallel_linear_cross_entropy(

@@ -1,4 +1,4 @@
-"""offload="nvme:DIR" on a disk that is too small: one line, when the optimizer is made."""
+"""With offload="nvme:DIR" on a disk that is too small, the constructor raises a one-line error."""
 
 import copy
 import os
@@ -18,7 +18,7 @@ from shoestring.optim import AdamW
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+    """Mount a file system of 4 MiB for the test, and yield its folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "shoestring", str(folder)]
@@ -36,7 +36,11 @@ def optimizer(sizes: list[int], folder: Path) -> AdamW:
 
 @pytest.mark.parametrize("reserves", [True, False], ids=["fallocate", "zeros"])
 def test_room_is_made_first(small_disk: Path, reserves: bool) -> None:
-    """8 bytes a trained parameter, in blocks of 1024 times 256: what steps take later is exactly that."""
+    """An optimizer's constructor reserves all disk space that its offloaded state needs later.
+
+    The state takes 8 bytes per trained parameter. Space is reserved in units of 1024 blocks of 256
+    parameters.
+    """
     disturb_offload(reserves=reserves)
     try:
         with pytest.raises(RuntimeError) as error:

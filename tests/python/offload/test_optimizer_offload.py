@@ -1,4 +1,4 @@
-"""State in host memory or on a disk: the same results, whatever the copies, reads and writes do."""
+"""Results with offloaded optimizer state equal those without offload, even if copies are slow or fail."""
 
 import copy
 import errno
@@ -36,7 +36,7 @@ Make = Callable[..., LowMemoryOptimizer]
 RULES = (AdamW, Lion, SGD, AdEMAMix, ScheduleFreeAdamW)
 WHOLE = (LAMB, Adafactor, CAME, Muon)
 PLACES = pytest.mark.parametrize("place", ["cpu", "stream", "nvme"])
-MICRO = 4  # micro-batches a step
+MICRO = 4  # number of micro-batches per optimizer step
 
 
 def disturb(delay: int = 0, fail_after: int = -1, error: int = 0, short: bool = False) -> None:
@@ -54,7 +54,10 @@ def offload(place: str | None, folder: Path) -> str | None:
 
 
 def weights_of(seed: int, dtype: torch.dtype, large: int) -> list[nn.Parameter]:
-    """Matrices: one of ``large`` elements, which chunks of a step divide, among small ones; one frozen, one empty."""
+    """Return parameters: a matrix with ``large`` elements, whose state may be several chunks, and small ones.
+
+    One of the small parameters has no elements, and one is frozen.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = [(10, 30), (large // 64, 64), (1, 1), (0, 4), (300, 17), (20, 30)]
     params = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
@@ -71,7 +74,10 @@ def train(
     schedule: bool = False,
     step: Callable[[], object] | None = None,
 ) -> None:
-    """Random gradients; one parameter has none in some steps, and one for the first time in step 2."""
+    """Train parameters with random gradients.
+
+    One parameter has no gradient in every second step. Another one has its first gradient in step 2.
+    """
     for i in steps:
         generator = torch.Generator().manual_seed(1000 + i)
         if schedule:
@@ -104,7 +110,8 @@ def expect_same(a: list[tuple[int, str, Tensor]], b: list[tuple[int, str, Tensor
         assert x.dtype == y.dtype and torch.equal(x, y), f"{name} of parameter {k}"
 
 
-# Elements of the large parameter: more than a chunk of 8 MiB where state has so many bytes an element.
+# Number of elements of the large parameter, by state format. Its state is larger than a chunk of 8 MiB,
+# except for 4bit.
 LARGE = {"fp32": 1_500_000, "bf16": 2_500_000, "8bit": 4_600_000, "4bit": 64_000}
 
 
@@ -112,7 +119,7 @@ LARGE = {"fp32": 1_500_000, "bf16": 2_500_000, "8bit": 4_600_000, "4bit": 64_000
 @pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
 @pytest.mark.parametrize("state", ["fp32", "8bit", "bf16", "4bit"])
 def test_same_as_on_the_device(place: str, state: str, weights: str, tmp_path: Path) -> None:
-    """AdamW, with every kind of state and weights, where chunks divide a parameter."""
+    """Offloaded AdamW gives the results of AdamW without offload, for every `state` and `weights` option."""
     results = []
     for where in (None, place):
         params = weights_of(1, torch.bfloat16, LARGE[state])
@@ -126,7 +133,10 @@ def test_same_as_on_the_device(place: str, state: str, weights: str, tmp_path: P
 @pytest.mark.parametrize("state", ["fp32", "8bit", "4bit"])
 @pytest.mark.parametrize("optimizer", [*RULES, *WHOLE], ids=lambda o: o.__name__)
 def test_every_optimizer(optimizer: Make, place: str, state: str, tmp_path: Path) -> None:
-    """Steps, sums of micro-batches, clipping, a schedule, a frozen parameter, two groups, min_quantize_size."""
+    """Every optimizer gives the same results with offload as without.
+
+    The run has micro-batches, clipping, a schedule, a frozen parameter, two groups and min_quantize_size.
+    """
     results = []
     for where in (None, place):
         params = weights_of(2, torch.bfloat16, 64_000)
@@ -153,9 +163,11 @@ def test_every_optimizer(optimizer: Make, place: str, state: str, tmp_path: Path
 @PLACES
 @pytest.mark.parametrize("step_in_backward", [False, True], ids=["", "in backward"])
 def test_fifty_steps_with_delays(place: str, step_in_backward: bool, tmp_path: Path) -> None:
-    """As the last, with random delays in every copy, read and write, and reads and writes that stop half-way.
+    """Fifty offloaded steps with random delays and incomplete reads and writes equal steps without offload.
 
-    Within backward, clipping is by the norm of the step before, but by that of all gradients with "cpu".
+    With step_in_backward, clipping uses the norm of the previous step, except with offload="cpu", which uses
+    the norm of the current gradients. The reference for offload="cpu" therefore does not use
+    step_in_backward.
     """
     results = []
     for where in (None, place):
@@ -195,7 +207,10 @@ def test_steps_in_backward_of_what_chunks_divide(place: str, dtype: torch.dtype,
 
 
 def test_a_column_major_parameter(tmp_path: Path) -> None:
-    """Which the operator copies for each piece."""
+    """A column-major parameter gives the same results with offload as without.
+
+    The operator copies the parameter in several parts.
+    """
     results = []
     for where in (None, "stream", "nvme"):
         generator = torch.Generator().manual_seed(1)
@@ -211,7 +226,7 @@ def test_a_column_major_parameter(tmp_path: Path) -> None:
 
 @PLACES
 def test_checkpoints_are_the_same(place: str, tmp_path: Path) -> None:
-    """State dicts and files: between an offloaded optimizer and one that is not, both ways, and half-way."""
+    """Training resumes from state dicts and files if the saved run, the resumed run, or both offload."""
     through = weights_of(5, torch.bfloat16, 64_000)
     plain = AdamW(through, lr=1e-2, weights="remainder")
     train(plain, through, range(6))
@@ -240,7 +255,7 @@ def test_checkpoints_are_the_same(place: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fail_after", [0, 3, 7, 12, 17, 21])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, 0], ids=["EIO", "ENOSPC", "end of file"])
 def test_a_step_that_fails_can_be_repeated(fail_after: int, error: int, tmp_path: Path) -> None:
-    """Whichever read or write it is: the error names the file; the same step again ends where it would have ended."""
+    """If a read or write of offloaded state fails, the error names the file, and the step can be repeated."""
     results = []
     for fails in (False, True):
         params = weights_of(6, torch.float32, 2 * LARGE["fp32"])
@@ -273,7 +288,7 @@ def test_other_gradients_do_not_finish_a_step(tmp_path: Path) -> None:
     opt = AdamW(params, state="fp32", offload=f"nvme:{tmp_path}")
     train(opt, params, range(1))
     saved = copy.deepcopy(opt.state_dict())
-    disturb(fail_after=4, error=errno.EIO)  # when the third chunk is read
+    disturb(fail_after=4, error=errno.EIO)  # the read of the third chunk fails
     with pytest.raises(RuntimeError, match="Input/output error"):
         train(opt, params, range(1, 2))
     with pytest.raises(RuntimeError, match=r"AdamW: state_dict: expected a whole step.* Call step\(\) again"):
@@ -302,7 +317,10 @@ def test_errors(tmp_path: Path) -> None:
 
 
 def test_space_is_checked_first(tmp_path: Path) -> None:
-    """A parameter that is larger than any disk, though it takes four bytes of memory."""
+    """The optimizer checks the free disk space before it writes a file.
+
+    The test's parameter has 2^46 elements, more than fit on a disk, but is an expanded tensor of four bytes.
+    """
     p = nn.Parameter(torch.zeros(1).expand(1 << 46))
     message = rf"SGD: offload: {tmp_path}: expected room for \d+ bytes on the disk, received \d+ free"
     with pytest.raises(RuntimeError, match=message):
@@ -331,7 +349,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_peak_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """fp32 state of 96 MB and of 288 MB: four chunks of 8 MiB and little else."""
+    """A step with 96 MB or 288 MB of offloaded state needs less than 56 MiB of memory.
+
+    This limit is four chunks of 8 MiB, plus 24 MiB.
+    """
     peaks = []
     for n in (12_000_000, 36_000_000):
         command = [sys.executable, "-c", MEMORY, str(n), f"nvme:{tmp_path}"]
@@ -364,7 +385,7 @@ print(*(now - then for now, then in zip(marks(), before)))
 
 @pytest.mark.parametrize("where", ["stream", "nvme"])
 def test_saving_takes_no_memory(where: str, tmp_path: Path) -> None:
-    """State of 96 MB in host memory or on a disk, where some 8 MiB of it are in memory at a time."""
+    """Saving 96 MB of offloaded state takes less than 16 MiB of memory, because it is copied in parts."""
     place, path = f"nvme:{tmp_path}" if where == "nvme" else where, tmp_path / "optimizer.safetensors"
     command = [sys.executable, "-c", SAVED, place, str(path)]
     peak, left = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())

@@ -1,4 +1,4 @@
-"""offload="cpu": gradients leave for host memory, the CPU steps there, weights come back; while backward runs."""
+"""Tests of offload="cpu": gradients are copied to the host, and the CPU steps while backward runs."""
 
 import copy
 import threading
@@ -23,12 +23,15 @@ def undisturbed() -> Iterator[None]:
 
 
 def slow(microseconds: int) -> None:
-    """A random time before every copy."""
+    """Delay every copy between device and host by a random time of at most ``microseconds``."""
     disturb_offload(microseconds)
 
 
 def model_of(dtype: torch.dtype = torch.float32, width: int = 1500) -> nn.Sequential:
-    """Four layers whose matrices are a bucket each (9 MB in fp32), with a tied one, small ones, and a frozen one."""
+    """Return four linear layers and a LayerNorm. Each matrix fills a bucket (9 MB in fp32).
+
+    The weights of two layers are one tied parameter, and one bias is frozen.
+    """
     torch.manual_seed(0)
     layers = [nn.Linear(width, width, bias=i != 1) for i in range(4)]
     layers.insert(2, nn.LayerNorm(width))
@@ -53,7 +56,10 @@ def expect_same(a: nn.Module, b: nn.Module, opt_a: LowMemoryOptimizer, opt_b: Lo
 @pytest.mark.parametrize("state", ["8bit", "fp32"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "in backward"])
 def test_fifty_steps(in_backward: bool, state: str, weights: str) -> None:
-    """Accumulation 4, clipping, a schedule, tied and frozen parameters, with delays: bit for bit as without."""
+    """Fifty steps with offload="cpu" give the same results bit for bit as without offload.
+
+    The run has four micro-batches per step, clipping, a schedule, tied and frozen parameters, and delays.
+    """
     results = []
     for offload in (None, "cpu"):
         model = model_of(torch.bfloat16, 300)
@@ -90,7 +96,7 @@ def test_fifty_steps(in_backward: bool, state: str, weights: str) -> None:
 
 
 class Stamp(torch.autograd.Function):
-    """Takes the time at which backward comes by, after some wait."""
+    """An identity function whose backward calls ``wait`` and then records the time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, times: list[float], wait: Callable[[], None]) -> Tensor:
@@ -105,7 +111,10 @@ class Stamp(torch.autograd.Function):
 
 
 def test_buckets_are_stepped_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward waits, before its last layer, for the others' steps: they need nothing from what comes after it."""
+    """With offload="cpu" and step_in_backward, parameters are stepped before backward has ended.
+
+    In the test, backward does not compute the gradient of the first layer until all other layers are stepped.
+    """
     steps: list[float] = []
     original = LowMemoryOptimizer._step_values
 
@@ -136,7 +145,7 @@ def test_buckets_are_stepped_before_backward_ends(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gradients_are_freed_before_they_are_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However far the CPU is behind."""
+    """offload="cpu" frees a gradient after its copy to the host, even if the CPU has not stepped yet."""
     original, go = LowMemoryOptimizer._step_values, threading.Event()
 
     def late(*args: object) -> None:
@@ -146,7 +155,7 @@ def test_gradients_are_freed_before_they_are_stepped(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(LowMemoryOptimizer, "_step_values", late)
     layers = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(4)))
     grads: list[StorageWeakRef] = []
-    for layer in layers:  # hooks run in order: before the optimizer's
+    for layer in layers:  # the test's hooks are registered before the optimizer's hooks, so they run first
         layer.weight.register_post_accumulate_grad_hook(
             lambda p: grads.append(StorageWeakRef(p.grad.untyped_storage()))
         )
@@ -163,7 +172,10 @@ def test_gradients_are_freed_before_they_are_stepped(monkeypatch: pytest.MonkeyP
 
 
 def test_exact_clipping_is_by_the_norm_of_this_step() -> None:
-    """What step_in_backward without offload cannot do: the first step is clipped."""
+    """offload="cpu" with step_in_backward clips by the norm of the current gradients.
+
+    Without offload, step_in_backward clips by the norm of the previous step.
+    """
     model = model_of(width=100)
     opt = SGD(
         model.parameters(), lr=1.0, state="fp32", offload="cpu", step_in_backward=True, max_grad_norm=1e-3
@@ -256,7 +268,7 @@ def test_with_a_grad_scaler(scale: float) -> None:
 
 
 def test_copies_and_checkpoints_between_backward_and_step() -> None:
-    """What backward has begun is over before anything is saved."""
+    """deepcopy and state_dict() wait for optimizer steps that backward has started."""
     slow(2000)
     model = model_of(width=400)
     opt = Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2, offload="cpu", step_in_backward=True)
@@ -271,7 +283,7 @@ def test_copies_and_checkpoints_between_backward_and_step() -> None:
 
 
 def test_gradients_without_backward() -> None:
-    """Set by hand, and for the first time after other parameters have stepped."""
+    """offload="cpu" steps gradients that are set by hand, some for the first time in a later step."""
     results = []
     for offload in (None, "cpu"):
         params = [nn.Parameter(torch.ones(3, 5)), nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(()))]

@@ -1,4 +1,4 @@
-"""Offloaded state beside a real device's streams: copies under way while kernels run, and the CPU's steps."""
+"""Tests of offloaded optimizer state on a device: copies that overlap kernels, and steps on the CPU."""
 
 from pathlib import Path
 
@@ -68,5 +68,6 @@ def test_the_cpu_steps_as_the_device_does(dtype: torch.dtype, in_backward: bool)
         train(opt, model, dtype, 5)
         assert all(entry["exp_avg"].device.type == "cpu" for entry in opt.state.values()) or where is None
     for p, q, start in zip(models[0].parameters(), models[1].parameters(), before, strict=True):
-        # Two implementations of one rule: sums of gradients and the square root differ in their last bits.
+        # CPU and device implement the same update rule, but their sums and square roots differ in the last
+        # bits.
         assert relative_error(q - start, p - start) < (1e-4 if dtype == torch.float32 else 2e-2)

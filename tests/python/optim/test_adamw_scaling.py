@@ -11,7 +11,7 @@ pytestmark = pytest.mark.device
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 def test_grad_scaler(unscale: bool) -> None:
-    """Steps on a scaled loss equal those on the plain loss, and infinite gradients skip the step."""
+    """With a GradScaler, steps equal those without loss scaling, and infinite gradients skip the step."""
     ours, plain = parameters(), parameters()
     a, b = AdamW(ours), AdamW(plain)
     scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**10, growth_interval=100)
@@ -36,7 +36,7 @@ def test_grad_scaler(unscale: bool) -> None:
     assert not hasattr(a, "found_inf")
     for p in ours:
         p.grad = None
-    scaler.step(a)  # No parameter has a gradient, so the step changes nothing.
+    scaler.step(a)  # No parameter has a gradient, so scaler.step changes no weight.
     assert same(ours, plain)
 
 

@@ -1,4 +1,4 @@
-"""shoestring.optim.Muon, Adafactor, CAME, LAMB and AdEMAMix: their numbers, and what they refuse."""
+"""Tests of the results, state dicts and error messages of Muon, Adafactor, CAME, LAMB and AdEMAMix."""
 
 import copy
 import io
@@ -33,14 +33,14 @@ def named(x: object) -> str:
 
 
 def apart(ours: list[Parameter], theirs: list[Parameter], start: list[Parameter]) -> float:
-    """The distance as a share of the way that theirs went."""
+    """Return the distance of the weights `ours` from `theirs`, divided by that of `theirs` from `start`."""
     way = torch.cat([(q - s).detach().flatten() for q, s in zip(theirs, start, strict=True)])
     off = torch.cat([(p - q).detach().flatten() for p, q in zip(ours, theirs, strict=True)])
     return (off.norm() / way.norm()).item()
 
 
 class PlainLAMB(torch.optim.Optimizer):
-    """The paper's algorithm 2."""
+    """Reference implementation of LAMB in plain PyTorch: algorithm 2 of the LAMB paper."""
 
     def __init__(
         self, params: list[Parameter], lr: float, betas: tuple[float, float], weight_decay: float
@@ -60,7 +60,11 @@ class PlainLAMB(torch.optim.Optimizer):
 
 
 class PlainCAME(torch.optim.Optimizer):
-    """The paper's algorithm 2 in fp64; vectors without factors and without the division, as its authors have them."""
+    """Reference implementation of CAME in fp64: algorithm 2 of the CAME paper.
+
+    As in the code of CAME's authors, vectors have no factored moments, and their update is not divided by the
+    instability.
+    """
 
     def __init__(
         self,
@@ -100,8 +104,9 @@ class PlainCAME(torch.optim.Optimizer):
                 p.copy_(self.state[p]["p"])
 
 
-# Against products in bf16, which keep 8 bits; the others differ by the order of sums, or round weights of 1, which go
-# 0.1, in fp32.
+# (optimizer, reference, options, sizes, allowed relative error). For Muon, the error comes from
+# torch.optim.Muon's bf16 products. For the others, it comes from the order of sums, and from rounding fp32
+# weights of about 1 that change by 0.1.
 CASES = [
     (Muon, torch.optim.Muon, dict(lr=0.02, momentum=0.8), MATRICES, 5e-2),
     (Muon, torch.optim.Muon, dict(lr=0.02, nesterov=False, adjust_lr_fn="match_rms_adamw"), MATRICES, 5e-2),
@@ -146,7 +151,7 @@ def test_fp32_state_is_the_plain_rule(
 def test_8bit_state_follows_fp32(
     rule: type, options: dict[str, Any], sizes: list[tuple[int, ...]], error: float
 ) -> None:
-    """By the way that the weights went."""
+    """Training with 8-bit state stays close to training with fp32 state, relative to the weights' change."""
     ours, exact = parameters(sizes), parameters(sizes)
     train(rule(ours, **options), ours, range(10))
     train(rule(exact, state="fp32", **options), exact, range(10))
@@ -173,7 +178,7 @@ def test_muon_reads_torchs_state_and_writes_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adafactor_reads_torchs_state(dtype: torch.dtype) -> None:
-    """bf16 parameters have bf16 statistics there, and fp32 ones here."""
+    """Adafactor loads the state of torch.optim.Adafactor and converts bf16 statistics to fp32."""
     theirs = parameters(SIZES, dtype)
     b = torch.optim.Adafactor(theirs, lr=0.05, d=2.0, weight_decay=0.1)
     train(b, theirs, range(3))

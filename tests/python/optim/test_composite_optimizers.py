@@ -1,4 +1,4 @@
-"""Optimizers that are more than a rule: calls of other operators, a parameter at a time."""
+"""Tests of the optimizer operators that call other operators for one parameter at a time, such as muon_."""
 
 import math
 
@@ -31,10 +31,12 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
         if p.numel() == 0:
             continue
         way = q.float() - s.float()
-        # The error of three updates; a weight that is rounded to another neighbour each time.
+        # The allowed error is the error of the updates, plus one rounding of the weight for each of the three
+        # steps.
         allowed = product_error(rule) + 3 * torch.finfo(dtype).eps * q.float().norm() / way.norm()
         assert relative_error(p.float() - s.float(), way) < allowed
-    # Codes near a boundary and bits drawn for another last bit differ by a step, in a few elements of a thousand.
+    # The moments differ from the reference in the last bit. In a few elements of a thousand, this changes the
+    # code or the stochastic rounding by one step.
     for a, b in zip(
         rule.values(ours.sizes, ours.arenas), rule.values(ours.sizes, theirs.arenas), strict=True
     ):
@@ -47,7 +49,10 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
 @RULES
 @STATES
 def test_a_remainder_is_an_fp32_weight(rule: Rule, capability: str, state: str) -> None:
-    """Bit for bit, state included, on gradients of both dtypes."""
+    """bf16 weights with remainders get the same bits and state as fp32 weights that take the same steps.
+
+    The gradients are fp32 in two of three steps, and bf16 in the other.
+    """
     masters = Run(rule, randn(rule), state)
     remainder = torch.zeros(STATE_BLOCK * sum(map(blocks, masters.sizes)), dtype=torch.int16)
     weights, views, begin = [], [], 0
@@ -69,9 +74,14 @@ def test_a_remainder_is_an_fp32_weight(rule: Rule, capability: str, state: str) 
 
 @RULES
 def test_stochastic_rounding(rule: Rule, capability: str) -> None:
-    """To one of the two neighbours, in the mean right, and as alone with the number given."""
+    """Stochastic rounding of updated weights picks one of the two nearest bf16 values, and is unbiased.
+
+    A call with a single parameter rounds it to the same bits as a call with all parameters. The operator's
+    argument `numbers` must then hold the index of the parameter.
+    """
     start, grads = randn(rule, torch.bfloat16), randn(rule, torch.bfloat16)
-    own = {"eps1": 1e-3} if rule.extra else {}  # which otherwise follows from the dtype
+    # Set eps1, since its default depends on the dtype of the weight.
+    own = {"eps1": 1e-3} if rule.extra else {}
     options = dict(stochastic_rounding=True, seed=11, **own)
     together = Run(rule, start, options=options).step(grads)
     exact = Run(rule, [p.float() for p in start], options=own).step(grads)
@@ -85,14 +95,18 @@ def test_stochastic_rounding(rule: Rule, capability: str) -> None:
     assert abs(above - total / 2) < 2.5 * math.sqrt(total)  # 5 sigma
     for i, p in enumerate(start):
         alone = Run(rule, [p], options=options | dict(numbers=[i])).step([grads[i]])
-        # fp32 statistics of reductions are the same: one tensor at a time in any case.
+        # The operator computes norms and means of one parameter at a time, so they do not depend on the other
+        # parameters.
         assert torch.equal(alone.params[0], together.params[i])
 
 
 @RULES
 @STATES
 def test_numbers_in_tensors(rule: Rule, capability: str, state: str) -> None:
-    """Powers of two, which round nothing: the same bits as with numbers, and with gradients scaled beforehand."""
+    """Learning rate, clip factor and gradient scale in tensors give the same bits as Python numbers.
+
+    The test uses powers of two, so that scaling does not round.
+    """
     start, lr = randn(rule), 2.0**-4
     steps = [randn(rule) for _ in range(2)]
 
@@ -158,7 +172,8 @@ def test_strided_parameters_and_gradients(rule: Rule) -> None:
     strided = Run(rule, start)
     strided.params = [p.mT.contiguous().mT if p.dim() > 1 else p for p in start]
     strided.step([torch.stack([g, g], -1)[..., 0] for g in grads])
-    for p, q in zip(plain.params, strided.params, strict=True):  # sums run in memory's order
+    # Norms and means are summed in memory order, so results of strided tensors may differ in the last bits.
+    for p, q in zip(plain.params, strided.params, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 

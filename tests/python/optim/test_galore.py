@@ -1,4 +1,4 @@
-"""shoestring.optim.GaLore against its definition in fp64, its basis against an SVD, and what it is for."""
+"""Tests of shoestring.optim.GaLore against its definition in fp64, and of its projections against an SVD."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from shoestring.optim.projections import leading_vectors
 
 
 def spectrum(rows: int, columns: int, power: float) -> Tensor:
-    """A matrix whose singular values fall as i ** -power; noise, for a power of zero."""
+    """Return a matrix whose i-th singular value is i ** -power, or Gaussian noise if `power` is 0."""
     if power == 0:
         return torch.randn(rows, columns)
     count = min(rows, columns)
@@ -23,7 +23,7 @@ def spectrum(rows: int, columns: int, power: float) -> Tensor:
 
 
 def update(basis: Tensor, grad: Tensor, adam: Adam64, left: bool) -> Tensor:
-    """GaLore in one line, or two: the projected gradient's Adam, projected back."""
+    """Return GaLore's update in fp64: apply Adam to the projected gradient, and project the result back."""
     return basis @ adam(basis.mT @ grad) if left else adam(grad @ basis) @ basis.mT
 
 
@@ -31,7 +31,10 @@ def update(basis: Tensor, grad: Tensor, adam: Adam64, left: bool) -> Tensor:
 @pytest.mark.parametrize("side", ["auto", "left", "right"])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_follows_fp64(side: str, maximize: bool) -> None:
-    """Through three projections, with decay and a clip; each projection is the SVD's of its gradient."""
+    """GaLore follows its definition in fp64 over three projections, with weight decay and clipping.
+
+    Each new projection captures as much of its gradient as the leading singular vectors do.
+    """
     params = parameters()
     rank, clip, decay, lr, scale = 8, 5.0, 0.2, 1e-2, 0.5
     options = dict(rank=rank, update_proj_gap=3, scale=scale, projection=side, max_grad_norm=clip)
@@ -59,7 +62,7 @@ def test_follows_fp64(side: str, maximize: bool) -> None:
                 exact[i] += lr * adam(grad)
                 continue
             basis = opt.state[p]["projection"].double()
-            if opt.state[p]["projection_age"] == 1:  # a new one
+            if opt.state[p]["projection_age"] == 1:  # this step computed the projection
                 u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
                 best = u[:, :rank] if left else vh[:rank].mT
                 captured = [(b.mT @ matrix if left else matrix @ b).norm() ** 2 for b in (basis, best)]
@@ -87,14 +90,19 @@ def test_16_bit_weights_are_rounded_once(dtype: torch.dtype) -> None:
         low = update(basis.double(), matrix, Adam64(), left).view(p.shape)
         exact = before[i] * (1 - 1e-2 * 0.3) + 1e-2 * low
         unit = torch.finfo(dtype).eps * 2.0 ** exact.abs().log2().floor()
-        assert ((p.double() - exact).abs() <= 0.502 * unit + 1e-6).all()  # half a unit, and fp32's own
+        # The 16-bit weight may differ from fp64 by half a unit in the last place, plus the rounding of the
+        # fp32 update.
+        assert ((p.double() - exact).abs() <= 0.502 * unit + 1e-6).all()
 
 
 @pytest.mark.device
 @pytest.mark.parametrize(("rows", "columns"), [(96, 160), (160, 96), (64, 64)])
 @pytest.mark.parametrize("power", [0, 0.5, 1, 2])
 def test_the_basis_is_as_good_as_an_svds(rows: int, columns: int, power: float) -> None:
-    """By the squared norm that is captured; for noise, no subspace is much better than another."""
+    """leading_vectors captures nearly as much of a matrix's squared norm as the singular vectors of an SVD.
+
+    The limit for a matrix of noise is looser, since its singular values are nearly equal.
+    """
     matrix, rank = spectrum(rows, columns, power), 12
     for scale in (1.0, 1e-30, 1e30):
         basis = leading_vectors(matrix * scale, rank, 3)
@@ -103,7 +111,8 @@ def test_the_basis_is_as_good_as_an_svds(rows: int, columns: int, power: float) 
         assert captured > best * (0.97 if power == 0 else 0.999)
         assert (basis.mT @ basis - torch.eye(rank)).abs().max() < 5e-6
     assert torch.equal(leading_vectors(matrix, rank, 3), leading_vectors(matrix, rank, 3))
-    if power == 2:  # the vectors themselves, in their order
+    # The singular values are well separated, so each vector must equal that of the SVD, up to its sign.
+    if power == 2:
         u = torch.linalg.svd(matrix.double()).U[:, :4]
         assert ((basis[:, :4].double() * u).sum(0).abs() > 0.999).all()
 
@@ -111,7 +120,10 @@ def test_the_basis_is_as_good_as_an_svds(rows: int, columns: int, power: float) 
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_full_rank_is_the_dense_step(dtype: torch.dtype) -> None:
-    """SGD's steps do not depend on the basis; a P whose columns are not orthonormal would show."""
+    """With full rank, GaLore over SGD takes the same steps as SGD alone.
+
+    This holds for every projection with orthonormal columns; with other columns the steps would differ.
+    """
     ours, theirs = (Parameter(torch.zeros(16, 24, dtype=dtype)) for _ in range(2))
     a = GaLore([ours], SGD, rank=16, scale=1.0, lr=0.1, state="fp32", update_proj_gap=100)
     b = SGD([theirs], lr=0.1, state="fp32")
@@ -125,7 +137,7 @@ def test_full_rank_is_the_dense_step(dtype: torch.dtype) -> None:
 @pytest.mark.device
 @pytest.mark.parametrize("state", ["8bit", "fp32"])
 def test_solves_a_low_rank_problem(state: str) -> None:
-    """Regression on a matrix of rank 4, in 6 directions, with an eighth of the state."""
+    """GaLore with rank 6 learns a linear map of rank 4, with an eighth of the optimizer state of AdamW."""
     target, x = torch.randn(48, 4) @ torch.randn(4, 64), torch.randn(256, 48)
     losses = []
     for optimizer, options in ((GaLore, {"rank": 6, "update_proj_gap": 20, "scale": 1.0}), (AdamW, {})):
@@ -146,7 +158,10 @@ def test_solves_a_low_rank_problem(state: str) -> None:
 @pytest.mark.device
 @pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
 def test_a_gradient_that_says_nothing_gives_no_projection(bad: float) -> None:
-    """Such as the first one behind a layer that begins with zeros: the next one's directions are taken."""
+    """If the first gradient is zero or not finite, GaLore uses a random projection for this step.
+
+    The gradient of a weight can be zero in the first step if another layer is initialised to zeros.
+    """
     weight = Parameter(torch.zeros(16, 24))
     opt = GaLore([weight], AdamW, rank=2, scale=1.0, lr=1e-2)
     weight.grad = torch.zeros(16, 24)
@@ -154,7 +169,8 @@ def test_a_gradient_that_says_nothing_gives_no_projection(bad: float) -> None:
     opt.step()
     basis = opt.state[weight]["projection"].clone()
     assert (basis.mT @ basis - torch.eye(2)).abs().max() < 1e-5 and weight.isfinite().all() == (bad == 0)
-    if bad != 0:  # as with any Adam, there is no way back from a NaN
+    # A gradient that is not finite has made Adam's moments NaN, so later steps cannot be checked.
+    if bad != 0:
         return
     direction = torch.randn(16, 1)
     weight.grad = direction @ torch.randn(1, 24)
@@ -166,7 +182,8 @@ def test_a_gradient_that_says_nothing_gives_no_projection(bad: float) -> None:
     opt.state[weight]["projection_age"] = 200
     weight.grad = torch.zeros(16, 24)
     opt.step()
-    assert torch.equal(opt.state[weight]["projection"], kept)  # due, but the gradient is zero
+    # The projection is due for renewal, but with a zero gradient GaLore keeps the old projection.
+    assert torch.equal(opt.state[weight]["projection"], kept)
 
 
 def test_projections_are_made_every_gap_steps() -> None:
@@ -185,12 +202,12 @@ def test_projections_are_made_every_gap_steps() -> None:
         True,
         False,
     ]
-    assert len(set(seeds)) == 3  # and each begins elsewhere
+    assert len(set(seeds)) == 3  # GaLore computes each of the three projections from a different seed.
 
 
 @pytest.mark.device
 def test_weights_that_are_no_matrix_in_memory() -> None:
-    """A convolution's in channels_last order goes the same way as one in the usual order."""
+    """GaLore steps a convolution weight in channels_last format to the same values as a contiguous one."""
     values, grads = torch.randn(12, 4, 3, 3), [torch.randn(12, 4, 3, 3) for _ in range(3)]
     for dtype in (torch.float32, torch.bfloat16):
         plain = Parameter(values.to(dtype, copy=True))

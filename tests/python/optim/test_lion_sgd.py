@@ -1,4 +1,4 @@
-"""shoestring.optim.Lion and SGD: their numbers, state, and what they take over from bitsandbytes and torch."""
+"""Tests of shoestring.optim.Lion and SGD, and of loading state from bitsandbytes and torch.optim."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: rang
 
 
 class PlainLion(torch.optim.Optimizer):
-    """The paper's algorithm 2."""
+    """Reference implementation of Lion in plain PyTorch: algorithm 2 of the Lion paper."""
 
     def __init__(
         self, params: list[Parameter], lr: float, betas: tuple[float, float], weight_decay: float
@@ -79,7 +79,10 @@ def test_fp32_state_is_the_plain_rule(rule: type, plain: type, options: dict[str
 @pytest.mark.device
 @pytest.mark.parametrize(("rule", "error"), [(Lion, 0.06), (SGD, 0.02)])
 def test_8bit_state_follows_fp32(rule: type, error: float) -> None:
-    """By the way that the weights went. Lion takes the sign of a sum that quantisation may move across zero."""
+    """Training with 8-bit state stays close to training with fp32 state, relative to the weights' change.
+
+    Lion has a larger limit, since quantisation can change the sign of an update.
+    """
     ours, exact, start = parameters(), parameters(), parameters()
     train(rule(ours), ours, range(10))
     train(rule(exact, state="fp32"), exact, range(10))
@@ -151,7 +154,9 @@ def test_torch_sgd_and_back(state: str) -> None:
     c.load_state_dict(a.torch_state_dict())
     train(a, ours, range(3, 4))
     train(c, back, range(3, 4))
-    for p, q in zip(ours, back, strict=True):  # theirs does not begin again either
+    # With torch_state_dict() loaded, torch.optim.SGD continues the momentum buffer instead of starting a new
+    # one.
+    for p, q in zip(ours, back, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     none = torch.optim.SGD(parameters(), lr=0.1)
     with pytest.raises(ValueError, match="SGD: momentum: expected a number above 0"):

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of optimizers, saved by some processes and loaded by other numbers of them; whole ones."""
+"""Tests of AdamW's full state dicts, and of distributed checkpoints that other numbers of processes load."""
 
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 from processes import batch, model, run, train, whole
 from shoestring.optim import AdamW
 
-# What quantising once more may change, of the largest: half the widest gap in the maps, and in 4 bits what lies across zero
-# from the largest becomes at most 0.63.
+# Largest change of a moment when it is quantised again with other block boundaries, relative to the largest
+# moment. For 8 bits, it is half the widest gap between two codes. For 4 bits, moments with the sign opposite
+# to that of the largest moment are clipped at 0.63 times its magnitude.
 GAP = {"8bit": 0.008, "4bit": 0.38}
 
 
 def _moments(opt: AdamW) -> list[Tensor]:
-    """Moments in fp32, whole."""
+    """Return both moments of every parameter, unsharded and dequantised to fp32."""
     found = []
     for entry in opt.torch_state_dict()["state"].values():
         found += [whole(entry[name]) for name in ("exp_avg", "exp_avg_sq")]
@@ -69,7 +70,9 @@ def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
         for entry, old in zip(opt.state.values(), torch.load(f"{folder}.{rank}.pt").values(), strict=True):
             assert entry.keys() == old.keys() and all(torch.equal(entry[k], old[k]) for k in old)
     for i, (a, b) in enumerate(zip(_moments(opt), moments, strict=True)):
-        if i < 2 or options["state"] not in GAP:  # the weight of whole blocks
+        # The shards of the first weight are whole quantisation blocks, so its two moments (indices 0 and 1)
+        # are not quantised again.
+        if i < 2 or options["state"] not in GAP:
             assert torch.equal(a, b)
         else:
             torch.testing.assert_close(a, b, rtol=0, atol=GAP[options["state"]] * b.abs().max().item())
@@ -103,13 +106,15 @@ def _whole_states(rank: int, kind: str) -> None:
     train(net, opt, range(3))
     full = StateDictOptions(full_state_dict=True)
     state = get_optimizer_state_dict(net, opt, options=full)
-    set_optimizer_state_dict(plain, other, state, options=full)  # sharded to plain
+    # The full state dict of a sharded optimizer loads into an optimizer of plain parameters.
+    set_optimizer_state_dict(plain, other, state, options=full)
     for a, b in zip(_moments(other), _moments(opt), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=GAP[kind] * b.abs().max().item())
     train(plain, other, range(3, 5))
 
     again = fully_shard(model())
-    for load in ("plain", "direct", "broadcast"):  # plain, or sharded but whole, to sharded
+    # Full state dicts, from plain or sharded parameters, load into an optimizer of sharded parameters.
+    for load in ("plain", "direct", "broadcast"):
         third, source = AdamW(again.parameters(), state=kind), opt if load == "broadcast" else other
         if load == "direct":
             third.load_state_dict(other.state_dict())
@@ -122,7 +127,8 @@ def _whole_states(rank: int, kind: str) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0 if i < 2 else GAP[kind] * b.abs().max().item())
         assert all(entry["step"] == (3 if load == "broadcast" else 5) for entry in third.state.values())
 
-    theirs = torch.optim.AdamW(again.parameters())  # fp32 moments, DTensors too
+    # torch.optim.AdamW loads the moments from torch_state_dict() as fp32 DTensors.
+    theirs = torch.optim.AdamW(again.parameters())
     theirs.load_state_dict(third.torch_state_dict())
     train(again, theirs, range(1))
     fourth = AdamW(again.parameters(), state=kind)

@@ -1,4 +1,4 @@
-"""Options that every optimizer has: the global norm clip within the step, and fp32 state for small parameters."""
+"""Tests of max_grad_norm (clipping within the step) and of min_quantize_size (small parameters in fp32)."""
 
 import copy
 import math
@@ -44,7 +44,9 @@ def test_clip_is_that_of_torch(size: float, dtype: torch.dtype) -> None:
         before = [p.grad.clone() for p in ours[:4]]
         norm = torch.nn.utils.get_total_norm([p.grad.float() for p in plain[:4]])
         a.step()
-        torch.nn.utils.clip_grad_norm_(plain, 2.0)  # of bf16 gradients the norm, too, is a bf16 number
+        # For bf16 gradients, PyTorch's clip_grad_norm_ rounds the norm to bf16, so its result is less
+        # accurate.
+        torch.nn.utils.clip_grad_norm_(plain, 2.0)
         b.step()
         torch.testing.assert_close(a.grad_norm, norm, rtol=1e-6, atol=0)
         assert (norm > 2) == (size == 1) and b.grad_norm is None
@@ -65,18 +67,22 @@ def test_clip_is_that_of_torch(size: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 def test_the_unscaled_norm_counts(unscale: bool, dtype: torch.dtype) -> None:
-    """The scaled fp16 gradients' own norm is past what fp16 can hold."""
+    """With a GradScaler, clipping and grad_norm use the norm of the unscaled gradients.
+
+    In the test, the norm of the scaled gradients exceeds the range of fp16.
+    """
     ours, plain = parameters(dtype), parameters(dtype)
     a, b = AdamW(ours, max_grad_norm=0.5), AdamW(plain, max_grad_norm=0.5)
     scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**14, growth_interval=100)
-    scaler.scale(torch.ones(1))  # makes the scale
+    scaler.scale(torch.ones(1))  # GradScaler creates its scale tensor in the first call of scale().
     for step in range(4):
         gradients(plain, step, size=0.25)
         for p, q in zip(ours, plain, strict=True):
             p.grad = None if q.grad is None else (q.grad.float() * scaler.get_scale()).to(dtype)
             if step == 2 and p.grad is not None:
                 p.grad.fill_(torch.inf)
-        if unscale and dtype == torch.float32:  # GradScaler refuses to unscale fp16 gradients
+        # fp16 is left out, since GradScaler.unscale_ raises an error for fp16 gradients.
+        if unscale and dtype == torch.float32:
             scaler.unscale_(a)
         scaler.step(a)
         scale = scaler.get_scale()
@@ -127,7 +133,10 @@ def test_the_norm_can_be_had_alone_and_survives_copies() -> None:
 
 @pytest.mark.device
 def test_small_parameters_keep_fp32_state() -> None:
-    """They step as with state="fp32", the others as with "8bit", and a load gives every one its kind again."""
+    """Parameters with fewer than min_quantize_size elements have fp32 state, and the others 8-bit state.
+
+    Loading a state dict restores min_quantize_size, and with it the format of each parameter's state.
+    """
     ours, quantized, exact = parameters(), parameters(), parameters()
     a = AdamW(ours, min_quantize_size=257)
     b, c = AdamW(quantized), AdamW(exact, state="fp32")
@@ -141,7 +150,9 @@ def test_small_parameters_keep_fp32_state() -> None:
     assert ["exp_avg_scale" in a.state[p] for p in ours[:4]] == [True, False, True, False]
     storages = [t.untyped_storage() for entry in a.state.values() for t in entry.values()]
     sizes = {s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}
-    assert sum(sizes.values()) == (2 + 2) * 520 + 1 * 2048 + 4 * 4  # blocks of 8-bit, of fp32, and four steps
+    # The expected bytes are those of four blocks of 8-bit state, one block of fp32 state, and four step
+    # counts.
+    assert sum(sizes.values()) == (2 + 2) * 520 + 1 * 2048 + 4 * 4
 
     resumed = [Parameter(p.detach().clone()) for p in ours]
     other = AdamW(resumed)
@@ -149,7 +160,9 @@ def test_small_parameters_keep_fp32_state() -> None:
     for step in range(3, 5):
         for params in (ours, resumed):
             gradients(params, step)
-            params[4].grad = torch.ones_like(params[4])  # a late one, which is small
+            # params[4], which is smaller than min_quantize_size, gets its first gradient after the state dict
+            # was loaded.
+            params[4].grad = torch.ones_like(params[4])
         a.step()
         other.step()
     assert all(torch.equal(p, q) for p, q in zip(ours, resumed, strict=True))

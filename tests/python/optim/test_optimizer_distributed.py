@@ -1,4 +1,4 @@
-"""Optimizers over several processes (CPU, Gloo): FSDP2, HSDP, tensor parallelism, DDP."""
+"""Tests of optimizers on several processes (CPU, Gloo): FSDP2, HSDP, tensor parallelism, DDP."""
 
 import copy
 from contextlib import nullcontext
@@ -20,11 +20,11 @@ from shoestring.optim import APOLLO, CAME, LAMB, SGD, Adafactor, AdamW, APOLLOMi
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import local
 
-# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
+# ---- FSDP2 -------------------------------------------------------------------------------------------------
 
 
 def aligned() -> Module:
-    """Halves are whole blocks."""
+    """Return a model whose parameter shards on two processes are whole state blocks of 256 elements."""
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(256, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False)
@@ -52,7 +52,8 @@ def _fsdp(rank: int, kind: type[LowMemoryOptimizer], options: dict[str, Any]) ->
     train(plain, other, range(4))
     for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert isinstance(p, DTensor)
-        # Blocks other than one process' have other scales: an update may differ by some hundredths.
+        # Sharding moves the boundaries of quantisation blocks, so scales differ. Updates then differ by some
+        # hundredths of their size.
         torch.testing.assert_close(whole(p), q, rtol=0, atol=1e-6 if options["state"] == "fp32" else 2e-3)
     if opt.max_grad_norm is not None:
         torch.testing.assert_close(
@@ -77,9 +78,8 @@ def test_fsdp_is_one_process(world: int, kind: type, options: dict, tmp_path: Pa
 def _replicas(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     net = model(torch.bfloat16)
-    alone = Parameter(
-        torch.ones(300, dtype=torch.bfloat16)
-    )  # beside the sharded ones, and in one group with them
+    # The optimizer's group has one plain parameter beside the sharded parameters.
+    alone = Parameter(torch.ones(300, dtype=torch.bfloat16))
     fully_shard(net, mesh=mesh)
     opt = AdamW([*net.parameters(), alone], state="bf16", weights="stochastic", max_grad_norm=0.5)
     for step in range(3):
@@ -101,7 +101,7 @@ def test_hsdp_replicas_stay_equal(tmp_path: Path) -> None:
 
 
 def _tensor_parallel(rank: int) -> None:
-    """DTensors without FSDP: columns split, gradients that are not reduced yet, replicas, random bits."""
+    """Step DTensors without FSDP: split columns, Partial gradients, replicas, and stochastic rounding."""
     mesh = init_device_mesh("cpu", (2,))
     start, grad = torch.ones(6, 512, dtype=torch.bfloat16), torch.full((6, 512), 0.25)
 
@@ -112,7 +112,8 @@ def _tensor_parallel(rank: int) -> None:
     opt = AdamW(params, weights="stochastic", max_grad_norm=1.0)
 
     def step(opt: AdamW, params: list[Parameter]) -> None:
-        for p in params:  # each process has half of the sum
+        # The gradient is a Partial DTensor: the sum over two processes, of which each holds one half.
+        for p in params:
             p.grad = DTensor.from_local(grad.to(p.dtype) / 2, mesh, [Partial()])
         opt.step()
 
@@ -120,7 +121,9 @@ def _tensor_parallel(rank: int) -> None:
         step(opt, params)
     torch.testing.assert_close(opt.grad_norm, (3 * grad.square().sum()).sqrt(), rtol=1e-6, atol=0)
     assert_replicated(params[1].to_local())
-    for p in (params[0], params[2]):  # equal gradients, and random bits of their own
+    # The two shards of a parameter have equal weights and gradients here, but stochastic rounding uses
+    # different random bits for each shard.
+    for p in (params[0], params[2]):
         mine = p.to_local().contiguous()
         others = [torch.empty_like(mine) for _ in range(2)]
         dist.all_gather(others, mine)
@@ -152,7 +155,7 @@ def _in_backward(rank: int) -> None:
                         (net(batch(3 * step + micro)).square().mean() / 3).backward()
                 if each is released:
                     assert all(p.grad is None for p in net.parameters())
-                elif clip is not None:  # by the norm of the step before
+                elif clip is not None:  # step_in_backward clips by the gradient norm of the previous step.
                     norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).full_tensor()
                     if previous is not None:
                         for p in net.parameters():
@@ -200,7 +203,7 @@ def test_no_collective_without_dtensors(monkeypatch: pytest.MonkeyPatch) -> None
     train(net, AdamW(net.parameters(), max_grad_norm=0.5), range(2))
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------------------
 
 
 def _flattened(rank: int) -> None:
@@ -231,7 +234,7 @@ def test_parts_of_parameters_are_refused_where_an_update_needs_the_whole(tmp_pat
     run(2, tmp_path, _parts)
 
 
-# ---- DDP -------------------------------------------------------------------------------------------------------------
+# ---- DDP ---------------------------------------------------------------------------------------------------
 
 
 def _ddp(rank: int) -> None:
@@ -257,13 +260,13 @@ def _ddp(rank: int) -> None:
                     assert_replicated(p)
                     assert_replicated(opt.state[p]["exp_avg"])
         for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
-            torch.testing.assert_close(
-                p, q, rtol=0.02, atol=2e-3
-            )  # gradients that were summed in bf16 and in fp32
+            # The first optimizer sums the gradients of micro-batches in bf16 and the second in fp32, so
+            # results differ slightly.
+            torch.testing.assert_close(p, q, rtol=0.02, atol=2e-3)
 
 
 def _on_the_cpu(rank: int) -> None:
-    """Sharded or replicated parameters that the CPU steps, as they are without: bit for bit, clipping included."""
+    """Assert that offload="cpu" gives equal bits for sharded and for replicated parameters, with clipping."""
     for sharded in (True, False):
         for in_backward in (False, True) if sharded else (False,):
             nets = [fully_shard(model()) if sharded else DistributedDataParallel(model()) for _ in range(2)]

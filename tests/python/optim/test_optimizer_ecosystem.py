@@ -1,4 +1,4 @@
-"""Optimizers among what people combine them with: schedulers, hooks, averages, GradScaler."""
+"""Tests of optimizers with schedulers, hooks, averaged weights and GradScaler of PyTorch."""
 
 import copy
 from collections.abc import Callable
@@ -37,12 +37,13 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Scheduler]] = {
 }
 
 
-# ---- schedulers ------------------------------------------------------------------------------------------------------
+# ---- schedulers --------------------------------------------------------------------------------------------
 
 
 def test_every_scheduler_of_torch_is_here() -> None:
     found = {name for name in lr_scheduler.__all__ if name not in ("LRScheduler", "_LRScheduler")}
-    if torch.__version__.startswith("2.11."):  # newer ones may have more
+    # Check PyTorch 2.11 only, since newer versions may have more schedulers.
+    if torch.__version__.startswith("2.11."):
         assert found <= SCHEDULERS.keys()
 
 
@@ -69,12 +70,13 @@ def test_scheduler(name: str, kind: str) -> None:
             if key in b.param_groups[0]:
                 mine, other = (torch.as_tensor(o.param_groups[0][key]) for o in (a, b))
                 torch.testing.assert_close(mine, other, rtol=1e-6, atol=0)
-    assert float(a.param_groups[0]["lr"]) != 1e-2  # it did something
+    # Make sure that the scheduler has changed the learning rate.
+    assert float(a.param_groups[0]["lr"]) != 1e-2
     assert_equal(*nets, rtol=1e-5, atol=1e-6)
     schedules[0].load_state_dict(copy.deepcopy(schedules[0].state_dict()))
 
 
-# ---- hooks -----------------------------------------------------------------------------------------------------------
+# ---- hooks -------------------------------------------------------------------------------------------------
 
 
 def test_step_hooks_see_and_change_arguments() -> None:
@@ -140,7 +142,7 @@ def test_named_parameters_and_their_names() -> None:
     assert opts[1].param_groups[0]["param_names"] == state["param_groups"][0]["param_names"]
 
 
-# ---- averages of weights ---------------------------------------------------------------------------------------------
+# ---- averages of weights -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("average", ["ema", "swa"])
@@ -169,7 +171,7 @@ def test_averaged_model(average: str) -> None:
     )
 
 
-# ---- GradScaler, closures --------------------------------------------------------------------------------------------
+# ---- GradScaler, closures ----------------------------------------------------------------------------------
 
 
 def test_grad_scaler_after_unscale_and_with_a_tensor_of_lr() -> None:

@@ -1,4 +1,4 @@
-"""The optimizers' operators where bits run out: padding, halves, every NaN, and weights that an option is not for."""
+"""Tests of edge cases of the optimizer operators: padding, remainders, NaNs, and weights of mixed dtypes."""
 
 import pytest
 import torch
@@ -10,17 +10,22 @@ from shoestring.optim.optimizer import join, split
 pytestmark = pytest.mark.device
 
 RULES = pytest.mark.parametrize("rule", [ADAMW, LION, SGD], ids=lambda r: r.name)
-ALL_ONES = 0x7FFFFFFF  # a NaN; more than that is a negative number
+ALL_ONES = 0x7FFFFFFF  # the largest positive bit pattern of fp32, which is a NaN
 
 
 @RULES
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
 def test_padding_counts_for_nothing(rule: Rule, capability: str, state: str) -> None:
-    """Whatever an arena has behind a tensor's end: the state of a checkpoint, say, comes into an arena of zeros."""
+    """State is padded to whole blocks of 256 elements. The contents of the padding do not change a step.
+
+    The padding may differ after a load, since a loaded state is copied into memory whose padding is zero.
+    """
     n = 300
     p, g, total = torch.randn(n), torch.randn(n), STATE_BLOCK * blocks(n)
     results = []
-    for value in (0x11, 0, 0x88, 0xFF):  # among them are the largest of every map
+    # The test fills the padding with different codes. They include the code of the largest value of each
+    # quantisation map.
+    for value in (0x11, 0, 0x88, 0xFF):
         param, arenas, accumulated = p.clone(), rule.arenas([n], state), torch.full((total,), float(value))
         accumulated[:n] = 0
         for codes, scale in zip(arenas[1::2], arenas[2::2], strict=True):
@@ -36,7 +41,10 @@ def test_padding_counts_for_nothing(rule: Rule, capability: str, state: str) -> 
 
 
 def test_a_step_of_nothing_keeps_every_half(capability: str) -> None:
-    """All 2^16 lower halves of an fp32, halves of the upper one's unit included, come back as they were."""
+    """A step with lr 0 keeps the weight and its remainder for all 2^16 lower halves of an fp32 number.
+
+    The lower halves include the one that is exactly between two bf16 numbers.
+    """
     for upper in (0x3F80, 0xBFFF - 0x10000):
         x = ((upper << 16) + torch.arange(2**16)).to(torch.int32).view(torch.float32)
         weight, remainder = split(x)
@@ -48,7 +56,11 @@ def test_a_step_of_nothing_keeps_every_half(capability: str) -> None:
 
 @pytest.mark.parametrize("kind", ["remainder", "stochastic"])
 def test_every_nan_stays_one(capability: str, kind: str) -> None:
-    """Adding to the bits of one whose bits are all ones would make it a number."""
+    """NaNs stay NaNs when weights and moments are rounded to bf16.
+
+    Rounding adds to the bit pattern. For a NaN whose mantissa bits are all ones, a plain addition would
+    overflow to a number.
+    """
     weight, n = torch.zeros(256).bfloat16(), 256
     grad = torch.full((n,), ALL_ONES, dtype=torch.int32).view(torch.float32)
     remainder = torch.zeros(n, dtype=torch.int16)
@@ -62,7 +74,7 @@ def test_every_nan_stays_one(capability: str, kind: str) -> None:
 @RULES
 @pytest.mark.parametrize("kind", ["remainder", "stochastic"])
 def test_other_weights_are_rounded_to_nearest(rule: Rule, capability: str, kind: str) -> None:
-    """fp32 and fp16 ones beside bf16 ones, whose way of rounding is not for them."""
+    """Remainders and stochastic rounding change only the bf16 weights in a call, not its other weights."""
     sizes, dtypes = [300, 256, 300], [torch.float32, torch.float16, torch.bfloat16]
     start = [torch.randn(n).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
     grads = [torch.randn(n).to(dtype) for n, dtype in zip(sizes, dtypes, strict=True)]

@@ -1,4 +1,4 @@
-"""State in a file, from one language to the other: what was saved goes on bit for bit."""
+"""Tests that Python and C++ load each other's optimizer files and continue with the same bits."""
 
 import itertools
 import json
@@ -35,10 +35,13 @@ from shoestring.optim import (
 )
 from shoestring.optim.arena import STATES, WEIGHTS
 
-SIZES = [[(300,), (1,), (3, 700)], [(0,), (513,)]]  # of two groups: partial blocks, several, none
+# Shapes of the parameters in two groups. One parameter is smaller than a state block of 256 elements, several
+# span more than one block, and one has no elements.
+SIZES = [[(300,), (1,), (3, 700)], [(0,), (513,)]]
 MATRICES = [[(3, 100), (1, 1), (3, 700)], [(0, 4), (27, 19)]]
 STEPS = 6
-LATE = (1, 1)  # a parameter whose first gradient comes after the file
+# (group, index in the group) of a parameter that gets its first gradient after the file is saved.
+LATE = (1, 1)
 RULES = {
     "AdamW": (AdamW, {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}),
     "Lion": (Lion, {"betas": (0.7, 0.9), "weight_decay": 0.3}),
@@ -73,7 +76,7 @@ def weights(rule: str, dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 def make(rule: str, params: list[list[Tensor]], **options: Any) -> shoestring.optim.AdamW:
-    """The second group has options of its own."""
+    """Return an optimizer whose second group has other options than the first."""
     kind, own = RULES[rule]
     groups = [{"params": params[0]}, {"params": params[1], "lr": 0.02, "min_quantize_size": 600, "seed": 5}]
     return kind(groups, lr=0.01, **own, seed=2**40, maximize=True, **options)
@@ -97,7 +100,10 @@ def gradients(rule: str, dtype: torch.dtype) -> dict[str, Tensor]:
 def run_python(
     optimizer: AdamW, params: list[list[Tensor]], grads: dict[str, Tensor], first: int, last: int
 ) -> None:
-    """As the program in C++ does, also that it leaves an average in the weights."""
+    """Take the steps `first` to `last - 1` in the same way as the C++ test program.
+
+    Schedule-Free AdamW ends in eval mode, so the weights then hold the average x.
+    """
     averages = isinstance(optimizer, ScheduleFreeAdamW)
     if averages:
         optimizer.train()
@@ -110,7 +116,12 @@ def run_python(
 
 
 def run_cpp(*runs: tuple[str, Path, int, int, float]) -> subprocess.CompletedProcess[str]:
-    """Each a rule, a folder, the first step, one past the last, and max_grad_norm or 0."""
+    """Run the C++ test program, which takes optimizer steps and saves files.
+
+    Args:
+        runs: for each run, the name of the optimizer rule, the folder, the first step, one past the last
+            step, and max_grad_norm (0 for no clipping).
+    """
     command = [
         program("optimizer_file"),
         *(str(part) for rule, *rest in runs for part in ((RULES | LOW_RANK)[rule][0].__name__, *rest)),
@@ -130,7 +141,10 @@ def state_of(optimizer: AdamW) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None:
-    """Six steps in Python; the first three there and three in C++; and the other way round."""
+    """Three steps in Python and, from the saved file, three in C++ give the bits of six steps in Python.
+
+    So do three steps in C++ and three in Python.
+    """
     half, runs, checks = STEPS // 2, [], []
     for state, mode in itertools.product(STATES, WEIGHTS):
         dtype = torch.float32 if mode == "plain" else torch.bfloat16
@@ -157,7 +171,8 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
         loaded = load_file(folder / "params.safetensors")
         mixed = [[loaded[f"{g}.{i}"] for i in range(len(shapes))] for g, shapes in enumerate(sizes(rule))]
         groups = [{"params": group} for group in mixed]
-        optimizer = RULES[rule][0](groups, max_grad_norm=whole.max_grad_norm)  # other options are the file's
+        # All options except max_grad_norm come from the file.
+        optimizer = RULES[rule][0](groups, max_grad_norm=whole.max_grad_norm)
         load_optimizer(optimizer, folder / "optimizer.safetensors")
         if not python_first:
             run_python(optimizer, mixed, grads, half, STEPS)
@@ -170,7 +185,11 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("norm", [0.0, 5.0])
 @pytest.mark.parametrize("rule", LOW_RANK)
 def test_low_rank_steps_are_the_same_in_both_languages(rule: str, norm: float, tmp_path: Path) -> None:
-    """The options are those of the program; the random numbers follow from their seed and a parameter's place."""
+    """The steps of GaLore and APOLLO in Python agree with those of the C++ program with equal options.
+
+    Python and C++ draw the same random numbers, which depend on the seed and on the position of the
+    parameter.
+    """
     kind, own = LOW_RANK[rule]
     params, grads = weights(rule, torch.float32), gradients(rule, torch.float32)
     save_file(
@@ -191,7 +210,10 @@ def test_low_rank_steps_are_the_same_in_both_languages(rule: str, norm: float, t
 
 
 def test_schedulers_tensors_and_norms_survive(tmp_path: Path) -> None:
-    """What C++ has no place for stays: a scheduler's entries, a learning rate in a tensor; and the norm of clipping."""
+    """An optimizer's file keeps a scheduler's group entries, a learning rate tensor and the gradient norm.
+
+    C++ has no scheduler entries in groups and no learning rates in tensors.
+    """
     p, q = torch.randn(300, requires_grad=True), torch.randn(300, requires_grad=True)
     optimizer = AdamW([p], lr=torch.tensor(0.25), step_in_backward=True, max_grad_norm=1.0)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)

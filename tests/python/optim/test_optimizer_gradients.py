@@ -1,4 +1,4 @@
-"""Gradients of the optimizers' classes: sums over micro-batches, clipping, steps within backward; and weights in bf16."""
+"""Tests of optimizer classes: gradient accumulation, clipping, steps within backward and bf16 weights."""
 
 import copy
 import io
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.device
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [AdamW, Lion, SGD])
 STATES = ("8bit", "4bit", "bf16", "fp32")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-MICRO = 3  # micro-batches a step
+MICRO = 3  # number of micro-batches per optimizer step
 
 
 class Net(nn.Module):
-    """Weights used once, twice (tied), frozen, and never."""
+    """A model with weights that are used once (head), used twice (inner), frozen, or never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,10 @@ def loss_of(model: Net, step: int, micro: int) -> Tensor:
 
 
 def train(model: Net, opt: LowMemoryOptimizer, steps: range, accumulate: bool) -> None:
-    """Steps of MICRO micro-batches, whose gradients `accumulate()` or ``.grad`` adds up."""
+    """Train with MICRO micro-batches per step.
+
+    Sum gradients with `accumulate()` if ``accumulate``, else in ``.grad``.
+    """
     for step in steps:
         for micro in range(MICRO):
             if accumulate and micro < MICRO - 1:
@@ -71,7 +74,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 @OPTIMIZERS
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}], ids=["", "clipped"])
 def test_sums_are_those_of_grad(optimizer: Callable[..., LowMemoryOptimizer], options: dict) -> None:
-    """fp32 weights: bit for bit what adding up in ``.grad`` gives."""
+    """For fp32 weights, accumulate() gives the same bits as summing gradients in ``.grad``."""
     results = []
     for accumulate in (False, True):
         model = net()
@@ -85,7 +88,10 @@ def test_sums_are_those_of_grad(optimizer: Callable[..., LowMemoryOptimizer], op
 
 
 def test_bf16_gradients_are_added_in_fp32() -> None:
-    """1 + 2^-9 + 2^-9: a bf16 buffer loses the first, the step adds the last; and the buffer is empty afterwards."""
+    """Gradients of bf16 weights are summed in `accumulate_dtype`. The step adds the last gradient in fp32.
+
+    In the sum 1 + 2^-9 + 2^-9, bf16 sums lose the first 2^-9. After the step, the sums are zero.
+    """
     p = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
     for dtype, expected in ((torch.float32, 1 + 2**-8), (torch.bfloat16, 1 + 2**-9)):
         opt = SGD([p], lr=1.0, momentum=0.5, state="fp32", accumulate_dtype=dtype)
@@ -119,7 +125,10 @@ def test_a_parameter_without_a_last_gradient_is_stepped() -> None:
 def test_steps_within_backward(
     optimizer: Callable[..., LowMemoryOptimizer], dtype: torch.dtype, state: str, accumulate: bool
 ) -> None:
-    """The weights and state of ordinary steps, tied weights and unused ones too; gradients are gone."""
+    """step_in_backward gives the same weights as ordinary steps and frees gradients in backward.
+
+    The test model has a weight that is used twice and an unused weight.
+    """
     results = []
     for release in (False, True):
         model = net(dtype)
@@ -140,7 +149,10 @@ def test_steps_within_backward(
 
 
 def test_clipping_within_backward_is_by_the_last_norm() -> None:
-    """The first step is not clipped; later ones by the norm of the step before, which a checkpoint keeps."""
+    """step_in_backward clips by the gradient norm of the previous step, and does not clip the first step.
+
+    A checkpoint keeps the norm of the last step.
+    """
     model, plain = net(), net()
     opt = SGD(model.parameters(), lr=0.1, state="fp32", step_in_backward=True, max_grad_norm=0.01)
     other = SGD(plain.parameters(), lr=0.1, state="fp32")
@@ -170,7 +182,7 @@ def test_clipping_within_backward_is_by_the_last_norm() -> None:
 
 
 def test_grad_scaler_looks_at_sums() -> None:
-    """An infinity in a micro-batch that is not the last skips the step, and is forgotten."""
+    """With a GradScaler, an infinite gradient in an early micro-batch skips this step and no other step."""
     p = nn.Parameter(torch.ones(300))
     opt = SGD([p], lr=0.5, momentum=0.5, state="fp32")
     scaler = torch.amp.GradScaler(p.device.type, init_scale=16.0, growth_interval=100)
@@ -204,7 +216,10 @@ def test_no_grad_scaler_within_backward() -> None:
 @OPTIMIZERS
 @pytest.mark.parametrize("state", STATES)
 def test_remainders_are_fp32_weights(optimizer: Callable[..., LowMemoryOptimizer], state: str) -> None:
-    """Over a group of both dtypes, where fp32 parameters have none; state_dict and all."""
+    """bf16 weights with remainders have the same bits as fp32 weights after the same steps.
+
+    fp32 parameters in the same group have no remainder.
+    """
     torch.manual_seed(1)
     masters = [nn.Parameter(torch.randn(300)), nn.Parameter(torch.randn(20))]
     weights = [nn.Parameter(masters[0].detach().bfloat16()), nn.Parameter(masters[1].detach().clone())]
@@ -230,7 +245,7 @@ def test_remainders_are_fp32_weights(optimizer: Callable[..., LowMemoryOptimizer
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
 def test_resume_is_bitwise(optimizer: Callable[..., LowMemoryOptimizer], state: str, weights: str) -> None:
-    """Through a file, into fresh objects: as if nothing had happened."""
+    """A new model and optimizer that load a checkpoint continue with the bits of uninterrupted training."""
     options = dict(lr=1e-3, state=state, weights=weights, min_quantize_size=30, seed=5)
     model = net(torch.bfloat16)
     opt = optimizer(model.parameters(), **options)

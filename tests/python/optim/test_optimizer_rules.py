@@ -1,4 +1,4 @@
-"""The optimizers' operators: one core, many rules."""
+"""Tests of the elementwise optimizer operators, such as adamw_, which share one implementation."""
 
 import math
 
@@ -11,10 +11,10 @@ from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SCHEDUL
 
 pytestmark = pytest.mark.device
 
-# A register and a block, one less and one more; a block boundary far from the start; nothing.
+# Element counts: less than a SIMD register, counts around one block of 256 and around 16 blocks, and none.
 SMALL_SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0]
-LARGE = 2**20 + 3  # several threads' worth
-TENSORS = 1000  # of one CUDA launch
+LARGE = 2**20 + 3  # number of elements that makes the operator use several threads
+TENSORS = 1000  # number of tensors that one CUDA launch can step
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 EACH = [ADAMW, LION, SGD, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA]
 RULES = pytest.mark.parametrize("rule", [*EACH, NESTEROV], ids=lambda r: r.name)
@@ -36,12 +36,13 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
         rule.step(params, grads, *ours, **rule.hyper, maximize=maximize)
         rule.reference(expected, grads, *theirs, **rule.hyper, maximize=maximize)
     assert torch.equal(ours[0], theirs[0])
-    # Sums are rounded in another order, and where that puts a moment on the other side of a boundary a code differs by
-    # one: for a few elements in a hundred thousand.
+    # The reference rounds in another order than the operator. For a few elements in a hundred thousand, a
+    # moment then falls on the other side of the boundary between two codes.
     tolerance = 2 * torch.finfo(dtype).eps
     results = [(torch.cat(params), torch.cat(expected), tolerance)]
     values = zip(rule.moments, rule.values(sizes, ours), rule.values(sizes, theirs), strict=True)
-    for name, a, b in values:  # another side of what was drawn, too
+    # Moments in bf16 are rounded stochastically, so they may differ from the reference by one bf16 spacing.
+    for name, a, b in values:
         is_bf16 = state == "bf16" or (name in rule.long and state != "fp32")
         results.append((a, b, torch.finfo(torch.bfloat16).eps if is_bf16 else 1e-5))
     for result, reference, rtol in results:
@@ -83,7 +84,7 @@ def test_runs_and_threads_agree_bitwise(rule: Rule, backend: str) -> None:
 
 @ONE_EACH
 def test_strided_parameters_and_gradients(rule: Rule) -> None:
-    """State follows the elements' logical order, whatever the strides."""
+    """Optimizer state is in the logical order of a parameter's elements, for parameters of any strides."""
     weight = torch.randn(16, 8, 3, 3)
     grad = torch.randn(16, 8, 3, 3)
     plain, last = weight.clone(), weight.clone(memory_format=torch.channels_last)
@@ -100,7 +101,7 @@ def test_strided_parameters_and_gradients(rule: Rule) -> None:
 @STATES
 @DTYPES
 def test_views_at_any_offset(rule: Rule, dtype: torch.dtype, state: str) -> None:
-    """What lies at odd addresses, and cannot be read in vectors, is stepped to the same bits."""
+    """A step gives the same bits for unaligned parameters and gradients as for aligned ones."""
     x, g = torch.randn(2, 1000).to(dtype)
     results = []
     for offset, grad_offset in ((0, 0), (1, 1), (0, 3), (5, 0)):
@@ -115,7 +116,10 @@ def test_views_at_any_offset(rule: Rule, dtype: torch.dtype, state: str) -> None
 
 @pytest.mark.parametrize("rule", [ADAMW, LION, SGD], ids=lambda r: r.name)
 def test_state_at_an_odd_address(rule: Rule, backend: str) -> None:
-    """A CPU takes it; a GPU's kernel reads state in vectors, and says so."""
+    """The CPU steps with state at unaligned addresses.
+
+    CUDA operators refuse such state, since their kernels read it in vectors.
+    """
     param, grad, state = torch.zeros(300), torch.ones(300), rule.arenas([300], "8bit")
     state[-2] = torch.cat([state[-2].new_zeros(1), state[-2]])[1:]
     if backend == "cpu":
@@ -133,7 +137,10 @@ def test_state_at_an_odd_address(rule: Rule, backend: str) -> None:
 @ONE_EACH
 @pytest.mark.parametrize("count", [TENSORS, TENSORS + 1, 2 * TENSORS + 1])
 def test_more_tensors_than_a_launch_holds(rule: Rule, count: int) -> None:
-    """The same as one tensor with a block for each; some are empty, have two blocks, or no gradient."""
+    """A step on more tensors than one CUDA launch can hold equals a step on one tensor with the same blocks.
+
+    Some of the tensors are empty, have two 256-element blocks, or have no gradient.
+    """
     sizes = [(0, 1, 3, 300)[i % 4] if i % 50 == 0 else 1 + i % 5 for i in range(count)]
     absent = {7, 8, count - 2} | set(range(500, 600))
     total = sum(map(blocks, sizes)) * 256
@@ -159,7 +166,7 @@ def test_more_tensors_than_a_launch_holds(rule: Rule, count: int) -> None:
             if name not in rule.moments:
                 continue
             expected = torch.zeros_like(theirs[codes]) if i in absent else theirs[codes]
-            # Other random bits: parameters have numbers.
+            # The random bits of bf16 moments depend on the index of the parameter in the call.
             rtol = torch.finfo(torch.bfloat16).eps if name in rule.long else 0
             torch.testing.assert_close(ours[codes], expected, rtol=rtol, atol=0)
         begin += 256 * blocks(n)
@@ -169,7 +176,10 @@ def test_more_tensors_than_a_launch_holds(rule: Rule, count: int) -> None:
 @STATES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_numbers_in_tensors(rule: Rule, capability: str, dtype: torch.dtype, state: str) -> None:
-    """Powers of two, which round nothing: the same bits as with numbers, and with gradients scaled beforehand."""
+    """Learning rate, clip factor and gradient scale in tensors give the same bits as Python numbers.
+
+    The test uses powers of two, so that scaling does not round.
+    """
     sizes, lr = [700, 3], 2.0**-7
     start = [torch.randn(n).to(dtype) for n in sizes]
     steps = [[torch.randn(n).to(dtype) for n in sizes] for _ in range(3)]
@@ -206,7 +216,8 @@ def test_numbers_in_tensors(rule: Rule, capability: str, dtype: torch.dtype, sta
 def test_found_inf_skips_everything(rule: Rule, capability: str, state: str) -> None:
     sizes = [700, 3]
     params, arena = [torch.randn(n) for n in sizes], rule.arenas(sizes, state)
-    params[0] = params[0].view(2, 350).t()  # is stepped in a copy
+    # This parameter is not contiguous, so the operator steps a contiguous copy of it.
+    params[0] = params[0].view(2, 350).t()
     grads = [torch.full_like(p, math.inf) for p in params]
     rule.step(params, [torch.ones_like(p) for p in params], *arena, **rule.hyper)
     before = [None if t is None else t.clone() for t in (*params, *arena)]
@@ -221,7 +232,7 @@ def test_a_bad_gradient_stays_in_its_block(rule: Rule, capability: str, bad: flo
     p = torch.randn(1000)
     clean, g = p.clone(), torch.randn(1000)
     bad_grad = g.clone()
-    bad_grad[300] = bad  # in the second of four blocks
+    bad_grad[300] = bad  # Element 300 is in the second of four 256-element blocks.
     a, b = rule.arenas([1000], "8bit"), rule.arenas([1000], "8bit")
     for _ in range(2):
         rule.step([p], [bad_grad], *a, **rule.hyper)
@@ -261,7 +272,10 @@ def test_compiles_whole_and_bumps_versions(rule: Rule) -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_sgd_is_torchs(capability: str, nesterov: bool, maximize: bool) -> None:
-    """With fp32 state, over steps of which the first is special, and with a parameter that joins late."""
+    """sgd_ with fp32 state agrees with torch.optim.SGD, also if a parameter gets its first gradient late.
+
+    In the first step of each parameter, the momentum buffer is set to the gradient.
+    """
     options = dict(
         lr=0.1, momentum=0.9, dampening=0.0 if nesterov else 0.3, weight_decay=0.05, nesterov=nesterov
     )
@@ -284,22 +298,28 @@ def test_sgd_is_torchs(capability: str, nesterov: bool, maximize: bool) -> None:
 
 @STATES
 def test_lion_by_hand(capability: str, state: str) -> None:
-    """Weights move by lr exactly, zero stays, and the moment follows the gradient."""
+    """lion_ gives hand-computed results.
+
+    It moves weights by exactly lr, and keeps a weight whose gradient is zero.
+    """
     p, g = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2.0, -1e-20, 0.0])
     arena = LION.arenas([3], state)
     options = dict(lr=0.25, beta1=0.5, beta2=0.75, weight_decay=0.0)
     LION.step([p], [g], *arena, **options)
     assert p.tolist() == [0.75, 1.25, 1.0]
     assert LION.values([3], arena)[0][0] == 0.5
-    LION.step(
-        [p], [torch.tensor([-0.25, 0.0, 0.0])], *arena, **options
-    )  # 0.5 * 0.5 - 0.5 * 0.25 is above zero
+    # Lion's update has the sign of beta1 m + (1 - beta1) g = 0.5 * 0.5 - 0.5 * 0.25 > 0, so p[0] decreases
+    # again.
+    LION.step([p], [torch.tensor([-0.25, 0.0, 0.0])], *arena, **options)
     assert p[0] == 0.5 and p[2] == 1.0
 
 
 @pytest.mark.parametrize("warm_up", [{}, dict(t_alpha=3, t_beta3=5)], ids=["constant", "warm up"])
 def test_ademamix_is_bitsandbytes(warm_up: dict[str, int]) -> None:
-    """Their plain PyTorch class (right for one parameter), over steps within and after the warm-up."""
+    """ademamix_ agrees with the reference class of bitsandbytes during and after the warm-up.
+
+    The class of bitsandbytes is correct for a single parameter only.
+    """
     ademamix = pytest.importorskip("bitsandbytes.optim.ademamix")
     options = dict(lr=0.1, eps=1e-8, weight_decay=0.1, alpha=4.0, **warm_up)
     ours, state = [torch.randn(300)], ADEMAMIX.arenas([300], "fp32")

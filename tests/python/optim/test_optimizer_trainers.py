@@ -1,4 +1,4 @@
-"""Optimizers under torch.compile, accelerate, Trainer and Lightning."""
+"""Tests of optimizers with torch.compile, accelerate, the Trainer of transformers, and Lightning."""
 
 import warnings
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 from shoestring.optim import AdamW, ScheduleFreeAdamW
 from small_model import assert_equal, batch, loss_of, model
 
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
+# ---- torch.compile -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["model", "step", "optimizer", "backward", "accumulate"])
@@ -56,7 +56,10 @@ def test_a_step_breaks_a_full_graph_in_words() -> None:
 
 
 def test_parameters_that_are_replaced_before_the_first_step() -> None:
-    """As accelerate does when it shards a model that already has an optimizer."""
+    """An optimizer whose parameters are replaced before the first step steps the new parameters.
+
+    accelerate replaces parameters when it shards a model that already has an optimizer.
+    """
     nets = model(), model()
     opt = AdamW([torch.nn.Parameter(p.detach().clone()) for p in nets[0].parameters()], step_in_backward=True)
     opt.param_groups[0]["params"] = list(nets[0].parameters())
@@ -64,21 +67,23 @@ def test_parameters_that_are_replaced_before_the_first_step() -> None:
     for step in range(3):
         for net, each in zip(nets, (opt, other), strict=True):
             loss_of(net, step).backward()
-            if each is opt:  # from the second step on within backward
+            # From the second step on, the parameters that replaced the optimizer's own are stepped within
+            # backward.
+            if each is opt:
                 assert all((p.grad is None) == (step > 0) for p in net.parameters())
             each.step()
             each.zero_grad()
     assert_equal(*nets)
 
 
-# ---- trainers --------------------------------------------------------------------------------------------------------
+# ---- trainers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "bf16"), [(AdamW, False), (AdamW, True), (ScheduleFreeAdamW, False)])
 def test_hugging_face_trainer(kind: type[AdamW | ScheduleFreeAdamW], bf16: bool, tmp_path: Path) -> None:
-    """optimizers=(optimizer, scheduler): accumulation, clipping, checkpoints that resume bit for bit, as without ours.
+    """transformers' Trainer accumulates, clips and resumes with the same bits, using shoestring's optimizers.
 
-    Trainer calls eval() and train() of an optimizer that has them.
+    If the optimizer has methods eval() and train(), Trainer calls them.
     """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -116,12 +121,13 @@ def test_hugging_face_trainer(kind: type[AdamW | ScheduleFreeAdamW], bf16: bool,
     assert_equal(through, resumed)
     entry = opt.state[next(resumed.parameters())]
     assert entry["step"] == 6 and entry["exp_avg_sq"].dtype == torch.uint8
-    assert opt.param_groups[0].get("train_mode", False) is False  # the last thing was an evaluation
+    # transformers' Trainer evaluates at the end, so a Schedule-Free optimizer ends in eval mode.
+    assert opt.param_groups[0].get("train_mode", False) is False
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_lightning(precision: str, tmp_path: Path) -> None:
-    """configure_optimizers: accumulation, clipping, a scheduler for every step; a checkpoint brings the state back."""
+    """Lightning accumulates, clips, schedules and resumes bit for bit with shoestring's optimizers."""
     lightning = pytest.importorskip("lightning")
     warnings.simplefilter("ignore")
     is_mixed = precision.endswith("mixed")
@@ -136,7 +142,8 @@ def test_lightning(precision: str, tmp_path: Path) -> None:
             return self.net(rows.to(next(self.parameters()).dtype)).square().mean()
 
         def configure_optimizers(self) -> dict[str, Any]:
-            # With mixed precision, Lightning does not clip for optimizers that can unscale: they do it themselves.
+            # With mixed precision, Lightning does not clip for an optimizer that unscales gradients in its
+            # step, so the optimizer clips by itself.
             opt = AdamW(self.parameters(), weights="remainder", max_grad_norm=0.5 if is_mixed else None)
             schedule = lr_scheduler.OneCycleLR(opt, 1e-2, total_steps=10)
             return {"optimizer": opt, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -144,7 +151,7 @@ def test_lightning(precision: str, tmp_path: Path) -> None:
         def on_train_start(self) -> None:
             self.seen = [v.clone() for entry in self.optimizers().state.values() for v in entry.values()]
 
-    def trainer(steps: int) -> Any:  # lightning.Trainer
+    def trainer(steps: int) -> Any:  # returns a lightning.Trainer
         return lightning.Trainer(
             max_steps=steps,
             precision=precision,

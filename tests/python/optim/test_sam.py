@@ -1,4 +1,4 @@
-"""shoestring.optim.SAM against its definition, and what it promises: weights come back to the bit."""
+"""Tests of shoestring.optim.SAM against its definition in fp64, and that it restores the weights exactly."""
 
 import copy
 import io
@@ -58,7 +58,10 @@ def gradients(values: list[Tensor], step: int) -> list[Tensor]:
 @pytest.mark.device
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_follows_fp64(adaptive: bool) -> None:
-    """With SGD with momentum as the base, and a rho of its own for the last parameter."""
+    """SAM over SGD with momentum follows its definition in fp64.
+
+    One parameter has a different rho.
+    """
     params = parameters()
     groups = [{"params": params[:2]}, {"params": params[2:], "rho": 0.4}]
     opt = SAM(groups, SGD, rho=0.2, adaptive=adaptive, lr=0.05, momentum=0.8, state="fp32")
@@ -92,7 +95,10 @@ def test_follows_fp64(adaptive: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_weights_come_back_to_the_bit(dtype: torch.dtype, adaptive: bool) -> None:
-    """Through a base that takes no step; what has no gradient does not move at all."""
+    """With a learning rate of 0, the second half of a SAM step restores the weights exactly.
+
+    A parameter without a gradient is not perturbed.
+    """
     params = parameters(dtype)
     before = [p.detach().clone() for p in params]
     places = [p.data_ptr() for p in params]
@@ -107,7 +113,7 @@ def test_weights_come_back_to_the_bit(dtype: torch.dtype, adaptive: bool) -> Non
         opt.second_step()
         assert same(params, before) and [p.data_ptr() for p in params] == places
         opt.zero_grad()
-    assert opt._weights is None  # the copies are gone
+    assert opt._weights is None  # SAM has freed its copies of the weights
 
 
 @pytest.mark.device
@@ -123,7 +129,7 @@ def test_micro_batches_add_up_in_both_halves(base: type) -> None:
                 (loss_of(parts, xs, ys) / 4).backward()
             for opt in (a, b):
                 (opt.first_step, opt.second_step)[part](zero_grad=True)
-        if base is not Lion:  # where a sign may fall otherwise
+        if base is not Lion:  # Lion's updates are signs, which a rounding error can change.
             assert all(relative_error(p, q) < 1e-4 for p, q in zip(parts, whole, strict=True))
     assert all(relative_error(p, q) < 1e-2 for p, q in zip(parts, whole, strict=True))
     assert not any(torch.equal(p, q) for p, q in zip(whole, parameters(), strict=True))
@@ -136,7 +142,9 @@ def test_a_closure_is_called_twice() -> None:
     for step in range(3):
         calls = []
 
-        def closure() -> Tensor:  # does not clear the gradients of the first half itself
+        # The closure does not call zero_grad(), so SAM's step() must clear the gradients between its two
+        # halves.
+        def closure() -> Tensor:
             loss = loss_of(ours, *batch(step))
             loss.backward()
             calls.append(loss.item())
@@ -159,14 +167,14 @@ def test_a_closure_is_called_twice() -> None:
     with pytest.raises(KeyboardInterrupt):
         a.step(fails_up_there)
     assert same(ours, before)
-    a.state_dict()  # nothing is half done
+    a.state_dict()  # SAM is not between two halves of a step, where state_dict() would raise an error.
 
 
 @pytest.mark.device
 @pytest.mark.parametrize("base", [AdamW, torch.optim.AdamW, GaLore], ids=["AdamW", "torch.AdamW", "GaLore"])
 @pytest.mark.parametrize("bad", [None, 1, 2], ids=["finite", "first", "second"])
 def test_grad_scaler_skips_both_halves(base: type, bad: int | None) -> None:
-    """Scaled gradients give the steps that plain ones do; one that overflows, in either half, gives none."""
+    """A GradScaler does not change the steps of SAM, except that steps with inf or NaN are skipped."""
     options = {"rank": 8} if base is GaLore else {}
     ours, theirs = parameters(), parameters()
     a, b = (SAM(p, base, rho=0.2, lr=1e-2, **options) for p in (ours, theirs))
@@ -197,7 +205,10 @@ def test_grad_scaler_skips_both_halves(base: type, bad: int | None) -> None:
 
 @pytest.mark.device
 def test_fp16_weights_under_a_scaler() -> None:
-    """Past what a norm in fp16 could hold; by an optimizer that unscales within its step, or refused in words."""
+    """SAM with a GradScaler steps fp16 weights whose scaled gradient norm exceeds the range of fp16.
+
+    A base optimizer that does not unscale within its step raises an error.
+    """
     ours, theirs = parameters(torch.float16), parameters(torch.float16)
     a, b = SAM(ours, AdamW, rho=0.5, lr=1e-2), SAM(ours, torch.optim.AdamW, rho=0.5)
     scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**13)
@@ -234,7 +245,7 @@ def test_rho_of_zero_is_the_base_optimizer() -> None:
 
 @pytest.mark.device
 def test_finds_a_flatter_minimum() -> None:
-    """What it is for: where training ends, the loss curves less in the direction in which it curves most."""
+    """Training with SAM ends where the largest curvature of the loss is smaller than without SAM."""
     x, y = (t.double() for t in batch(0))
 
     def loss_at(flat: Tensor) -> Tensor:

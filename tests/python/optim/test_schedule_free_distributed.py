@@ -1,4 +1,4 @@
-"""shoestring.optim.ScheduleFreeAdamW over two processes: modes, and state in checkpoints."""
+"""Tests of ScheduleFreeAdamW on two processes: train and eval modes, and state in checkpoints."""
 
 from pathlib import Path
 
@@ -25,7 +25,8 @@ def _modes(rank: int, state: str) -> None:
     for net, opt in zip((sharded, plain), opts, strict=True):
         train(net, opt, range(4))
         opt.eval()
-    # Blocks other than one process' have other scales, and random bits are another piece's.
+    # Sharding moves the boundaries of quantisation blocks, so scales and random bits differ from those on one
+    # process.
     atol = 1e-6 if state == "fp32" else 2e-3
     for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(p), q, rtol=0, atol=atol)

@@ -1,6 +1,7 @@
 """Tests of benchmarks/optim/train_optimizers.py on a short text.
 
-They cover an fp32 master against its exact split, an interrupted run, and the printed table.
+The tests compare fp32 master weights with bf16 weights plus remainders, resume an interrupted run, and check
+the printed table.
 """
 
 import json
@@ -21,7 +22,7 @@ MASTER, SPLIT = "8bit, fp32 master of bf16 weights", "8bit, bf16 weights, remain
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield an output folder, with the benchmark's text replaced by a short one that is tokenised quickly."""
+    """Yield an output folder. During the test, the benchmark trains on a short text."""
 
     def text(path: Path) -> int:
         functions = (f"def function_{i}(x):\n    return x * {i} + {i * i}\n" for i in range(3000))

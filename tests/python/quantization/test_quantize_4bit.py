@@ -9,36 +9,36 @@ import shoestring
 from shoestring.ops import dequantize_4bit_reference, quantize_4bit_reference
 from shoestring.quantization.quantize_4bit import code_values
 
-BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # all that the format has
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # all supported block sizes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sizes(block: int) -> tuple[int, ...]:
-    """One element; odd; a register and one more; around a block; several blocks with a short, odd last one."""
+    """Return element counts: 1, odd, above a SIMD register, around a block, and several blocks."""
     return (1, 7, 33, block - 1, block, block + 1, 3 * block + 7, 2 * block + 32)
 
 
 def values(n: int, dtype: torch.dtype, block: int) -> Tensor:
-    """Normal numbers, a block of zeros, an extreme block, and elements right on and around a midpoint."""
+    """Return normal numbers, with a block of zeros, one of tiny numbers, and values near a code midpoint."""
     x = torch.randn(n)
     if n > block:
         x[:block] = 0
     if n > 3 * block:
         x[block : 2 * block] *= 1e-30
-        x[2 * block : 3 * block] *= (
-            0.1  # so that 1 is the block's scale, and the next number is on a midpoint
-        )
+        # The scale of this block must be 1, so all its numbers but the first three are made small. The second
+        # number is then on a midpoint between codes.
+        x[2 * block : 3 * block] *= 0.1
         x[2 * block : 2 * block + 3] = torch.tensor([1.0, 0.8614784479141235, 0.8614786])
     return x.to(dtype)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal, NaN to NaN, wherever they lie."""
+    """Return whether the values of two tensors are equal. NaNs count as equal, and devices may differ."""
     return torch.allclose(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 def dequantized(q: shoestring.QuantizedTensor) -> Tensor:
-    """The reference's result for q, on the CPU."""
+    """Dequantise q with the reference in plain PyTorch, on the CPU."""
     nested = None if q.nested is None else q.nested.cpu()
     options = {"shape": q.shape, "dtype": q.dtype, "quant_type": q.quant_type, "block_size": q.block_size}
     return dequantize_4bit_reference(q.packed.cpu(), q.absmax.cpu(), nested, **options)
@@ -61,7 +61,10 @@ def test_bytes_are_bitsandbytes(capability: str, quant_type: str) -> None:
 @pytest.mark.parametrize("block", BLOCK_SIZES)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_bytes_are_the_references(capability: str, quant_type: str, block: int) -> None:
-    """8192 + 2048 + 5: a whole tile of the CUDA kernels, whole vectors after it, and a rest."""
+    """Codes, scales and dequantised values equal those of the reference in plain PyTorch.
+
+    8192 + 2048 + 5 elements are a whole tile of the CUDA kernels, whole vectors, and a remainder.
+    """
     for dtype in DTYPES:
         for n in (*sizes(block), 8192 + 2048 + 5):
             x = values(n, dtype, block)
@@ -77,14 +80,16 @@ def test_bytes_are_the_references(capability: str, quant_type: str, block: int) 
 @pytest.mark.parametrize("block", [32, 256, 4096])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_midpoints_and_what_is_not_finite(capability: str, quant_type: str, block: int) -> None:
-    """Values on, just above and just below every midpoint; then infinities and NaN, in whole and in short blocks."""
+    """Codes equal the reference at and next to midpoints of codes, and for infinity and NaN in any block."""
     book = code_values(quant_type).sort().values
     middle = (book[:-1] + book[1:]) / 2
     close = torch.cat(
         [middle, middle.nextafter(torch.tensor(-9.0)), middle.nextafter(torch.tensor(9.0)), book]
     )
     x = torch.cat([close, -close, torch.zeros(-2 * close.numel() % block), torch.randn(8 * block + 5)])
-    x[:: min(block, 32)] = 1  # the scale, so that the others stay where they are
+    # In blocks of midpoints between codes, an element of 1 makes the scale 1, so that midpoints stay
+    # midpoints.
+    x[:: min(block, 32)] = 1
     x[-7 * block] = float("inf")
     x[-6 * block] = -float("inf")
     x[-5 * block] = float("nan")
@@ -102,7 +107,10 @@ def test_midpoints_and_what_is_not_finite(capability: str, quant_type: str, bloc
 
 @pytest.mark.device
 def test_memory_that_is_not_aligned(capability: str) -> None:
-    """x and packed anywhere: as views that begin at their second element."""
+    """Input and codes may be at unaligned addresses.
+
+    In the test they begin at the second element of a tensor.
+    """
     for dtype in DTYPES:
         x = values(9001, dtype, 64)
         shifted = torch.empty(9002, dtype=dtype)[1:].copy_(x)
@@ -115,7 +123,7 @@ def test_memory_that_is_not_aligned(capability: str) -> None:
 @pytest.mark.device
 @pytest.mark.parametrize("n", [2, 7, 64 * 256 + 1, 64 * 256 * 3 + 64 * 5 + 2], ids=str)
 def test_nested_scales(capability: str, n: int) -> None:
-    """Decoded as the reference does, and each scale within the 8-bit type's step of its group's largest."""
+    """Nested scales are dequantised as in the reference. Their error is at most half a quantisation step."""
     x = torch.randn(n) * torch.rand(n).exp()
     plain, q = shoestring.quantize_4bit(x), shoestring.quantize_4bit(x, nested=True)
     assert q.nested is not None and same(q.packed, plain.packed)
@@ -124,10 +132,12 @@ def test_nested_scales(capability: str, n: int) -> None:
     torch.testing.assert_close(offset, plain.absmax.mean())
     group = groups.repeat_interleave(256)[: plain.absmax.numel()]
     error = (table[q.absmax.long()] * group + offset - plain.absmax).abs()
-    assert (error <= 0.0071 * group + 1e-6).all()  # half of 0.9 / 64, the coarsest step
+    # The limit is half of the largest step between values of the 8-bit map, which is 0.9 / 64.
+    assert (error <= 0.0071 * group + 1e-6).all()
 
 
-# Scales: one, its own mean; a group; a short group at the end. Even sizes: for odd ones bitsandbytes compiles.
+# Element counts that give one scale (equal to the mean of scales), a whole group of scales, and a short last
+# group. The counts are even, because bitsandbytes compiles code at run time for odd counts.
 @pytest.mark.parametrize("n", [2, 64 * 256, 64 * 256 * 3 + 64 * 5 + 2], ids=str)
 def test_nested_scales_are_bitsandbytes(capability: str, n: int) -> None:
     bnb = pytest.importorskip("bitsandbytes.functional")
@@ -142,7 +152,8 @@ def test_nested_scales_are_bitsandbytes(capability: str, n: int) -> None:
     assert torch.equal(q.dequantize(), bnb.dequantize_4bit(packed, state).view(n))
 
 
-# bitsandbytes' own table: mean error on 1024 x 1024 normal numbers, absolute and relative.
+# By block size: mean absolute and mean relative error of NF4 on 1024 x 1024 normal numbers, as bitsandbytes
+# documents them.
 NF4_ERROR = {
     32: (0.067746, 0.189726), 64: (0.072798, 0.203339), 128: (0.076831, 0.215237), 256: (0.080337, 0.226105),
     512: (0.083547, 0.236079), 1024: (0.086610, 0.245370), 2048: (0.089592, 0.254163), 4096: (0.092547, 0.262473),
@@ -154,7 +165,8 @@ def test_error_table(block: int) -> None:
     x = torch.randn(1024, 1024)
     error = (shoestring.quantize_4bit(x, block_size=block).dequantize() - x).abs()
     absolute, relative = NF4_ERROR[block]
-    assert error.mean() < absolute * 1.005  # the table's seven standard deviations are about 0.3 %
+    # The mean error varies with the random numbers; 7 standard deviations are about 0.3 %.
+    assert error.mean() < absolute * 1.005
     assert (error / x.abs().clamp_min(1e-8)).mean() < relative * 1.02
 
 
@@ -201,7 +213,7 @@ def test_strides_and_empty() -> None:
 
 @pytest.mark.device
 def test_row_packed_form_is_sliceable() -> None:
-    """Rows of whole blocks: the same bytes as the flat form, and a slice of rows is a quantised tensor."""
+    """If rows of a weight are whole blocks, the codes have a dimension for rows, so rows can be sliced."""
     x = torch.randn(6, 128)
     q = shoestring.quantize_4bit(x)
     assert q.packed.shape == (6, 64) and q.absmax.shape == (6, 2)
@@ -215,7 +227,7 @@ def test_row_packed_form_is_sliceable() -> None:
 @pytest.mark.device
 @pytest.mark.parametrize("numel", [1 << 28, (1 << 31) + 2 * 4096 + 7], ids=["2^28", "above 2^31"])
 def test_full_size(backend: str, numel: int) -> None:
-    """A weight of a large model, and indices beyond 32 bits: parts of the whole are what the parts give alone."""
+    """Parts of a tensor with up to 2^31 elements and more have the same codes as if quantised separately."""
     if backend != "cuda":
         pytest.skip("gigabytes: a test for the GPU")
     if torch.cuda.mem_get_info()[0] < 6 * numel:
@@ -237,7 +249,10 @@ def test_full_size(backend: str, numel: int) -> None:
 
 @pytest.mark.device
 def test_no_synchronisation_and_a_graph(backend: str) -> None:
-    """Quantising and dequantising never wait for the GPU, and a graph of them follows what lies in their input."""
+    """Quantising and dequantising never synchronise with the GPU.
+
+    A CUDA graph of quantisation and dequantisation uses the values that its input has at each replay.
+    """
     if backend != "cuda":
         pytest.skip("a test for the GPU")
     x = torch.randn(9001).bfloat16()
@@ -265,7 +280,10 @@ def test_no_synchronisation_and_a_graph(backend: str) -> None:
 
 
 def test_memory_formula() -> None:
-    """4 + 32 / block bits an element, and 4 + 8 / block + 32 / (256 block) + 257 words with nested scales."""
+    """A 4-bit tensor takes 4 + 32 / block bits per element.
+
+    With nested scales it takes 4 + 8 / block + 32 / (256 block) bits per element and 257 words of 32 bits.
+    """
     x = torch.randn(1024, 1024)
     assert shoestring.quantize_4bit(x).nbytes_held() == x.numel() // 2 + x.numel() // 64 * 4
     nested = x.numel() // 2 + x.numel() // 64 + 4 * (257 + x.numel() // 64 // 256)
@@ -296,7 +314,7 @@ def test_quantized_tensor_as_a_parameter(nested: bool) -> None:
     target = shoestring.quantize_4bit(torch.zeros(8, 128), nested=nested)
     target.copy_(linear.weight)
     assert torch.equal(target.dequantize(torch.bfloat16), exact)
-    target.copy_(x)  # dense: quantised on the way
+    target.copy_(x)  # copy_ from a dense tensor quantises it
     assert torch.equal(target.packed, linear.weight.packed)
     assert torch.equal(torch.empty(8, 128).copy_(target), target.dequantize(torch.float32))
 

@@ -1,4 +1,4 @@
-"""The 8-bit codes of optimizer state."""
+"""Tests of quantize_8bit and dequantize_8bit, the 8-bit codes of optimizer state."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from shoestring.quantization.quantize_8bit import dynamic_map
 pytestmark = pytest.mark.device
 
 both_maps = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
-# A register and a block, one less and one more; a block boundary far from the start; nothing; many threads.
+# Element counts: around a SIMD register, around one block, around many blocks, none, and enough for several
+# threads.
 SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0, 2**16 + 3]
 
 
@@ -19,7 +20,7 @@ def test_codes_stand_for_bitsandbytes_values(capability: str, signed: bool) -> N
     codes = torch.arange(256, dtype=torch.uint8)
     values = dequantize_8bit(codes, torch.ones(1), signed=signed)
     assert torch.equal(values, dynamic_map(signed))
-    # bitsandbytes makes its map with torch.linspace, whose last bits are noise.
+    # bitsandbytes computes its map with torch.linspace, so the last bits of its values are inexact.
     theirs = functional.create_dynamic_map(signed).to(values.device)
     torch.testing.assert_close(values, theirs, rtol=1e-6, atol=0)
     zero = 127 if signed else 0
@@ -28,7 +29,7 @@ def test_codes_stand_for_bitsandbytes_values(capability: str, signed: bool) -> N
 
 @both_maps
 def test_encoding_is_exact_beside_every_boundary(capability: str, signed: bool) -> None:
-    """The middle of each two neighbours, and up to four fp32 numbers to either side, against a search of the map."""
+    """Codes equal the reference at midpoints between codes, and up to four fp32 numbers to either side."""
     values = dynamic_map(signed)
     beside = [(values[1:] + values[:-1]) / 2]
     for direction in (-2.0, 2.0):
@@ -38,11 +39,10 @@ def test_encoding_is_exact_beside_every_boundary(capability: str, signed: bool) 
             beside.append(x)
     x = torch.cat([*beside, values, torch.logspace(-44, 0, 5000), torch.rand(20000)])
     x = x[(x.abs() <= 1) if signed else (x >= 0) & (x <= 1)]
-    for scale in (1.0, 2.0**-140, 2.0**100):  # a subnormal scale's reciprocal would overflow
+    for scale in (1.0, 2.0**-140, 2.0**100):  # one of the scales is subnormal, and its reciprocal overflows
         full = torch.nn.functional.pad(x, (0, -len(x) % 255)).view(-1, 255)
-        full = (
-            torch.cat([torch.ones(len(full), 1), full], 1) * scale
-        ).flatten()  # a one in each block is its scale
+        # Each block begins with `scale`, which is its largest element.
+        full = (torch.cat([torch.ones(len(full), 1), full], 1) * scale).flatten()
         codes, scales = quantize_8bit(full, signed=signed)
         expected, expected_scales = quantize_8bit_reference(full, signed=signed)
         assert torch.equal(codes, expected) and torch.equal(scales, expected_scales)
@@ -51,7 +51,8 @@ def test_encoding_is_exact_beside_every_boundary(capability: str, signed: bool) 
 @both_maps
 def test_codes_of_random_values(capability: str, signed: bool) -> None:
     for size in SIZES:
-        x = torch.randn(size) * torch.randn(size).mul(4).exp()  # seven decades
+        # Random numbers with magnitudes over about seven decades.
+        x = torch.randn(size) * torch.randn(size).mul(4).exp()
         x = x if signed else x.abs()
         codes, scale = quantize_8bit(x, signed=signed)
         expected, expected_scale = quantize_8bit_reference(x, signed=signed)
@@ -71,7 +72,8 @@ def test_codes_are_those_of_bitsandbytes() -> None:
     x, values = x.cpu(), functional.create_dynamic_map().cpu()
     theirs, state = functional.quantize_blockwise(x, code=values, blocksize=256)
     assert torch.equal(scale, state.absmax)
-    # Its CPU path rounds approximately: where the codes differ, ours is not the worse one.
+    # The CPU kernel of bitsandbytes does not always take the nearest code. Where the codes differ, ours has
+    # no larger error.
     scaled = x / scale.repeat_interleave(256)
     distance, their_distance = ((scaled - values[c.int()]).abs() for c in (codes, theirs))
     assert (codes != theirs).double().mean() < 5e-3 and (distance <= their_distance + 1e-7).all()
@@ -79,7 +81,7 @@ def test_codes_are_those_of_bitsandbytes() -> None:
 
 @both_maps
 def test_parts_at_any_offset(signed: bool) -> None:
-    """Memory that cannot be read in vectors holds the same numbers."""
+    """quantize_8bit gives the same codes for unaligned or strided tensors as for contiguous ones."""
     x = torch.rand(1500)
     codes, scale = quantize_8bit(x, signed=signed)
     for offset in (1, 4):

@@ -17,12 +17,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sizes(block: int) -> tuple[int, ...]:
-    """One element; odd; 16 lanes and one more; around a block; a short, odd last one; more blocks than a CUDA block has."""
+    """Return element counts: 1, odd, one more than 16 SIMD lanes, around a block, and several blocks.
+
+    The largest count gives more quantisation blocks than one CUDA thread block handles.
+    """
     return (1, 7, 17, block - 1, block, 3 * block + 7, min(40 * block + 33, 9001))
 
 
 def values(n: int, dtype: torch.dtype, block: int) -> Tensor:
-    """Normal numbers; a block each of zeros, tiny and large numbers, of one number and of few, and one with an outlier."""
+    """Return n normal numbers that include special blocks.
+
+    The elements of these blocks are zero, tiny, large, constant, nearly constant, integers, or include an
+    outlier.
+    """
     x = torch.randn(n)
     changes = [(0.0, 0.0), (1e-5, 0.0), (1e3, 0.0), (0.0, 1.2345), (1e-3, -2.0)]
     for i, (scale, shift) in enumerate(changes[: n // block]):
@@ -35,7 +42,10 @@ def values(n: int, dtype: torch.dtype, block: int) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal, NaN to NaN, wherever they lie."""
+    """Return whether two tensors have equal dtypes and values.
+
+    NaNs count as equal, and devices may differ.
+    """
     return a.dtype == b.dtype and torch.allclose(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -66,7 +76,10 @@ def test_bytes_are_the_references(capability: str, block: int) -> None:
 
 @pytest.mark.device
 def test_what_is_not_finite_and_ends_of_the_range(capability: str) -> None:
-    """A block with a NaN or an infinity is NaN and no other is, whole or short; magnitudes up to fp32's largest hold."""
+    """A block with NaN or infinity dequantises to NaN, and no other block does.
+
+    Blocks with magnitudes up to the largest fp32 number keep their accuracy.
+    """
     x = torch.randn(9 * 64 + 21)
     x[3], x[64 + 60], x[2 * 64 + 17] = float("nan"), float("inf"), -float("inf")
     x[3 * 64 : 4 * 64] *= 1e38 / 4
@@ -101,7 +114,10 @@ def test_constants_are_near_and_zeros_exact(capability: str) -> None:
     ids=["normal", "outliers"],
 )
 def test_error_is_below_nf4s(outliers: float, squared: float, absolute: float) -> None:
-    """By parts of NF4's: a mean squared error of 0.81 and 0.83, and a mean absolute one of 0.95 and 0.94."""
+    """The mean squared error of int4 is 0.81 times that of NF4, and the mean absolute error 0.95 times.
+
+    If some elements are outliers, the factors are 0.83 and 0.94.
+    """
     x = 0.02 * torch.randn(2048 * 64)
     x[torch.rand(x.shape) < outliers] *= 6
     errors = [shoestring.quantize_4bit(x, kind).dequantize() - x for kind in ("int4", "nf4")]
@@ -112,7 +128,10 @@ def test_error_is_below_nf4s(outliers: float, squared: float, absolute: float) -
 
 @pytest.mark.device
 def test_no_element_is_far_off(capability: str) -> None:
-    """What is pulled back is still in reach: the ends are clipped by little, and all else is within half a step."""
+    """Elements within the range of a block's 16 int4 values err by at most half a step.
+
+    Elements outside this range are clipped, with small errors.
+    """
     x = torch.randn(500, 64)
     q = quantize(x)
     scale, offset = (t.view(500, 1) for t in int4_scales(q.absmax))
@@ -124,7 +143,10 @@ def test_no_element_is_far_off(capability: str) -> None:
 
 @pytest.mark.device
 def test_memory_that_is_not_aligned(capability: str) -> None:
-    """x and packed anywhere: as views that begin at their second element."""
+    """Input and codes may be at unaligned addresses.
+
+    In the test they begin at the second element of a tensor.
+    """
     for dtype in DTYPES:
         x = values(3001, dtype, 64)
         shifted = torch.empty(3002, dtype=dtype)[1:].copy_(x)
@@ -177,7 +199,10 @@ def test_indices_beyond_32_bits(backend: str) -> None:
 
 @pytest.mark.device
 def test_no_synchronisation_and_a_graph(backend: str) -> None:
-    """Quantising and dequantising never wait for the GPU, and a graph of them follows what lies in their input."""
+    """Quantising and dequantising never synchronise with the GPU.
+
+    A CUDA graph of quantisation and dequantisation uses the values that its input has at each replay.
+    """
     if backend != "cuda":
         pytest.skip("a test for the GPU")
     x = torch.randn(9001).bfloat16()
@@ -215,7 +240,7 @@ def test_quantized_tensor_as_a_parameter() -> None:
     file.seek(0)
     assert torch.equal(torch.load(file, weights_only=False).dequantize(torch.bfloat16), exact)
     target = quantize(torch.zeros(8, 128))
-    target.copy_(x)  # dense: quantised on the way
+    target.copy_(x)  # copy_ from a dense tensor quantises it
     assert torch.equal(target.packed, linear.weight.packed)
     with pytest.raises(ValueError, match="copy_: expected the form of .*int4.*, received .*nf4"):
         target.copy_(shoestring.quantize_4bit(x))
@@ -224,7 +249,10 @@ def test_quantized_tensor_as_a_parameter() -> None:
 @pytest.mark.device
 @pytest.mark.parametrize("columns", [128, 100], ids=["rows of blocks", "blocks across rows"])
 def test_state_dict_comes_back(columns: int) -> None:
-    """Under keys of our own: bitsandbytes has no such type. So do a dense weight, and another type's keys."""
+    """A QuantizedLinear of any quant_type loads the state dicts of int4, nf4 and dense layers.
+
+    The keys of int4 state dicts are shoestring's own, because bitsandbytes has no int4.
+    """
     linear = nn.Linear(columns, 40)
     layer = QuantizedLinear.from_linear(linear, "int4", 32)
     state = layer.state_dict()

@@ -10,17 +10,18 @@ from shoestring.nn import QuantizedLinear
 from shoestring.ops import dequantize_int8_reference, quantize_int8_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# One column; odd; around registers and steps of the CPU's kernels; whole vectors; around the CUDA kernels' two steps of
-# 2048, of which the first row's end stays in registers, and beyond the 4096 that do.
+# Numbers of columns: one, odd numbers, numbers around the SIMD registers and loop steps of the CPU kernels,
+# and whole vectors. CUDA kernels read 2048 elements of a row per step and keep at most 4096 in registers, so
+# some rows are longer than either.
 COLUMNS = (1, 7, 16, 33, 64, 65, 100, 2048 + 5, 2056, 4096 + 3, 4096 + 8)
 
 
 def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, rows of zeros, of tiny and of large numbers, and one with ties between two codes."""
+    """Return normal numbers, with rows of zeros, of tiny, of large numbers, and of midpoints of two codes."""
     x = torch.randn(rows, columns)
     x[1::7] = 0
     x[2::7] *= 1e-30
-    x[3::7] *= 1e-38  # 127 over the row's largest overflows
+    x[3::7] *= 1e-38  # for rows this small, 127 / absmax overflows
     x[4::7] *= 1000
     x[5::7] = (torch.randint(-254, 255, (columns,)) / 2).clamp(-127, 127)
     x[5::7, 0] = 127
@@ -28,13 +29,16 @@ def values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal, NaN to NaN, wherever they lie."""
+    """Return whether two tensors have equal dtypes and values.
+
+    NaNs count as equal, and devices may differ.
+    """
     return a.dtype == b.dtype and torch.allclose(a.cpu(), b.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bytes_are_bitsandbytes(capability: str, dtype: torch.dtype) -> None:
-    """The codes, the scales and, from them, the values."""
+    """int8 codes, scales and dequantised values equal those of bitsandbytes."""
     bnb = pytest.importorskip("bitsandbytes.functional")
     for columns in COLUMNS:
         x = values(14, columns, dtype)
@@ -72,7 +76,10 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other(capability: str) -> None:
 
 @pytest.mark.device
 def test_memory_that_is_not_aligned(capability: str) -> None:
-    """x and packed anywhere: as views that begin at their second element."""
+    """Input and codes may be at unaligned addresses.
+
+    In the test they begin at the second element of a tensor.
+    """
     for dtype in DTYPES:
         x = values(9, 104, dtype)
         shifted = torch.empty(9 * 104 + 1, dtype=dtype)[1:].view(9, 104).copy_(x)
@@ -139,7 +146,7 @@ def test_rows_can_be_sliced() -> None:
     ("rows", "columns"), [(1 << 16, 1 << 12), ((1 << 18) + 1, 8192), (1, (1 << 31) + 8)], ids=str
 )
 def test_full_size(backend: str, rows: int, columns: int) -> None:
-    """A weight of a large model, and indices beyond 32 bits: parts of the whole are what the parts give alone."""
+    """Rows of a tensor with up to 2^31 elements and more have the same codes as if quantised separately."""
     if backend != "cuda":
         pytest.skip("gigabytes: a test for the GPU")
     if torch.cuda.mem_get_info()[0] < 6 * rows * columns:
@@ -156,7 +163,10 @@ def test_full_size(backend: str, rows: int, columns: int) -> None:
 
 @pytest.mark.device
 def test_no_synchronisation_and_a_graph(backend: str) -> None:
-    """Quantising and dequantising never wait for the GPU, and a graph of them follows what lies in their input."""
+    """Quantising and dequantising never synchronise with the GPU.
+
+    A CUDA graph of quantisation and dequantisation uses the values that its input has at each replay.
+    """
     if backend != "cuda":
         pytest.skip("a test for the GPU")
     x = torch.randn(90, 101).bfloat16()
@@ -202,7 +212,7 @@ def test_quantized_tensor_as_a_parameter() -> None:
     target = shoestring.quantize_int8(torch.zeros(8, 33))
     target.copy_(linear.weight)
     assert torch.equal(target.dequantize(torch.bfloat16), exact)
-    target.copy_(x)  # dense: quantised on the way
+    target.copy_(x)  # copy_ from a dense tensor quantises it
     assert torch.equal(target.packed, linear.weight.packed)
     assert torch.equal(torch.empty(8, 33).copy_(target), target.dequantize(torch.float32))
     with pytest.raises(ValueError, match="copy_: expected the form of .*int8.*, received .*nf4"):
@@ -225,7 +235,7 @@ def test_state_dict_is_bitsandbytes(backend: str) -> None:
     assert mine.keys() == reference.keys()
     for key, value in mine.items():
         assert value.dtype == reference[key].dtype and torch.equal(value, reference[key]), key
-    for quant_type in ("nf4", "int8"):  # whatever the layer was before
+    for quant_type in ("nf4", "int8"):  # quant_type of the layer before it loads the state dict
         loaded = QuantizedLinear(96, 40, quant_type=quant_type)
         loaded.load_state_dict(reference)
         assert torch.equal(loaded.weight.dequantize(torch.float16), ours.weight.dequantize())

@@ -1,4 +1,4 @@
-"""The 4-bit codes of optimizer state."""
+"""Tests of quantize_state_4bit and dequantize_state_4bit, the 4-bit codes of optimizer state."""
 
 import pytest
 import torch
@@ -18,24 +18,31 @@ both_maps = pytest.mark.parametrize("signed", [True, False], ids=["signed", "uns
 roundings = pytest.mark.parametrize(
     "step", [None, 0, 7, 10**6], ids=["nearest", "step 0", "step 7", "step 10^6"]
 )
-# A register and a block, one less and one more; a block boundary far from the start; nothing; many threads.
+# Element counts: around a SIMD register, around one block, around many blocks, none, and enough for several
+# threads.
 SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0, 2**16 + 3]
 
 
 def same(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> bool:
-    """Whether codes and scales are equal, bit for bit but for NaN, which may be any."""
+    """Return whether two pairs of codes and scales are equal.
+
+    NaN scales count as equal, whatever their bits.
+    """
     return torch.equal(x[0], y[0]) and bool(((x[1] == y[1]) | (x[1].isnan() & y[1].isnan())).all())
 
 
 def with_scales(x: Tensor, signed: bool, scale: float) -> Tensor:
-    """x, at most one, as fractions of groups whose first element is the scale: minus it, as signed codes want."""
+    """Return x times ``scale``, with ``scale`` (if signed, ``-scale``) inserted in front of each group.
+
+    Magnitudes of x must not exceed 1, so that the inserted element determines the scale of its group.
+    """
     group = GROUP_4BIT[signed]
     rows = torch.nn.functional.pad(x, (0, -len(x) % (group - 1))).view(-1, group - 1)
     return (torch.cat([torch.full((len(rows), 1), -1.0 if signed else 1.0), rows], 1) * scale).flatten()
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """One code an element."""
+    """Unpack 4-bit codes, two per byte, to a tensor with one code per element."""
     return torch.stack([codes & 15, codes >> 4], 1).flatten()
 
 
@@ -47,14 +54,15 @@ def test_map(capability: str, signed: bool) -> None:
     values = dequantize_state_4bit(codes, scale, signed=signed, numel=256).view(-1, 16)
     assert (values == map_4bit(signed) * 3).all()
     k = torch.arange(16.0)
-    if signed:  # two's complement
+    if signed:  # signed codes are in two's complement
         k = torch.where(k < 8, k, k - 16)
         formula = k.sign() * (33 ** (k.abs() / 8) - 1) / 32
         assert map_4bit(signed)[0] == 0 and map_4bit(signed)[8] == -1
     else:
         formula = 2 ** (-13 / 16 * k)
         assert map_4bit(signed)[0] == 1
-    # A piecewise linear 2^x is up to 6.2 % above 2^x; signed, one is then taken from what is 1.5 at the least.
+    # The kernels' piecewise linear approximation of 2^x is up to 6.2 % above 2^x. For signed codes, 1/32 is
+    # then subtracted from a value of at least 1.5/32, which increases the relative error.
     torch.testing.assert_close(map_4bit(signed), formula, rtol=0.15, atol=0)
     zeros = dequantize_state_4bit(torch.zeros_like(codes), torch.zeros_like(scale), signed=signed, numel=200)
     assert torch.equal(zeros, torch.zeros(200)) and not zeros.signbit().any()
@@ -63,7 +71,7 @@ def test_map(capability: str, signed: bool) -> None:
 @both_maps
 @roundings
 def test_encoding_is_exact_beside_every_boundary(capability: str, signed: bool, step: int | None) -> None:
-    """Where the reference's code changes, and up to four fp32 numbers to either side; at any scale."""
+    """Codes equal the reference at boundaries between codes, and up to four fp32 numbers to either side."""
     values = map_4bit(signed).sort().values
     x = torch.linspace(-1 if signed else 0, 1, 100_000)
     full = with_scales(x, signed, 1.0)
@@ -76,7 +84,8 @@ def test_encoding_is_exact_beside_every_boundary(capability: str, signed: bool, 
             beside.append(near)
     x = torch.cat([*beside, torch.logspace(-44, 0, 5000), torch.rand(20000)])
     x = x[(x.abs() <= 1) if signed else (x >= 0) & (x <= 1)]
-    for scale in (1.0, 2.0**-140, 2.0**126, 1e-30, 0.7):  # a subnormal scale's reciprocal would overflow
+    # One of the scales is subnormal, and its reciprocal overflows.
+    for scale in (1.0, 2.0**-140, 2.0**126, 1e-30, 0.7):
         full = with_scales(x, signed, scale)
         got = quantize_state_4bit(full, signed=signed, step=step)
         assert same(got, quantize_state_4bit_reference(full, signed=signed, step=step))
@@ -84,13 +93,16 @@ def test_encoding_is_exact_beside_every_boundary(capability: str, signed: bool, 
 
 @both_maps
 def test_codes_are_the_nearest(capability: str, signed: bool) -> None:
-    """In the map's logarithm; signed, 0.075 of a step further from zero still rounds towards it."""
+    """The value of a 4-bit code has the nearest logarithm.
+
+    Signed codes are rounded with an offset of 0.075 steps towards zero.
+    """
     x = torch.cat([torch.rand(20000), torch.logspace(-6, 0, 5000)])
     codes = nibbles(quantize_state_4bit(with_scales(x, signed, 1.0), signed=signed)[0])
     full = with_scales(x, signed, 1.0)
     place = full.double().abs() + (1 / 32 if signed else 0)
     exponent = place.log2().floor()
-    place = exponent + place * 2**-exponent - 1  # the piecewise linear logarithm
+    place = exponent + place * 2**-exponent - 1  # a piecewise linear approximation of the logarithm
     place = (place + 5) / (161 / 256) if signed else -place / (13 / 16)
     k = torch.where(codes < 8, codes.int(), 16 - codes.int()) if signed else codes
     expected = (place - 0.075 if signed else place).clamp(0, 7 if signed else 15)
@@ -102,7 +114,8 @@ def test_codes_are_the_nearest(capability: str, signed: bool) -> None:
 @roundings
 def test_codes_of_random_values(capability: str, signed: bool, step: int | None) -> None:
     for size in SIZES:
-        x = torch.randn(size) * torch.randn(size).mul(4).exp()  # seven decades
+        # Random numbers with magnitudes over about seven decades.
+        x = torch.randn(size) * torch.randn(size).mul(4).exp()
         x = x if signed else x.square()
         x[: size // 4] = 0
         codes, scale = quantize_state_4bit(x, signed=signed, step=step)
@@ -110,19 +123,19 @@ def test_codes_of_random_values(capability: str, signed: bool, step: int | None)
         back = dequantize_state_4bit(codes, scale, signed=signed, numel=size)
         assert torch.equal(back, dequantize_state_4bit_reference(codes, scale, signed=signed, numel=size))
         assert (back.sign() * x.sign() >= 0).all() and ((back == 0) | (x != 0) | (not signed)).all()
-        if not signed:  # zero only where the whole group is
+        if not signed:  # a dequantised value is zero only if its whole group is zero
             assert ((back > 0) | (scale.repeat_interleave(128)[:size] == 0)).all()
-        # The largest of a group is kept as it is.
+        # The magnitude of a scale is the largest magnitude in its group.
         padded = torch.nn.functional.pad(x, (0, -size % 256)).view(-1, GROUP_4BIT[signed])
         assert torch.equal(scale.abs(), padded.abs().amax(1)) and not scale[scale == 0].signbit().any()
-        if not signed or step is None:  # what the codes stand for has these codes
+        if not signed or step is None:  # quantising dequantised values again gives the same codes
             again, _ = quantize_state_4bit(back, signed=signed, step=step)
             assert torch.equal(again, codes)
 
 
 @both_maps
 def test_nothing_spreads_between_groups(capability: str, signed: bool) -> None:
-    """NaN and infinity are their group's; so are zeros, and a scale that is next to nothing."""
+    """NaN, infinity, zeros and tiny or huge magnitudes affect only the codes of their own group."""
     group, x = GROUP_4BIT[signed], torch.rand(512) + 0.5
     expected = quantize_state_4bit(x, signed=signed)
     for wrong in (
@@ -159,7 +172,7 @@ def test_nothing_spreads_between_groups(capability: str, signed: bool) -> None:
 
 
 def test_dither_keeps_the_mean() -> None:
-    """Over many steps an element between two codes is, on average, what it is; to the nearest it never would be."""
+    """The mean of dithered codes over many steps equals the position of an element between two codes."""
     x = torch.linspace(0.003, 1, 256)
     x[0] = x[128] = 1
     codes = torch.stack(
@@ -168,7 +181,8 @@ def test_dither_keeps_the_mean() -> None:
     bits = 127 - x.double().log2().floor()
     place = (bits - 127 + 1 - x.double() * 2 ** (bits - 127)) / (13 / 16)
     assert (codes.mean(0) - place).abs().max() < 0.02
-    # Just below a value, as a second moment is after a step without a gradient.
+    # Test elements just below a value of a code, like second moments that decay in a step with a zero
+    # gradient.
     x = torch.full((256,), map_4bit(False)[3].item())
     x[0] = x[128] = 1
     x[1:128] *= 1 - 0.004
@@ -184,7 +198,7 @@ def test_dither_keeps_the_mean() -> None:
 
 @both_maps
 def test_parts_at_any_offset(signed: bool) -> None:
-    """Memory that cannot be read in vectors or words holds the same numbers."""
+    """quantize_state_4bit gives the same codes for unaligned or strided tensors as for contiguous ones."""
     x = torch.rand(1500)
     codes, scale = quantize_state_4bit(x, signed=signed)
     values = dequantize_state_4bit(codes, scale, signed=signed, numel=1500)

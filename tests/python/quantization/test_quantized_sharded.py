@@ -1,4 +1,4 @@
-"""QLoRA under FSDP2 (CPU, Gloo): codes shard by rows and are gathered as codes."""
+"""Tests of QLoRA under FSDP2 (CPU, Gloo): quantised weights are sharded by rows and gathered as codes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def shard(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def train(net: nn.Module, rank: int | None) -> list[float]:
-    """Four steps over a batch of 8; a process has its half. The losses are those of the whole batch."""
-    # eps: with a smaller one, a step from a gradient that is all but zero depends on the order of sums.
+    """Train four steps on a batch of 8 rows, of which each process has half. Return the loss of each step."""
+    # With a smaller eps, AdamW's step for a nearly zero gradient would depend on the order of sums.
     opt = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
     losses = []
     generator = torch.Generator().manual_seed(1)
@@ -80,7 +80,7 @@ def _is_one_process(rank: int, kind: dict[str, Any], again: bool) -> None:
         if "lora" in name:
             torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=0, atol=1e-6)
             assert_replicated(p.full_tensor())
-        elif isinstance(q, QuantizedTensor):  # as before, bit for bit
+        elif isinstance(q, QuantizedTensor):  # the frozen base weight is unchanged bit for bit
             mine = torch.chunk(q.packed, 2)[rank]
             assert torch.equal(p.to_local().packed, mine) and torch.equal(
                 p.to_local().absmax, q.absmax.chunk(2)[rank]

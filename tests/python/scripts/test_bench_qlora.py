@@ -1,4 +1,4 @@
-"""Tests that the QLoRA memory benchmark runs and that its formula predicts the bytes of a real model."""
+"""Test that the QLoRA memory benchmark runs, and that its formula predicts the memory of a real model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_formula_counts_what_is_there(tmp_path: Path, benchmarks: None) -> N
     parts = predicted_bytes(shape, tokens=64, workspace=1 << 20)
     model = shoestring.load_quantized(tmp_path / "model", nested=True)
     weights = parts["linear weights, 4.127 bits"] + parts["embedding and head, bf16"]
-    # The formula omits the norms and the 1 KB of codes for the scales of each weight.
+    # The formula omits the norms and, for each weight, the 1 KB table that decodes its quantised scales.
     assert memory.weight_bytes(model) == pytest.approx(weights, rel=0.02)
     shoestring.lora.apply(model, rank=RANK)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""The gate over ptxas' figures: each rule is broken by a kernel on purpose."""
+"""Test check_ptxas.py with kernels that break each of its rules on purpose."""
 
 import json
 import os
@@ -72,7 +72,7 @@ auto* const kFirst = &good<float, 3>;
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """KERNELS, compiled for sm_80 in the way the build does it."""
+    """Compile the CUDA source KERNELS for sm_80 with the compiler options of shoestring's build."""
     if NVCC is None:
         pytest.skip("no nvcc was found")
     folder = tmp_path_factory.mktemp("gate")

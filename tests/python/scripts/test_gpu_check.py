@@ -1,4 +1,4 @@
-"""The GPU check, as far as it can be seen without a GPU: its steps with made-up commands and reports."""
+"""Test gpu_check.py without a GPU: its steps run fake commands and read fake reports."""
 
 import json
 import subprocess
@@ -66,7 +66,8 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
             Step("after fine", lambda: "well", 5, needs="fine"),
         ]
     )
-    assert time.monotonic() - start < 10  # the sleeps were killed, the one in the background too
+    # The time limit kills both sleep processes of the step "hangs", also the one in the background.
+    assert time.monotonic() - start < 10
     assert [(r.name, r.status, r.note) for r in runner.results] == [
         ("fine", "passed", "a note"),
         ("wrong", "failed", "sh ended with status 3: why"),
@@ -80,7 +81,8 @@ def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
     ]
     assert runner.failed
     assert runner.table().splitlines()[-1].startswith("2 passed, 5 failed, 2 skipped, ")
-    assert "\nso far\n" in capsys.readouterr().out  # the end of a failed step's log is shown
+    # the output includes the end of the log of the failed step "hangs"
+    assert "\nso far\n" in capsys.readouterr().out
 
 
 def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
@@ -192,7 +194,10 @@ def test_benchmarks_that_fail_keep_their_tables(check: gpu_check.Check, tmp_path
 
 
 def test_gpu_timing_is_a_call_s_share_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With events that read the host's clock."""
+    """A benchmark's GPU timing is the time of many calls of a function, divided by the number of calls.
+
+    The test replaces CUDA events by objects that read the clock of the host.
+    """
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -212,7 +217,8 @@ def test_gpu_timing_is_a_call_s_share_of_many(monkeypatch: pytest.MonkeyPatch) -
     candidates = {"short": lambda: calls.append(time.sleep(1e-3)), "long": lambda: time.sleep(1e-2)}
     times = common.interleave(candidates, 3, "cuda")
     assert {name: len(seconds) for name, seconds in times.items()} == {"short": 3, "long": 3}
-    assert len(calls) > 3 + 3 + 3 * 2  # warm-up, calibration, and several calls a round
+    # `calls` lists calls for warm-up and calibration, and more than one call in each of 3 rounds
+    assert len(calls) > 3 + 3 + 3 * 2
     assert 1e-3 < min(times["short"]) < 1e-2 < min(times["long"])
 
 
@@ -225,7 +231,8 @@ def test_rotating_buffers_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
         return lambda index=made[-1]: called.append(index)
 
     run = common.rotate(make, size=40 << 20, device="cuda")
-    assert called == [*made, *made]  # the warm-up
+    # rotate() alternates between several sets of buffers. Its warm-up uses each set twice.
+    assert called == [*made, *made]
     called.clear()
     for _ in range(len(made) + 1):
         run()

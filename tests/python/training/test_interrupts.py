@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the step is finished and saved, every bit of the continued run is that of an undisturbed one."""
+"""Test that Ctrl-C and SIGTERM finish and save the current step.
+
+A resumed run gives the same results as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from cli_server import Commands, wait_for
 from shoestring.training import signals
 from shoestring.training.checkpoint import checkpoints, step_of
 
-# Before it goes on, the named method makes a file and waits until the test has sent its signal.
+# Python code that replaces a method. The new method creates a file, and waits until the test has sent a
+# signal and removed this file.
 PAUSE = """
 import os, time
 from shoestring.{module} import {name} as place
@@ -93,7 +97,7 @@ def command(kind: str, data: Path, out: Path, *more: object) -> list[object]:
 def test_a_signal_ends_with_a_checkpoint(commands: Commands, data: Path, tmp_path: Path, kind: str) -> None:
     log, out, mark = tmp_path / "log", tmp_path / "run", tmp_path / "mark"
     assert commands.run(*command(kind, data, tmp_path / "whole"), log=log) == 0, log.read_text()
-    # Within the first step, within the following one, within an evaluation, and while the next checkpoint is made.
+    # Signals arrive in step 1, in step 2, after the evaluation of step 3, and after step 4 is logged.
     moments = [
         (signal.SIGINT, pause_before("training.loop", "Trainer", "_accumulate", mark), 1),
         (signal.SIGTERM, pause_after("training.loop", "Trainer", "_accumulate", mark), 2),

@@ -1,4 +1,4 @@
-"""Run folders that are damaged, and places that hold no folder: one line, exit code 2, and the way to go on."""
+"""Test that damaged run folders and unusable paths give exit code 2 and one line of help on stderr."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run without its result, so that a continued run must make it again."""
+    """Return a copy of a finished run without its final model, so that a resumed run must write it again."""
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "model")
     return tmp_path / "run"
@@ -93,7 +93,8 @@ def test_a_damaged_state(
 ) -> None:
     newest = checkpoints(finished)[-1]
     (newest / "state.json").write_text(content)
-    (newest / CHECKSUMS).unlink()  # as in a checkpoint of an older version
+    # Remove the checksums, which checkpoints of older versions do not have either.
+    (newest / CHECKSUMS).unlink()
     line = refuse(capsys, *train(data, finished, "--resume"))
     assert f"{newest}: the checkpoint is damaged (" in line and "remove it to continue from step 4" in line
 
@@ -127,7 +128,8 @@ def test_metrics_without_a_row(data: Path, finished: Path, capsys: pytest.Captur
 def test_metrics_with_a_damaged_row(
     data: Path, whole: Path, finished: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    shutil.rmtree(checkpoints(finished)[-1])  # steps 5 and 6 are trained again
+    # Without the newest checkpoint, the resumed run trains steps 5 and 6 again.
+    shutil.rmtree(checkpoints(finished)[-1])
     lines = (finished / "metrics.jsonl").read_text().splitlines()
     lines[2] = damage
     (finished / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -165,7 +167,7 @@ def test_a_summary_that_is_no_object(
 
 @pytest.fixture(params=["below a file", "proc", "sys", "long name", "read-only"])
 def no_place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder that cannot be made."""
+    """Yield the path of a run folder that cannot be created, for example below a file."""
     (tmp_path / "file").write_text("")
     places = {
         "below a file": tmp_path / "file" / "sub" / "run",

@@ -1,4 +1,4 @@
-"""Tests of learning-rate schedules, atomic file writes, the memory meter, and training checkpoints."""
+"""Test learning-rate schedules, atomic file writes, the memory meter, and training checkpoints."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ def test_a_directory_replaces_the_one_before(tmp_path: Path) -> None:
 
 def test_memory_meter_sees_an_allocation() -> None:
     before, peak = memory.resident_bytes(), memory.peak_bytes()
-    with mmap.mmap(
-        -1, 64 << 20
-    ) as block:  # mmap gets new pages; a tensor could reuse free memory of the process.
+    # mmap gets new pages from the system; a tensor could reuse memory that the process already has
+    with mmap.mmap(-1, 64 << 20) as block:
         block.write(b"x" * len(block))
         assert memory.resident_bytes() - before > 60 << 20
     assert memory.peak_bytes() >= max(peak, before + (60 << 20))
@@ -73,7 +72,7 @@ def test_storages_count_once() -> None:
     optimizer.step()
     assert (
         memory.optimizer_bytes(optimizer) == 2 * 4 * 110 + 2 * 4
-    )  # two fp32 moments per element and one fp32 step per parameter tensor
+    )  # AdamW's state: two fp32 moments per element, and one fp32 step count per parameter tensor
 
 
 def test_saved_activations_leave_weights_out() -> None:

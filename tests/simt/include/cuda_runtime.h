@@ -1,6 +1,6 @@
 #pragma once
 
-// The CUDA names that kernels use, implemented for g++ (see ../README.md).
+// The names of CUDA C++ that kernels use, implemented for g++ (see ../README.md).
 
 #include <algorithm>
 #include <cmath>
@@ -52,7 +52,7 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// ---- together: the block, the warp
+// ---- operations of the threads of a block, or of the lanes of a warp
 inline void __syncthreads(simt::Where where = simt::Where::current()) {
   simt::barrier(0, 0, "__syncthreads", where);
 }
@@ -71,7 +71,7 @@ inline void __syncwarp(unsigned mask = 0xffffffff, simt::Where where = simt::Whe
 
 namespace simt {
 
-// The input of one lane to a shuffle: its value, and the lane that it reads.
+// One lane's input to a shuffle: the value that it offers, and the lane whose value it reads.
 template <class T>
 struct Shuffle {
   T value;
@@ -95,9 +95,9 @@ SIMT_UNCHECKED T shuffle(const char* name, unsigned mask, T value, int source, W
 
 inline int own_lane() { return static_cast<int>(thread_index().x % 32); }
 
-// Votes and reductions: combines the values of the lanes in the mask, in ascending order of lanes. `Combine`
-// takes the result so far, a value and its lane, the calling lane's own value, and whether the value is the
-// first.
+// Votes and reductions: combines the values of the lanes in the mask, in ascending order of lanes. The
+// arguments of `Combine` are the result so far, a value, the value's lane, the calling lane's own value, and
+// whether this is the first value.
 template <class T, class R, class Combine>
 SIMT_UNCHECKED R fold(const char* name, unsigned mask, T value, R, Combine, Where where) {
   R out;
@@ -229,8 +229,9 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x,
 }
 
 // ---- arithmetic
-// These intrinsics are separate operations. nvcc may fuse multiplications and additions, except for these;
-// g++ fuses none on the processors that this is built for.
+// nvcc may fuse a multiplication and an addition into an fma, but never the intrinsics __fadd_rn, __fmul_rn
+// and the like. g++ fuses nothing on the processors for which the emulator is built, so plain operators are
+// right.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -288,7 +289,7 @@ auto min(A a, B b) {
   return std::min<std::common_type_t<A, B>>(a, b);
 }
 
-// ---- what host code next to the kernels asks
+// ---- functions of the CUDA runtime that the host code in the kernels' source files calls
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaDeviceAttr {

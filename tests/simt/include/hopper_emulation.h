@@ -1,6 +1,7 @@
 #pragma once
 
-// The functions of cuda/core/hopper.h and wgmma.h, implemented by the emulator. Those headers describe them.
+// The functions of cuda/core/hopper.h and cuda/core/wgmma.h, implemented by the emulator. Their comments are
+// in those two headers.
 
 #include <type_traits>
 
@@ -14,7 +15,8 @@ namespace shoestring::cuda {
 using simt::Where;
 using TensorMap = simt::TensorMap;
 
-/// Returns the address as a wgmma descriptor counts it: in bytes from the beginning of dynamic shared memory.
+/// Returns the offset of an address from the beginning of dynamic shared memory, in bytes. wgmma descriptors
+/// contain such offsets.
 inline uint64_t shared_address(const void* p, Where where = Where::current()) {
   return simt::shared_offset(p, where);
 }

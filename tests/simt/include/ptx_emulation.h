@@ -1,6 +1,6 @@
 #pragma once
 
-// The functions of cuda/core/ptx.h, implemented by the emulator. That header describes them.
+// The functions of cuda/core/ptx.h, implemented by the emulator. Their comments are in that header.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,9 +8,9 @@
 
 namespace simt {
 
-// An instruction that all lanes of a warp have to execute at one place in the source. It calls compute(lanes,
-// lane, out) for each lane. The stack of another lane is out of bounds for every function that is not
-// SIMT_UNCHECKED.
+// An instruction that all lanes of a warp have to execute on the same source line. When all have arrived,
+// compute(lanes, lane, out) is called for each lane. It reads the stacks of other lanes, which only functions
+// marked SIMT_UNCHECKED may do.
 template <class In>
 struct AlignedLane {
   In in;
@@ -36,7 +36,7 @@ SIMT_UNCHECKED void aligned_collective(const char* name, const In& in, Out* out,
       false, where);
 }
 
-// Checks that all lanes of the warp come to the same barrier, since the hardware counts whole warps.
+// Checks that all lanes of a warp come to the same named barrier, because the hardware counts whole warps.
 inline void whole_warp(const char* name, int id, Where where) {
   if (id < 1 || id > 15) failf("%s: expected a barrier from 1 to 15, received %d", name, id);
   aligned_collective(
@@ -49,8 +49,8 @@ inline void whole_warp(const char* name, int id, Where where) {
       where);
 }
 
-// Loads matrices as ldmatrix does. Checks each row twice: for the lane that gives the address, and for the
-// lanes that read values of the row.
+// Loads matrices as ldmatrix does. Each row of a matrix is checked twice: as an access of the lane that gives
+// the address, and as accesses of the lanes that receive values of the row.
 template <int count, bool trans>
 SIMT_UNCHECKED void ldmatrix(const char* name, uint32_t (&out)[count], const void* row, Where where) {
   static_assert(count == 1 || count == 2 || count == 4, "ldmatrix loads 1, 2 or 4 matrices");
@@ -83,19 +83,20 @@ struct Fragments {
   const float* c;
 };
 
-// Computes c += a b for one mma instruction. Element::value(register, i) returns the i-th element in a
-// register; k_per_register is 2 for 16-bit types, 1 for TF32. The products are exact, and their sum is
-// rounded to fp32 once. The order and the precision of the hardware's additions are unspecified.
+// Computes c += a b as one mma instruction does. Element::value(register, i) returns the i-th element in a
+// register; k_per_register is 2 for 16-bit types and 1 for TF32. The products are exact, and their sum is
+// rounded to fp32 once. The hardware's order and precision of additions are not documented.
 template <class Element>
 SIMT_UNCHECKED void mma(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                         Where where) {
   aligned_collective(
       name, Fragments{a, b, c}, &c[0],
       [](const auto* const* lanes, int lane, float* out) SIMT_UNCHECKED {
-        // half: elements of k that one register of the four lanes of a row or column covers.
+        // One register holds `per` elements of a row of a, or of a column of b. Four lanes share a row or
+        // column, so one register of each of them holds half = 4 * per elements along k.
         constexpr int per = Element::k_per_register, half = 4 * per;
         for (int i = 0; i < 4; ++i) {
-          // upper: whether the result is in row lane / 4 + 8 instead of row lane / 4.
+          // `upper` is 1 if element i of c is in row lane / 4 + 8, and 0 if it is in row lane / 4.
           const int upper = i / 2, column = lane % 4 * 2 + i % 2;
           double sum = lanes[lane]->in.c[i];
           for (int k = 0; k < 2 * half; ++k) {

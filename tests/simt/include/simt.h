@@ -1,22 +1,23 @@
 #pragma once
 
-// The interface of the emulator, for cuda/core and for the CUDA names in cuda_runtime.h. See ../README.md.
+// The interface of the emulator for cuda/core and for the names of CUDA C++ in cuda_runtime.h. See
+// ../README.md.
 
 #include <cstddef>
 #include <cstdint>
 #include <source_location>
 #include <string>
 
-// Marks functions that access memory on behalf of the emulator. All other accesses in a kernel's file are
-// checked.
+// Marks functions that access memory on behalf of the emulator. In files with kernels, all accesses outside
+// such functions are checked.
 #define SIMT_UNCHECKED __attribute__((no_sanitize("thread")))
 
 namespace simt {
 
 using Where = std::source_location;
 
-/// Runs every thread of every block. Returns the text of the first error, or null. `shared_bytes`: size of
-/// dynamic shared memory.
+/// Runs a kernel: every thread of every block. Returns the text of the first error, or null. `shared_bytes`
+/// is the size of dynamic shared memory.
 const char* run(int64_t blocks, int threads, int shared_bytes, void (*kernel)(void*), void* arguments);
 
 template <class Call>
@@ -25,11 +26,11 @@ const char* run(int64_t blocks, int threads, int shared_bytes, Call call) {
       blocks, threads, shared_bytes, [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); }, &call);
 }
 
-/// Ends the launch with this error. Must be called on a thread of a kernel.
+/// Ends the launch with the error `text`. Must be called on a thread of a kernel.
 [[noreturn]] void fail(const std::string& text);
 [[noreturn]] void fail(const char* text);
-/// Ends the launch with an error in printf's format. For code that is compiled with kernels, in which the
-/// memory of a std::string would be checked.
+/// Ends the launch with an error in printf's format. It is for functions that are compiled with kernels:
+/// there the memory of a std::string would be checked like a kernel's.
 [[noreturn]] void failf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 struct Index {
@@ -41,19 +42,21 @@ Index block_size();
 Index grid_size();
 unsigned char* dynamic_shared();
 
-/// Waits until `count` threads (a multiple of 32; 0: the whole block) have reached barrier `id`. Each of them
-/// then sees what the others wrote before. `name` and `where` are for error messages. All threads at barrier
-/// 0 must come from the same source line.
+/// Waits until `count` threads (a multiple of 32; 0 for the whole block) have reached barrier `id`. Each of
+/// them then sees what the other ones wrote before. `name` and `where` are for error messages. If `count` is
+/// 0, all threads must come from the same source line.
 void barrier(int id, int count, const char* name, Where where);
-/// Arrives at a barrier without waiting: publishes what this thread wrote so far.
+/// Arrives at barrier `id` without waiting. Threads that wait at the barrier then see what this thread wrote
+/// before.
 void barrier_arrive(int id, int count, const char* name, Where where);
 
-/// Combines one value from each thread of the block and returns the result to all, as __syncthreads_or does.
+/// Combines one value from each thread of the block and returns the result to every thread, as
+/// __syncthreads_or does.
 int barrier_reduce(int value, int (*combine)(int, int), const char* name, Where where);
 
-/// Runs an operation of all lanes in `mask`. When the last lane arrives, compute(in, mask, lane, out) is
-/// called for each lane, with the inputs of all lanes. The operation orders memory accesses only if
-/// `orders_memory` is true.
+/// Runs an operation that all lanes in `mask` take part in, such as a shuffle. When the last of these lanes
+/// arrives, compute(in, mask, lane, out) is called for each lane, with the inputs of all lanes. Only if
+/// `orders_memory` is true does the operation order memory accesses.
 using Compute = void (*)(const void* const in[32], unsigned mask, int lane, void* out);
 void warp_collective(const char* name, unsigned mask, const void* in, void* out, Compute compute,
                      bool orders_memory, Where where);
@@ -61,8 +64,8 @@ void warp_collective(const char* name, unsigned mask, const void* in, void* out,
 /// Raises an error if a shuffle reads a lane that is not in its mask.
 void check_source(const char* name, unsigned mask, int lane, Where where);
 
-/// Check an access of `size` bytes. The compiler inserts the same check before each load and store of a
-/// kernel.
+/// Checks an access of `size` bytes for races and bounds. The compiler inserts a similar check before each
+/// load and store of a kernel.
 void check_read(const void* address, size_t size, Where where = Where::current());
 void check_write(const void* address, size_t size, Where where = Where::current());
 void check_atomic(const void* address, size_t size, Where where = Where::current());
@@ -71,24 +74,27 @@ void check_atomic(const void* address, size_t size, Where where = Where::current
 void check_matrix_row(const void* row, Where where);
 
 /// Starts a cp.async of `bytes` (4, 8 or 16) bytes to shared memory: `from_bytes` bytes are copied, and the
-/// rest becomes zero. The data arrive at the wait, not before. Any access to them before the wait is an
-/// error.
+/// rest becomes zero. The data arrive only at copy_async_wait(). Any access to them before is an error.
 void copy_async(void* to, const void* from, int bytes, int from_bytes, Where where);
 void copy_async_commit(Where where);
-// Waits until at most `pending` of the last groups are still in flight.
+// Waits until at most `pending` of this thread's groups of cp.async are in flight, always the most recent
+// ones.
 void copy_async_wait(int pending, Where where);
 
-/// Registers memory that kernels may access. All other memory, including host memory, is out of bounds.
+/// Registers memory that kernels may access. All memory that is not registered, including host memory, is out
+/// of bounds.
 void add_memory(void* begin, size_t size);
 void remove_memory(void* begin);
 bool knows_memory(void* address);
 
-/// Sets the order in which threads and blocks run: 0 ascending, 1 descending, 2 and above random with that
-/// seed. Without this call and without SIMT_ORDER, each launch uses the next of four orders.
+/// Sets the order in which threads and blocks run: 0 is ascending, 1 is descending, and a number from 2 on is
+/// the seed of a random order. Without this call and without the environment variable SIMT_ORDER, launches
+/// use the orders 0 to 3 in turn.
 void set_order(int order);
 
-/// The compute capability that host code reads, as major * 10 + minor. It selects the kernels that host code
-/// launches; the emulator can run all of them. 80 unless it is set here or by SIMT_CAPABILITY.
+/// The compute capability that host code sees, as major * 10 + minor. Host code selects kernels by it; the
+/// emulator itself can run kernels for any GPU. It is 80 unless set_capability() or the environment variable
+/// SIMT_CAPABILITY sets it.
 int capability();
 void set_capability(int capability);
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// The interface of the emulator for Hopper: mbarriers, tensor copies (TMA) and wgmma.
+// The emulator's interface for features of Hopper GPUs: mbarriers, tensor copies (TMA) and wgmma.
 
 #include <cstddef>
 #include <cstdint>
@@ -9,19 +9,19 @@
 
 namespace simt {
 
-/// Operations on a barrier in shared memory that counts arrivals and the bytes of tensor copies (see
-/// cuda/core/hopper.h).
+/// Operations on an mbarrier: a barrier in shared memory that counts arrivals and the bytes of tensor copies
+/// (see cuda/core/hopper.h).
 void mbarrier_init(void* barrier, int arrivals, Where where);
 void mbarrier_init_fence(Where where);
 void mbarrier_arrive(void* barrier, Where where);
 void mbarrier_arrive_expect(void* barrier, int bytes, Where where);
 void mbarrier_wait(void* barrier, int parity, Where where);
 
-/// Makes the writes of this thread so far visible to later tensor copies and wgmma.
+/// Makes the writes that this thread has done so far visible to later tensor copies and wgmma products.
 void async_fence(Where where);
 
-/// Describes a tensor of up to five dimensions, whose innermost dimension is contiguous. A tensor copy moves
-/// a box of its elements. Sizes are in elements, strides in bytes.
+/// Describes a tensor of three to five dimensions, whose innermost dimension is contiguous. A tensor copy
+/// moves a box of its elements. Sizes are in elements, strides in bytes.
 struct alignas(64) TensorMap {
   uint64_t magic;
   const unsigned char* address;
@@ -29,8 +29,8 @@ struct alignas(64) TensorMap {
   int64_t sizes[5], strides[5];
   int box[5];
 };
-/// Fills the map. Returns the text of an error, or null. `strides` has rank - 1 numbers, for dimensions 1 and
-/// up.
+/// Fills a TensorMap. Returns the text of an error, or null. `strides` has rank - 1 numbers, since the
+/// innermost dimension has none.
 const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int element,
                               const int64_t* sizes, const int64_t* strides, const int* box);
 void tensor_copy(void* to, const TensorMap& map, void* barrier, const int* at, int rank, Where where);
@@ -38,14 +38,14 @@ void tensor_copy(void* to, const TensorMap& map, void* barrier, const int* at, i
 /// The operands of a wgmma of shape m64 nN k16 with 16-bit inputs. Operand a is in registers, or in shared
 /// memory at descriptor a_at if `a` is null.
 struct Wgmma {
-  float* d;  // n / 2 accumulators of this thread
+  float* d;  // the n / 2 accumulators of this thread
   int n;
   const uint32_t* a;
   uint64_t a_at, b_at;
   bool b_is_kn, half, accumulate;
 };
-// Returns the offset in bytes of an address in dynamic shared memory. A descriptor contains this offset
-// divided by 16.
+// Returns the offset of an address in dynamic shared memory, in bytes. A wgmma descriptor contains this
+// offset divided by 16.
 uint64_t shared_offset(const void* p, Where where);
 void wgmma_fence(Where where);
 void wgmma(const Wgmma& operation, Where where);

@@ -1,7 +1,7 @@
 #pragma once
 
-// A kernel and the expected verdict of the emulator: a part of the error's text, or null if the kernel is
-// right.
+// A test case: a kernel, and a part of the error that the emulator must report, or null if the kernel is
+// correct.
 
 #include <vector>
 
@@ -9,7 +9,8 @@ namespace simt_tests {
 
 struct Case {
   const char* name;
-  const char* (*run)();  // returns the launch's error or null; allocates and checks the result itself
+  // allocates memory, launches the kernel and checks its result; returns the launch error, or null
+  const char* (*run)();
   const char* expected;
 };
 

@@ -1,6 +1,6 @@
-// A matrix product as in real kernels: cp.async fills one buffer while ldmatrix and mma read the other.
-// Measured in bytes, all three types are alike: a row of a stage has 64 bytes of k, an mma takes 32 bytes,
-// and a matrix of ldmatrix 16.
+// A matrix product with the structure of real kernels: cp.async fills one buffer while ldmatrix and mma read
+// the other buffer. Sizes in bytes are equal for bf16, fp16 and TF32. A row has 64 bytes of k in a stage, of
+// which an mma takes 32; a row of an ldmatrix matrix has 16.
 
 #include "cuda/core/launch.h"
 #include "cuda/core/ptx.h"
@@ -12,17 +12,20 @@ namespace {
 
 using namespace shoestring::cuda;
 
-constexpr int kTile = 64, kThreads = 128;  // a block's tile of c; each warp computes 16 rows of it
-constexpr int kStep = 64;                  // bytes of k per stage
-constexpr int kPitch = kStep + 16;         // bytes per row; 8 rows of ldmatrix are in different banks
+// kTile: rows and columns of c that a block computes; each of its warps computes 16 rows
+constexpr int kTile = 64, kThreads = 128;
+constexpr int kStep = 64;  // bytes of k that one stage holds
+// bytes from one row of a stage to the next; puts 8 rows of an ldmatrix into different banks
+constexpr int kPitch = kStep + 16;
 constexpr int kPitchKn = kTile * 2 + 16;
 
 struct Stage {
-  alignas(16) unsigned char a[kTile * kPitch], b[kTile * kPitch];  // b as (k, n): 32 rows of kPitchKn bytes
+  // If b is stored as (k, n), its tile in shared memory has 32 rows of kPitchKn bytes.
+  alignas(16) unsigned char a[kTile * kPitch], b[kTile * kPitch];
 };
 
-// Copies `rows` rows of `row_bytes` bytes from a matrix whose rows have `ld` bytes. Fills with zeros beyond
-// its end.
+// Starts copies of `rows` rows of `row_bytes` bytes, from a matrix whose rows have `ld` bytes. Bytes outside
+// the matrix become zero.
 template <int row_bytes, int pitch>
 __device__ void fill(unsigned char* to, const unsigned char* from, int rows, int first_row, int all_rows,
                      int first_byte, int ld) {
@@ -68,7 +71,8 @@ __global__ void __launch_bounds__(kThreads) product(Gemm p) {
   cp_async_commit();
   for (int step = 0; step < steps; ++step) {
     if (step + 1 < steps) load(step + 1);
-    cp_async_commit();  // at the end an empty group, so that the wait's count stays the same
+    // after the last load this is an empty group, so that cp_async_wait can always count one group
+    cp_async_commit();
     if (flaw != Flaw::no_wait) cp_async_wait<flaw == Flaw::wait_off_by_one ? 2 : 1>();
     if (flaw != Flaw::no_barrier_after_wait) __syncthreads();
     const Stage& stage = stages[step % 2];
@@ -79,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) product(Gemm p) {
       ldmatrix(a_fragment, stage.a + (warp() * 16 + l % 16) * kPitch + byte + l / 16 * 16 +
                                (flaw == Flaw::misaligned_row ? 8 : 0));
 #pragma unroll
-      for (int j = 0; j < kTile / 8; j += 2) {  // two fragments of b per iteration
+      for (int j = 0; j < kTile / 8; j += 2) {  // an iteration loads and uses two fragments of b
         uint32_t b_fragments[4];
         if constexpr (b_is_kn) {
           ldmatrix_trans(b_fragments, stage.b + (byte / 2 + l % 16) * kPitchKn + (j * 8 + l / 16 * 8) * 2);
@@ -91,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) product(Gemm p) {
       }
     }
     if (flaw != Flaw::no_barrier_before_copy)
-      __syncthreads();  // wait before the next copies overwrite this stage
+      __syncthreads();  // waits until all warps have read this stage, which the next copies overwrite
   }
   for (int j = 0; j < kTile / 8; ++j) {
     for (int i = 0; i < 4; ++i) {

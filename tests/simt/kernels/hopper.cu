@@ -1,5 +1,5 @@
-// A matrix product as in kernels for Hopper: one warp copies tiles into a ring of two stages, and a warpgroup
-// multiplies them.
+// A matrix product with the structure of kernels for Hopper: one thread copies tiles into a ring of two
+// stages, and a warpgroup multiplies them.
 
 #include "hopper.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 using namespace shoestring::cuda;
 
-// kStages: stages of the ring; kStep: elements of k per stage; kTileA: bytes of a tile of 64 rows.
+// kStages: stages of the ring. kStep: elements of k per stage. kTileA: bytes of a tile of 64 rows.
 constexpr int kStages = 2, kStep = 64, kTileA = 64 * 128;
 
 struct Maps {
@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
   const int tiles_n = (p.n + columns - 1) / columns, steps = (p.k + kStep - 1) / kStep;
   const int row = static_cast<int>(blockIdx.x) / tiles_n * 64,
             column = static_cast<int>(blockIdx.x) % tiles_n * columns;
-  if (warp() >= 4) {  // two warpgroups, of which a single thread issues the copies
+  // Thread 128 issues the tensor copies. All other threads from warp 4 on have nothing to do.
+  if (warp() >= 4) {
     if (flaw != HopperFlaw::too_many_registers) registers_shrink<40>();
     if (threadIdx.x != 128) return;
     for (int step = 0; step < steps; ++step) {
@@ -109,7 +110,8 @@ __global__ void __launch_bounds__(384, 1) multiply_tiles(const __grid_constant__
     if (flaw == HopperFlaw::released_before_wait && lane() == 0) mbarrier_arrive(empty[stage]);
     if (flaw == HopperFlaw::no_wait_at_all) return;
     wgmma_wait<0>(c);
-    if (a_in_registers) __syncwarp();  // waits until all lanes have read a
+    // waits until all lanes have read their fragments of a from shared memory
+    if (a_in_registers) __syncwarp();
     if (flaw != HopperFlaw::released_before_wait && lane() == 0) mbarrier_arrive(empty[stage]);
   }
   for (int j = 0; j < columns / 8; ++j) {
@@ -164,7 +166,8 @@ __global__ void copy_box(const __grid_constant__ TensorMap map, int column, int 
   for (int i = threadIdx.x; i < 2 * 4 * 64; i += 64) out[i] = *element(tile, i / 64, i % 64);
 }
 
-// Encodes a map of a matrix (inner, outer); the other dimensions have one element.
+// Encodes the tensor map of a matrix (outer, inner) with `rank` dimensions. The dimensions above two have
+// size 1.
 const char* encode(TensorMap* map, const void* matrix, int rank, int inner, int outer, int rows) {
   const int64_t sizes[5] = {inner, outer, 1, 1, 1}, strides[4] = {inner * 2, 16, 16, 16};
   const int extent[5] = {64, rows, 1, 1, 1};

@@ -6,7 +6,7 @@
 
 namespace simt_tests {
 
-// Zero-initialised memory that kernels may access during the lifetime of the object.
+// A zero-initialised array that kernels may access while the object exists.
 template <class T>
 class Array {
  public:

@@ -1,4 +1,4 @@
-// A kernel that draws the random bits of csrc/core/philox.h.
+// A test kernel that computes the random numbers of csrc/core/philox.h.
 
 #include "core/philox.h"
 #include "cuda/core/launch.h"

@@ -1,4 +1,4 @@
-// Kernels that test each primitive of ptx.h by itself, exactly as that header describes it.
+// Kernels that test each function of cuda/core/ptx.h by itself, exactly as the header describes it.
 
 #include "cuda/core/launch.h"
 #include "cuda/core/ptx.h"
@@ -25,8 +25,8 @@ __global__ void copies(const unsigned char* in, const int* from_bytes, unsigned 
 template <int count, bool trans, Flaw flaw>
 __global__ void load_matrices(const unsigned short* in, unsigned* out) {
   alignas(16) __shared__ unsigned short shared[4 * 64];
-  // Each lane reads values of all rows except the one that it wrote. Lanes beyond the matrices give no
-  // address.
+  // Each lane stores one row of a matrix and reads values of other rows. Lanes from 8 * count on have no row
+  // of the loaded matrices and pass a null pointer.
   for (int i = 0; i < 8; ++i) shared[lane() * 8 + i] = in[lane() * 8 + i];
   if (flaw != Flaw::no_syncwarp) __syncwarp();
   const unsigned short* row =
@@ -40,11 +40,11 @@ __global__ void load_matrices(const unsigned short* in, unsigned* out) {
   for (int i = 0; i < count; ++i) out[lane() * count + i] = loaded[i];
 }
 
-// Packs two 16-bit elements into one register.
+// Packs two 16-bit elements into one register; the second is `apart` elements after the first.
 __device__ uint32_t pair(const unsigned short* at, int apart) { return at[0] | uint32_t{at[apart]} << 16; }
 
 template <class T, Flaw flaw>
-// Shapes: a (16, 16), b (16, 8).
+// Computes c (16, 8) = a (16, 16) b (16, 8) with one mma.
 __global__ void multiply(const unsigned short* a, const unsigned short* b, float* c) {
   const int g = lane() / 4, t = lane() % 4;
   uint32_t fa[4], fb[2];
@@ -59,7 +59,7 @@ __global__ void multiply(const unsigned short* a, const unsigned short* b, float
   for (int i = 0; i < 4; ++i) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = fc[i];
 }
 
-// Shapes: a (16, 8), b (8, 8).
+// Computes c (16, 8) = a (16, 8) b (8, 8) with one TF32 mma.
 __global__ void multiply_tf32(const float* a, const float* b, float* c) {
   const int g = lane() / 4, t = lane() % 4;
   uint32_t fa[4], fb[2];
@@ -74,7 +74,9 @@ __global__ void round_bits(const unsigned* in, unsigned* out) {
   out[threadIdx.x] = to_tf32(__uint_as_float(in[threadIdx.x]));
 }
 
-constexpr int kFull = 1, kEmpty = 3;  // ids of barriers: the first of two each
+// Ids of named barriers. Each of the two buffers has a barrier "full" (1 and 2) and a barrier "empty" (3 and
+// 4).
+constexpr int kFull = 1, kEmpty = 3;
 
 template <Flaw flaw>
 __global__ void pass_on(const float* in, int chunks, float* out) {
@@ -97,7 +99,7 @@ __global__ void pass_on(const float* in, int chunks, float* out) {
     float sum = 0;
     for (int chunk = 0; chunk < chunks; ++chunk) {
       barrier_sync(kFull + chunk % 2, all);
-      sum += buffer[chunk % 2][63 - i];  // a value that a lane of another warp wrote
+      sum += buffer[chunk % 2][63 - i];  // reads a value that a lane of another warp wrote
       if (chunk + 2 < chunks) barrier_arrive(kEmpty + chunk % 2, all);
     }
     out[63 - i] = sum;

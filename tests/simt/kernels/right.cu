@@ -1,4 +1,4 @@
-// Kernels without mistakes, with the results that they must have under every order of the threads.
+// Correct kernels, with the results that they must give under every order of the threads.
 
 #include "cases.h"
 #include "cuda/core/convert.h"
@@ -24,7 +24,7 @@ __global__ void reduce(const int* in, int n, int* out) {
     *out = sum;
   }
 }
-__global__ void reverse(int* values) {  // reverses in place, through dynamic shared memory
+__global__ void reverse(int* values) {  // reverses an array in place, through dynamic shared memory
   int* shared = reinterpret_cast<int*>(dynamic_shared());
   const int last = static_cast<int>(blockDim.x) - 1, i = static_cast<int>(threadIdx.x);
   shared[last - i] = values[i];
@@ -41,7 +41,9 @@ __global__ void rotate_in_warp(int* out) {
     __syncwarp();
   }
 }
-__global__ void half_warps(int* out) {  // each half shuffles under its own mask, the upper half more often
+// each half of a warp executes shuffles with a mask of its own 16 lanes: three in the upper half, one in the
+// lower
+__global__ void half_warps(int* out) {
   const unsigned mask = lane() < 16 ? 0xffff : 0xffff0000;
   int x = lane();
   for (int i = 0; i < (lane() < 16 ? 1 : 3); ++i) x = __shfl_xor_sync(mask, x, 1);

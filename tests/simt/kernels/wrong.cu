@@ -1,4 +1,5 @@
-// One minimal kernel for each kind of mistake. Some have a counterpart without the mistake in right.cu.
+// One minimal kernel for each kind of mistake that the emulator must detect. Some of them have a correct
+// counterpart in right.cu.
 
 #include "cases.h"
 #include "cuda/core/launch.h"
@@ -53,7 +54,8 @@ __global__ void neighbour_of_another_warp(int* out) {
 __global__ void neighbour_in_the_warp(int* out) {
   __shared__ int shared[64];
   shared[threadIdx.x] = static_cast<int>(threadIdx.x);
-  __shfl_sync(kAllLanes, 0, 0);  // a shuffle orders no memory accesses
+  // the mistake: a shuffle does not order memory accesses, so the read below is a race
+  __shfl_sync(kAllLanes, 0, 0);
   out[threadIdx.x] = shared[threadIdx.x ^ 1];
 }
 __global__ void overwritten_too_soon(int* out) {
@@ -61,7 +63,8 @@ __global__ void overwritten_too_soon(int* out) {
   for (int i = 0; i < 2; ++i) {
     if (threadIdx.x == 63) shared = i;
     __syncthreads();
-    out[threadIdx.x] = shared;  // thread 63 may already be writing the next value
+    // thread 63 may already write the next value while another thread reads this one
+    out[threadIdx.x] = shared;
   }
 }
 __global__ void flag_without_fence(int* flag, int* out) {
@@ -73,7 +76,7 @@ __global__ void flag_without_fence(int* flag, int* out) {
     out[threadIdx.x] = shared;
   }
 }
-__global__ void in_place(float* row) {  // all threads divide by the value that thread 0 overwrites
+__global__ void in_place(float* row) {  // all threads read row[0], which thread 0 overwrites
   const float first = row[0];
   row[threadIdx.x] /= first;
 }

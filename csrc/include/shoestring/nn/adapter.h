@@ -18,7 +18,7 @@ namespace shoestring::nn {
 
 /// Options of LoRA (arXiv 2106.09685) and of its variants.
 struct AdapterOptions {
-  /// Rows of lora_A and columns of lora_B.
+  /// Rank of the adapter: the number of rows of lora_A and of columns of lora_B.
   TORCH_ARG(int64_t, rank) = 16;
   /// Numerator of the scaling. The low-rank product is multiplied by alpha / rank, or by alpha / sqrt(rank)
   /// with rslora (arXiv 2312.03732).
@@ -27,48 +27,52 @@ struct AdapterOptions {
   /// Probability of dropping an element of lora_A's input in training. Embeddings ignore it.
   TORCH_ARG(double, dropout) = 0;
   /// DoRA (arXiv 2402.09353): trains the norm of each row of the adapted weight. Dropout applies only to the
-  /// input of lora_A. PEFT instead multiplies the base weight with a second, dropped input.
+  /// input of lora_A. (PEFT computes DoRA's product with the base weight from a second input with dropout.)
   TORCH_ARG(bool, dora) = false;
   /// Adds a trained bias to the low-rank product. The scaling multiplies this bias, too.
   TORCH_ARG(bool, lora_bias) = false;
-  /// How lora_A and lora_B start.
-  /// "default": lora_A is kaiming uniform with a = sqrt(5), and lora_B is zero.
-  /// "gaussian": lora_A has standard deviation 1 / rank, and lora_B is zero.
-  /// "pissa" (arXiv 2404.02948), "olora" (arXiv 2406.01775) and "loftq" (arXiv 2310.08659; quantised weights
-  /// only) compute both from the base weight, and the base keeps the rest. "pissa_niter_4" uses a randomised
-  /// SVD of 4 iterations.
+  /// Initial values of lora_A and lora_B:
+  /// - "default": lora_A is kaiming uniform with a = sqrt(5), and lora_B is zero.
+  /// - "gaussian": lora_A has standard deviation 1 / rank, and lora_B is zero.
+  /// - "pissa" (arXiv 2404.02948), "olora" (arXiv 2406.01775) and "loftq" (arXiv 2310.08659; quantised
+  ///   weights only): lora_A and lora_B are computed from the base weight, and their product is subtracted
+  ///   from the base weight.
+  /// - "pissa_niter_4": as "pissa", with a randomised SVD of 4 iterations.
   TORCH_ARG(std::string, init) = "default";
-  /// Number of times that "loftq" alternates between quantising the weight and decomposing the error.
+  /// Number of times that "loftq" alternates between quantising the weight and decomposing the quantisation
+  /// error.
   TORCH_ARG(int64_t, loftq_iterations) = 1;
 
  public:
-  /// Returns the factor of the low-rank product.
+  /// Returns the factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) with rslora.
   SHOESTRING_API double scaling() const;
-  /// Returns whether the initialisation subtracts the adapter's initial product from the base weight.
+  /// Returns whether the initialisation subtracts the initial product of lora_B and lora_A from the base
+  /// weight.
   SHOESTRING_API bool changes_base() const;
 };
 
 /// Options of IA3 (arXiv 2205.05638): a trained vector multiplies the output of a linear layer.
 struct IA3Options {
-  /// Layers whose input is multiplied instead of their output: full names, or name endings that start after a
-  /// dot. PEFT selects the second linear layer of an MLP.
+  /// Names of the layers whose input is multiplied by the trained vector, instead of the output: full names,
+  /// or name endings that start after a dot. PEFT selects the second linear layer of an MLP.
   TORCH_ARG(std::vector<std::string>, feedforward_modules) = {};
-  /// In the options of a single layer: whether the layer is one of feedforward_modules. lora::apply sets it.
+  /// Used only in the options of a single layer: whether the layer is one of feedforward_modules. lora::apply
+  /// sets this option.
   TORCH_ARG(bool, feedforward) = false;
 };
 
 /// Options of VeRA (arXiv 2310.11454): trained vectors scale two random matrices that all linear layers
 /// share.
 struct VeraOptions {
-  /// Rows of the shared vera_A.
+  /// Rank of the adapter: the number of rows of the random matrix vera_A, which all layers share.
   TORCH_ARG(int64_t, rank) = 256;
   /// Probability of dropping an element of vera_A's input in training.
   TORCH_ARG(double, dropout) = 0;
   /// Initial value of every element of vera_lambda_d.
   TORCH_ARG(double, d_initial) = 0.1;
-  /// Seed of the shared random matrices.
+  /// Seed of the random matrices vera_A and vera_B, which all layers share.
   TORCH_ARG(int64_t, seed) = 0;
-  /// Whether save_adapter writes the shared matrices into the file.
+  /// Whether save_adapter writes the random matrices vera_A and vera_B into the file.
   TORCH_ARG(bool, save_projection) = true;
 };
 
@@ -82,19 +86,21 @@ class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
   AdapterImpl(AnyAdapterOptions options, const Tensors& tensors);
   void reset() override;
 
-  /// Returns the parameter or buffer of that name. Raises c10::Error if there is none.
+  /// Returns the adapter's parameter or buffer called `name`. Raises c10::Error if the adapter has none of
+  /// that name.
   at::Tensor& operator[](const std::string& name);
   const at::Tensor& operator[](const std::string& name) const;
   bool has(const std::string& name) const { return tensors.contains(name) || fixed.contains(name); }
-  /// Stores a buffer and replaces a buffer of the same name. VeRA stores vera_A and vera_B. An initialisation
-  /// that changes the base stores initial_A and initial_B, the product that it subtracted from the base.
+  /// Stores a buffer of the adapter and replaces a buffer of the same name. VeRA stores vera_A and vera_B. An
+  /// initialisation that changes the base weight stores initial_A and initial_B, whose product it subtracted
+  /// from the base weight.
   void set_fixed(const std::string& name, const at::Tensor& value);
   /// Returns the options of a LoRA adapter, or null for IA3 and VeRA.
   const AdapterOptions* lora() const { return std::get_if<AdapterOptions>(&options); }
 
   AnyAdapterOptions options;
-  /// "none", "all", "lora_only" or "vera_only": the biases of the base that are trained together with this
-  /// adapter.
+  /// Biases of the base layer that are trained together with this adapter: "none", "all", "lora_only" or
+  /// "vera_only".
   std::string bias = "none";
   Tensors tensors;  // parameters
   Tensors fixed;    // buffers
@@ -102,12 +108,13 @@ class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
 TORCH_MODULE(Adapter);
 
 struct MergeOptions {
-  /// Adapters to add. An empty list means the adapters in use.
+  /// Names of the adapters that are added to the weights. An empty list means the adapters in use.
   TORCH_ARG(std::vector<std::string>, adapter_names) = {};
-  /// Keep the former weights and all adapters in memory, so that unmerge can restore them.
+  /// Keep the weights from before the merge and all adapters in memory, so that unmerge can restore them.
   TORCH_ARG(bool, reversible) = true;
-  /// Quantise a merged weight again, to its former type; otherwise it becomes dense. This rounding error is
-  /// often larger than the change by a small adapter.
+  /// Quantise a merged weight again, to the type that it had before the merge. Otherwise the merged weight
+  /// becomes dense. The rounding error of quantising again is often larger than the change by a small
+  /// adapter.
   TORCH_ARG(bool, requantize) = false;
 };
 
@@ -117,9 +124,9 @@ class SHOESTRING_API AdaptedLayer {
  public:
   using Shapes = torch::OrderedDict<std::string, std::vector<int64_t>>;
 
-  /// Assigns adapters to the rows of a batch.
+  /// Tells which adapters each row of a batch uses.
   struct Rows {
-    std::vector<std::string> names;  // names of this layer's adapters that rows use
+    std::vector<std::string> names;  // names of this layer's adapters that at least one row uses
     at::Tensor uses;                 // (rows, names): 1 if the row uses the adapter, else 0
   };
 
@@ -136,45 +143,49 @@ class SHOESTRING_API AdaptedLayer {
   virtual Shapes shapes(const AnyAdapterOptions& options, const std::string& caller,
                         const std::string& name) const = 0;
   /// Freezes the layer's own parameters, adds an adapter with initial values and makes it the only one in
-  /// use. Random values are drawn in PEFT's number and order. The values are fp32, or fp64 over an fp64
-  /// weight.
+  /// use. As many random values are drawn as in PEFT, and in the same order. The adapter's parameters are
+  /// fp32, or fp64 if the layer's weight is fp64.
   ///
-  /// given: lora_A and lora_B that the initialisation has already subtracted from the base, or VeRA's vera_A
-  /// and vera_B.
+  /// given: lora_A and lora_B whose product has already been subtracted from the base weight, or VeRA's
+  /// vera_A and vera_B.
   void add_adapter(const AnyAdapterOptions& options = AdapterOptions(),
                    const std::string& adapter_name = "default",
                    AdapterImpl::Tensors given = AdapterImpl::Tensors());
-  /// Adds an adapter with given values, like add_adapter. If there is an adapter of that name with the same
-  /// shapes, the values are copied into its tensors. Otherwise that adapter is replaced.
+  /// Adds an adapter like add_adapter, but with given values. If the layer has an adapter of that name with
+  /// the same shapes, the values are copied into the tensors of that adapter. An adapter of that name with
+  /// other shapes is replaced.
   void put_adapter(const std::string& adapter_name, const AnyAdapterOptions& options,
                    const AdapterImpl::Tensors& values);
-  /// Removes an adapter. If its initialisation subtracted a product from the base, that product is added
-  /// back.
+  /// Removes an adapter. If its initialisation subtracted a product from the base weight, that product is
+  /// added back.
   virtual void delete_adapter(const std::string& adapter_name);
-  /// Adds adapters to the weight and removes all adapters from the layer. Returns two squared norms: of the
-  /// rounding error and of the change.
+  /// Adds adapters to the weight and removes all adapters from the layer. Returns the squared norm of the
+  /// rounding error, and the squared norm of the weight's exact change.
   virtual std::array<double, 2> merge(const MergeOptions& options = {}) = 0;
-  /// Undoes merge(): restores the weight bit for bit, and the adapters.
+  /// Undoes merge(): restores the weight bit for bit, and restores all adapters.
   virtual void unmerge() = 0;
   virtual bool can_unmerge() const = 0;
-  /// Returns a tensor of the base. Callers read its device.
+  /// Returns the base weight, dense or quantised. Callers use only its device.
   virtual const at::Tensor& base_weight() const = 0;
-  /// Returns dtype and device of adapter parameters: fp32, or fp64 over an fp64 base, on the base's device.
+  /// Returns dtype and device of adapter parameters: fp32 (fp64 if the base weight is fp64), on the device of
+  /// the base weight.
   virtual at::TensorOptions adapter_type() const = 0;
 
   torch::OrderedDict<std::string, Adapter> adapters;
-  std::vector<std::string> active;  // adapters in use in the model; this layer may not have all of them
-  bool enabled = true;              // false: forward computes the base without adapters
-  std::optional<Rows> rows;         // if set, each row of the batch uses its own adapters, not `active`
+  // Names of the adapters in use in the model; this layer may lack some of them.
+  std::vector<std::string> active;
+  bool enabled = true;  // if false, forward computes the base layer without adapters
+  // if set, tells which adapters each row of the batch uses, and `active` is ignored
+  std::optional<Rows> rows;
 
  protected:
-  // Returns the values that a new adapter starts with.
+  // Returns the initial values of a new adapter's parameters.
   virtual AdapterImpl::Tensors start(const AnyAdapterOptions& options) const = 0;
-  // Prepares the base for a new adapter. An initialisation that changes the base is subtracted from it, and
-  // its lora_A and lora_B are returned. For VeRA, returns the shared matrices. Otherwise returns an empty
-  // dictionary.
+  // Prepares the base weight for a new adapter. If the initialisation changes the base weight, subtracts the
+  // product of the initial lora_B and lora_A from it and returns these two matrices. For VeRA, returns vera_A
+  // and vera_B. Otherwise returns an empty dictionary.
   virtual AdapterImpl::Tensors prepare(const AnyAdapterOptions& options) = 0;
-  // Raises ValueError if the layer has adapters of another kind.
+  // Raises ValueError if the layer has adapters of a different kind (LoRA, IA3 or VeRA) than `options`.
   void check_kind(const AnyAdapterOptions& options, const std::string& caller, const std::string& name) const;
   // Freezes the layer's own parameters before a new adapter is added. After that, unmerge is no longer
   // possible.

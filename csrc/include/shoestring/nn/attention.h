@@ -20,15 +20,16 @@ struct AttentionOptions {
   AttentionOptions(int64_t features, int64_t num_heads) : features_(features), num_heads_(num_heads) {}
   /// Size of the last dimension of the input and of the result.
   TORCH_ARG(int64_t, features);
-  /// Number of heads of the queries. num_kv_heads is the number of heads of keys and values. It must divide
-  /// num_heads and defaults to num_heads.
+  /// num_heads is the number of heads of the queries. num_kv_heads is the number of heads of keys and values.
+  /// num_kv_heads must divide num_heads, and defaults to num_heads.
   TORCH_ARG(int64_t, num_heads);
   TORCH_ARG(std::optional<int64_t>, num_kv_heads) = std::nullopt;
   /// head_dim is the size of a head of queries and keys and defaults to features / num_heads. value_dim is
   /// the size of a head of values and defaults to head_dim.
   TORCH_ARG(std::optional<int64_t>, head_dim) = std::nullopt;
   TORCH_ARG(std::optional<int64_t>, value_dim) = std::nullopt;
-  /// Features of the source of keys and values in cross-attention; defaults to features.
+  /// Size of the last dimension of the tensor from which cross-attention computes keys and values; defaults
+  /// to features.
   TORCH_ARG(std::optional<int64_t>, source_features) = std::nullopt;
   /// bias: q_proj, k_proj and v_proj have a bias. out_bias: o_proj has a bias.
   TORCH_ARG(bool, bias) = false;
@@ -47,7 +48,8 @@ struct AttentionOptions {
   /// rotary_dim and interleaved have the meaning that they have in shoestring::RopeOptions.
   TORCH_ARG(std::optional<int64_t>, rotary_dim) = std::nullopt;
   TORCH_ARG(bool, interleaved) = false;
-  /// Whether each head has a learned sink, which starts at zero.
+  /// Whether each head has a learned attention sink: the score of an additional key whose value is zero. The
+  /// sinks start at zero.
   TORCH_ARG(bool, sinks) = false;
   /// Probability of dropping an attention probability, in training only.
   TORCH_ARG(double, dropout_p) = 0.0;
@@ -55,13 +57,14 @@ struct AttentionOptions {
   TORCH_ARG(bool, placeholder) = false;
 };
 
-/// Arguments of a call of Attention other than x.
+/// Arguments of Attention's forward, other than x.
 struct AttentionInput {
   /// Input of k_proj and v_proj in cross-attention: (batch, keys, source_features), or packed (keys of all
-  /// sequences, source_features). Default: x.
+  /// sequences, source_features). Default: x, which is also the input of q_proj.
   TORCH_ARG(std::optional<at::Tensor>, source) = std::nullopt;
-  /// Tables of the rotation and positions in them, as for shoestring::rope. Without cos and sin there is no
-  /// rotation. They are not allowed together with a source.
+  /// cos and sin are the tables of the rotary embedding, and position_ids holds each token's row in the
+  /// tables. They have the meaning that they have in shoestring::rope. Without cos and sin, heads are not
+  /// rotated. cos and sin are not allowed with `source` (cross-attention).
   TORCH_ARG(std::optional<at::Tensor>, cos) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, sin) = std::nullopt;
   TORCH_ARG(std::optional<at::Tensor>, position_ids) = std::nullopt;
@@ -73,8 +76,8 @@ struct AttentionInput {
 };
 
 /// Multi-head attention: projects queries, keys and values, normalises and rotates each head, calls
-/// shoestring::attention and projects back. The parameters have the names of transformers. The attention
-/// weights of Llama, Mistral, Qwen, Gemma and gpt-oss therefore load without renaming.
+/// shoestring::attention and projects back. The parameters have the names of Hugging Face's transformers. The
+/// attention weights of Llama, Mistral, Qwen, Gemma and gpt-oss therefore load without renaming.
 class SHOESTRING_API AttentionImpl : public torch::nn::Cloneable<AttentionImpl> {
  public:
   AttentionImpl(int64_t features, int64_t num_heads) : AttentionImpl(AttentionOptions(features, num_heads)) {}
@@ -89,8 +92,9 @@ class SHOESTRING_API AttentionImpl : public torch::nn::Cloneable<AttentionImpl> 
 
   AttentionOptions options;
   Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
-  RMSNorm q_norm{nullptr}, k_norm{nullptr};  // norms of each head; empty if qk_norm is false
-  at::Tensor sinks;  // sink of each head, (num_heads); undefined if options.sinks is false
+  // Norms that are applied to each head of queries and keys; empty if options.qk_norm is false.
+  RMSNorm q_norm{nullptr}, k_norm{nullptr};
+  at::Tensor sinks;  // attention sink of each head, (num_heads); undefined if options.sinks is false
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInput())})

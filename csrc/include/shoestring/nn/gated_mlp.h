@@ -19,17 +19,17 @@ struct GatedMLPOptions {
   TORCH_ARG(int64_t, features);
   /// Output size of gate_proj and up_proj.
   TORCH_ARG(int64_t, hidden_features);
-  /// "silu" (Llama), "gelu_tanh" (Gemma) or "gelu" (the exact GELU).
+  /// Activation function: "silu" (Llama), "gelu_tanh" (Gemma) or "gelu" (the exact GELU).
   TORCH_ARG(std::string, activation) = "silu";
-  /// Whether the three projections have a bias.
+  /// Whether gate_proj, up_proj and down_proj have a bias.
   TORCH_ARG(bool, bias) = false;
   /// Projection weights allocate no memory until load_model fills them; see shoestring::placeholder.
   TORCH_ARG(bool, placeholder) = false;
 };
 
 /// Computes down_proj(activation(gate_proj(x)) * up_proj(x)). Activation and product (SwiGLU or GeGLU) are
-/// one kernel in forward and one in backward. With "silu" and a frozen weight of down_proj, the product is
-/// not saved for backward. The parameters have the names of transformers.
+/// one kernel in forward and one in backward. With "silu" and a frozen weight of down_proj, the input of
+/// down_proj is not saved for backward. The parameters have the names of Hugging Face's transformers.
 class SHOESTRING_API GatedMLPImpl : public torch::nn::Cloneable<GatedMLPImpl> {
  public:
   GatedMLPImpl(int64_t features, int64_t hidden_features)

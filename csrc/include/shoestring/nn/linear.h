@@ -17,7 +17,7 @@
 
 namespace shoestring::nn {
 
-struct Part;  // internal, not part of the API
+struct Part;  // internal type, not part of the API
 
 struct LinearOptions {
   LinearOptions(int64_t in_features, int64_t out_features)
@@ -30,13 +30,13 @@ struct LinearOptions {
 };
 
 /// torch::nn::Linear, with the same parameter names, that can be quantised and accepts adapters. A LibTorch
-/// module calls the layer that its own holder points at, so no function can replace a layer from outside.
-/// Declare `shoestring::nn::Linear` instead of `torch::nn::Linear`; `shoestring::lora::apply` then converts
-/// the layer in place.
+/// module holds its layers in its own members, so no function can replace a layer from outside. Declare
+/// `shoestring::nn::Linear` instead of `torch::nn::Linear`; `shoestring::lora::apply` then converts the layer
+/// in place.
 ///
 /// Several LoRA adapters in use are computed as one low-rank product: their matrices are concatenated along
-/// the rank, and lora_B includes each scaling. With several DoRA adapters in use, the layer adds up the
-/// change that each one alone makes to the base.
+/// the rank, and each lora_B is multiplied by its scaling. With several DoRA adapters in use, the layer adds
+/// up the change that each one alone makes to the base weight.
 class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, public AdaptedLayer {
  public:
   LinearImpl(int64_t in_features, int64_t out_features)
@@ -49,8 +49,8 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
 
   /// Replaces the dense weight with a frozen quantised weight in the submodule `base`.
   void quantize(const QuantizeOptions& options = {}, bool nested = false);
-  /// Replaces the weight with given quantised parts, as for QuantizedLinearImpl::set_parts. `dtype` is the
-  /// dtype of the dense weight after merge().
+  /// Replaces the weight with a weight that is already quantised, given as in QuantizedLinearImpl::set_parts.
+  /// `dtype` is the dtype of the dense weight after merge().
   void set_quantized(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
                      const QuantizeOptions& options, at::ScalarType dtype);
 
@@ -78,8 +78,8 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   double dropout() const;
 
   LinearOptions options;
-  at::Tensor weight;  // undefined if quantised
-  at::Tensor bias;    // undefined if options.bias() is false
+  at::Tensor weight;  // dense weight; undefined if the layer is quantised
+  at::Tensor bias;    // (out_features); undefined if options.bias() is false
   QuantizedLinear base{nullptr};
 
  private:
@@ -95,8 +95,10 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   void set_base(const QuantizedLinear& quantized);
   void set_dense(const at::Tensor& value);
   void set_bias(const at::Tensor& value);
-  bool is_one() const;       // like is_lora_weight(), but the weight may be trained
-  LoraWeight plain() const;  // the base weight alone, without adapters and bias
+  // Returns whether one LoraWeight describes the layer. Unlike is_lora_weight(), does not require a frozen
+  // weight.
+  bool is_one() const;
+  LoraWeight plain() const;  // returns the base weight alone, without adapters and bias
   LoraWeight joined() const;
   Part part(const std::string& adapter_name) const;
   at::Tensor gain(const std::string& adapter_name) const;
@@ -113,13 +115,13 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
 TORCH_MODULE(Linear);
 
 /// Computes several layers that read the same input, such as the projections of query, key and value. If all
-/// their weights are frozen, this is one lora_linear_group, and the adapters share one dropout mask.
-/// Otherwise the layers run one after the other.
+/// their weights are frozen, the layers are computed by one call of lora_linear_group, and their adapters
+/// share one dropout mask. Otherwise the layers run one after the other.
 SHOESTRING_API std::vector<at::Tensor> forward_together(const at::Tensor& x,
                                                         const std::vector<Linear>& layers);
 
-/// Computes down(silu(gate(x)) * up(x)), Llama's MLP. If the weight of `down` is frozen, neither
-/// silu(gate(x)) nor the product is saved for backward.
+/// Computes down(silu(gate(x)) * up(x)), Llama's MLP. If the weight of `down` is frozen, silu(gate(x)) and
+/// silu(gate(x)) * up(x) are not saved for backward.
 SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const Linear& gate, const Linear& up,
                                      const Linear& down);
 

@@ -31,7 +31,7 @@ class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// Normalises x (..., features) and returns the same shape and dtype.
+  /// Normalises x (..., features) and returns a tensor of x's shape and dtype.
   at::Tensor forward(const at::Tensor& x);
   /// Returns forward(x + residual) and the sum x + residual.
   std::tuple<at::Tensor, at::Tensor> forward_with_residual(const at::Tensor& x, const at::Tensor& residual);
@@ -57,7 +57,7 @@ class SHOESTRING_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// Normalises x (..., features) and returns the same shape and dtype.
+  /// Normalises x (..., features) and returns a tensor of x's shape and dtype.
   at::Tensor forward(const at::Tensor& x);
 
   LayerNormOptions options;

@@ -47,7 +47,7 @@ class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<Quantized
   /// Quantises a dense (out_features, in_features) weight and stores it in the layer.
   void set_weight(const at::Tensor& dense);
   /// Stores a weight that is already quantised: the results of quantize_4bit (and quantize_absmax if nested)
-  /// or quantize_int8, in any shape. The layer takes over their quantisation format.
+  /// or quantize_int8, in any shape. The layer takes over the quantisation format of these results.
   void set_parts(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
                  const QuantizeOptions& quantize);
   /// Returns the dense weight in fp32, bf16 or fp16.
@@ -55,7 +55,7 @@ class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<Quantized
 
   QuantizedLinearOptions options;
   at::Tensor packed;                  // codes: uint8 for 4 bits, int8 for "int8"
-  at::Tensor absmax;                  // scales: fp32, uint8 codes if nested, or int32 for "int4"
+  at::Tensor absmax;                  // scales of blocks: fp32, uint8 codes if nested, or int32 for "int4"
   at::Tensor nested;                  // fp32, the second result of quantize_absmax; undefined if not nested
   at::Tensor bias;                    // (out_features); undefined without a bias
   at::ScalarType dtype = at::kFloat;  // dtype of the dense weight before quantisation

@@ -16,7 +16,7 @@
 
 namespace shoestring::optim {
 
-namespace detail {  // internal, not part of the API
+namespace detail {  // internal namespace, not part of the API
 struct Access;
 struct Core;
 struct Field;
@@ -44,15 +44,15 @@ class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
  private:
   friend struct detail::Access;
   virtual const detail::Rule& rule() const = 0;
-  // The fields of the rule, without those of this class.
+  // Returns the options that the optimizer class adds to the options of LowMemoryOptions.
   virtual std::vector<detail::Field> fields() = 0;
-  // Checks what the ranges of the single fields cannot express.
+  // Raises if options are invalid in a way that the range of a single option cannot express.
   virtual void check() const {}
-  // Raises if the optimizer must not step in its current mode.
+  // Raises if the optimizer must not step in its current mode, such as the eval mode of Schedule-Free AdamW.
   virtual void check_step() const {}
 };
 
-/// Base class of an optimizer's Options. It follows LibTorch's convention that each setter returns the
+/// Base class of an optimizer's options, such as AdamWOptions. As in LibTorch, each setter returns the
 /// options.
 template <class Options>
 class OptionsOf : public LowMemoryOptions {
@@ -74,13 +74,14 @@ class OptionsOf : public LowMemoryOptions {
   SHOESTRING_OPTION(std::string, state)
   /// Parameters with fewer elements than this have fp32 state.
   SHOESTRING_OPTION(int64_t, min_quantize_size)
-  /// How bf16 weights take an update:
+  /// How updates are applied to bf16 weights:
   /// - "plain" rounds to nearest, which loses updates below half a unit in the last place;
   /// - "stochastic" rounds up or down at random, so that the expected value is right;
   /// - "remainder" stores 16 more bits per weight, which gives exactly the weights of fp32 training.
   SHOESTRING_OPTION(std::string, weights)
   /// Seed of stochastic rounding. The random bits depend on the seed, the step number, the parameter's number
-  /// in the optimizer and the element's index. They are the same on every device, and in Python.
+  /// in the optimizer and the element's index. They do not depend on the device, and Python draws the same
+  /// bits.
   SHOESTRING_OPTION(int64_t, seed)
 #undef SHOESTRING_OPTION
 
@@ -124,23 +125,23 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   LowMemoryOptimizer(LowMemoryOptimizer&& other) noexcept;
   LowMemoryOptimizer& operator=(LowMemoryOptimizer&& other) noexcept;
 
-  /// Adds a parameter group. Options of this optimizer's type in `group` are kept. (Newer releases of
-  /// LibTorch keep them only for their own optimizers, and replace the options of all other groups by the
-  /// defaults.)
+  /// Adds a parameter group. If `group` has options of this optimizer's type, they are kept. (Newer releases
+  /// of LibTorch keep options only for LibTorch's own optimizers, and replace the options of all other groups
+  /// by the defaults.)
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Clears gradients like torch::optim::Optimizer. After a step or a backward pass that raised an error,
-  /// also drops its remains, including the sums of accumulate(). This requires that it has not stepped any
-  /// parameter.
+  /// Clears gradients like torch::optim::Optimizer::zero_grad. If a step or a backward pass has raised an
+  /// error before it stepped any parameter, also drops its remains, including the gradients of accumulate().
   void zero_grad(bool set_to_none = true);
 
   /// Takes a step with gradients of a loss that was multiplied by grad_scale (fp32, one element), for fp16
   /// training. The step divides the gradients by grad_scale before clipping; grad() does not change.
   ///
-  /// The step is skipped if any gradient of the optimizer is not finite (sums of micro-batches included), or
-  /// if found_inf is given and not zero. A skipped step changes nothing, except that it drops the sums.
+  /// The step is skipped if any gradient of the optimizer, including accumulated gradients, is not finite, or
+  /// if found_inf is given and not zero. A skipped step changes nothing, except that it drops the accumulated
+  /// gradients.
   ///
   /// Returns 1 if the step was skipped and 0 otherwise, as fp32 on the gradients' device, without a
   /// synchronisation. The code below does the work of torch.amp.GradScaler:
@@ -153,25 +154,26 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// Cannot be combined with set_step_in_backward.
   at::Tensor scaled_step(const at::Tensor& grad_scale, const at::Tensor& found_inf = {});
 
-  /// Clips the gradients to this norm, taken over all parameters that have a gradient, like
-  /// torch::nn::utils::clip_grad_norm_. Clipping happens within the step; grad() does not change. Not saved.
+  /// Sets the norm to which each step clips the gradients, like torch::nn::utils::clip_grad_norm_. The norm
+  /// is that of all parameters that have a gradient. Clipping happens within the step; grad() does not
+  /// change. save() does not save max_grad_norm.
   void set_max_grad_norm(std::optional<double> max_grad_norm);
-  /// Returns the norm of the gradients before clipping in the last step, an fp32 scalar on the gradients'
+  /// Returns the norm of all gradients before clipping in the last step, an fp32 scalar on the gradients'
   /// device. Undefined without max_grad_norm.
   const at::Tensor& grad_norm() const;
 
   /// Steps each parameter within backward, as soon as its gradient is complete, and frees the gradient. So
   /// the gradients of all parameters never exist at the same time. step() must still be called after each
-  /// backward; it only counts steps. Clipping uses the norm of the previous step (the first step is not
-  /// clipped), which differs from exact clipping. Not saved.
+  /// backward, to complete the step. Clipping uses the gradient norm of the previous step (the first step is
+  /// not clipped), which differs from exact clipping. save() does not save this setting.
   void set_step_in_backward(bool step_in_backward);
 
   /// Selects the place of the optimizer state:
   /// - none: on the parameters' device;
   /// - "cpu": in host memory, and the CPU takes the steps;
   /// - "stream": in host memory, which is pinned for a GPU;
-  /// - "nvme:DIR": in an unnamed file in the folder DIR. Its space is reserved by this call, and freed when
-  ///   the process ends.
+  /// - "nvme:DIR": in an unnamed file in the folder DIR. Space in the file is reserved by this call, and
+  ///   freed when the process ends.
   ///
   /// "stream" and "nvme:DIR": a step copies the state to the device in chunks of 8 MiB, and overlaps reads,
   /// writes and computation. The results are bit for bit those without offload. The state takes four chunks
@@ -179,33 +181,38 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// whole parameters.
   ///
   /// If state cannot be read or written, step() raises c10::Error with the file and the offset. The
-  /// parameters before that offset have been stepped and the others have not; nothing is lost. Calling step()
-  /// again with unchanged gradients finishes the step. After zero_grad() the next step is an ordinary one, if
-  /// no parameter had been stepped. Otherwise it raises, and the weights and the state of a checkpoint must
-  /// be loaded. The same applies to a backward pass that failed after it had stepped parameters. A forked
-  /// child process may read the state, but its steps raise.
+  /// parameters before that offset have been stepped and the later parameters have not; nothing is lost.
+  /// Calling step() again with unchanged gradients finishes the step. If no parameter had been stepped,
+  /// zero_grad() drops the failed step, and training can go on. If some had been stepped, a step with other
+  /// gradients raises, and the weights and the state of a checkpoint must be loaded. A checkpoint must also
+  /// be loaded after a backward pass that failed after it had stepped parameters. A forked child process may
+  /// read the state, but its steps raise.
   ///
-  /// "cpu": gradients are copied to the host and weights are copied back, in buckets of about 8 MiB. Both use
-  /// host buffers of exactly their size, pinned for a GPU. One bucket is copied while another is stepped.
-  /// Changes of parameters between steps are detected by their version counters. Changes through data
-  /// pointers or .data are therefore not detected. With set_step_in_backward, each gradient is copied as soon
-  /// as it is complete, and stepped while backward continues. If max_grad_norm is also set, backward collects
-  /// the gradients and their norms and step() applies them, so clipping is exact. Each backward then needs
-  /// its own step(). The sums of accumulate() are in host memory, too.
+  /// "cpu": gradients are copied to the host and weights are copied back, in buckets of about 8 MiB.
+  /// Gradients and weights have host buffers of exactly their size, pinned for a GPU. One bucket is copied
+  /// while another is stepped. Changes of parameters between steps are detected by the parameters' version
+  /// counters. Changes through data pointers or .data are therefore not detected. With set_step_in_backward,
+  /// each gradient is copied as soon as it is complete, and its parameter is stepped while backward
+  /// continues. If max_grad_norm is also set, backward collects the gradients and their norms and step()
+  /// applies the gradients, so clipping is exact. Each backward then needs its own step(). The gradients that
+  /// accumulate() adds up are in host memory, too.
   ///
-  /// Existing state moves to the new place. The setting is not saved.
+  /// Existing state moves to the new place. save() does not save this setting.
   void set_offload(const std::optional<std::string>& where);
 
   /// Adds up gradients over micro-batches, and frees grad(), for as long as the returned object lives. Hold
   /// the object during forward and backward of every micro-batch of a step except the last. Run the last
-  /// micro-batch without it: step(), or the step within backward, adds its gradient to the sum. Divide the
-  /// loss by the number of micro-batches, as usual. zero_grad() keeps the sums; a step clears them.
+  /// micro-batch without the object: step(), or the step within backward, adds the last gradient to the
+  /// accumulated gradient. Divide the loss by the number of micro-batches, as usual. zero_grad() keeps the
+  /// accumulated gradients; a step clears them.
   [[nodiscard]] std::shared_ptr<void> accumulate();
-  /// Sets the dtype of the sums: at::kFloat (the default, exact up to fp32 rounding) or at::kBFloat16.
+  /// Sets the dtype of the gradients that accumulate() adds up: at::kFloat (the default, exact up to fp32
+  /// rounding) or at::kBFloat16.
   void set_accumulate_dtype(at::ScalarType dtype);
 
-  /// Saves and loads the state and options of all groups in LibTorch's archives. (save_optimizer writes files
-  /// that Python reads, too.) load raises if the archive does not fit, and then changes nothing.
+  /// Saves and loads the state and options of all parameter groups in LibTorch's archives. (save_optimizer
+  /// writes files that Python reads, too.) If the archive does not match the optimizer, load raises an error
+  /// and changes nothing.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -218,7 +225,7 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   std::shared_ptr<detail::Core> core_;
 };
 
-/// Adds the constructors of an optimizer with these Options.
+/// Base class of the optimizers whose options have the type Options. It provides their constructors.
 template <class Options>
 class OptimizerOf : public LowMemoryOptimizer {
  public:
@@ -237,8 +244,8 @@ class OptimizerOf : public LowMemoryOptimizer {
 SHOESTRING_API void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path);
 
 /// Restores a file that save_optimizer has written, in C++ or in Python. An optimizer of the same class, with
-/// the same parameters in the same groups and order, continues bit for bit. Raises c10::Error if the file
-/// does not fit; nothing has changed then.
+/// the same parameters in the same groups and order, continues bit for bit. If the file does not match the
+/// optimizer, raises c10::Error and changes nothing.
 SHOESTRING_API void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path);
 
 }  // namespace shoestring::optim

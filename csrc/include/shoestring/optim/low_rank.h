@@ -1,7 +1,7 @@
 #pragma once
 
-// The common part of GaLore and APOLLO, which let another optimizer step at low rank. Only the public
-// functions of LowRankCore belong to the API.
+// The common base class of GaLore and APOLLO. Both project gradients to low rank and let another optimizer,
+// the base optimizer, step at low rank. Only the public functions of LowRankCore belong to the API.
 
 #include <cstdint>
 #include <functional>
@@ -18,8 +18,8 @@
 
 namespace shoestring::optim::detail {
 
-/// Describes a class of optimizers: its options, its name, and whether its weight decay is an L2 penalty
-/// added to the gradient.
+/// Describes a class of base optimizers for GaLore and APOLLO: its options, its name, and whether its weight
+/// decay is an L2 penalty added to the gradient.
 template <class Base>
 struct BaseTraits;
 template <>
@@ -41,14 +41,17 @@ struct BaseTraits<SGD> {
   static constexpr const char* name = "SGD";
 };
 
-/// The functions of a base optimizer's class that LowRankCore calls, without the class's type.
+/// The functions of a base optimizer's class that LowRankCore calls. They are type-erased, so LowRankCore is
+/// not a template.
 struct BaseClass {
-  std::function<std::unique_ptr<torch::optim::Optimizer>()> make;  // makes an optimizer without parameters
+  std::function<std::unique_ptr<torch::optim::Optimizer>()> make;  // creates an optimizer without parameters
   void (*add)(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group);
   double& (*weight_decay)(torch::optim::OptimizerOptions& options);
   bool (*maximize)(const torch::optim::OptimizerOptions& options);
-  std::string (*weights)(const torch::optim::OptimizerOptions& options);  // rounding mode of bf16 weights
-  bool (*fits)(const torch::optim::OptimizerOptions& options);  // whether the options have the class's type
+  // Returns the rounding mode of bf16 weights.
+  std::string (*weights)(const torch::optim::OptimizerOptions& options);
+  // Returns whether the options have the class's options type, such as AdamWOptions.
+  bool (*fits)(const torch::optim::OptimizerOptions& options);
   bool decay_is_a_penalty;
   const char* name;
 };
@@ -70,7 +73,8 @@ BaseClass base_class(const typename BaseTraits<Base>::Options& defaults) {
           BaseTraits<Base>::name};
 }
 
-/// Options of a parameter group for both methods. `kind` is GaLore's `projection` or APOLLO's `scale_type`.
+/// Options of a parameter group that GaLore and APOLLO share. `kind` is GaLore's `projection` or APOLLO's
+/// `scale_type`.
 struct LowRankOptions {
   std::optional<int64_t> rank;
   int64_t update_proj_gap;
@@ -84,38 +88,41 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
   /// Takes a step. The optional closure computes the loss and its gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  /// Clips to this norm, taken over the full gradients of all parameters. Clipping happens within the step;
-  /// grad() does not change. Not saved.
+  /// Sets the norm to which each step clips the gradients. The norm is that of the full gradients of all
+  /// parameters, before projection. Clipping happens within the step; grad() does not change. save() does not
+  /// save max_grad_norm.
   void set_max_grad_norm(std::optional<double> max_grad_norm);
-  /// Returns the norm of the gradients before clipping in the last step, an fp32 scalar. Undefined without
+  /// Returns the norm of all gradients before clipping in the last step, an fp32 scalar. Undefined without
   /// max_grad_norm.
   const at::Tensor& grad_norm() const { return grad_norm_; }
 
-  /// Returns the base optimizer, which holds the state. Change options in this optimizer's param_groups(),
-  /// not in those of the base. Do not set an offload on the base.
+  /// Returns the base optimizer, which holds the optimizer state. Change options in the param_groups() of
+  /// GaLore or APOLLO, not in those of the base optimizer. Do not call set_offload on the base optimizer.
   torch::optim::Optimizer& base() { return *base_; }
 
-  /// Saves and loads the base optimizer's state, the tensors kept by the projections, and the options of all
-  /// groups. load raises if the archive does not fit, and then changes nothing.
+  /// Saves and loads the base optimizer's state, each parameter's projection (GaLore) or norm (APOLLO), and
+  /// the options of all groups. If the archive does not match the optimizer, load raises an error and changes
+  /// nothing.
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  /// A projected parameter, and the virtual parameter `low`, (r, n) or (m, r), that the base optimizer steps
-  /// instead.
+  /// A parameter (m, n) whose gradient is projected, and `low`, (r, n) or (m, r), its low-rank stand-in that
+  /// the base optimizer steps instead.
   struct Projected {
     at::Tensor param, low;
     bool left;
-    at::Tensor kept;        // the tensor that the method keeps; undefined before the first gradient
-    int64_t age = 0, seed;  // steps taken with the current projection; the parameter's own seed
+    at::Tensor kept;        // GaLore's projection or APOLLO's norm; undefined before the first gradient
+    int64_t age = 0, seed;  // age: steps taken with the current projection; seed: seed of this parameter
   };
   struct Group {
     LowRankOptions options;
     std::vector<at::Tensor> plain;
     std::vector<Projected> projected;
   };
-  /// The constants of a method: its name, the names of its options `kind` and of the tensor that it keeps,
-  /// and whether virtual parameters are stepped with lr = 1.
+  /// The constants of GaLore or APOLLO. name: name of the method. kind: name of the option `projection` or
+  /// `scale_type`. kept: name of the tensor that is stored for each parameter. unit_lr: whether the base
+  /// optimizer steps the low-rank stand-ins for the parameters with lr = 1.
   struct Method {
     const char *name, *kind, *kept;
     bool unit_lr;
@@ -131,13 +138,14 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
  private:
   virtual void check(const LowRankOptions& options) const = 0;
   virtual bool is_left(int64_t rows, int64_t columns, const LowRankOptions& options) const;
-  /// Returns the dtype and shape of the tensor that the method keeps for a parameter.
+  /// Returns the dtype and shape of a parameter's tensor `kept` (GaLore's projection or APOLLO's norm).
   virtual std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p,
                                                                   const LowRankOptions& o) const = 0;
-  /// Projects the gradient of a matrix to low rank. Returns fp32.
+  /// Projects the gradient of a matrix to low rank. Returns the projected gradient in fp32.
   virtual at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) = 0;
-  /// Applies the base optimizer's update to p.param. p.low was zero before the step, so it now holds the
-  /// update. `clip`, if defined, has multiplied the gradient.
+  /// Applies the base optimizer's update of p.low, the low-rank stand-in for a parameter, to the parameter
+  /// p.param. p.low was zero before the base optimizer's step, so p.low now holds the update. `clip` is the
+  /// factor that clipped the projected gradient, or undefined.
   virtual void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
                   bool maximize) = 0;
 

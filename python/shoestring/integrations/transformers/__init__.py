@@ -1,4 +1,4 @@
-"""Reversible integration of shoestring into Hugging Face transformers models, one instance at a time.
+"""Make single Hugging Face transformers models use shoestring's operators; the change can be undone.
 
 report = shoestring.patch(model)
 model(input_ids=ids, labels=ids).loss.backward()  # computes no logits

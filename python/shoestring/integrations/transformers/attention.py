@@ -1,4 +1,4 @@
-"""shoestring's attention in Hugging Face models: ``attn_implementation="shoestring"``."""
+"""Let transformers models use shoestring's attention by ``attn_implementation="shoestring"``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NAME = "shoestring"
 def register_attention() -> str:
     """Register ``attn_implementation="shoestring"`` with transformers and return that name.
 
-    Use it as ``from_pretrained(..., attn_implementation=shoestring.register_attention())``, or with
+    Use the name as ``from_pretrained(..., attn_implementation=shoestring.register_attention())``, or with
     ``model.set_attn_implementation``. Causal masks, sliding windows and padding become options of
-    :func:`attention`, without tensors of (tokens, tokens). Any other mask, of the model or the user, is a
-    bool bias. Dropout is computed from a seed. Packed batches (``cu_seq_lens_q`` and ``cu_seq_lens_k`` in the
-    call) are computed sequence by sequence, whatever the mask.
+    :func:`attention`, without tensors of (tokens, tokens). Any other mask of the model or the user becomes a
+    bool bias of the scores. The dropout mask is computed from a seed. If the call has ``cu_seq_lens_q`` and
+    ``cu_seq_lens_k`` (a packed batch), each sequence attends only to itself, whatever the mask.
 
     Returns:
         The name "shoestring".
@@ -54,19 +54,21 @@ def attend(
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as a transformers attention function.
+    """Compute attention, with the signature of transformers' attention functions.
 
-    The sliding window comes from the mask, as with sdpa, since not every layer with a window passes it on.
+    The size of the sliding window is taken from the mask, as for "sdpa", because not every layer with a
+    window passes its size.
 
     Args:
-        module: the attention module that calls.
+        module: the attention module that calls this function.
         query, key, value: (batch, heads, tokens, head_dim).
         attention_mask: the result of ``mask``, or another mask of transformers.
         dropout: the dropout probability.
         scaling, softcap, is_causal: the options ``scale``, ``softcap`` and ``causal`` of :func:`attention`.
-        s_aux: attention sinks.
-        position_bias: a bias of the scores.
-        cu_seq_lens_q, cu_seq_lens_k: the boundaries of packed sequences.
+        s_aux: attention sinks, as in the option ``sinks`` of :func:`attention`.
+        position_bias: a bias that is added to the scores.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences, as in ``cu_seqlens_q`` of
+            :func:`attention`.
 
     Returns:
         The output, (batch, tokens, heads, value_dim), and None in place of attention weights.
@@ -79,7 +81,8 @@ def attend(
             "shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve"
         )
     for name, given in kwargs.items():
-        # An unknown floating-point tensor is meant for the scores; positions are integers.
+        # An unknown floating-point argument is probably meant to change the scores, so it must not be
+        # ignored. Tensors of positions are integers.
         if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0:
             raise TypeError(
                 f"shoestring's attention: {name}: expected no such tensor, received one of {tuple(given.shape)} from "
@@ -88,7 +91,8 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
     window, bias = None, None
-    if attention_mask is not None and attention_mask.dim() == 5:  # a sliding-window mask, see mask()
+    # a mask of 5 dimensions is a sliding window, see mask()
+    if attention_mask is not None and attention_mask.dim() == 5:
         batch, _, keys, window, rest = attention_mask.shape
         if rest != 1 or keys != key.size(2):
             raise TypeError(
@@ -100,7 +104,8 @@ def attend(
     elif packed:
         window = _window_of(module, kwargs)
     if attention_mask is not None and not packed:
-        if attention_mask.dim() == 4:  # a full mask already includes causality and the window
+        # A mask of 4 dimensions already contains the causal mask and the window.
+        if attention_mask.dim() == 4:
             bias, causal = attention_mask[..., : key.size(2)], False
         else:
             bias = attention_mask[:, None, None, :].bool()
@@ -127,9 +132,9 @@ def attend(
 
 
 def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Return the sliding window that the layer passes for packed sequences, as it does for flash attention.
+    """Return the sliding window that the layer passes to attention for packed sequences, if any.
 
-    transformers makes no mask for packed sequences.
+    transformers makes no mask for packed sequences, so the window cannot be taken from a mask.
     """
     if "sliding_window" not in kwargs and getattr(getattr(module, "config", None), "sliding_window", None):
         raise TypeError(
@@ -162,17 +167,19 @@ def mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Build the mask for ``attend``, as a transformers mask function.
+    """Build the mask for ``attend``, with the signature of transformers' mask functions.
 
     Returns:
-        - For a causal mask or none: the keys that are not padding, (batch, keys), or None without padding.
-        - For a sliding window: a view (batch, 1, keys, window, 1) whose shape carries the window, and which
-          takes the memory of (batch, keys). The batch size is 0 without padding. The last size differs from 1
-          if the model appends to its mask.
-        - For any other mask: the mask of transformers' ``sdpa_mask``.
+        - For a causal mask or no mask: the padding mask (batch, keys), zero for padding; or None without
+          padding.
+        - For a sliding window: an expanded view (batch, 1, keys, window, 1) of the padding mask (batch,
+          keys). Its shape tells ``attend`` the window. The batch size is 0 without padding. If the model
+          appends to the mask, the last size is no longer 1, which ``attend`` detects.
+        - For any other mask: the mask that transformers' ``sdpa_mask`` builds.
     """
     function = masking.causal_mask_function if mask_function is None else mask_function
-    # Whether the queries are the last tokens.
+    # Whether options of `attend` express the mask, so that no (tokens, tokens) mask is built. A causal mask
+    # or a sliding window requires that the queries are the last tokens of the sequence.
     known = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if allow_is_bidirectional_skip:
         known = local_size is None
@@ -200,11 +207,12 @@ def mask(
 
 
 def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool:
-    """Return whether a mask function is a sliding window of ``size`` tokens, rather than chunks of that size.
+    """Return whether a mask function means a sliding window of ``size`` tokens, not chunks of ``size``.
 
-    In eager mode the function is evaluated for keys at which the two differ. Under torch.compile it cannot be
-    evaluated, so the configuration decides: of the masks that allow the causal skip, only these two have a
-    size.
+    With chunks, a token attends only to earlier tokens of its own chunk. In eager mode the mask function is
+    evaluated for keys at which a window and chunks differ. Under torch.compile it cannot be evaluated, so the
+    model's configuration decides. This suffices, because among the masks with ``allow_is_causal_skip`` only
+    windows and chunks have a size.
     """
     if torch.compiler.is_compiling():
         return (
@@ -218,10 +226,11 @@ def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool
 
 
 def use_attention(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
-    """Set a model's attention implementation to shoestring's, unless ``check`` raises with it.
+    """Set a model's attention implementation to shoestring's; revert it if the function ``check`` raises.
 
     Returns:
-        The change, if the model supports it; and the model with the reason if ``check`` raised.
+        Two lists: the change (empty if the model does not support shoestring's attention), and the reason why
+        nothing changed if ``check`` raised.
     """
     before = getattr(model.config, "_attn_implementation", None)
     if before not in ("eager", "sdpa") or not model._can_set_attn_implementation():

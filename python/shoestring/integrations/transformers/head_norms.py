@@ -1,7 +1,7 @@
-"""Per-head norms of queries and keys (Qwen 3, Gemma 3) that are fused with the rotary embedding after them.
+"""Fuse per-head norms of queries and keys (Qwen 3, Gemma 3) with the rotary embedding after the norms.
 
-The attention module's own forward runs unchanged. Its norms return a ``Deferred`` placeholder for their
-result, which the rotary embedding accepts.
+The attention module's own forward runs unchanged. While it runs, the two norms return a ``Deferred``
+placeholder instead of their result. The fused rotary embedding accepts the placeholder.
 """
 
 from __future__ import annotations
@@ -16,25 +16,27 @@ from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive
 
-# Method of a fused RMSNorm: returns the options of rope that replace the norm of x; None if rope cannot.
+# Name of a method of a fused RMSNorm. For an input x, the method returns the options with which `rope` also
+# computes the norm of x, or None if `rope` cannot compute the norm.
 JOINT = "_shoestring_joint"
-TURNS = "_shoestring_turns"  # attribute of an attention module whose rotary embedding is rope
-JOINING = "_shoestring_joining"  # attribute of an attention module, true while its forward runs
-STRICT = "_shoestring_strict"  # attribute of an attention module, true while its fused forward is tested
-# Names that transformers' attention modules give to the norms of queries and keys.
+TURNS = "_shoestring_turns"  # name of an attribute that marks attention modules with a fused rotary embedding
+JOINING = "_shoestring_joining"  # name of an attribute of attention modules: True while the forward runs
+# name of an attribute of attention modules: True while the fused forward is tested
+STRICT = "_shoestring_strict"
+# Attribute names of the norms of queries and of keys in transformers' attention modules.
 PAIRS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """A placeholder for the norm of x (..., head_dim) that the rotary embedding computes with the rotation.
+    """A placeholder for the norm of x (..., head_dim), which the fused rotary embedding computes.
 
     Any other use of the placeholder computes the norm first.
     """
 
     x: Tensor
     norm: nn.Module
-    options: dict[str, Any]  # options of rope: weight, eps, offset
+    options: dict[str, Any]  # options for `rope` to compute the norm: weight, eps, offset
     strict: bool
 
     @property
@@ -65,7 +67,7 @@ def made(x: Any) -> Any:
 
 
 def joint(q: Any, k: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return queries and keys, and the options of rope for norms that are still deferred."""
+    """Return queries and keys, and the options with which ``rope`` computes their norms."""
     if not isinstance(q, Deferred) or not isinstance(k, Deferred):
         return made(q), made(k), {}
     a, b = q.options, k.options
@@ -79,7 +81,7 @@ def joint(q: Any, k: Any) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 
 class HeadNorm:
-    """Stand-in for the norm of queries or keys while its attention module's forward runs."""
+    """An object that replaces the norm of queries or keys while the attention module's forward runs."""
 
     def __init__(self, norm: Any, strict: bool) -> None:
         self.norm = norm
@@ -103,7 +105,7 @@ class HeadNorm:
 def fuse_head_norms(model: nn.Module, run: Callable[[], object]) -> tuple[list[Found], list[Left]]:
     """Fuse the norms of queries and keys with the rotary embedding in attention modules.
 
-    Each module is tested on the arguments that it receives when ``run`` calls the model.
+    Each attention module is tested on the arguments that it receives when ``run`` calls the model.
 
     Returns:
         The changes, and the modules that are left unchanged with the reason.
@@ -132,7 +134,7 @@ def fuse_head_norms(model: nn.Module, run: Callable[[], object]) -> tuple[list[F
 
 
 def _pair(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the module's two norms; empty if it has none."""
+    """Return the attribute names of an attention module's norms of queries and keys; empty if it has none."""
     return next(
         (pair for pair in PAIRS if all(hasattr(module._modules.get(name), JOINT) for name in pair)), ()
     )
@@ -150,7 +152,7 @@ def _calls(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str
         hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:
         run()
-    except Exception:  # patch() itself raises for a model that cannot run
+    except Exception:  # ignore errors of the model: patch() runs the model again later and reports them
         calls.clear()
     finally:
         for hook in hooks:
@@ -168,7 +170,7 @@ def _result(module: nn.Module, call: tuple[Any, dict[str, Any]] | None) -> Tenso
             out = module(*call[0], **call[1])
         result: Tensor | None = out[0] if isinstance(out, tuple) else out
         return result
-    except Exception:  # the module has another signature or another kind of result
+    except Exception:  # raised if the module's forward has another signature or returns no tensor
         return None
     finally:
         module.train(training)

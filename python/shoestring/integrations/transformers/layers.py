@@ -1,6 +1,7 @@
-"""Fused operators for the norms, rotary embeddings and gated activations of transformers models.
+"""Replace norms, rotary embeddings and gated activations of transformers models by fused operators.
 
-Names and attributes only select candidates. What a module computes is tested on random numbers.
+Names and attributes of modules only select candidates. A test on random numbers then determines what a
+candidate computes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from shoestring.layers.swiglu import swiglu
 
 ROTATION = "apply_rotary_pos_emb"  # name of the rotary function in transformers' model files
 MLP = ("gate_proj", "up_proj", "down_proj")
-ADD = "_shoestring_add"  # method of a fused RMSNorm: returns the norm of x + residual, and that sum
+# name of a method of a fused RMSNorm: returns the norm of x + residual, and x + residual
+ADD = "_shoestring_add"
 
 
 def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
-    """Fuse RMSNorm and LayerNorm modules.
+    """Replace the forward of RMSNorm and LayerNorm modules by a fused operator.
 
     Returns:
         The changes, and the modules that are left unchanged with the reason.
@@ -71,9 +73,9 @@ def _eps(module: Any, x: Tensor) -> float:
 
 
 def _norm_options(module: Any) -> dict[str, Any] | None:
-    """Return the offset and the casting of an RMSNorm, found by the rounding of its bf16 results.
+    """Return an RMSNorm's options ``offset`` and ``casting``, found from the rounding of its bf16 results.
 
-    Returns None if the module computes something else.
+    Return None if the module does not compute an RMSNorm.
     """
     draw = torch.Generator().manual_seed(0)
     try:
@@ -86,14 +88,15 @@ def _norm_options(module: Any) -> dict[str, Any] | None:
             for offset, casting in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")):
                 ours = rms_norm_reference(x, weight, eps=_eps(module, x), offset=offset, casting=casting)
                 agree[offset, casting] = (ours == expected).double().mean().item()
-    except Exception:  # the module has another signature
+    except Exception:  # raised if the norm's forward has another signature
         return None
     (offset, casting), share = max(agree.items(), key=lambda item: item[1])
     return {"offset": offset, "casting": casting} if share > 0.99 else None
 
 
 def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    # Whether the result has the wider of the dtypes of x and the weight.
+    # Whether the norm's result has the wider of the dtypes of x and the weight, which the fused operator does
+    # not support.
     def widens(self: Any, x: Tensor) -> bool:
         return bool(options["casting"] == "llama" and self.weight.dtype != x.dtype)
 
@@ -131,7 +134,7 @@ def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
-    """Fuse the rotary embedding in attention modules whose forward calls ``apply_rotary_pos_emb``.
+    """Use ``rope`` in attention modules whose forward calls ``apply_rotary_pos_emb``.
 
     Returns:
         The changes, and the modules that are left unchanged with the reason.
@@ -160,14 +163,15 @@ def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
     return changes, left
 
 
-_OWN_NAME = "_shoestring_" + ROTATION  # name of the replacement in the globals of a model file
-_claims: dict[int, int] = {}  # modules that use the replacement, by the identity of the globals
+_OWN_NAME = "_shoestring_" + ROTATION  # name of the fused rotary function in the globals of a model file
+# id of the globals -> number of modules that use the fused rotary function in them
+_claims: dict[int, int] = {}
 
 
 def _claim_name(namespace: dict[str, Any], rotation: Callable[..., Any]) -> Callable[[], None]:
-    """Give the replacement its name in the globals of a model file; return how to take the name away.
+    """Add the fused rotary function to the globals of a model file; return a function that removes it.
 
-    The name disappears when the last module that uses it is undone.
+    The function stays in the globals until the change of the last module that uses it is undone.
     """
     namespace[_OWN_NAME] = rotation
     _claims[id(namespace)] = _claims.get(id(namespace), 0) + 1
@@ -187,10 +191,10 @@ def _undo(restore: Callable[[], None], release: Callable[[], None]) -> None:
 
 
 def _with_rotation(forward: Any) -> Callable[..., Any]:
-    """Return a copy of a forward that calls the replacement instead of ``apply_rotary_pos_emb``.
+    """Return a copy of a forward that calls the fused function instead of ``apply_rotary_pos_emb``.
 
-    The replacement gets an unused name in the globals of the forward's module, because ``torch.compile``
-    requires a function's globals to be those of its module.
+    The fused function has a name of its own in the globals of the forward's file. The copy uses the same
+    globals, because ``torch.compile`` requires a function's globals to be those of its file.
     """
     names = tuple(_OWN_NAME if name == ROTATION else name for name in forward.__code__.co_names)
     made = types.FunctionType(
@@ -205,11 +209,12 @@ def _with_rotation(forward: Any) -> Callable[..., Any]:
 
 
 def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
-    """Return how a rotary function arranges pairs, or None if it computes something else.
+    """Return how a rotary function arranges the pairs of elements that it rotates.
 
     Returns:
-        Two flags: whether the two elements of a pair are neighbours (interleaved), and whether the tables of
-            such a function are nevertheless laid out for halves.
+        Two flags: whether the two elements of a pair are neighbours (interleaved), and whether cos and sin
+        are nevertheless laid out as for elements that are half a head apart. None: the function computes no
+        rotary embedding.
     """
     draw = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 8, generator=draw) for heads in (2, 1))
@@ -222,7 +227,7 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
             ours = rope_reference(q, k, angles.cos(), angles.sin(), interleaved=kind[0])
             if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(theirs, ours, strict=True)):
                 return kind
-        except Exception:  # the function has another signature
+        except Exception:  # raised if the rotary function has another signature
             return None
     return None
 
@@ -249,7 +254,7 @@ def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) 
 
 
 def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
-    """Fuse the gated activation of Llama-style MLPs: SwiGLU and GeGLU.
+    """Replace the gated activation of Llama-style MLPs by the operators SwiGLU and GeGLU.
 
     Returns:
         The changes, and the modules that are left unchanged with the reason.
@@ -273,12 +278,12 @@ def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
 
 
 def is_bare_mlp(module: nn.Module) -> bool:
-    """Return whether an MLP has nothing but its projections and an activation."""
+    """Return whether an MLP has only its three projections and an activation, and uses no dropout."""
     return has_only(module, {*MLP, "act_fn"}) and not names_dropout(module)
 
 
 def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None:
-    """Return the fused operator for an MLP's activation, and its name; None if there is none."""
+    """Return the fused operator for an MLP's gated activation, and its name; None if no operator fits."""
     kinds = (
         (F.silu, swiglu, "SwiGLU"),
         (
@@ -304,7 +309,7 @@ def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None
                     continue
                 expected, made = module(tokens), module.down_proj(ours(gate, up))
                 return (ours, what) if (made - expected).norm() <= 0.02 * expected.norm() else None
-    except Exception:  # the module has another signature or another kind of result
+    except Exception:  # raised if the MLP's forward has another signature or returns no tensor
         return None
     finally:
         module.train(training)

@@ -1,4 +1,7 @@
-"""Fused projections of one input: query, key and value in one operator, and SwiGLU that saves no products."""
+"""Compute the query, key and value projections by one operator, and SwiGLU MLPs by one that saves less.
+
+The operator for SwiGLU MLPs saves neither silu(gate) nor silu(gate) * up for backward.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from shoestring.core.instances import Found, derive
 from shoestring.integrations.transformers.layers import MLP, is_bare_mlp
 from shoestring.layers.swiglu import swiglu
 
-# Attribute of an attention module: the projections computed so far while its forward runs, else None.
+# Attribute of an attention module: while its forward runs, a dict of computed projection outputs that have
+# not been used yet; else None.
 OUTPUTS = "_shoestring_projections"
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 
@@ -22,7 +26,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 def fuse(model: nn.Module) -> list[Found]:
     """Fuse the projections of attention modules and of Llama-style MLPs.
 
-    A module that looks like such an MLP but computes something else on random tokens is left unchanged.
+    A module with the submodules of a Llama-style MLP that computes something else on random tokens is left
+    unchanged.
 
     Returns:
         For each change: the module's name, a description, and a function that reverts it.
@@ -31,7 +36,7 @@ def fuse(model: nn.Module) -> list[Found]:
     as_written: dict[type, bool] = {}
     for name, module in list(model.named_modules()):
         original = type(module)
-        if "forward" in module.__dict__:  # another library has replaced the forward
+        if "forward" in module.__dict__:  # another library has replaced the forward of this module
             continue
         if _has_linears(module, ATTENTION):
             body, what = _attention(original), "query, key and value together"
@@ -59,7 +64,10 @@ def _mlp(original: type[Any]) -> dict[str, Any]:
 
 
 def _is_swiglu(module: Any) -> bool:
-    """Return whether the module computes a SwiGLU MLP, tested on tokens that tell activations apart."""
+    """Return whether the module computes a SwiGLU MLP, tested on random tokens.
+
+    The tokens are large enough to distinguish silu from other activations.
+    """
     weight = module.gate_proj.weight
     tokens = torch.randn(8, module.gate_proj.in_features, generator=torch.Generator().manual_seed(0))
     training = module.training
@@ -70,16 +78,16 @@ def _is_swiglu(module: Any) -> bool:
             x = x * (2 / module.gate_proj(x).float().std()).to(x.dtype)
             expected, ours = module(x), module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))
         return bool((ours - expected).norm() <= 0.02 * expected.norm())
-    except Exception:  # the module has another signature
+    except Exception:  # raised if the module's forward has another signature
         return False
     finally:
         module.train(training)
 
 
 class Member:
-    """Stand-in for one of an attention module's projections while its forward runs.
+    """An object that replaces one projection (query, key or value) while the attention's forward runs.
 
-    The first projection that is called computes all three.
+    The first of the three projections that is called computes all three outputs.
     """
 
     def __init__(self, module: Any, name: str) -> None:

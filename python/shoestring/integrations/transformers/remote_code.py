@@ -1,13 +1,13 @@
-"""Error messages for model directories with their own Python code (``auto_map``)."""
+"""Error texts for model directories that contain Python code (``auto_map``)."""
 
-LONGEST = 400  # most characters of a reason, which may contain long values of the configuration
+LONGEST = 400  # maximum characters of the description, which may contain long values of the configuration
 
 
 def why_not_loaded(error: Exception) -> str:
-    """Describe in one line why transformers did not load something from a directory.
+    """Describe in one line why transformers failed to load a model, tokenizer or other file of a directory.
 
-    With ``trust_remote_code=False`` transformers raises before it imports the directory's code, and asks
-    nothing.
+    If loading needs Python code of the directory and ``trust_remote_code`` is False, transformers raises
+    before it imports the code.
     """
     text = str(error).strip()
     if isinstance(error, ValueError) and "`trust_remote_code=True`" in text:

@@ -1,4 +1,4 @@
-"""Decoder layers that compute a residual sum and the norm after it in one operator."""
+"""Make decoder layers compute a residual sum and the norm after it in one operator."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from shoestring.core.instances import Found, Left, derive, has_only
 from shoestring.integrations.transformers.layers import ADD
 
-# Names of the norms in the decoder layers of transformers' Llama, Qwen and Mistral.
+# Attribute names of the norms in decoder layers of Llama, Qwen and Mistral in transformers.
 NORMS = ("input_layernorm", "post_attention_layernorm")
-# Names of the two additional norms in Gemma's decoder layers.
+# Attribute names of the two additional norms in Gemma's decoder layers.
 INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Found], list[Left]]:
-    """Fuse residual sums with the norms after them in decoder layers whose norms are already fused.
+    """Fuse each residual sum with the norm after it, in decoder layers whose norms are already fused.
 
     Args:
         model: the model.
-        run: calls the model, so that a layer of each class can be tested on the arguments that the model
-            gives it.
+        run: function that calls the model, so that a layer of each class can be tested on the arguments that
+            the model gives to the layer.
 
     Returns:
         The changes, and the layers that are left unchanged with the reason.
@@ -63,7 +63,7 @@ def _looks_so(module: nn.Module) -> bool:
 def _tried(
     kinds: dict[type, None], layers: list[tuple[str, nn.Module]], run: Callable[[], object]
 ) -> dict[type, bool]:
-    """Return for each class whether one of its layers gives the same result with the fused forward."""
+    """Return, for each class of decoder layers, whether a layer of it gives the same output when fused."""
     return {kind: _same(next(module for _, module in layers if type(module) is kind), run) for kind in kinds}
 
 
@@ -74,7 +74,7 @@ def _same(layer: nn.Module, run: Callable[[], object]) -> bool:
     )
     try:
         run()
-    except Exception:  # patch() itself raises for a model that cannot run
+    except Exception:  # ignore errors of the model: patch() runs the model again later and reports them
         return False
     finally:
         hook.remove()
@@ -83,7 +83,8 @@ def _same(layer: nn.Module, run: Callable[[], object]) -> bool:
     args, kwargs = calls[0]
     kwargs = {key: None if key.startswith("past_key_value") else value for key, value in kwargs.items()}
     original, training, results = type(layer).forward, layer.training, []
-    layer.train()  # include dropout in the comparison; both runs start from the same seed
+    # training mode, so that the comparison includes dropout; both runs start from the same seed
+    layer.train()
     try:
         for forward in (original, _forward(original)):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -92,7 +93,7 @@ def _same(layer: nn.Module, run: Callable[[], object]) -> bool:
         theirs, ours = results
         tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
         return theirs.shape == ours.shape and bool((ours - theirs).norm() <= tolerance * theirs.norm())
-    except Exception:  # the layer has another signature or another kind of result
+    except Exception:  # raised if the layer's forward has another signature or returns no tensor
         return False
     finally:
         layer.train(training)

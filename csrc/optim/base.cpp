@@ -14,7 +14,8 @@ using namespace detail;
 namespace detail {
 namespace {
 
-// Converts a number tensor to an optional fp32 tensor on `device`, as the operators expect it.
+// Converts a tensor with one number to fp32 on `device`. Returns nullopt for an undefined tensor, since the
+// operators take optional tensors.
 std::optional<Tensor> number_on(at::Device device, const Tensor& t) {
   return some(t.defined() ? t.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()) : t);
 }
@@ -34,7 +35,7 @@ const ParamState* Core::state(const Tensor& param) const {
   if (found == optimizer->state().end()) return nullptr;
   const auto* ours = dynamic_cast<const ParamState*>(found->second.get());
   TORCH_CHECK(ours != nullptr, "shoestring::optim::", name(),
-              ": state: expected shoestring::optim::ParamState, ", "received that of another optimizer");
+              ": state: expected shoestring::optim::ParamState, ", "received the state of another optimizer");
   return ours;
 }
 
@@ -49,7 +50,8 @@ Layout& Core::layout(size_t group) {
   if (!changed && count == params.size()) return layout;
 
   std::vector<Tensor> absent;
-  // A parameter with hooks can get a gradient or a sum at any time, so its state must exist before.
+  // A gradient hook can step a parameter or accumulate its gradient at any time in backward. The state of
+  // parameters with hooks must therefore exist before backward.
   const bool from_hooks = step_in_backward || (on_cpu() && !watched_.empty());
   const auto found = members(group, [&](const Tensor& p) {
     const bool belongs = state(p) != nullptr || has_gradient(p) || (from_hooks && p.requires_grad());
@@ -57,7 +59,7 @@ Layout& Core::layout(size_t group) {
     return belongs;
   });
   bring_back();
-  // The new layout replaces the old one only at the end, so that running out of memory changes nothing.
+  // The new arenas replace the old ones only at the end, so that an out-of-memory error changes nothing.
   Layout made{{}, std::move(absent)};
   std::vector<std::pair<Key, std::map<std::string, Tensor>>> states;
   for (const auto& [kind, same, numbers] : found) {
@@ -85,7 +87,7 @@ Layout& Core::layout(size_t group) {
       states.emplace_back(arena.params[i].unsafeGetTensorImpl(), std::move(views));
     }
   }
-  alone_.clear();  // they hold views of the old arenas
+  alone_.clear();  // drops the arenas of single parameters, which are views of the old arenas
   drop_buckets();
   for (auto& [key, views] : states) optimizer->state()[key] = std::make_unique<ParamState>(std::move(views));
   return layout = std::move(made);
@@ -247,7 +249,7 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
   if (group.has_options()) {
     TORCH_CHECK(typeid(group.options()) == typeid(*defaults_), "shoestring::optim::", name,
                 ": options: expected shoestring::optim::", name,
-                "Options in every group, received those of another optimizer");
+                "Options in every group, received the options of another optimizer");
     Access::check(static_cast<const LowMemoryOptions&>(group.options()));
   }
   const auto& options =
@@ -263,11 +265,12 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
     expect(p.dim() == 2 || !Access::rule(options).takes_matrices_alone, name, which.c_str(),
            "a matrix (use shoestring::optim::AdamW for parameters of other shapes)",
            c10::str("shape ", p.sizes()));
-    expect(!half, name, which.c_str(),
-           "bf16 (or fp32, which it leaves as they are) with weights=\"" + Access::weights(options) + "\"",
-           type);
+    expect(
+        !half, name, which.c_str(),
+        "bf16 (or fp32, on which the option has no effect) with weights=\"" + Access::weights(options) + "\"",
+        type);
     expect(seen.insert(p.unsafeGetTensorImpl()).second, name, which.c_str(), "each parameter once",
-           "one again");
+           "a duplicate");
   }
   Optimizer::add_param_group(group);
   if (group.has_options()) param_groups_.back().set_options(group.options().clone());

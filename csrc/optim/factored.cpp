@@ -6,7 +6,8 @@
 namespace shoestring::optim::ops {
 namespace {
 
-// Returns the parameter's shape with dimension `dim`, counted from the last, reduced to 1; (0) for vectors.
+// Returns the parameter's shape with one dimension set to 1: the last dimension if dim is 1, the second to
+// last if dim is 2. Returns (0) for vectors.
 template <int dim>
 std::vector<int64_t> reduced(const Tensor& param) {
   if (param.dim() < 2) return {0};
@@ -48,3 +49,13 @@ std::vector<Moment> optional_mean(const Call& call, double beta1) {
 }
 
 }  // namespace shoestring::optim::ops
+
+namespace shoestring::optim::detail {
+
+std::vector<Extra> factored(const Tensor& param, const char* row, const char* col, const char* full) {
+  std::vector<Extra> all{{row, ops::reduced<1>(param)}, {col, ops::reduced<2>(param)}};
+  if (full != nullptr) all.push_back({full, ops::whole(param)});
+  return all;
+}
+
+}  // namespace shoestring::optim::detail

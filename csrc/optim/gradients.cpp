@@ -16,7 +16,8 @@ namespace shoestring::optim {
 namespace detail {
 namespace {
 
-// A tensor has room for only one hook, so this hook first calls the one that it replaces.
+// A post-accumulate-grad hook. A tensor has room for only one such hook, so this hook first calls the hook
+// that it replaces.
 struct Hook final : torch::autograd::PostAccumulateGradHook {
   std::weak_ptr<Core> core;
   std::unique_ptr<PostAccumulateGradHook> before;
@@ -68,7 +69,7 @@ void Core::on_gradient(const Tensor& param) {
 
 void Core::forget() {
   end_backward();
-  offload::FirstError ignored;  // the error concerns state that is dropped anyway
+  offload::FirstError ignored;  // errors are ignored: they concern optimizer state that is dropped anyway
   ignored.guard([&] { drain(); });
   broken_ = Broken::kNone;
   used_.clear();
@@ -94,7 +95,7 @@ void Core::add(const Tensor& param) {
   param.mutable_grad() = Tensor();
 }
 
-// Moves the sums of an arena's parameters into the arena. Returns them as views.
+// Moves the accumulated gradients of an arena's parameters into the arena. Returns views of them.
 std::vector<Tensor> Core::into_arena(Arena& arena) {
   const auto views = arena.accumulated_views(accumulate_dtype);
   for (size_t i = 0; i < views.size(); ++i) {
@@ -105,10 +106,10 @@ std::vector<Tensor> Core::into_arena(Arena& arena) {
   return views;
 }
 
-// Collects the gradients of a call. If the norm or the largest element of the whole gradient is needed first,
-// this function completes the sums, and passes them as the gradients.
+// Collects the gradients of an operator call. Clipping and scaled steps need complete gradients before the
+// call. In these cases, adds the gradients to the accumulated gradients and passes the sums as the gradients.
 void Core::gather(Call& call) {
-  bool here = false;  // whether some gradients or sums are in host memory
+  bool here = false;  // whether some gradients, collected or accumulated, are in host memory
   for (const Tensor& p : call.arena->params) {
     call.grads.push_back(p.grad());
     here |= is_pending(p) || collected_.count(p.unsafeGetTensorImpl()) > 0;
@@ -152,7 +153,8 @@ std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
   return grads;
 }
 
-// Looks for the largest element: a sum of squares may overflow although all gradients are finite.
+// Computes found_inf from the largest magnitude of all gradients. A norm would not do: a sum of squares may
+// overflow although all gradients are finite.
 void Core::find_inf(const std::vector<Call>& calls) {
   if (!grad_scale_.defined()) return;
   auto grads = gradients_of(calls);
@@ -174,7 +176,8 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
   expect(scale.defined() && is_number(scale), name(), "grad_scale", "one fp32 number", received(scale));
   expect(!skip.defined() || is_number(skip), name(), "found_inf", "one fp32 number, or none", received(skip));
   expect(!step_in_backward, name(), "scaled_step",
-         "no steps within backward, which come before it is known whether all gradients are finite", "some");
+         "an optimizer without step_in_backward, which steps before all gradients are known to be finite",
+         "one with it");
   const auto done = [this](void*) { grad_scale_ = found_inf_ = Tensor(); };
   const std::unique_ptr<void, decltype(done)> guard(this, done);
   grad_scale_ = scale;
@@ -184,8 +187,8 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
 
 // ---- clipping
 
-// Computes the norm of all gradients. Returns the factor that clips them, or an undefined tensor without
-// clipping.
+// Computes the norm of all gradients. Returns the factor by which clipping multiplies the gradients, or an
+// undefined tensor without clipping.
 Tensor Core::clip(const std::vector<Call>& calls) {
   if (step_in_backward && !on_cpu()) return {};
   grad_norm = Tensor();
@@ -289,12 +292,14 @@ std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
   for (const auto& group : param_groups_) core_->watch(group.params());
   const bool before = std::exchange(core_->accumulating, true);
   const auto end = [before](Core* core) {
-    offload::FirstError ignored;  // this may run during stack unwinding; step() reports the error again
+    // This function may run while an exception unwinds the stack, so it must not throw. step() reports the
+    // error again.
+    offload::FirstError ignored;
     ignored.guard([&] { core->flush(); });
     core->accumulating = before;
   };
-  // The deleter ends the accumulation. It holds a reference to the core, which therefore lives as long as the
-  // result.
+  // The deleter of the pointer that accumulate() returns ends the accumulation of gradients. The deleter
+  // holds a reference to the Core, which therefore lives as long as the returned pointer.
   return std::shared_ptr<void>(core_.get(), [core = core_, end](void*) { end(core.get()); });
 }
 

@@ -21,8 +21,8 @@ using torch::serialize::OutputArchive;
 
 constexpr int64_t kLowRankFormatVersion = 1;
 
-// Returns a tensor with this shape but only one element of memory. Virtual parameters have no more between
-// steps.
+// Returns an fp32 tensor of shape `sizes` that occupies the memory of one element. The low-rank stand-ins for
+// the parameters are such tensors between steps.
 Tensor hollow(at::IntArrayRef sizes, const Tensor& like) {
   return at::zeros({}, like.options().dtype(at::kFloat).requires_grad(false)).expand(sizes);
 }
@@ -58,7 +58,7 @@ void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o)
   auto options = (group.has_options() ? group.options() : *defaults_).clone();
   expect(class_.fits(*options), "options",
          c10::str("shoestring::optim::", class_.name, "Options in every group"),
-         "those of another optimizer");
+         "the options of another optimizer");
   const double decay = class_.weight_decay(*options);
   expect(!o.rank || decay == 0 || !class_.decay_is_a_penalty, "weight_decay",
          c10::str("0 with ", class_.name, ", where it is an L2 penalty (or no rank)"), c10::str(decay));
@@ -66,7 +66,8 @@ void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o)
   expect(!o.rank || weights == "plain", "weights", "\"plain\" (or no rank)", "\"" + weights + "\"");
 
   Group added{o, {}, {}};
-  // Number of a parameter, which makes its random numbers differ from those of other parameters.
+  // Index of the next parameter in the optimizer. It is hashed into the parameter's seed, so that no two
+  // parameters get the same random numbers.
   int64_t number = 0;
   for (const auto& g : groups_) number += static_cast<int64_t>(g.plain.size() + g.projected.size());
   std::vector<Tensor> low;
@@ -104,8 +105,8 @@ void LowRankCore::set_max_grad_norm(std::optional<double> max_grad_norm) {
   max_grad_norm_ = max_grad_norm;
 }
 
-// Computes the norm of all gradients. Returns the factor that clips them, or an undefined tensor without
-// clipping.
+// Computes the norm of all gradients. Returns the factor by which clipping multiplies the gradients, or an
+// undefined tensor without clipping.
 Tensor LowRankCore::clip_coef() {
   grad_norm_ = Tensor();
   if (!max_grad_norm_) return {};
@@ -121,12 +122,13 @@ Tensor LowRankCore::clip_coef() {
 }
 
 void LowRankCore::make_virtual(OptimizerOptions& options) const {
-  class_.weight_decay(options) = 0;  // weight decay applies to the full weight instead
+  // Weight decay applies to the parameter itself, not to its low-rank stand-in.
+  class_.weight_decay(options) = 0;
   if (method_.unit_lr) options.set_lr(1);
 }
 
-// Copies the options to the base optimizer, since learning rate schedulers and users change those of this
-// optimizer.
+// Copies the options of all parameter groups to the base optimizer. Learning rate schedulers and users change
+// only the options of the optimizer that wraps the base.
 void LowRankCore::update_base_options() const {
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     auto options = param_groups_[g].options().clone();
@@ -136,8 +138,8 @@ void LowRankCore::update_base_options() const {
   }
 }
 
-// Raises if the base optimizer is offloaded. A step that failed could not be finished, because the gradients
-// at low rank would be gone.
+// Raises if the state of the base optimizer is offloaded. An offloaded step that fails is finished by a
+// second call with the same gradients, but the projected gradients would be gone.
 void LowRankCore::refuse_offload() const {
   const auto* base = dynamic_cast<const LowMemoryOptimizer*>(base_.get());
   const std::string where = base == nullptr ? "" : Access::core(*base).offload;
@@ -156,8 +158,8 @@ Tensor LowRankCore::step(LossClosure closure) {
   const Tensor clip = clip_coef();
   update_base_options();
 
-  // Whatever happens, the guard restores the gradients of unprojected parameters and frees the memory of
-  // virtual parameters.
+  // Also after an exception, the guard restores the gradients of unprojected parameters and frees the memory
+  // of the low-rank stand-ins for projected parameters.
   std::vector<std::pair<Tensor, Tensor>> given;
   const auto give_back = [&](void*) {
     for (auto& [p, grad] : given) p.mutable_grad() = grad;

@@ -39,10 +39,11 @@ void check_param(const char* op, int64_t i, const Tensor& param, c10::Device dev
   TORCH_CHECK(is_supported(param), op, ": params[", i, "]: expected fp32, bf16 or fp16, received ",
               param.scalar_type());
   TORCH_CHECK(param.layout() == at::kStrided && param.device() == device, op, ": params[", i,
-              "]: expected a dense tensor on the device of all, ", device, ", received ", param.layout(),
-              " on ", param.device());
-  TORCH_CHECK(at::has_internal_overlap(param) != at::MemOverlap::Yes, op, ": params[", i,
-              "]: expected a tensor of its own memory, received an expanded one; call .contiguous()");
+              "]: expected a dense tensor on the device of all parameters, ", device, ", received ",
+              param.layout(), " on ", param.device());
+  TORCH_CHECK(
+      at::has_internal_overlap(param) != at::MemOverlap::Yes, op, ": params[", i,
+      "]: expected a tensor without overlapping memory, received an expanded one; call .contiguous()");
 }
 
 void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& grad) {
@@ -55,7 +56,8 @@ void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& gr
               grad.scalar_type(), " on ", grad.device());
 }
 
-// Returns the first moment that is not long; its format is that of all moments that are not long.
+// Returns a moment that may be stored as codes. All such moments of an optimizer have the same storage
+// format. Long moments (kLong in optimizer_table.h) change too little per step to be stored as codes.
 const Moment& typical(const std::vector<Moment>& moments) {
   return *std::find_if(moments.begin(), moments.end(), [](const Moment& m) { return !m.is_long; });
 }
@@ -101,7 +103,7 @@ Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
               ": numbers: expected none or one for each of ", params.size(), " parameters, received ",
               numbers.size());
   for (int64_t n : numbers) {
-    TORCH_CHECK(n >= 0 && n < 1 << kernels::kNumberBits, op, ": numbers: expected some in [0, 2^",
+    TORCH_CHECK(n >= 0 && n < 1 << kernels::kNumberBits, op, ": numbers: expected numbers in [0, 2^",
                 kernels::kNumberBits, "), received ", n);
   }
   first_block = (*this)["first_block"].toInt();
@@ -240,13 +242,14 @@ void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.callBoxed(stack);
 }
 
-// Treats the blocks of all tensors as one sequence, so a thousand small tensors use the threads as well as
-// one large tensor.
+// Treats the blocks of all tensors as one sequence, so that a thousand small tensors occupy all threads as
+// evenly as one large tensor.
 void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t, int64_t, int64_t)> body) {
-  std::vector<int64_t> ends;  // end of each tensor in that sequence, in blocks
+  std::vector<int64_t> ends;  // end of each tensor in the sequence of all blocks, counted in blocks
   ends.reserve(work.size());
   for (const Stepped& s : work) ends.push_back((ends.empty() ? 0 : ends.back()) + s.last - s.first);
-  // Blocks per task: about ten microseconds of work, which is the time to wake a thread.
+  // Minimum number of blocks per parallel task. Such a task takes about ten microseconds, about as long as
+  // waking a thread.
   constexpr int64_t kGrain = 64;
   at::parallel_for(0, ends.back(), kGrain, [&](int64_t first, int64_t last) {
     size_t i = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();

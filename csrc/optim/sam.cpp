@@ -23,7 +23,8 @@ SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
 void SAM::first_step() {
   expect_whole("first_step");
   torch::NoGradGuard no_grad;
-  // Direction in which the weights move. For ASAM, the second factor of the weights is applied below.
+  // ups: directions in which first_step() moves the weights w with gradient g. For SAM they are g. For ASAM
+  // they are w^2 * g; here one factor w is applied, and the other one after the norm is known.
   std::vector<Tensor> ups, norms;
   for (const auto& group : param_groups_) {
     for (const Tensor& p : group.params()) {
@@ -44,7 +45,7 @@ void SAM::first_step() {
     const Tensor& p = weights_[i].first;
     Tensor up = ups[i] * factor.to(ups[i].options());
     if (options_.adaptive()) up = up * p;
-    // If the norm is not finite, some gradient may not be either, so no multiple of it is added.
+    // If the norm is not finite, some gradient may contain inf or NaN. The weights then do not move.
     p.copy_(p + at::where(finite.to(p.device()), up, at::zeros({}, up.options())));
   }
 }
@@ -59,7 +60,7 @@ void SAM::second_step() {
   TORCH_CHECK(up_, "shoestring::optim::SAM: second_step: expected first_step() before, received none");
   torch::NoGradGuard no_grad;
   go_back();
-  // Learning rate schedules change the options of this optimizer, so they are copied to the base.
+  // Learning rate schedulers change the options of SAM, so SAM copies its options to the base optimizer.
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     base_->param_groups()[g].set_options(std::as_const(param_groups_[g]).options().clone());
   }
@@ -88,8 +89,9 @@ Tensor SAM::step(LossClosure closure) {
 }
 
 void SAM::expect_whole(const char* what) const {
-  TORCH_CHECK(!up_, "shoestring::optim::SAM: ", what,
-              ": expected second_step() after first_step(), received moved weights");
+  TORCH_CHECK(
+      !up_, "shoestring::optim::SAM: ", what,
+      ": expected second_step() after first_step(), received the weights that first_step() has moved");
 }
 
 void SAM::save(torch::serialize::OutputArchive& archive) const {

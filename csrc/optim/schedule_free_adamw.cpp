@@ -1,7 +1,36 @@
-#include <shoestring/optim/rules.h>
+#include "optim/schedule_free_adamw_rule.h"
+
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <shoestring/optim/rules.h>
+
 #include "optim/core.h"
+#include "optim/optimizer.h"
+
+namespace shoestring::optim::ops {
+namespace {
+
+struct ScheduleFreeAdamW {
+  using Rule = kernels::ScheduleFreeAdamWRule;
+  static constexpr const char* kNames[] = {"offset", "exp_avg_sq"};
+  static const auto& table() { return cpu::schedule_free_adamw(); }
+
+  static kernels::ScheduleFreeAdamWOptions options(const Call& call) {
+    const double beta1 = call.number("beta1");
+    TORCH_CHECK(beta1 > 0 && beta1 < 1, call.op, ": beta1: expected a number between 0 and 1, received ",
+                beta1);
+    const int64_t warmup_steps = call["warmup_steps"].toInt();
+    TORCH_CHECK(warmup_steps >= 0, call.op,
+                ": warmup_steps: expected a number of steps of at least 0, received ", warmup_steps);
+    return {call.options(), beta1, call.fraction("beta2"), call.at_least_zero("eps"),
+            static_cast<double>(warmup_steps)};
+  }
+};
+
+const RegisteredRule<ScheduleFreeAdamW> kScheduleFreeAdamWRegistered("schedule_free_adamw_");
+
+}  // namespace
+}  // namespace shoestring::optim::ops
 
 namespace shoestring::optim {
 
@@ -24,14 +53,15 @@ std::vector<Field> ScheduleFreeAdamWOptions::fields() {
 
 void ScheduleFreeAdamWOptions::check() const {
   const double beta1 = std::get<0>(betas_);
-  expect(beta1 > 0, rule().name, "betas", "a first above 0", beta1);
+  expect(beta1 > 0, rule().name, "betas", "a first number above 0", beta1);
 }
 
 void ScheduleFreeAdamWOptions::check_step() const {
   expect(train_mode_, rule().name, "step", "train mode", "eval mode; call train() before backward");
 }
 
-// Moves the parameters from y to x or back, by a multiple of the offset, which is z - y.
+// Moves the parameters from the training point y to the average x, or back. x is y - offset * (1 - beta1) /
+// beta1, where `offset` is a tensor of the state.
 void ScheduleFreeAdamW::set_mode(bool train_mode) {
   at::NoGradGuard no_grad;
   Core& core = Access::core(*this);
@@ -59,8 +89,9 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
       };
       if (arena.offloaded == nullptr && arena.host == nullptr) {
         apply(arena);
-        // One parameter at a time, since the device may not have memory for the whole state.
       } else {
+        // Offloaded state is copied to the device one parameter at a time, since the device may not have
+        // memory for all of it.
         for (size_t i = 0; i < arena.params.size(); ++i) apply(arena.run(core.rule(g), i, i + 1));
       }
     }

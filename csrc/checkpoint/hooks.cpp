@@ -7,11 +7,13 @@
 #include <utility>
 #include <vector>
 
+#include <shoestring/autograd.h>
+
 #include "checkpoint/operator_tape.h"
 
-// LibTorch asks its autograd engine for default hooks at every saved tensor, and the engine of a process
-// without Python has none. The first HooksGuard therefore replaces that engine by a subclass which returns
-// our hooks and is otherwise the same.
+// For every tensor that autograd saves, LibTorch asks its autograd engine for the default saved-tensor hooks.
+// The engine of a process without Python has none. install_autograd_engine() replaces this engine by a
+// subclass that returns the hooks of this file and otherwise behaves alike.
 
 namespace shoestring::activations {
 namespace {
@@ -25,7 +27,8 @@ struct Adapter : torch::autograd::SavedVariableHooks {
     const at::NoGradGuard no_grad;
     const NoTape no_tape;
     const auto hooks = std::move(hooks_);
-    // Detach the tensor: an output would hold its own node, which makes a reference cycle.
+    // Detach the tensor before it is packed: a saved output would hold its own autograd node, which makes a
+    // reference cycle.
     packed_ = hooks->pack(tensor.requires_grad() ? tensor.detach() : tensor);
   }
 
@@ -44,6 +47,11 @@ struct Engine : torch::autograd::Engine {
     if (hooks_stack.empty() || hooks_stack.back() == nullptr) return nullptr;
     return std::make_unique<Adapter>(hooks_stack.back());
   }
+  // An engine allocates its thread pool in its first backward pass, so a null pool means that there was no
+  // backward pass.
+  static bool has_run(const torch::autograd::Engine& engine) {
+    return engine.*&Engine::thread_pool_shared_ != nullptr;
+  }
 };
 
 torch::autograd::Engine& engine() {
@@ -51,27 +59,42 @@ torch::autograd::Engine& engine() {
   return ours;
 }
 
-bool installed() {
-  static const bool ours = [] {
-    const auto& present = torch::autograd::Engine::get_default_engine();
-    if (typeid(present) != typeid(torch::autograd::Engine)) return false;
-    torch::autograd::set_default_engine_stub(&engine);
-    return true;
-  }();
-  // Python may have replaced the engine since.
-  return ours && &torch::autograd::Engine::get_default_engine() == &engine();
-}
+bool installed() { return &torch::autograd::Engine::get_default_engine() == &engine(); }
 
 }  // namespace
 
 HooksGuard::HooksGuard(const char* caller, std::shared_ptr<SavedTensorHooks> hooks) {
-  TORCH_CHECK(installed(), caller,
-              ": expected a process without Python's autograd engine, which has hooks of its own; "
-              "call shoestring.",
-              caller, " from Python instead");
+  expect_engine(caller);
   hooks_stack.push_back(std::move(hooks));
 }
 
 HooksGuard::~HooksGuard() { hooks_stack.pop_back(); }
 
+void expect_engine(const char* caller) {
+  TORCH_CHECK(installed(), caller,
+              ": autograd engine: expected shoestring::install_autograd_engine() at the start of main(), "
+              "received another engine. In a process with Python, call shoestring.",
+              caller, " from Python instead.");
+}
+
 }  // namespace shoestring::activations
+
+namespace shoestring {
+
+void install_autograd_engine() {
+  using torch::autograd::Engine;
+  if (activations::installed()) return;
+  const Engine& present = Engine::get_default_engine();
+  TORCH_CHECK(
+      typeid(present) == typeid(Engine),
+      "install_autograd_engine: expected LibTorch's own autograd engine, received Python's or another "
+      "library's. In a process with Python, call shoestring.checkpoint and "
+      "shoestring.offload_activations from Python instead.");
+  TORCH_CHECK(
+      !activations::Engine::has_run(present),
+      "install_autograd_engine: expected a process without a backward pass so far, received one. Call "
+      "install_autograd_engine() at the start of main().");
+  torch::autograd::set_default_engine_stub(&activations::engine);
+}
+
+}  // namespace shoestring

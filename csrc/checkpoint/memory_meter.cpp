@@ -8,10 +8,10 @@
 
 namespace shoestring::activations {
 
-constexpr int kErrorsAlone = 2;  // c10's log level for errors only
+constexpr int kErrorsAlone = 2;  // the log level of c10 that prints only errors
 
-// PyTorch's allocators report every allocation to the profiler of the thread, if there is one. This counter
-// registers as such a profiler.
+// Counts allocations. PyTorch's allocators report every allocation to the profiler of the thread, if there is
+// one, so the counter registers as a profiler.
 struct MemoryMeter::Counter : torch::profiler::impl::ProfilerStateBase {
   Counter()
       : ProfilerStateBase(
@@ -35,9 +35,11 @@ MemoryMeter::~MemoryMeter() { end(); }
 void MemoryMeter::begin() {
   TORCH_CHECK(guard_ == nullptr, "MemoryMeter: begin: expected a meter that does not run");
   TORCH_CHECK(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) == nullptr,
-              "MemoryMeter: begin: expected no profiler on this thread; stop it first");
+              "checkpoint plan: expected no profiler on this thread while blocks are measured, received one; "
+              "stop it first");
   counter_->current = counter_->peak = 0;
-  // Log errors only: the allocator would warn about every freed block that was allocated before begin().
+  // Log only errors while the meter runs. Otherwise the allocator would warn about every freed block that was
+  // allocated before begin().
   log_level_ = FLAGS_caffe2_log_level;
   FLAGS_caffe2_log_level = std::max(log_level_, kErrorsAlone);
   guard_ = std::make_unique<c10::DebugInfoGuard>(c10::DebugInfoKind::PROFILER_STATE, counter_);

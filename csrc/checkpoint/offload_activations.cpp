@@ -1,4 +1,4 @@
-// The C++ interface of activation offloading: saved-tensor hooks over an ActivationStore.
+// The C++ interface of activation offloading: saved-tensor hooks that move tensors into an ActivationStore.
 
 #include <shoestring/offload_activations.h>
 
@@ -43,9 +43,8 @@ OffloadActivations::Scope::~Scope() = default;
 OffloadActivations::OffloadActivations(const OffloadActivationsOptions& o,
                                        const std::vector<at::Tensor>& exclude) {
   TORCH_CHECK(o.host_bytes() == 0 || !o.folder().empty(),
-              "offload_activations: host_bytes: expected a folder for the rest, "
-              "received ",
-              o.host_bytes(), " and none");
+              "offload_activations: host_bytes: expected a folder for tensors beyond this limit, received ",
+              o.host_bytes(), " and no folder");
   const std::string device = !o.device().empty()             ? o.device()
                              : at::globalContext().hasCUDA() ? "cuda"
                                                              : "cpu";

@@ -1,6 +1,7 @@
 #include "checkpoint/operator_tape.h"
 
-// Records operator calls in the first run of a checkpointed function and replays their results in the second.
+// Records the operator calls in the first run of a checkpointed function, and returns the recorded results in
+// the second run.
 
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
@@ -17,21 +18,22 @@
 namespace shoestring::activations {
 
 struct OperatorTape::Run {
-  OperatorTape* tape;  // null: no tape records the calls of this run
+  OperatorTape* tape;  // records this run's operator calls; null if no tape may record them
   bool recording;
   int pass = torch::autograd::get_current_graph_task_id();
-  std::unordered_map<const Operator*, size_t> played = {};  // number of calls so far, in a second run
+  // for each operator, the number of its calls so far in a second run
+  std::unordered_map<const Operator*, size_t> played = {};
 };
 
 namespace {
 
-// A dispatch key between autograd and the backends for which PyTorch 2.11 to 2.15 have no kernel. PyTorch
-// 2.11 calls Python's dispatch modes after this key. PyTorch 2.15 calls them before it, so modes also see the
-// calls whose results are replayed.
+// The dispatch key on which a fallback sees all operator calls. It comes between autograd and the backends,
+// and PyTorch 2.11 to 2.15 have no kernel for it. PyTorch 2.11 calls Python's dispatch modes after this key.
+// PyTorch 2.15 calls them before it, so modes also see calls whose results come from the tape.
 constexpr auto kKey = c10::DispatchKey::Fake;
 
-// Runs of this thread; only the innermost one sees calls. A deque, because push and pop must not move the
-// other runs.
+// The runs of checkpointed functions that are active on this thread. Only the innermost run sees operator
+// calls. The container is a deque, because push and pop must not move the other elements.
 thread_local std::deque<OperatorTape::Run> run_stack;
 
 OperatorTape::Run* top_run() {
@@ -51,20 +53,20 @@ void pop_run() {
 }
 
 void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
-  // Operators that this operator calls internally are not recorded.
+  // Exclude the dispatch key during the call, so that operators called inside this operator are not recorded.
   const c10::impl::ExcludeDispatchKeyGuard once(kKey);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   OperatorTape::Run* run = top_run();
-  // A thread that inherited the key has no run. The calls of a backward pass inside the function do not
-  // count. That pass may run on another thread in the first run of the function, and on this thread in the
-  // second.
+  // Calls on a thread without a run are not recorded: the thread has inherited the dispatch key from another
+  // thread. Calls of a backward pass inside the function are not recorded either. In the first run, that pass
+  // may use another thread than in the second run, so its calls would not match.
   if (run == nullptr || run->pass != torch::autograd::get_current_graph_task_id())
     return op.redispatchBoxed(below, arguments);
   run->tape->call(*run, op, below, arguments);
 }
 
-// Claims the key for the process when the first tape is made. A process without tapes leaves the key to
-// others. The registration stays until the process ends.
+// Registers the fallback for the dispatch key Fake when the process makes its first tape. A process without
+// tapes leaves the key free for other libraries. The registration stays until the process ends.
 void claim_key() {
   [[maybe_unused]] static const torch::Library& library = [] -> torch::Library& {
     auto& claimed = *new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
@@ -73,7 +75,8 @@ void claim_key() {
   }();
 }
 
-// Groups of operators whose results are expensive to compute, and small compared with what a block saves.
+// Named groups of operators for `keep`. Their results are expensive to compute, and small compared with the
+// tensors that a block saves.
 const std::map<std::string, std::set<std::string>>& groups() {
   static const std::map<std::string, std::set<std::string>> all{
       {"attention",
@@ -88,14 +91,15 @@ const std::map<std::string, std::set<std::string>>& groups() {
   return all;
 }
 
-// Returns a tensor that shares the data and the version counter of `tensor`, but is outside of every graph.
+// Returns a tensor that shares the data and the version counter of `tensor` but belongs to no autograd graph.
 at::Tensor detached(const at::Tensor& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(
       impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
 }
 
-// Returns the value with by(tensor) in place of each tensor in it.
+// Returns a copy of `value`, a tensor, a list of tensors or anything else, in which by(tensor) replaces each
+// defined tensor.
 template <class F>
 c10::IValue replaced(const c10::IValue& value, const F& by) {
   if (value.isTensor()) return value.toTensor().defined() ? by(value.toTensor()) : value;
@@ -110,7 +114,8 @@ c10::IValue detached(const c10::IValue& value) {
   return replaced(value, [](const at::Tensor& tensor) { return detached(tensor); });
 }
 
-// Returns the operators that the names stand for. Groups are expanded, and tags are left out.
+// Returns the operator names in `keep`. The name of a group is replaced by the names of its operators, and
+// tags are left out.
 std::set<std::string> operators_of(const std::vector<std::string>& keep) {
   std::set<std::string> operators;
   for (const auto& name : keep) {
@@ -215,7 +220,7 @@ void OperatorTape::end() {
 
 void OperatorTape::check_unchanged(const std::string& op, const Result& result) {
   TORCH_CHECK(versions(result.values) == result.versions, "checkpoint: the result of ", op,
-              " is kept, and was modified in place; keep the operator after that, or modify a copy");
+              " is kept, but was modified in place; keep the result of the later operator, or modify a copy");
 }
 
 void OperatorTape::save(const std::string& op, Result& result) {
@@ -240,9 +245,9 @@ OperatorTape::Operator& OperatorTape::operator_of(const c10::OperatorHandle& han
   const std::string full =
       schema.name() + "." + (schema.overload_name().empty() ? "default" : schema.overload_name());
   const bool wanted = names_.contains(schema.name()) || names_.contains(full);
-  TORCH_CHECK(
-      !wanted || !aliasing, "checkpoint: keep: ", full,
-      " returns or changes its argument itself, so there is nothing to keep; name the operator before it");
+  TORCH_CHECK(!wanted || !aliasing, "checkpoint: keep: ", full,
+              " returns a view of its argument or modifies it in place, so there is no result to keep; name "
+              "the operator before it");
   return operators_.emplace(handle, Operator{wanted, aliasing, {}}).first->second;
 }
 
@@ -306,7 +311,9 @@ void OperatorTape::note_made(Operator& op, at::ArrayRef<c10::IValue> values) {
   for (const auto& value : values.slice(1)) made.others.push_back(detached(value));
   size_t bytes = 0;
   each_tensor(made.others, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
-  // Holding these results for the chance of a tag would cost too much memory.
+  // Until the function ends, tag_activation may request that this call's results be stored, so all results
+  // except the first must be held. If these take more bytes than the first result, they are not held, and
+  // tag_activation has no effect on this call.
   if (bytes > first.nbytes()) return;
   made_.push_back(std::move(made));
 }
@@ -316,9 +323,9 @@ void OperatorTape::tag(const at::Tensor& x, const std::string& tag) {
   for (const Made& made : made_) {
     const auto storage = made.storage.lock();
     if (storage.get() != x.storage().unsafeGetStorageImpl()) continue;
-    TORCH_CHECK(
-        version(x) == 0, "tag_activation: ", tag,
-        ": expected an activation that was not modified in place; tag a copy, or what it was made of");
+    TORCH_CHECK(version(x) == 0, "tag_activation: ", tag,
+                ": expected an activation that was not modified in place; tag a copy, or the tensor before "
+                "the modification");
     const at::AutoDispatchBelowADInplaceOrView below;
     at::Tensor first = at::as_strided(detached(x), made.sizes, made.strides, made.offset);
     first.unsafeGetTensorImpl()->set_version_counter(x.unsafeGetTensorImpl()->version_counter());

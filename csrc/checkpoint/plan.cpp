@@ -1,6 +1,6 @@
 #include "checkpoint/plan.h"
 
-// Searches the best checkpoint plan by dynamic programming over Pareto-optimal states.
+// Finds the best checkpoint plan by dynamic programming over Pareto-optimal states.
 
 #include <limits>
 #include <numeric>
@@ -16,7 +16,8 @@ namespace shoestring::plan {
 std::vector<int64_t> best(const std::vector<Criteria>& all, int count) {
   std::vector<int64_t> order(all.size());
   std::iota(order.begin(), order.end(), 0);
-  // Sort so that a state which is at least as good as another comes before it.
+  // Sort the states lexicographically by their criteria. A state that is at least as good as another state in
+  // all criteria then comes before it.
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
     return std::lexicographical_compare(all[a].begin(), all[a].begin() + count, all[b].begin(),
                                         all[b].begin() + count);
@@ -41,15 +42,17 @@ namespace {
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
 struct Origin {
-  // The index of the preceding state, among those after the previous block, and the choice that led from it.
+  // How the search reached a state. `state` is the index of the preceding state among all states after the
+  // previous block. `choice` is the choice of the last block.
   int64_t state, choice;
 };
 
 int memory_criteria(const Model& model, const State& s, Criteria& to) {
   int count = 0;
   to[count++] = s.held;
-  // Bytes on the device while the next block runs, the block after it, and so on: `held` plus what is being
-  // copied back at that time.
+  // The memory criteria of a state are the bytes on the device during the next block, during the block after
+  // it, and so on. Each is the sum of the held bytes and of the bytes that are being copied back at that
+  // time.
   for (int last = model.prefetch - 1; last >= 0; --last) {
     int64_t sum = s.held;
     for (int j = 0; j <= last; ++j) sum += s.link[j];
@@ -58,8 +61,9 @@ int memory_criteria(const Model& model, const State& s, Criteria& to) {
   return count;
 }
 
-// The total time is the longest chain of operations through forward and then backward. Each chain continues
-// from one of these sums.
+// Writes all criteria of a state to `to`: the memory criteria, and sums of a forward time and a backward
+// time. The total time of a plan is the length of its longest chain of dependent operations, through forward
+// and then backward. The length of each chain is one of these sums plus the time of later blocks.
 int all_criteria(const Model& model, const State& s, Criteria& to) {
   int count = memory_criteria(model, s, to);
   for (const int64_t forward : {s.out, s.compute}) {
@@ -70,14 +74,15 @@ int all_criteria(const Model& model, const State& s, Criteria& to) {
 }
 
 struct Search {
-  std::vector<State> last;                   // states after the last block
-  std::vector<std::vector<Origin>> origins;  // the origins of the states after each block
-  bool complete = true;                      // no state was discarded that might have been better
+  std::vector<State> last;                   // the states after all blocks so far
+  std::vector<std::vector<Origin>> origins;  // origins[i]: where each state after block i came from
+  bool complete = true;  // false if states were discarded that might have led to a better plan
 };
 
-// Extends states block by block. `criteria(state, done, to)` writes the numbers by which states are compared
-// and returns their count, or 0 if the state cannot lead to a plan. If more than `widest` states remain,
-// those with the least `rank(state, done)` continue.
+// Extends the states of the search block by block. `criteria(state, done, to)` fills the array `to` with the
+// state's criteria, which decide which of two states is better, and returns their number. It returns 0 if the
+// state cannot lead to a valid plan. If more than `widest` states remain after a block, only those with the
+// smallest `rank(state, done)` continue.
 template <class Compare, class Rank>
 Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, size_t widest) {
   Search search{{State()}, {}};
@@ -112,8 +117,8 @@ Search extend(const Model& model, int64_t budget, Compare criteria, Rank rank, s
   return search;
 }
 
-// Returns the least peak of all plans, in bytes. With a budget of zero each block waits until no copy is
-// left.
+// Returns the smallest peak memory of all plans, in bytes. The search assumes a budget of zero, so each block
+// waits until all copies to the host have finished.
 int64_t least_budget(const Model& model) {
   const auto criteria = [&](const State& s, size_t, Criteria& to) {
     const int count = memory_criteria(model, s, to);
@@ -133,7 +138,7 @@ int64_t least_budget(const Model& model) {
 
 namespace shoestring {
 
-// Limit of states, summed over all blocks: a search takes a second or two.
+// Limit of the number of states, summed over all blocks. With it, a search takes a second or two.
 constexpr size_t kStates = 100000;
 
 CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t budget,
@@ -141,11 +146,13 @@ CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t bud
   constexpr const char* op = "checkpoint_plan";
   const plan::Model model = plan::make_model(op, blocks, budget, options);
   const plan::Bound bound(model, budget);
-  // The time of the best plan so far. States that cannot be faster are discarded.
+  // The time, in picoseconds, of the best plan so far. States that cannot lead to a faster plan are
+  // discarded.
   int64_t least = plan::kNone;
   std::vector<int64_t> choices;
   bool complete = false;
-  // A narrow search finds a good plan first. With its time as a limit, the wide search discards many states.
+  // A narrow search, which keeps few states per block, finds a good plan first. With the time of this plan as
+  // a limit, the wide search can discard many states.
   for (const size_t widest : {size_t{64}, kStates / std::max<size_t>(blocks.size(), 1)}) {
     const auto criteria = [&](const plan::State& s, size_t done, plan::Criteria& to) {
       if (s.peak > budget || bound(s, done) >= least) return 0;
@@ -166,7 +173,7 @@ CheckpointPlan checkpoint_plan(const std::vector<PlanBlock>& blocks, int64_t bud
     if (complete) break;
   }
   TORCH_CHECK(least != plan::kNone, op, ": budget: expected at least ", plan::least_budget(model),
-              " bytes, received ", budget, "; give more memory, or choices that hold less");
+              " bytes, received ", budget, "; raise the budget, or add choices that keep less memory");
   CheckpointPlan found = plan::simulate(model, std::move(choices), budget);
   found.least_seconds = complete ? found.seconds : std::min(found.seconds, bound(plan::State(), 0) * 1e-12);
   return found;

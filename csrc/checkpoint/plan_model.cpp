@@ -1,6 +1,6 @@
 #include "checkpoint/plan.h"
 
-// The cost model of a checkpoint plan: how each block changes memory and time.
+// The cost model of a checkpoint plan: how the treatment of each block changes memory and time.
 
 #include <cmath>
 #include <utility>
@@ -10,8 +10,9 @@
 namespace shoestring::plan {
 namespace {
 
-constexpr double kTicks = 1e12;  // ticks (picoseconds) per second
-// Limit, in bytes or picoseconds, for one choice. Sums of a thousand such numbers stay exact in 64 bits.
+constexpr double kTicks = 1e12;  // ticks per second; a tick is a picosecond
+// Upper limit of each cost (bytes or picoseconds) of one choice. Sums of a thousand such costs stay exact in
+// 64 bits.
 constexpr int64_t kMost = int64_t{1} << 52;
 constexpr int64_t kLongest = int64_t{1} << 60;
 
@@ -35,7 +36,7 @@ int64_t copy_time(int64_t bytes, double per_tick) {
 
 Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t budget,
                  const CheckpointPlanOptions& options) {
-  TORCH_CHECK(budget >= 0, op, ": budget: expected bytes, received ", budget);
+  TORCH_CHECK(budget >= 0, op, ": budget: expected a number of bytes of at least 0, received ", budget);
   TORCH_CHECK(options.prefetch() >= 1 && options.prefetch() <= kMaxPrefetch, op, ": prefetch: expected 1 to ",
               kMaxPrefetch, " blocks, received ", options.prefetch());
   TORCH_CHECK(options.copy_share() >= 0 && options.copy_share() <= 1, op,
@@ -81,7 +82,8 @@ Model make_model(const char* op, const std::vector<PlanBlock>& blocks, int64_t b
 State step(const Model& model, const State& s, const Block& block, const Choice& choice, int64_t budget) {
   State next;
   const int k = model.prefetch;
-  // Forward: bytes that are still to be copied may occupy what remains of the budget.
+  // In forward, bytes of earlier blocks that still wait for their copy to the host may occupy what this block
+  // leaves of the budget. If these bytes need more, this block waits for copies.
   const int64_t room = budget - s.held - choice.forward;
   const int64_t latest = std::min(room > 0 ? copy_time(room, model.out_bytes) : 0, kLongest);
   const int64_t start = s.out > s.compute ? std::max(s.compute, s.out - latest) : s.compute;
@@ -91,12 +93,13 @@ State step(const Model& model, const State& s, const Block& block, const Choice&
   next.out = std::max(s.out, next.compute) + choice.out;
   next.held = s.held + choice.held;
 
-  // Backward: this block starts the copy back of the block `prefetch` places before it, and waits for its own
-  // copy.
+  // In backward, the copy back of the block `prefetch` places before this block starts together with this
+  // block's backward. A block's backward waits until the copy back of its own activations has finished.
   int64_t prefetched = 0;
   for (int j = 0; j < k; ++j) prefetched += s.link[j];
   next.rest = std::max(block.backward + choice.extra + s.rest, s.arrival[k - 1]);
-  // A block without a copy counts as a copy of zero duration that starts with the block.
+  // A block that copies nothing is treated as if it had a copy back that takes no time and starts with its
+  // backward.
   next.arrival[0] =
       choice.link > 0 ? choice.in + std::max(next.rest, s.arrival[0]) : std::max(next.rest, s.arrival[0]);
   next.link[0] = choice.link;

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "checkpoint/choices.h"
+#include "checkpoint/hooks.h"
 #include "checkpoint/memory_meter.h"
 #include "checkpoint/rng_state.h"
 
@@ -28,9 +29,9 @@ namespace {
 using activations::Choice;
 using activations::MemoryMeter;
 
-constexpr int kRuns = 3;  // measurements of each function; the quickest counts
-// Least time, in seconds, that a recomputation is assumed to cost, whatever was measured. It keeps the plan
-// from recomputing where everything fits.
+constexpr int kRuns = 3;  // number of timed runs of each function, of which the quickest counts
+// Minimum time, in seconds, that a plan assumes for a recomputation, even if a shorter time was measured. It
+// keeps the plan from recomputing blocks if everything fits into the budget.
 constexpr double kLeastExtra = 1e-6;
 
 Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x,
@@ -42,7 +43,8 @@ Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x,
   return choice.recomputed ? checkpoint(function, x, CheckpointOptions().keep(choice.keep)) : function(x);
 }
 
-// Returns a copy of `value` that is not a leaf of the graph, so it is freed as soon as its users are.
+// Returns a copy of `value` that is not a leaf of the autograd graph, so it is freed as soon as nothing uses
+// it.
 struct Source : torch::autograd::Function<Source> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& /*anchor*/, const Tensor& value) {
     return value.clone();
@@ -53,8 +55,9 @@ struct Source : torch::autograd::Function<Source> {
   }
 };
 
-// Replaces the gradients of the leaves of a graph by zeros during its own lifetime. Backward then accumulates
-// into existing gradients, as it does after a first micro-batch.
+// While a GradientsAside lives, the gradients of all leaves of an autograd graph are replaced by zeros.
+// Measured backward passes thus accumulate into existing gradients, as in training after the first
+// micro-batch. The destructor restores the gradients.
 class GradientsAside {
  public:
   void add(const Tensor& root) {
@@ -140,7 +143,8 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
       block.choices.push_back(std::move(moved));
       continue;
     }
-    // The first measurement allocates what lasts, such as workspaces and caches, so its times are not used.
+    // The first run of a measurement also makes lasting allocations, such as workspaces and caches, so its
+    // times are not used.
     Cost cost = measure(choice, function, x, differentiable);
     for (int i = 0; i < kRuns; ++i) {
       const Cost again = measure(choice, function, x, differentiable);
@@ -159,7 +163,8 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
     } else if (choice.keep.empty()) {
       least = cost.held;
     } else if (cost.held <= least) {
-      continue;  // the function has no such operators, so there is nothing more to keep
+      // the function calls no operator whose results this treatment keeps, so it equals plain recomputation
+      continue;
     }
     const double extra =
         cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds;
@@ -178,6 +183,8 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
   TORCH_CHECK(kinds.empty() || kinds.size() == functions.size(),
               "plan_sequential: kinds: expected a number for each of the ", functions.size(),
               " functions, or none, received ", kinds.size());
+  // Check the autograd engine before the measurements start, because they run backward passes.
+  activations::expect_engine("plan_sequential");
   const activations::RngState rng(std::vector<Tensor>{x});
   const activations::RngGuard rng_after(rng);
   std::map<int64_t, PlanBlock> known;
@@ -210,25 +217,26 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
 
 Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, Tensor x,
                              OffloadActivations* offload) {
-  TORCH_CHECK(plan.names.size() == functions.size(), "checkpoint_sequential: plan: expected one for ",
+  TORCH_CHECK(plan.names.size() == functions.size(), "checkpoint_sequential: plan: expected a plan for ",
               functions.size(), " functions, received one for ", plan.names.size());
   const auto& all = activations::choices();
   for (size_t i = 0; i < functions.size(); ++i) {
     const auto choice =
         std::find_if(all.begin(), all.end(), [&](const Choice& one) { return plan.names[i] == one.name; });
     TORCH_CHECK(choice != all.end(),
-                "checkpoint_sequential: plan: expected \"keep\", \"recompute\" and the like, received \"",
+                "checkpoint_sequential: plan: expected names from plan_sequential, such as \"keep\" and "
+                "\"recompute\", received \"",
                 plan.names[i], "\"");
     TORCH_CHECK(!choice->offloaded || offload != nullptr,
-                "checkpoint_sequential: offload: expected what the plan was made with: "
-                "function ",
+                "checkpoint_sequential: offload: expected the OffloadActivations that the plan was made "
+                "with, received none, but function ",
                 i, " is \"", choice->name, "\"");
     x = run(*choice, functions[i], x, offload);
     if (offload == nullptr || !c10::GradMode::is_enabled()) continue;
     const bool last = i + 1 == functions.size();
-    // Backward begins with the last function, so its activations stay on the device.
+    // Backward begins with the last function, so the activations of the last function stay on the device.
     if (choice->offloaded && !last) offload->mark();
-    // As planned, backward begins when all copies to the host have finished.
+    // The plan assumes that all copies to the host have finished when backward begins.
     offload->wait(last ? 0 : plan.pending_bytes[i + 1]);
   }
   return x;

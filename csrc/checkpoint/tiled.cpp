@@ -26,8 +26,8 @@ std::vector<std::vector<Tensor>> tiles_of(const std::vector<std::pair<Tensor, in
   std::vector<std::vector<Tensor>> all(tiles);
   for (const auto& [weight, dim] : weights) {
     TORCH_CHECK(weight.size(dim) == length,
-                "tiled_features: weights: expected the same length along each's dim, received ", length,
-                " and ", weight.size(dim));
+                "tiled_features: weights: expected weights of the same size along their dims, received ",
+                length, " and ", weight.size(dim));
     const auto pieces = weight.tensor_split(tiles, dim);
     for (int64_t i = 0; i < tiles; ++i) all[i].push_back(pieces[i]);
   }

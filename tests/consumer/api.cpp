@@ -1,11 +1,13 @@
 #include <cmath>
 #include <cstdio>
+#include <string>
 
 #include <ATen/ATen.h>
 
 #include <shoestring/shoestring.h>
 
-// Uses the installed C++ API: prints an "ok" or "not ok" line per check, and returns the number of failures.
+// Tests the installed C++ API as another project would use it. Prints an "ok" or "not ok" line per check, and
+// returns the number of failures.
 int main() {
   int failures = 0;
   const auto check = [&failures](bool good, const char* what) {
@@ -21,6 +23,21 @@ int main() {
         "linear_cross_entropy equals cross_entropy(linear)");
   loss.backward();
   check(weight.grad().defined() && weight.grad().sizes() == weight.sizes(), "backward fills weight.grad");
+
+  const auto error_of = [](const auto& call) {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string();
+  };
+  const auto twice = [](const at::Tensor& x) { return x + x; };
+  check(error_of([&] { shoestring::checkpoint(twice, hidden); }).find("install_autograd_engine()") !=
+            std::string::npos,
+        "checkpoint names install_autograd_engine() where it is missing");
+  check(error_of([] { shoestring::install_autograd_engine(); }).find("a backward pass") != std::string::npos,
+        "install_autograd_engine() refuses after a backward pass");
 
   using shoestring::optim::AdamWOptions;
   shoestring::optim::AdamW optimizer({weight}, AdamWOptions(0.5).weight_decay(0).state("bf16"));

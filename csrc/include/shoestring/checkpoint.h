@@ -15,17 +15,21 @@
 
 #include <torch/arg.h>
 
+#include <shoestring/autograd.h>
 #include <shoestring/export.h>
 
 namespace shoestring {
 
 struct CheckpointOptions {
-  /// Operators whose results are stored, so that backward does not compute them again. Accepts operator names
-  /// ("aten::mm"), the groups "attention" and "products", and tags (see tag_activation).
+  /// Operators of the checkpointed function whose results are stored, so that backward does not compute them
+  /// again. Accepts operator names ("aten::mm"), the groups "attention" and "products", and tags (see
+  /// tag_activation).
   TORCH_ARG(std::vector<std::string>, keep);
-  /// Whether the second run of the function draws the same random numbers as the first.
+  /// Whether the second run of the checkpointed function, in backward, draws the same random numbers as the
+  /// first run.
   TORCH_ARG(bool, preserve_rng_state) = true;
-  /// Whether the second run stops as soon as it has produced the last tensor that backward needs.
+  /// Whether the second run of the checkpointed function, in backward, stops as soon as it has produced the
+  /// last tensor that backward needs.
   TORCH_ARG(bool, early_stop) = true;
 };
 
@@ -33,19 +37,23 @@ namespace detail {
 
 SHOESTRING_API void check_segments(int64_t segments, int64_t count);
 SHOESTRING_API void check_tiles(const char* op, int64_t tiles, int64_t length, const char* what);
-/// Concatenates the results of the tiles along dim. Raises if the result is not as long as x along dim.
+/// Concatenates `parts`, the results of a function for tiles of x, along dim. Raises if the concatenation and
+/// x have different lengths along dim.
 SHOESTRING_API at::Tensor joined(const std::vector<at::Tensor>& parts, int64_t dim, const at::Tensor& x);
-/// Splits each weight into tiles along its dimension. Element [i][j] of the result is tile i of weight j.
+/// Splits each weight into `tiles` tiles. Each element of `weights` is a weight and the dimension along which
+/// it is split. Element [i][j] of the result is tile i of weight j.
 SHOESTRING_API std::vector<std::vector<at::Tensor>> tiles_of(
     const std::vector<std::pair<at::Tensor, int64_t>>& weights, int64_t tiles);
 /// Returns total + part. An undefined total counts as zero. The sum is in fp32 if part has a 16-bit dtype.
 SHOESTRING_API at::Tensor added(const at::Tensor& total, const at::Tensor& part);
 
-/// Covers the first run of a checkpointed function. Tensors that autograd saves during it are dropped and
-/// computed again in backward. The run lasts until finish(), or until the destructor if the function throws.
+/// Guards the first run of a checkpointed function. Tensors that autograd saves during the first run are
+/// dropped and computed again in backward. The first run lasts until finish(), or until the destructor if the
+/// function throws.
 class SHOESTRING_API CheckpointRun {
  public:
-  /// again: runs the function a second time; its argument replaces the input tensors.
+  /// again: runs the checkpointed function a second time, with the tensors passed to `again` in place of
+  /// `inputs`.
   CheckpointRun(const CheckpointOptions& options, const std::vector<at::Tensor>& inputs,
                 std::function<void(const std::vector<at::Tensor>&)> again);
   ~CheckpointRun();
@@ -58,7 +66,8 @@ class SHOESTRING_API CheckpointRun {
   std::unique_ptr<Scope> scope_;
 };
 
-/// Takes all tensors out of a function argument, and later puts other tensors in their places.
+/// Takes all tensors out of an argument of a checkpointed function, and later puts other tensors in their
+/// places.
 struct Tensors {
   std::vector<at::Tensor> all;
   size_t next = 0;
@@ -127,8 +136,8 @@ decltype(auto) call(F& fn, const Inputs& inputs) {
 /// and tensors without gradients behave as without checkpoint. If fn itself starts a backward pass, each such
 /// pass runs fn again. While gradient mode is off, checkpoint only calls fn(inputs).
 ///
-/// For programs without Python. In a process with Python's autograd engine it throws c10::Error; use
-/// shoestring.checkpoint from Python there.
+/// checkpoint works only in programs without Python. Throws c10::Error unless install_autograd_engine() was
+/// called at the start of main().
 template <class F, class Inputs>
 auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
   detail::Tensors tensors;
@@ -156,7 +165,7 @@ auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
 template <class F>
 at::Tensor tiled(F fn, const at::Tensor& x, int64_t tiles, int64_t dim = -2,
                  const CheckpointOptions& options = {}) {
-  detail::check_tiles("tiled", tiles, x.size(dim), "places along dim");
+  detail::check_tiles("tiled", tiles, x.size(dim), "elements along dim");
   std::vector<at::Tensor> parts;
   for (const at::Tensor& tile : x.tensor_split(tiles, dim)) parts.push_back(checkpoint(fn, tile, options));
   return detail::joined(parts, dim, x);
@@ -179,9 +188,10 @@ at::Tensor tiled_features(F fn, const at::Tensor& x,
   return total.to(part.scalar_type());
 }
 
-/// Returns x itself and gives it a name for `keep`. A surrounding checkpoint whose `keep` contains the tag
-/// stores all results of the operator that made x, so backward does not compute them again. Without such a
-/// checkpoint, tagging has no effect. x must not have been modified in place.
+/// Returns x itself and gives it a name for CheckpointOptions::keep. If the name is in `keep` of a
+/// surrounding checkpoint, that checkpoint stores all results of the operator that made x. Backward then does
+/// not compute these results again. Without such a checkpoint, tagging has no effect. x must not have been
+/// modified in place.
 SHOESTRING_API at::Tensor tag_activation(const at::Tensor& x, const std::string& tag);
 
 /// Runs functions one after the other, in `segments` parts of about equal length. Each function takes one

@@ -11,14 +11,15 @@
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 
+#include <shoestring/autograd.h>
 #include <shoestring/checkpoint_plan.h>
 #include <shoestring/export.h>
 
 namespace shoestring {
 
 struct SHOESTRING_API OffloadActivationsOptions {
-  /// The device whose tensors are moved; tensors on other devices stay. "": "cuda" if there is a GPU, else
-  /// "cpu". On the CPU, activations go to a folder, or are compressed.
+  /// Device whose saved tensors are moved. Saved tensors on other devices stay there. The default "" means
+  /// "cuda" if there is a GPU, else "cpu". With "cpu", activations go to a folder, or are compressed.
   TORCH_ARG(std::string, device) = "";
   /// How activations are compressed:
   /// - "none": not at all.
@@ -30,12 +31,12 @@ struct SHOESTRING_API OffloadActivationsOptions {
   ///
   /// Other dtypes are never compressed.
   TORCH_ARG(std::string, compression) = "none";
-  /// Number of layers that are copied back ahead of backward.
+  /// Number of layers whose activations are copied back to the device before backward reaches the layers.
   TORCH_ARG(int64_t, prefetch) = 1;
-  /// Number of earlier layers whose copies may still be running when a layer begins. Forward waits for the
-  /// older ones.
+  /// When forward begins a layer, the copies of this many preceding layers may still be running. Forward
+  /// waits for the copies of all earlier layers.
   TORCH_ARG(int64_t, max_pending) = 2;
-  /// Smaller storages, in bytes, stay on the device.
+  /// Storages of fewer bytes than this stay on the device.
   TORCH_ARG(int64_t, min_bytes) = 4096;
   /// Folder of a swap file for activations that do not fit into host_bytes; "": no swap file.
   TORCH_ARG(std::string, folder) = "";
@@ -56,15 +57,17 @@ struct SHOESTRING_API OffloadActivationsOptions {
 ///     }
 ///
 /// Copies overlap the computation. Each storage is copied once, however many saved tensors are views of it.
-/// Its device memory is freed when the copy has finished and its layer is over. The last layer stays on the
-/// device, since backward begins with it; the layers before it are copied back ahead of time.
+/// The device memory of a storage is freed when its copy has finished and its layer is over. The last layer
+/// stays on the device, since backward begins with it. Earlier layers are copied back before backward needs
+/// them.
 ///
 /// Without compression all gradients are bitwise equal to those without offloading. Host memory (pinned for
-/// CUDA) is allocated in the first step and used again in each later step. Changing a saved tensor in place
-/// before backward raises, as without offloading. CUDA graphs are not supported.
+/// CUDA) is allocated in the first training step and used again in each later step. Changing a saved tensor
+/// in place before backward raises, as without offloading. CUDA graphs are not supported.
 ///
-/// Throws c10::Error for an invalid option, and from scope() in a process with Python's autograd engine.
-/// Forward throws if the disk is full or fails; the step can then be repeated.
+/// Works only in programs without Python. Throws c10::Error for an invalid option, and from scope() unless
+/// install_autograd_engine() was called at the start of main(). Forward throws if the disk is full or fails;
+/// the training step can then be repeated.
 class SHOESTRING_API OffloadActivations {
  public:
   /// exclude: tensors whose storages stay on the device because they stay alive anyway: parameters (frozen
@@ -75,8 +78,8 @@ class SHOESTRING_API OffloadActivations {
   OffloadActivations(const OffloadActivations&) = delete;
   OffloadActivations& operator=(const OffloadActivations&) = delete;
 
-  /// Moves what autograd saves on this thread during the lifetime of the scope. Scopes must end in the
-  /// reverse order of their beginnings.
+  /// While a scope lives, the tensors that autograd saves on this thread are moved off the device. Scopes
+  /// must end in the reverse order of their beginnings.
   class SHOESTRING_API Scope {
    public:
     ~Scope();
@@ -91,18 +94,22 @@ class SHOESTRING_API OffloadActivations {
   };
   [[nodiscard]] Scope scope();
 
-  /// Keeps the storages of these tensors on the device from now on.
+  /// Keeps the storages of `tensors` on the device from now on.
   void exclude(const std::vector<at::Tensor>& tensors);
-  /// Ends a layer and begins the next one. Without marks, each saved storage is a layer of its own.
+  /// Marks the end of a layer and the beginning of the next one in forward. If mark() is never called, each
+  /// saved storage is a layer of its own.
   void mark();
-  /// Waits until at most `bytes` bytes of finished layers are still on the device, waiting for their copies.
+  /// Waits until at most `bytes` bytes of finished layers are still on the device because their copies are
+  /// not complete.
   void wait(int64_t bytes);
-  /// Measures the speed of copies during a computation, and how much they slow the computation down, as
-  /// checkpoint_plan needs it. Measures the disk if there is a folder and `bytes` exceeds host_bytes.
+  /// Measures the speed of copies during a computation, and how much the copies slow the computation down.
+  /// Returns the results as options for checkpoint_plan. Measures the disk if there is a folder and `bytes`
+  /// exceeds host_bytes.
   CheckpointPlanOptions measure_link(int64_t bytes) const;
-  /// Returns byte counts since construction: "stored" by forward, "copied_out" (encoded, source freed) and
-  /// "reloaded". Also returns the present sizes in bytes: "host" (slabs of host memory), "live" (their part
-  /// in use) and "disk" (the file). "entries" is the number of storages.
+  /// Returns counts of bytes since construction: "stored" (saved by forward), "copied_out" (compressed or
+  /// copied, and then freed on the device) and "reloaded". Also returns present sizes in bytes: "host"
+  /// (allocated host memory), "live" (the part of the host memory in use) and "disk" (the swap file).
+  /// "entries" is the number of storages.
   std::map<std::string, int64_t> statistics() const;
 
  private:

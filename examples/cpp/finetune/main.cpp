@@ -6,6 +6,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros_like.h>
 #include <malloc.h>
+#include <shoestring/autograd.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/ops.h>
@@ -40,7 +41,8 @@ constexpr int64_t kValidationBatches = 8;
 struct Result {
   double validation_before = 0, validation_after = 0, tokens_per_second = 0;
   std::vector<double> losses;
-  int64_t libtorch = 0, loaded = 0, peak = 0;  // peak bytes: at the start, after loading, at the end
+  // Peak memory of the process in bytes: at its start, after the model is loaded, and at the end.
+  int64_t libtorch = 0, loaded = 0, peak = 0;
 };
 
 LlamaForCausalLM load(const Options& options, const TokenFile& file) {
@@ -54,7 +56,7 @@ LlamaForCausalLM load(const Options& options, const TokenFile& file) {
                           .quantize(options.quantize)
                           .nested(options.nested())
                           .dtype(options.dtype == "bf16" ? at::kBFloat16 : at::kFloat)
-                          // Older files contain inv_freq, which follows from rope_theta.
+                          // Older model files contain the tensor inv_freq, which follows from rope_theta.
                           .ignore({"inv_freq"});
   if (options.quantize != "int8") load_options.block_size(options.block_size);
   if (config.tied) load_options.ignore({"inv_freq", "lm_head.weight"});
@@ -63,7 +65,7 @@ LlamaForCausalLM load(const Options& options, const TokenFile& file) {
   return model;
 }
 
-// Returns the mean loss over all positions of rows (rows, tokens + 1).
+// Returns the mean loss over all positions of `rows`, which are tokens (rows, tokens + 1).
 Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, const Options& options) {
   const int64_t tokens = rows.size(1) - 1;
   const Tensor hidden = model(rows.narrow(1, 0, tokens)), target = rows.narrow(1, 1, tokens);
@@ -96,12 +98,13 @@ void train(LlamaForCausalLM& model, const Blocks& blocks, const Options& options
   std::vector<Tensor> trained;
   for (const Tensor& p : model->parameters()) {
     if (!p.requires_grad()) continue;
-    // With --keep-memory, allocate gradients now, so that they leave no holes between later temporaries.
+    // With --keep-memory, allocate the gradients before training, so that they leave no holes between later
+    // temporaries.
     trained.push_back(p);
     if (options.keep_memory) p.mutable_grad() = at::zeros_like(p);
   }
-  // Mapping new pages takes the system about as long as the computation on them. So --keep-memory keeps freed
-  // blocks below 32 MiB in the heap for the next step.
+  // Mapping new pages takes the system about as long as the computation on these pages. So --keep-memory
+  // keeps freed blocks below 32 MiB in the heap for the next training step.
   if (options.keep_memory) ::mallopt(M_MMAP_THRESHOLD, 32 << 20);
   const auto defaults = shoestring::optim::AdamWOptions(options.lr).weight_decay(options.weight_decay);
   const auto plus = shoestring::lora::GroupOptions().lr_ratio(options.lr_ratio);
@@ -205,11 +208,12 @@ int report(const std::string& message) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // glibc raises this threshold up to 32 MiB when large blocks are freed. Temporaries are then allocated
-  // between tensors that stay, and their memory never returns to the system. A fixed threshold keeps large
-  // temporaries in pages of their own.
+  // By default, glibc raises M_MMAP_THRESHOLD up to 32 MiB when large blocks are freed. Temporaries are then
+  // allocated between tensors that stay, and the memory of the temporaries never returns to the system. A
+  // fixed threshold keeps large temporaries in pages of their own.
   ::mallopt(M_MMAP_THRESHOLD, 128 << 10);
   try {
+    shoestring::install_autograd_engine();
     run(parse_options(argc, argv));
     return 0;
   } catch (const c10::Error& error) {

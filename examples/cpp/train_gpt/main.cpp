@@ -1,10 +1,11 @@
-// Trains a Llama-style model from scratch on a token file, in C++ alone. The lines that use shoestring are
-// marked: the loss, which never stores the logits, and the optimizer, whose state takes 2 bytes per parameter
-// instead of 8. With --plain, LibTorch's own loss and optimizer are used instead.
+// Trains a Llama-style model from scratch on a token file, in C++ alone. Comments mark the lines that use
+// shoestring: the loss, which never stores the logits, and the optimizer, whose state takes 2 bytes per
+// parameter instead of 8. With --plain, LibTorch's own loss and optimizer are used instead.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/linear.h>
+#include <shoestring/autograd.h>
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
@@ -38,15 +39,16 @@ namespace {
 constexpr int64_t kValidationBatches = 8;
 constexpr std::tuple<double, double> kBetas{0.9, 0.95};
 
-// Returns the whole forward pass as functions to run one after the other, for rows (rows, tokens + 1). The
-// last function returns the mean loss over all positions.
+// Returns the whole forward pass as functions to run one after the other, for tokens `rows` (rows, tokens +
+// 1). The last function returns the mean loss over all positions.
 std::vector<shoestring::BlockFunction> functions_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
   const int64_t tokens = rows.size(1) - 1;
   auto functions = model->model->functions(tokens);
   functions.emplace_back(
       [weight = model->output_weight(), target = rows.narrow(1, 1, tokens), plain](const Tensor& hidden) {
         if (plain) return at::cross_entropy_loss(at::linear(hidden, weight).flatten(0, 1), target.flatten());
-        return shoestring::linear_cross_entropy(hidden, weight, target);  // this line uses shoestring
+        // shoestring: the loss never stores the logits.
+        return shoestring::linear_cross_entropy(hidden, weight, target);
       });
   return functions;
 }
@@ -59,12 +61,13 @@ Tensor loss_of(LlamaForCausalLM& model, const Tensor& rows, bool plain) {
   return x;
 }
 
-// Plans what each function does with its activations, so that they fit into the memory budget.
+// Plans for each function of the forward pass whether its activations are kept or recomputed, so that they
+// fit into the memory budget.
 std::optional<shoestring::SequencePlan> plan_of(LlamaForCausalLM& model, const Tensor& rows,
                                                 const Options& options) {
   if (options.memory_budget == 0) return std::nullopt;
   const auto functions = functions_of(model, rows, options.plain);
-  std::vector<int64_t> kinds(functions.size(), 1);  // all layers cost the same
+  std::vector<int64_t> kinds(functions.size(), 1);  // all layers have the same cost, so only one is measured
   kinds.front() = 0;
   for (size_t i = static_cast<size_t>(options.layers) + 1; i < kinds.size(); ++i)
     kinds[i] = static_cast<int64_t>(i);
@@ -79,7 +82,7 @@ std::optional<shoestring::SequencePlan> plan_of(LlamaForCausalLM& model, const T
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model, const Options& options) {
-  std::vector<Tensor> matrices, norms;  // weight decay applies to matrices only
+  std::vector<Tensor> matrices, norms;  // weight decay applies to the matrices only
   for (const Tensor& p : model->parameters()) (p.dim() >= 2 ? matrices : norms).push_back(p);
   const auto make = [&]<class AdamW, class AdamWOptions>() {
     const auto defaults = AdamWOptions(options.lr).betas(kBetas).weight_decay(options.weight_decay);
@@ -91,9 +94,9 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(LlamaForCausalLM& model,
     return std::make_unique<AdamW>(groups, defaults);
   };
   if (options.plain) return make.operator()<torch::optim::AdamW, torch::optim::AdamWOptions>();
-  // shoestring: the optimizer's state has 8 bits per element.
+  // shoestring: the optimizer state of AdamW has 8 bits per element.
   auto ours = make.operator()<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>();
-  // shoestring: the optimizer's state is in host memory or on a disk.
+  // shoestring: the optimizer state of AdamW is in host memory or on a disk.
   if (options.offload != "none") ours->set_offload(options.offload);
   return ours;
 }
@@ -187,7 +190,7 @@ void train(const Options& options) {
     if (signal != 0) throw Interrupted(signal, step + 1);
   }
   if (const int signal = signals->received(); signal != 0) throw Interrupted(signal, options.steps);
-  // The last step has its checkpoint, so from here on a signal ends the program as usual.
+  // The checkpoint of the last step has been saved, so a later signal ends the program at once.
   signals.reset();
   const double validation = validate(model, held_out, options);
   save_model(options.out, *model, config.json());
@@ -208,6 +211,7 @@ int report(const std::string& message) {
 
 int main(int argc, char** argv) {
   try {
+    shoestring::install_autograd_engine();
     train(parse_options(argc, argv));
     return 0;
   } catch (const Interrupted& interrupted) {

@@ -1,4 +1,5 @@
-// Tests checkpoint: every gradient must equal, bit for bit, that of the same function without checkpoint.
+// Tests checkpoint(): every gradient must equal the gradient of the same function without a checkpoint, bit
+// for bit.
 #include "catch.h"
 
 #include <ATen/autocast_mode.h>
@@ -8,6 +9,7 @@
 #include <torch/library.h>
 #include <torch/nn/modules/linear.h>
 
+#include <shoestring/autograd.h>
 #include <shoestring/checkpoint.h>
 #include <shoestring/ops.h>
 
@@ -16,6 +18,10 @@ using shoestring::checkpoint;
 using shoestring::CheckpointOptions;
 
 namespace {
+
+// The autograd engine for checkpoints must be installed before the first backward pass of any test, so before
+// main().
+[[maybe_unused]] const bool engine_installed = (shoestring::install_autograd_engine(), true);
 
 struct Block {
   torch::nn::Linear up{8, 32}, down{32, 8};
@@ -71,7 +77,8 @@ TEST_CASE("checkpoint gives the gradients of the function, bit for bit, dropout 
 
 TEST_CASE("checkpoint keeps nothing of the function's inside", "[checkpoint]") {
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  std::vector<Weak> saved;  // the storages of the results of exp, which sin saves for backward
+  // weak references to the result of exp() in each run; sin() saves this tensor for backward
+  std::vector<Weak> saved;
   const auto run = [&](const Tensor& x) {
     const Tensor y = x.exp();
     saved.push_back(y.storage().getWeakStorageImpl());
@@ -87,7 +94,7 @@ TEST_CASE("checkpoint keeps nothing of the function's inside", "[checkpoint]") {
   checkpoint(run, x, CheckpointOptions().early_stop(false)).sum().backward();
   CHECK(saved[3].expired());
   CHECK(saved[4].expired());
-  // The graph owns fn and its arguments, and frees both when it is freed.
+  // The autograd graph owns the checkpointed function and what it captures, and frees both when it is freed.
   auto alive = std::make_shared<int>(0);
   Tensor z = checkpoint([alive](const Tensor& x) { return x.exp(); }, x);
   CHECK(alive.use_count() > 1);
@@ -117,7 +124,8 @@ TEST_CASE("checkpoint takes tuples, lists, optionals and values, and returns any
   CHECK(result.count == 2);
   const auto expected = gradients([&] { return std::apply(run, inputs).sum.sum(); }, {a, c});
   check_same(torch::autograd::grad({result.sum.sum()}, {a, c}), expected);
-  // fn takes a list as its only input and returns several outputs, one of them of an integer dtype.
+  // The checkpointed function takes a list as its only input, and returns several outputs, one of an integer
+  // dtype.
   const auto several = [](const std::vector<Tensor>& list) {
     return std::tuple(list[0].exp() * list[1], list[1].argmax(), list[0].view({2, 2}));
   };
@@ -130,7 +138,8 @@ TEST_CASE("checkpoint takes tuples, lists, optionals and values, and returns any
 
 TEST_CASE("checkpoint nests, and inputs that need no gradient work", "[checkpoint]") {
   auto block = std::make_shared<Block>();
-  const Tensor x = torch::randn({5, 8});  // only the block's weights require gradients
+  // the input x requires no gradient; only the weights of the checkpointed function do
+  const Tensor x = torch::randn({5, 8});
   const auto inner = [block](const Tensor& x) { return (*block)(x).tanh(); };
   const auto plain = [inner](const Tensor& x) { return inner(inner(x).exp()).sin(); };
   const auto nested = [inner](const Tensor& x) {
@@ -147,20 +156,21 @@ TEST_CASE("checkpoint nests, and inputs that need no gradient work", "[checkpoin
 TEST_CASE("checkpoint: retain_graph, two uses, second derivatives, tied and captured tensors",
           "[checkpoint]") {
   const Tensor w = torch::randn({6}).requires_grad_(), x = torch::randn({6}).requires_grad_();
-  const Tensor captured = w.exp();  // a captured tensor that is not a leaf
+  const Tensor captured = w.exp();  // a tensor that the checkpointed function captures and that is not a leaf
   const auto run = [captured, w](const Tensor& x) { return (captured * x).sin() * w * x; };
   const Tensor y = checkpoint(run, x), plain = run(x);
   const auto once = torch::autograd::grad({y.sum()}, {x, w}, {}, /*retain_graph=*/true);
   check_same(torch::autograd::grad({y.sum()}, {x, w}, {}, /*retain_graph=*/true), once);
   check_same(once, torch::autograd::grad({plain.sum()}, {x, w}, {}, true));
-  // Run backward of one part of the graph, then of the whole graph.
+  // Compare gradients with respect to x alone, and then second derivatives (create_graph).
   check_same(torch::autograd::grad({y.sum()}, {x}, {}, true),
              torch::autograd::grad({plain.sum()}, {x}, {}, true));
   const auto first = torch::autograd::grad({y.sum()}, {x}, {}, true, /*create_graph=*/true);
   const auto expected = torch::autograd::grad({plain.sum()}, {x}, {}, true, true);
   check_same(torch::autograd::grad({first[0].pow(2).sum()}, {x, w}, {}, true),
              torch::autograd::grad({expected[0].pow(2).sum()}, {x, w}, {}, true));
-  // The checkpoint's output is used twice, and the function is called twice.
+  // The function is checkpointed three times in one graph; the output of one checkpoint is the input of
+  // another.
   const auto twice = [&](auto f) { return torch::autograd::grad({(f(x) * f(f(x) + x)).sum()}, {x, w}); };
   check_same(
       twice([&](const Tensor& t) { return checkpoint([w](const Tensor& t) { return t.sin() * w; }, t); }),
@@ -178,8 +188,8 @@ TEST_CASE("checkpoint: views and operators in place inside", "[checkpoint]") {
   };
   check_same(gradients([&] { return checkpoint(run, x).pow(2).sum(); }, {x}),
              gradients([&] { return run(x).pow(2).sum(); }, {x}));
-  // If the function modifies its input in place, backward raises an error; it does not compute a wrong
-  // gradient.
+  // If the checkpointed function modifies its input in place, backward raises an error instead of computing
+  // wrong gradients.
   const auto changed = [](const Tensor& x) { return x.mul_(2).sin(); };
   const Tensor input = x * 1;
   CHECK_THROWS_WITH(checkpoint(changed, input).sum().backward(), Catch::Matchers::Contains("inplace"));
@@ -212,7 +222,8 @@ TEST_CASE("checkpoint: exceptions leave everything as it was", "[checkpoint]") {
     return y.sin();
   };
   CHECK_THROWS_WITH(checkpoint(run, x), "out of luck");
-  CHECK(x.exp().grad_fn());  // The hooks for saved tensors are removed, so autograd saves tensors as usual.
+  // The checkpoint's saved-tensor hooks are removed after the exception, so autograd saves tensors as usual.
+  CHECK(x.exp().grad_fn());
   *fail = false;
   const Tensor y = checkpoint(run, x);
   *fail = true;
@@ -290,11 +301,11 @@ TEST_CASE("checkpoint_sequential", "[checkpoint]") {
                     Catch::Matchers::Contains("segments: expected 1 to"));
 }
 
-// ---- Results of operators that a checkpoint keeps
+// ---- CheckpointOptions::keep: results of operators that a checkpoint keeps instead of recomputing
 
 namespace {
 
-int products = 0;  // counts the calls of product_cpu
+int products = 0;  // number of calls of product_cpu
 
 std::tuple<Tensor, Tensor> product_cpu(const Tensor& x, const Tensor& w) {
   ++products;
@@ -309,7 +320,7 @@ struct Product : torch::autograd::Function<Product> {
                                .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&)>();
     const auto [y, sums] = op.call(x, w);
     ctx->save_for_backward({x, w, sums});
-    return y * 1;  // multiplies by 1 so that autograd does not save the operator's own result
+    return y * 1;  // multiplied by 1, so that later operators do not save the result of `product` itself
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grad) {
@@ -342,7 +353,7 @@ TEST_CASE("checkpoint computes what it keeps once", "[checkpoint]") {
   CHECK(computed({}) == 4);
   CHECK(computed({"checkpoint_test::product"}) == 2);
   CHECK(computed({"another"}) == 4);
-  // Run backward twice over one graph, then nest one checkpoint in another.
+  // Run backward twice through one graph. Then checkpoint a function that itself calls checkpoint().
   products = 0;
   const Tensor y = checkpoint(run, x, CheckpointOptions().keep({"checkpoint_test::product"}));
   check_same(torch::autograd::grad({y.sum()}, {x, w}, {}, /*retain_graph=*/true), expected);

@@ -1,4 +1,4 @@
-// Forward pass and merging of nn::Linear with its adapters.
+// Implements forward and the merging of adapters for shoestring::nn::Linear.
 #include <algorithm>
 
 #include <ATen/Functions.h>
@@ -25,7 +25,8 @@ bool multiplies_input(const Adapter& adapter) {
   return ia3 != nullptr && ia3->feedforward();
 }
 
-// Reshapes t (rows, out_features) so that it broadcasts with the outputs for x (rows, ..., in_features).
+// Views t (rows of the batch, out_features) as (rows, 1, ..., 1, out_features). The view has as many
+// dimensions as x, so that it broadcasts with the layer's output for x.
 Tensor over_rows(const Tensor& t, const Tensor& x) {
   std::vector<int64_t> shape(static_cast<size_t>(x.dim()), 1);
   shape.front() = x.size(0);
@@ -103,10 +104,10 @@ double LinearImpl::dropout() const {
     const auto* vera = std::get_if<VeraOptions>(&options_of);
     const auto* low_rank = std::get_if<AdapterOptions>(&options_of);
     const double own = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
-    TORCH_CHECK_VALUE(found.value_or(own) == own,
-                      "nn::Linear: dropout: expected the same of all active adapters in training, "
-                      "received ",
-                      *found, " and ", own);
+    TORCH_CHECK_VALUE(
+        found.value_or(own) == own,
+        "nn::Linear: dropout: expected the same dropout for all active adapters in training, received ",
+        *found, " and ", own);
     found = own;
   }
   return found.value_or(0);
@@ -153,7 +154,8 @@ LoraWeight LinearImpl::joined() const {
   return layer.bias(optional(sum));
 }
 
-// Returns the vectors by which IA3 multiplies the input and the output; undefined if there are none.
+// Returns the two vectors by which the IA3 adapters in `names` multiply the layer's input and its output. A
+// vector is undefined if no such adapter exists.
 std::array<Tensor, 2> LinearImpl::vectors(const Names& names) const {
   std::array<Tensor, 2> found;
   for (const auto& name : names) {
@@ -174,8 +176,9 @@ Part LinearImpl::part(const std::string& adapter_name) const {
           Tensor()};
 }
 
-// Returns the low-rank products to add to the base weight: those of the named adapters, and those that the
-// initialisation of other adapters subtracted from the base.
+// Returns the low-rank products to add to the stored base weight. They include the product of each adapter in
+// `names`. Every other adapter adds its initial product if its initialisation subtracted that product from
+// the base weight.
 std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
   std::vector<Part> found;
   for (const auto& name : names) {
@@ -194,8 +197,8 @@ std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
   return found;
 }
 
-// Returns DoRA's gain: the magnitude divided by the norm of each row of the adapted weight. The norm is a
-// constant in backward.
+// Returns DoRA's gain of each output feature: the adapter's magnitude divided by the norm of the feature's
+// row of the adapted weight. Backward treats the norm as a constant.
 Tensor LinearImpl::gain(const std::string& adapter_name) const {
   LoraWeight layer = plain();
   concatenate({part(adapter_name)}, layer);
@@ -224,7 +227,7 @@ Tensor LinearImpl::forward(const Tensor& x) {
                           optional(base->nested), base->options.quantize());
 }
 
-// Computes the layer with a different adapter for each row of the batch.
+// Computes the layer's output for a batch whose rows use different adapters.
 Tensor LinearImpl::forward_rows(const Tensor& x) const {
   const Names names = current();
   const auto all = parts(names, x);
@@ -245,8 +248,8 @@ Tensor LinearImpl::forward_rows(const Tensor& x) const {
   return y;
 }
 
-// Computes the layer with several adapters in use, at least one of them DoRA. With gain g_i of adapter i (1
-// without DoRA) and its low-rank product P_i:
+// Computes the layer's output with several active adapters, of which at least one is DoRA. W is the base
+// weight, P_i is the low-rank product of adapter i, and g_i is its DoRA gain, or 1 without DoRA:
 //   y = (1 + sum (g_i - 1)) W x + sum g_i P_i x + biases.
 Tensor LinearImpl::forward_gains(const Tensor& x) const {
   const Names names = current();

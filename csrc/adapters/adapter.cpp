@@ -25,7 +25,8 @@ AdapterImpl::AdapterImpl(AnyAdapterOptions adapter_options, const Tensors& value
   for (const auto& item : values) tensors.insert(item.key(), register_parameter(item.key(), item.value()));
 }
 
-// Gives a copy its own tensors. clone() calls this on the copy, which still refers to the original's tensors.
+// Allocates new tensors for a cloned adapter. clone() calls reset() on the clone, which until then refers to
+// the original adapter's tensors.
 void AdapterImpl::reset() {
   for (auto& item : tensors) {
     item.value() = register_parameter(item.key(), at::empty_like(item.value()), item.value().requires_grad());
@@ -43,7 +44,8 @@ Tensor& AdapterImpl::operator[](const std::string& name) {
 
 void AdapterImpl::set_fixed(const std::string& name, const Tensor& value) {
   if (fixed.contains(name)) {
-    fixed[name].set_data(value.detach());  // LibTorch cannot unregister a buffer
+    // Replaces the buffer's value, because LibTorch cannot unregister a buffer.
+    fixed[name].set_data(value.detach());
   } else {
     fixed.insert(name, register_buffer(name, value));
   }
@@ -74,7 +76,7 @@ void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::stri
   lora::check_adapter("add_adapter", options);
   lora::check_name("add_adapter", adapter_name);
   TORCH_CHECK_VALUE(!adapters.contains(adapter_name),
-                    "add_adapter: adapter_name: expected a new one, but the layer has an adapter '",
+                    "add_adapter: adapter_name: expected a new name, but the layer has an adapter '",
                     adapter_name, "'; merge or delete it first");
   shapes(options, "add_adapter", "this layer");
   if (given.is_empty()) given = prepare(options);
@@ -86,7 +88,8 @@ void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::stri
   for (const auto& item : given) {
     const bool vera = !values.contains(item.key());
     const std::string name =
-        vera ? item.key() : "initial_" + item.key().substr(5);  // lora_A becomes initial_A
+        // The initial lora_A is stored under the name "initial_A", and the initial lora_B under "initial_B".
+        vera ? item.key() : "initial_" + item.key().substr(5);
     adapters[adapter_name]->set_fixed(
         name, vera ? item.value().to(adapter_type()) : item.value().to(adapter_type(), false, true));
   }
@@ -134,8 +137,7 @@ void AdaptedLayer::delete_adapter(const std::string& adapter_name) {
 Tensor AdaptedLayer::uses(const std::string& adapter_name, const Tensor& x) const {
   if (!rows.has_value() || !enabled) return Tensor();
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(0) == rows->uses.size(0),
-                    "lora::AdaptersPerRowGuard: adapter_names: expected one for "
-                    "each of the ",
+                    "lora::AdaptersPerRowGuard: adapter_names: expected one name for each of the ",
                     x.dim() > 0 ? x.size(0) : 1, " rows of the batch that reached a layer, received ",
                     rows->uses.size(0));
   const auto place = std::find(rows->names.begin(), rows->names.end(), adapter_name) - rows->names.begin();

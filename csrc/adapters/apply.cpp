@@ -42,7 +42,8 @@ std::vector<std::pair<std::string, AdaptedLayer*>> targets(const torch::nn::Modu
   return found;
 }
 
-// Returns the options of one layer. For IA3, sets `feedforward` by the layer's name.
+// Returns the adapter options of the layer `name`. For IA3, sets `feedforward` to whether feedforward_modules
+// matches the name.
 nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const std::string& name) {
   const auto* ia3 = std::get_if<nn::IA3Options>(&options);
   if (ia3 == nullptr) return options;
@@ -50,8 +51,8 @@ nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const st
   return own.feedforward(matches(name, ia3->feedforward_modules()));
 }
 
-// Draws VeRA's shared matrices, large enough for the widest of the layers. Returns nothing for other
-// adapters.
+// Draws the two random matrices that all VeRA layers share, large enough for the widest layer. Returns an
+// empty dictionary for other kinds of adapter.
 nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options,
                                 const std::vector<std::pair<std::string, AdaptedLayer*>>& layers) {
   const auto* vera = std::get_if<nn::VeraOptions>(&options);
@@ -75,8 +76,7 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   check_quantize("lora::apply", options.quantize(), options.block_size(), options.nested());
   const auto known = adapter_names(module);
   TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), options.adapter_name()) == known.end(),
-                    "lora::apply: adapter_name: "
-                    "expected a new one, but the module has an adapter '",
+                    "lora::apply: adapter_name: expected a new name, but the module has an adapter '",
                     options.adapter_name(), "'; merge or delete it first");
   check_bias("lora::apply", options.adapter(), options.bias());
   const auto saved = saved_modules("lora::apply", module, options.modules_to_save());
@@ -103,9 +103,8 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   for (const auto& [name, layer] : found) {
     const auto* linear = dynamic_cast<const LinearImpl*>(layer);
     TORCH_CHECK_VALUE(!changes_base || lora->init() != "loftq" || quantize || linear->is_quantized(),
-                      "lora::apply: init: expected "
-                      "'loftq' with quantize, since it divides between the two what quantising loses; "
-                      "received quantize 'none'");
+                      "lora::apply: init: expected quantize with 'loftq', which fits the adapter to the "
+                      "quantisation error; received quantize 'none'");
   }
 
   for (auto& parameter : module.parameters()) parameter.requires_grad_(false);
@@ -115,13 +114,14 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   std::map<AdaptedLayer*, nn::AdapterImpl::Tensors> taken;
   for (const auto& [name, layer] : found) {
     if (!changes_base) break;
-    // The initialisation reads the weight before quantisation. Only the rest that it leaves is quantised.
+    // PiSSA, OLoRA and LoftQ initialise the adapter from the unquantised weight and subtract the adapter's
+    // product. Only the remaining weight is quantised.
     auto& linear = dynamic_cast<LinearImpl&>(*layer);
     taken[layer] = take_out(linear, *lora, quantize ? &form : nullptr, options.nested());
     quantized(linear);
   }
   for (const auto& [name, linear] : all_of<LinearImpl>(module)) {
-    if (!is_inside(name, saved)) quantized(*linear);  // modules_to_save are trained and stay dense
+    if (!is_inside(name, saved)) quantized(*linear);  // modules in modules_to_save are trained and stay dense
   }
   const auto matrices = shared(options.adapter(), found);
   std::vector<std::string> names;

@@ -14,7 +14,8 @@ using at::Tensor;
 
 EmbeddingImpl::EmbeddingImpl(const EmbeddingOptions& options) : options(options) { reset(); }
 
-// Builds the weight of the layer. clone() calls this on the copy, too; see LinearImpl::reset.
+// Creates the embedding's weight and its adapters. clone() calls reset() on the clone as well;
+// LinearImpl::reset explains why.
 void EmbeddingImpl::reset() {
   const auto dtype = weight.defined() ? weight.scalar_type() : at::kFloat;
   const auto held = std::exchange(adapters, decltype(adapters)());
@@ -37,7 +38,7 @@ AdaptedLayer::Shapes EmbeddingImpl::shapes(const AnyAdapterOptions& adapter_opti
   const auto* own = std::get_if<AdapterOptions>(&adapter_options);
   TORCH_CHECK_VALUE(own != nullptr && !own->lora_bias() && !own->changes_base(), caller,
                     ": adapter: expected LoRA or DoRA without "
-                    "lora_bias and with init 'default' for an embedding, received another for ",
+                    "lora_bias and with init 'default' for an embedding, received other options for ",
                     name);
   Shapes found;
   found.insert("lora_embedding_A", {own->rank(), options.num_embeddings()});
@@ -48,7 +49,9 @@ AdaptedLayer::Shapes EmbeddingImpl::shapes(const AnyAdapterOptions& adapter_opti
 
 AdapterImpl::Tensors EmbeddingImpl::start(const AnyAdapterOptions& adapter_options) const {
   const auto& own = std::get<AdapterOptions>(adapter_options);
-  at::randn({own.rank(), options.num_embeddings()});  // PEFT draws both matrices before it initialises them
+  // Draws and discards two random matrices, because PEFT draws both before it initialises them. Equal seeds
+  // then give the same adapter as PEFT.
+  at::randn({own.rank(), options.num_embeddings()});
   at::randn({options.embedding_dim(), own.rank()});
   AdapterImpl::Tensors first;
   first.insert("lora_embedding_A", at::zeros({own.rank(), options.num_embeddings()}));
@@ -68,8 +71,8 @@ void EmbeddingImpl::freeze() {
   former_.reset();
 }
 
-// Returns DoRA's gain: the magnitude divided by the norm of each output feature over all tokens. The norm is
-// a constant in backward.
+// Returns DoRA's gain of each output feature: the adapter's magnitude divided by the norm of the feature's
+// column of the adapted weight. Backward treats the norm as a constant.
 Tensor EmbeddingImpl::gain(const std::string& adapter_name) const {
   const AdapterImpl& own = *adapters[adapter_name];
   LoraWeight layer(weight.detach().t());
@@ -128,8 +131,8 @@ std::array<double, 2> EmbeddingImpl::merge(const MergeOptions& merge_options) {
 
 void EmbeddingImpl::unmerge() {
   TORCH_CHECK(former_.has_value(),
-              "nn::Embedding: unmerge: expected a layer merged with reversible, received one without a "
-              "former weight");
+              "nn::Embedding: unmerge: expected a layer that was merged with reversible=true, received one "
+              "without a saved weight");
   const Former former = *std::exchange(former_, std::nullopt);
   const auto device = weight.device();
   parameters_.erase("weight");

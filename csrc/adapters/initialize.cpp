@@ -1,5 +1,5 @@
-// Initial values of adapters that depend on the base weight (PiSSA, OLoRA, LoftQ) or on a seed of their own
-// (VeRA).
+// Computes initial values of adapters: from the base weight for PiSSA, OLoRA and LoftQ, and from the
+// adapter's own random seed for VeRA.
 #include "adapters/initialize.h"
 
 #include <cmath>
@@ -16,8 +16,8 @@ namespace {
 
 using at::Tensor;
 
-// Returns U, the values and V of the `count` largest singular values, with the right singular vectors as rows
-// of V. Uses a randomised range finder with power iterations (Halko et al., arXiv 0909.4061).
+// Returns U, S and V^T for the `count` largest singular values S of `matrix`. Uses a randomised range finder
+// with power iterations (Halko et al., arXiv 0909.4061).
 std::tuple<Tensor, Tensor, Tensor> randomized_svd(const Tensor& matrix, int64_t count, int64_t iterations) {
   const bool wide = matrix.size(0) < matrix.size(1);
   const Tensor tall = wide ? matrix.t() : matrix;
@@ -29,8 +29,8 @@ std::tuple<Tensor, Tensor, Tensor> randomized_svd(const Tensor& matrix, int64_t 
   return wide ? std::tuple(V.t(), values, U.t()) : std::tuple(U, values, V);
 }
 
-// Returns lora_A and lora_B of the best approximation of matrix / scaling with the given rank. Each factor
-// includes the square roots of the singular values.
+// Returns lora_A and lora_B, whose product lora_B lora_A is the best approximation of matrix / scaling with
+// the adapter's rank. The square roots of the singular values are factors of both matrices.
 std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::AdapterOptions& options,
                                  int64_t iterations) {
   const int64_t rank = options.rank();
@@ -40,7 +40,7 @@ std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::AdapterOptions&
   return {roots.unsqueeze(1) * V.narrow(0, 0, rank), U.narrow(1, 0, rank) * roots};
 }
 
-// Returns the weight after quantisation and dequantisation.
+// Quantises a dense weight and returns it dequantised, i.e. with its quantisation error.
 Tensor quantized(const nn::LinearImpl& layer, const Tensor& dense, const QuantizeOptions& quantize,
                  bool nested) {
   nn::QuantizedLinear form = nn::without_weight(layer.options, quantize, nested);
@@ -62,8 +62,8 @@ nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOption
     B = Q.narrow(1, 0, options.rank());
   } else if (init == "loftq") {
     TORCH_CHECK_VALUE(layer.is_quantized() || quantize != nullptr,
-                      "lora::apply: init: expected 'loftq' with quantize, since it "
-                      "divides between the two what quantising loses; received quantize 'none'");
+                      "lora::apply: init: expected quantize with 'loftq', which fits the adapter to the "
+                      "quantisation error; received quantize 'none'");
     const auto form = layer.is_quantized() ? layer.base->options.quantize() : *quantize;
     const bool two = layer.is_quantized() ? layer.base->options.nested() : nested;
     Tensor rest = dense;

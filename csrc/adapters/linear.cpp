@@ -12,8 +12,8 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-// Constructs a 1 x 1 layer first, because constructing the layer in its full size would draw random values
-// that nobody uses.
+// Constructs a quantised layer of size 1 x 1 and then sets its real sizes. Constructing it in full size would
+// draw random values for a weight that is replaced anyway.
 QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptions& quantize, bool nested) {
   auto small = QuantizeOptions().quant_type(quantize.quant_type());
   QuantizedLinear layer(QuantizedLinearOptions(1, 1).bias(false).quantize(small).nested(nested));
@@ -26,8 +26,8 @@ QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptio
 
 LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(); }
 
-// Builds the parameters of the layer. clone() calls this on the copy, too. The copy keeps the dtype, the
-// quantised type and the adapters, and clone() then copies the values into them.
+// Creates the parameters of the linear layer. clone() calls reset() on the clone as well, and copies the
+// values afterwards. The clone therefore keeps the dtype, the quantised type and the adapters.
 void LinearImpl::reset() {
   const bool quantized = is_quantized();
   const auto form = quantized ? base->options : QuantizedLinearOptions(1, 1);
@@ -128,7 +128,9 @@ at::TensorOptions LinearImpl::adapter_type() const {
 void LinearImpl::freeze() {
   if (weight.defined()) weight.requires_grad_(false);
   if (bias.defined()) bias.requires_grad_(false);
-  former_.reset();  // unmerge cannot go back past a new adapter
+  // The weight saved by a reversible merge is dropped, because unmerge cannot undo a merge once an adapter
+  // was added.
+  former_.reset();
 }
 
 std::array<double, 2> LinearImpl::merge(const MergeOptions& merge_options) {
@@ -171,9 +173,9 @@ void LinearImpl::set_bias(const Tensor& value) {
 }
 
 void LinearImpl::unmerge() {
-  TORCH_CHECK(
-      former_.has_value(),
-      "nn::Linear: unmerge: expected a layer merged with reversible, received one without a former weight");
+  TORCH_CHECK(former_.has_value(),
+              "nn::Linear: unmerge: expected a layer that was merged with reversible=true, received one "
+              "without a saved weight");
   const Former former = *std::exchange(former_, std::nullopt);
   const auto device = base_weight().device();
   if (former.weight.defined()) {

@@ -21,7 +21,7 @@ namespace {
 using at::Tensor;
 using Tensors = nn::AdapterImpl::Tensors;
 
-// Tensors of an adapter file, sorted by purpose and checked against the module.
+// Content of an adapter file: its tensors by purpose, after a check against the module's names and shapes.
 struct Content {
   struct Layer {
     nn::AdaptedLayer* layer = nullptr;
@@ -30,9 +30,11 @@ struct Content {
   };
   std::map<std::string, Layer> layers;
   std::map<std::string, std::map<std::string, Tensor>>
-      copies;                                     // tensors of modules_to_save, by module and tensor name
-  std::vector<std::pair<Tensor, Tensor>> biases;  // (bias of the module, new value)
-  Tensors projection;                             // VeRA's vera_A and vera_B
+      copies;  // for each module in modules_to_save: its tensors, by tensor name
+  // Pairs of a bias in the module and its new value from the file.
+  std::vector<std::pair<Tensor, Tensor>> biases;
+  // The file's vera_A and vera_B, which all VeRA layers share.
+  Tensors projection;
 };
 
 std::string listed_shapes(const nn::AdaptedLayer::Shapes& shapes) {
@@ -50,7 +52,7 @@ nn::AdaptedLayer::Shapes shapes_of(const Tensors& tensors) {
   return shapes;
 }
 
-// Removes ".base_layer" from a key: "up_proj.base_layer.bias" becomes "up_proj.bias".
+// Removes ".base_layer" from a tensor key of PEFT: "up_proj.base_layer.bias" becomes "up_proj.bias".
 std::string without_base_layer(const std::string& key) {
   const std::string part = ".base_layer";
   const auto at = key.find(part + ".");
@@ -109,9 +111,9 @@ class Sorter {
     }
   }
 
-  // Checks a base weight in the file. PEFT writes the base weight of embeddings and output layers that have
-  // an adapter. The weight must equal the module's own weight, so it need not be loaded. Quantised weights
-  // are not compared.
+  // Checks a base weight that an adapter file contains. PEFT saves the base weights of adapted embeddings and
+  // output layers. Such a weight must equal the weight in the module, so the loader does not copy it. A
+  // quantised weight in the module is not compared.
   void check_base(const std::string& name, const std::string& key, const Tensor& value) const {
     const auto found = layers_.find(name);
     const auto* linear =
@@ -163,7 +165,7 @@ class Sorter {
     }
     if (vera == nullptr || (content.projection.is_empty() && !vera->save_projection())) {
       TORCH_CHECK_VALUE(content.projection.is_empty() || vera != nullptr, place_,
-                        ": expected vera_A and vera_B of VERA alone");
+                        ": expected vera_A and vera_B only with peft_type VERA; save the adapter again");
       if (vera != nullptr) content.projection = projection(*vera, in, out);
       return;
     }
@@ -193,7 +195,8 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   const std::string folder = named ? inner : directory;
   const FileConfig config = read_config(folder + "/" + kConfig);
   const SafetensorsFile file(folder + "/" + kWeights);
-  const auto digest = file.metadata().find(kDigest);  // files written by PEFT have no digest
+  // adapter files written by PEFT have no digest of their configuration
+  const auto digest = file.metadata().find(kDigest);
   TORCH_CHECK_VALUE(digest == file.metadata().end() || digest->second == config.digest,
                     "lora::load_adapter: ", file.path(), ": expected the weights that were saved with ",
                     folder, "/", kConfig,
@@ -213,8 +216,9 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   for (auto& item : content.projection)
     item.value() = item.value().to(content.layers.begin()->second.layer->adapter_type());
   for (auto& [name, own] : content.layers) {
-    // The file belongs to the original base. If the former adapter of that name changed the base, deleting
-    // the adapter restores the base.
+    // The adapter in the file was trained with the original base weight. The layer may already have an
+    // adapter of this name that subtracted its initial product from the base weight. Deleting that adapter
+    // restores the base weight.
     if (own.layer->has_adapter(adapter_name) && own.layer->adapters[adapter_name]->has("initial_A")) {
       own.layer->delete_adapter(adapter_name);
     }

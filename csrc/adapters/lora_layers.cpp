@@ -1,5 +1,6 @@
 #include "adapters/lora_layers.h"
 
+#include "core/tensors.h"
 #include "layers/seeded_dropout.h"
 #include "layers/swiglu.h"
 #include "quantization/packed.h"
@@ -12,7 +13,7 @@ using OptionalTensor = std::optional<Tensor>;
 namespace {
 
 void check_float(const char* name, const Tensor& t, c10::Device device) {
-  TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.device() == device, kLoraLinear, ": ", name,
+  TORCH_CHECK(is_supported_float(t.scalar_type()) && t.device() == device, kLoraLinear, ": ", name,
               ": expected fp32, fp64, bf16 or fp16 on ", device, ", received ", t.scalar_type(), " on ",
               t.device());
 }

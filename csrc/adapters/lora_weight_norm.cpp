@@ -1,6 +1,7 @@
-// Row norms of an adapted weight. For a row w of the weight and a row b of lora_B, with scaling s:
+// Computes the row norms of a weight with its LoRA adapter. For a row w of the weight, the matching row b of
+// lora_B, A = lora_A and s = scaling:
 //   |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b.
-// All products have the width `rank`, and the weight is read once.
+// Each product has rank columns, so no temporary is as large as the weight. The weight is read once.
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
@@ -9,6 +10,7 @@
 #include <shoestring/ops.h>
 
 #include "core/call.h"
+#include "core/tensors.h"
 #include "gemm/gemm.h"
 #include "quantization/base_weight.h"
 
@@ -19,12 +21,13 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kLoraWeightNorm = "lora_weight_norm";
-constexpr int64_t kPart = int64_t{1} << 20;  // elements of the weight that the CPU converts at a time
+// Number of weight elements that the CPU converts to the compute dtype at a time.
+constexpr int64_t kPart = int64_t{1} << 20;
 
 void check(const Tensor& weight, const OptionalTensor& absmax, const OptionalTensor& nested, const Tensor& A,
            const Tensor& B, c10::string_view quant_type, int64_t block_size) {
   for (const auto& [name, t] : {std::pair("lora_A", A), std::pair("lora_B", B)}) {
-    TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.dim() == 2 && t.device() == weight.device(),
+    TORCH_CHECK(is_supported_float(t.scalar_type()) && t.dim() == 2 && t.device() == weight.device(),
                 kLoraWeightNorm, ": ", name, ": expected a floating-point matrix on ", weight.device(),
                 ", received ", t.scalar_type(), " ", t.sym_sizes(), " on ", t.device());
   }
@@ -36,7 +39,7 @@ void check(const Tensor& weight, const OptionalTensor& absmax, const OptionalTen
   }
   TORCH_CHECK(!nested.has_value(), kLoraWeightNorm,
               ": nested: expected none without absmax, received a tensor");
-  TORCH_CHECK(at::isFloatingType(weight.scalar_type()) && weight.dim() == 2 &&
+  TORCH_CHECK(is_supported_float(weight.scalar_type()) && weight.dim() == 2 &&
                   weight.sym_size(0) == B.sym_size(0) && weight.sym_size(1) == A.sym_size(1),
               kLoraWeightNorm, ": weight: expected a floating-point matrix of shape (", B.sym_size(0), ", ",
               A.sym_size(1), "), received ", weight.scalar_type(), " ", weight.sym_sizes());
@@ -64,10 +67,11 @@ Tensor run_lora_weight_norm(const Tensor& weight, const OptionalTensor& absmax, 
                                            block_size),
                 rows, columns, options)
           : quantization::BaseWeight::dense(backend == Backend::kCuda ? weight.to(type) : weight, type);
-  // mixed = W A^T + s / 2 B (A A^T); its first term is added below. Then |w + s b A|^2 = |w|^2 + 2 s (mixed .
-  // b) for each row.
+  // Computes the second term of mixed = W A^T + s / 2 B (A A^T), where s is `scaling`; the loop below adds
+  // the first term. The squared norm of the adapted row w + s b A is |w|^2 + 2 s (m . b), where w, b and m
+  // are equally numbered rows of W, B and `mixed`.
   Tensor mixed = gemm::multiply(products, B, gemm::multiply(products, A, A.t(), type), type,
-                                scaling / 2);  // mixed: (rows, rank)
+                                scaling / 2);  // shape (rows, rank)
   Tensor squares = at::empty({rows}, options);
   const int64_t step =
       backend == Backend::kCuda ? rows : std::max<int64_t>(16, kPart / std::max<int64_t>(1, columns));
@@ -90,7 +94,7 @@ Tensor lora_weight_norm_meta(const Tensor& weight, const OptionalTensor& absmax,
   return at::empty_symint({lora_B.sym_size(0)}, lora_A.options().dtype(norm_type(weight, lora_A)));
 }
 
-// Records no gradient, because DoRA treats the norm as a constant.
+// Does not record the norm for autograd, because DoRA treats it as a constant.
 Tensor lora_weight_norm_autograd(const Tensor& weight, const OptionalTensor& absmax,
                                  const OptionalTensor& nested, const Tensor& lora_A, const Tensor& lora_B,
                                  double scaling, c10::string_view quant_type, int64_t block_size) {

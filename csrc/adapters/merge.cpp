@@ -18,10 +18,13 @@ double ratio(const std::array<double, 2>& squares) {
 
 MergeReport merge(torch::nn::Module& module, const MergeOptions& options) {
   const auto found = adapted_layers(module);
-  TORCH_CHECK_VALUE(!found.empty(), "lora::merge: module: expected one with adapters, received one without");
+  TORCH_CHECK_VALUE(
+      !found.empty(),
+      "lora::merge: module: expected a module with adapters, received one without; call lora::apply first");
   check_known("lora::merge", module, options.adapter_names());
   if (!options.adapter_names().empty())
-    set_adapter(module, options.adapter_names());  // set_adapter raises if these adapters cannot be combined
+    // Raises an error if the adapters that shall be merged cannot be active together.
+    set_adapter(module, options.adapter_names());
   MergeReport report;
   std::array<double, 2> totals{};
   for (const auto& [name, layer] : found) {
@@ -45,9 +48,9 @@ void unmerge(torch::nn::Module& module) {
     layer->unmerge();
     ++count;
   }
-  TORCH_CHECK_VALUE(
-      count > 0,
-      "lora::unmerge: module: expected one merged with reversible, received one without former weights");
+  TORCH_CHECK_VALUE(count > 0,
+                    "lora::unmerge: module: expected a module that was merged with reversible=true, received "
+                    "one without saved weights");
   for (const auto& [name, copy] : trained_copies(module)) {
     if (copy->merged) copy->set_merged(false);
   }

@@ -1,4 +1,5 @@
-// Converts PEFT's adapter_config.json and tensor keys to shoestring's options and parameter names, and back.
+// Converts between PEFT's adapter_config.json and tensor keys and shoestring's adapter options and parameter
+// names.
 #include "adapters/peft_config.h"
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 namespace shoestring::lora {
 namespace {
 
-// Endings of PEFT's tensor keys, with the matching parameter names of shoestring.
+// Pairs of the ending of a tensor key in PEFT's files and the parameter name in shoestring.
 const std::vector<std::pair<std::string, std::string>> kSuffixes = {
     {"lora_A.weight", "lora_A"},
     {"lora_B.weight", "lora_B"},
@@ -26,17 +27,17 @@ const std::vector<std::pair<std::string, std::string>> kSuffixes = {
     {"vera_lambda_b", "vera_lambda_b"},
     {"vera_lambda_d", "vera_lambda_d"}};
 
-// PEFT options that change what an adapter computes and are not supported. An adapter with one of them on is
-// refused.
+// Options of PEFT's configuration that change what an adapter computes but are not supported. Loading fails
+// if one of them is on.
 const char* const kRefused[] = {
     "fan_in_fan_out",     "layer_replication",       "target_parameters", "use_qalora",
     "use_bdlora",         "trainable_token_indices", "kasa_config",       "velora_config",
     "megatron_config",    "alora_invocation_tokens", "monteclora_config", "arrow_config",
     "ensure_weight_tying"};
 
-constexpr size_t kLongestName = 1000;  // longest name of a module, in bytes
-// Largest rank of VeRA. Its matrices may be missing from the file and are then drawn: 1 GiB each for 4096
-// features.
+constexpr size_t kLongestName = 1000;  // maximum length of a module's name, in bytes
+// Maximum rank of a VeRA adapter in a file. The file may omit the matrices vera_A and vera_B. The loader then
+// draws them; at this rank they take 1 GiB each for a layer with 4096 features.
 constexpr int64_t kMaxVeraRank = 65536;
 
 bool is_name_in(const Json& value) {
@@ -47,14 +48,15 @@ bool is_off(const Json& value) {
   return value.is_null() || value == false || ((value.is_array() || value.is_object()) && value.empty());
 }
 
-// A JSON object whose fields are checked when they are read.
+// The JSON object of a configuration file. Each member function checks the type of the field that it returns.
 class Fields {
  public:
   explicit Fields(const std::string& path) : place_("lora::load_adapter: " + path) {
     std::string field;
     config_ =
         files::read_json("lora::load_adapter", path, kMaxConfig, [&](int depth, const std::string& key) {
-          if (depth == 1) keys_[field = key].clear();  // if a field occurs twice, the later one counts
+          // if the file repeats a field, its last occurrence counts
+          if (depth == 1) keys_[field = key].clear();
           if (depth == 2) keys_[field].push_back(key);
         });
     TORCH_CHECK_VALUE(config_.is_object(), place_, ": expected a JSON object, received something else");
@@ -73,7 +75,7 @@ class Fields {
   }
   int64_t integer(const char* name, int64_t otherwise, int64_t least, int64_t most) const {
     const Json& value = (*this)[name];
-    // A number above the range of int64_t would become negative.
+    // get<int64_t>() would turn a number above the range of int64_t into a negative one.
     const bool fits = value.is_number_integer() &&
                       (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX) &&
                       value.get<int64_t>() >= least && value.get<int64_t>() <= most;
@@ -91,7 +93,8 @@ class Fields {
     expect(value.is_null() || strings, name, "a list of names");
     return value.is_null() ? std::vector<std::string>() : value.get<std::vector<std::string>>();
   }
-  // Returns the names in an object field, like a Python dict: in the order of the file, each once.
+  // Returns the keys of the JSON object in a field, in the order of the file and without repetitions, like a
+  // Python dict.
   std::vector<std::string> keys(const char* name) const {
     std::vector<std::string> result;
     std::set<std::string> seen;
@@ -110,12 +113,13 @@ class Fields {
   }
 
  private:
-  // Largest configuration file, in bytes. A layer with its own options takes about 200 bytes.
+  // Maximum size of a configuration file, in bytes. Options of a single layer take about 200 bytes.
   static constexpr int64_t kMaxConfig = 16'000'000;
   static constexpr size_t kShown = 120;
   std::string place_;
   Json config_;
-  std::map<std::string, std::vector<std::string>> keys_;  // names in each field that is an object
+  // For each field that holds a JSON object: the object's keys, in the order of the file.
+  std::map<std::string, std::vector<std::string>> keys_;
 };
 
 Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers) {
@@ -125,10 +129,9 @@ Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions
     const auto& own = std::get<nn::AdapterOptions>(options);
     TORCH_CHECK_VALUE(
         own.dora() == first.dora() && own.lora_bias() == first.lora_bias() && own.rslora() == first.rslora(),
-        "lora::save_adapter: module: expected the same dora, rslora and lora_bias in all layers, since a "
-        "file has one "
-        "word for all, received ",
-        name, " unlike the first");
+        "lora::save_adapter: module: expected the same dora, rslora and lora_bias in all layers, since the "
+        "file stores one value for all of them, received other values in ",
+        name, " than in the first layer");
     if (own.rank() != first.rank()) ranks["^" + name] = own.rank();
     if (own.alpha() != first.alpha()) alphas["^" + name] = own.alpha();
   }
@@ -145,8 +148,9 @@ bool is_name(const std::string& text) {
   return text.size() <= kLongestName && std::none_of(text.begin(), text.end(), control);
 }
 
-// PEFT's rules: alpha comes from the first pattern of alpha_pattern that matches the name, or its ending
-// after a dot. A string in feedforward_modules is a pattern for the whole name.
+// Computes the options of one layer by PEFT's rules. A layer's alpha comes from the first pattern in
+// alpha_pattern that matches the layer's whole name or its ending after a dot. If feedforward_modules is a
+// string, it is a regular expression for the whole name.
 nn::AnyAdapterOptions FileConfig::own(const std::string& name, int64_t rank) const {
   if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
     nn::IA3Options result = *ia3;
@@ -230,7 +234,7 @@ Json to_file(const torch::nn::Module& module,
     const std::set<std::string> known(targets.begin(), targets.end());
     if (std::any_of(shortest.begin(), shortest.end(),
                     [&](const auto& name) { return known.count(name) == 0; })) {
-      targets = names;  // PEFT requires these names in target_modules, too
+      targets = names;  // PEFT requires the names in feedforward_modules to be in target_modules as well
       shortest = feedforward;
     }
     config = {{"peft_type", "IA3"}, {"feedforward_modules", shortest}};

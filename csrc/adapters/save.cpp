@@ -17,8 +17,9 @@ namespace {
 
 using at::Tensor;
 
-// Returns the tensors and options to write for an adapter. An adapter that changed the base is written as its
-// change to the original base, with twice the rank.
+// Returns the tensors and options of an adapter as they are written to a file. If the adapter's
+// initialisation changed the base weight, the written adapter has twice the rank and is meant for the
+// original base weight.
 std::pair<nn::AdapterImpl::Tensors, nn::AnyAdapterOptions> described(const nn::AdapterImpl& adapter) {
   if (!adapter.has("initial_A")) return {adapter.tensors, adapter.options};
   nn::AdapterImpl::Tensors tensors = adapter.tensors;
@@ -82,7 +83,8 @@ void save_adapter(const torch::nn::Module& module, const std::string& directory,
   check_known("lora::save_adapter", module, names);
   const auto chosen = names.empty() ? adapter_names(module) : names;
   TORCH_CHECK_VALUE(!chosen.empty(),
-                    "lora::save_adapter: module: expected one with adapters, received one without");
+                    "lora::save_adapter: module: expected a module with adapters, received one without; call "
+                    "lora::apply first");
   const torch::NoGradGuard no_grad;
   for (const auto& name : chosen)
     save_one(module, name == "default" ? directory : directory + "/" + name, name);

@@ -45,8 +45,9 @@ void set_adapter(torch::nn::Module& module, const std::vector<std::string>& name
   for (const auto& [place, copy] : trained_copies(module)) {
     const auto chosen = std::count_if(copy->adapters.begin(), copy->adapters.end(), used);
     TORCH_CHECK_VALUE(chosen <= 1 || copy->merged,
-                      "lora::set_adapter: adapter_names: expected one with a trained copy of ", place,
-                      ", received ", listed(names));
+                      "lora::set_adapter: adapter_names: expected at most one adapter with a trained copy "
+                      "(modules_to_save) of ",
+                      place, ", received ", listed(names));
   }
   std::string biases = "none";
   for (const auto& [place, layer] : adapted_layers(module)) {
@@ -107,12 +108,13 @@ AdaptersPerRowGuard::AdaptersPerRowGuard(torch::nn::Module& module,
     for (const auto& name : chosen) {
       const bool adds = !layer->has_adapter(name) ||
                         !std::holds_alternative<nn::IA3Options>(layer->adapters[name]->options);
-      TORCH_CHECK_VALUE(adds, expected, name, "', which is IA3's at ", place);
+      TORCH_CHECK_VALUE(adds, expected, name, "', which is an IA3 adapter in ", place);
     }
   }
   for (const auto& [place, copy] : trained_copies(module)) {
     for (const auto& name : chosen) {
-      TORCH_CHECK_VALUE(!copy->has(name), expected, name, "', which has a trained copy of ", place);
+      TORCH_CHECK_VALUE(!copy->has(name), expected, name, "', which has a trained copy (modules_to_save) of ",
+                        place);
     }
   }
   for (const auto& [place, layer] : adapted_layers(module)) {

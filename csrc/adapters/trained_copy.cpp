@@ -14,7 +14,8 @@ namespace {
 
 using at::Tensor;
 
-// Returns the parameter name of a held value, without dots. An empty adapter_name means the original.
+// Returns the name under which TrainedCopyImpl registers a tensor of a copy that is not in use; parameter
+// names must not contain dots. An empty adapter_name means the original module.
 std::string key(const std::string& adapter_name, std::string tensor) {
   std::replace(tensor.begin(), tensor.end(), '.', '/');
   return adapter_name + "/" + tensor;
@@ -36,8 +37,9 @@ std::map<std::string, Tensor> TrainedCopyImpl::own() const {
   return found;
 }
 
-// Holds the value as a frozen parameter, because LibTorch can unregister a parameter but not a buffer. Each
-// held value counts its versions from a different number. Autograd can therefore tell the values apart.
+// Registers a tensor of a copy that is not in use as a frozen parameter, because LibTorch cannot unregister a
+// buffer. The version counters of different copies start at different numbers, so autograd notices when one
+// copy replaces another.
 void TrainedCopyImpl::hold(const std::string& adapter_name, const std::string& tensor, const Tensor& value) {
   register_parameter(key(adapter_name, tensor), value.detach(), /*requires_grad=*/false);
   if (!adapter_name.empty()) versions_[key(adapter_name, tensor)] = c10::VariableVersion(++count_ << 20);
@@ -75,8 +77,8 @@ void TrainedCopyImpl::detach() {
   owner_->unregister_module(kName);
 }
 
-// Exchanges the values in the owner's tensors. The tensor objects stay the same, so an optimizer may keep
-// them.
+// Replaces the values in the module's tensors by those of an adapter's copy. The tensor objects stay the
+// same, because an optimizer may refer to them.
 void TrainedCopyImpl::put(const std::string& adapter_name) {
   for (auto& [name, tensor] : own()) {
     Tensor &former = parameters_[key(in_use_, name)], &next = parameters_[key(adapter_name, name)];
@@ -132,15 +134,13 @@ std::vector<std::string> saved_modules(const std::string& caller, const torch::n
       any = true;
       for (const auto& [inner, layer] : all_of<nn::AdaptedLayer>(*each)) {
         const auto* linear = dynamic_cast<const nn::LinearImpl*>(layer);
-        TORCH_CHECK_VALUE(!layer->has_adapter() && (linear == nullptr || !linear->is_quantized()), caller,
-                          ": modules_to_save: expected "
-                          "modules without adapters and quantised weights, received ",
-                          name);
+        TORCH_CHECK_VALUE(
+            !layer->has_adapter() && (linear == nullptr || !linear->is_quantized()), caller,
+            ": modules_to_save: expected modules without adapters or quantised weights, received ", name);
       }
-      TORCH_CHECK_VALUE(all_of<nn::QuantizedLinearImpl>(*each).empty(), caller,
-                        ": modules_to_save: expected modules without adapters "
-                        "and quantised weights, received ",
-                        name);
+      TORCH_CHECK_VALUE(
+          all_of<nn::QuantizedLinearImpl>(*each).empty(), caller,
+          ": modules_to_save: expected modules without adapters or quantised weights, received ", name);
       if (!is_inside(name, found)) found.push_back(name);
     }
     TORCH_CHECK_VALUE(any, caller, ": modules_to_save: expected names of modules, received '", target,
@@ -153,7 +153,8 @@ TrainedCopyImpl& add_copy(torch::nn::Module& module, const std::string& name,
                           const std::string& adapter_name) {
   for (const auto& [owner, copy] : trained_copies(module)) {
     if (owner != name) continue;
-    if (copy->merged) {  // unmerge cannot go back past a new adapter
+    // unmerge cannot undo a merge once an adapter was added, so the merged copies are dropped.
+    if (copy->merged) {
       copy->detach();
       break;
     }

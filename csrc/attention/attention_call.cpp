@@ -1,4 +1,4 @@
-// Checks the arguments of an attention call and converts them to the form that kernels take.
+// Checks the arguments of an attention operator and converts them to the struct that kernels take.
 #include "attention/attention.h"
 
 #include <algorithm>
@@ -7,12 +7,13 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
+#include "core/tensors.h"
 #include "layers/seeded_dropout.h"
 
 namespace shoestring::attend {
 namespace {
 
-constexpr int64_t kMostSizes = 3;  // most dimensions before the features
+constexpr int64_t kMostSizes = 3;  // maximum number of dimensions of q, k or v, not counting the features
 
 bool is_given(int64_t window) { return window >= 0; }
 
@@ -23,7 +24,7 @@ void check_seqlens(const char* name, const Tensor& t, const Tensor& q) {
 }
 
 void check_vector(const char* name, const Tensor& t, const Tensor& q, const char* expected, bool fits) {
-  TORCH_CHECK(fits && at::isFloatingType(t.scalar_type()) && t.device() == q.device(), kOp, ": ", name,
+  TORCH_CHECK(fits && is_supported_float(t.scalar_type()) && t.device() == q.device(), kOp, ": ", name,
               ": expected ", expected, " of floating-point type on ", q.device(), ", received ",
               t.sym_sizes(), " of ", t.scalar_type(), " on ", t.device());
 }
@@ -57,7 +58,7 @@ void Call::check() const {
   for (const auto& [name, t] : {std::pair("q", q), std::pair("k", k), std::pair("v", v)}) {
     TORCH_CHECK(t.dim() == dims, kOp, ": ", name, ": expected ", shape, ", received ", t.sym_sizes());
     TORCH_CHECK(
-        at::isFloatingType(t.scalar_type()) && t.scalar_type() == q.scalar_type() && t.device() == q.device(),
+        is_supported_float(t.scalar_type()) && t.scalar_type() == q.scalar_type() && t.device() == q.device(),
         kOp, ": ", name, ": expected fp32, fp64, bf16 or fp16, and q's dtype and device, ", q.scalar_type(),
         " on ", q.device(), ", received ", t.scalar_type(), " on ", t.device());
   }
@@ -70,7 +71,7 @@ void Call::check() const {
               ": k and v: expected q's batch, ", q.sym_size(0), ", received ", k.sym_sizes(), " and ",
               v.sym_sizes());
   TORCH_CHECK(k.sym_size(1) > 0 && q.sym_size(1) % k.sym_size(1) == 0, kOp,
-              ": k: expected a number of heads that q's, ", q.sym_size(1), ", is a multiple of, received ",
+              ": k: expected a number of heads that divides q's, ", q.sym_size(1), ", received ",
               k.sym_size(1));
   TORCH_CHECK(left >= -1 && right >= -1, kOp,
               ": window: expected tokens to the left and to the right, -1 for all, received (", left, ", ",
@@ -94,8 +95,8 @@ void Call::check() const {
                       (t.dim() == 1 || (!packed() && t.sym_size(0) == q.sym_size(0)));
     check_vector("alibi_slopes", t, q, packed() ? "(heads)" : "(heads) or (batch, heads)", fits);
     TORCH_CHECK(!t.requires_grad(), kOp,
-                ": alibi_slopes: expected no requires_grad, as there is no gradient by them; "
-                "detach them, or give a bias");
+                ": alibi_slopes: expected a tensor without requires_grad, since slopes get no gradient; "
+                "detach them, or pass a bias");
   }
   if (bias) {
     const auto& t = *bias;
@@ -110,8 +111,8 @@ void Call::check() const {
                 ", any of them 1, received ", t.sym_sizes(), " for q of ", q.sym_sizes(), " and k of ",
                 k.sym_sizes());
     TORCH_CHECK(
-        (at::isFloatingType(t.scalar_type()) || t.scalar_type() == at::kBool) && t.device() == q.device(),
-        kOp, ": bias: expected floating-point numbers, or bool where true keys are seen, on ", q.device(),
+        (is_supported_float(t.scalar_type()) || t.scalar_type() == at::kBool) && t.device() == q.device(),
+        kOp, ": bias: expected a floating-point tensor, or bool with true for visible keys, on ", q.device(),
         ", received ", t.scalar_type(), " on ", t.device());
     TORCH_CHECK(t.scalar_type() != at::kDouble || q.scalar_type() == at::kDouble, kOp,
                 ": bias: expected fp32, bf16, fp16 or bool, received fp64 for q of ", q.scalar_type());
@@ -132,7 +133,7 @@ at::SymDimVector Call::lse_sizes() const {
 
 Tensor Call::empty_out() const {
   const auto sizes = out_sizes();
-  // Sorts the dimensions by q's strides, largest first. The features stay last.
+  // Sorts the dimensions of q, except for the features, by stride in descending order.
   std::array<int64_t, kMostSizes> order{0, 1, 2}, places{};
   const int64_t outer = q.dim() - 1;
   std::stable_sort(order.begin(), order.begin() + outer,

@@ -13,8 +13,8 @@ std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionPro
   const auto check = [&](const char* name, const int32_t* offsets, int64_t tokens) {
     bool rise = p.batch >= 0 && offsets[0] == 0 && offsets[p.batch] == tokens;
     for (int64_t s = 0; s < p.batch; ++s) rise &= offsets[s] <= offsets[s + 1];
-    TORCH_CHECK(rise, kOp, ": ", name, ": expected offsets that rise from 0 to the ", tokens,
-                " tokens there are, received ", call.cu_seqlens_q->numel(), " of which the last is ",
+    TORCH_CHECK(rise, kOp, ": ", name, ": expected offsets that rise from 0 to the number of tokens, ",
+                tokens, ", received ", call.cu_seqlens_q->numel(), " offsets, the last of which is ",
                 p.batch >= 0 ? offsets[p.batch] : 0);
   };
   check("cu_seqlens_q", p.cu_seqlens_q, p.queries);
@@ -96,11 +96,12 @@ void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const
   const auto type = p.bias_type == kernels::BiasType::kFloat      ? at::kFloat
                     : p.bias_type == kernels::BiasType::kBFloat16 ? at::kBFloat16
                                                                   : at::kHalf;
-  // If all queries, or all keys, have the same bias, one line, or one step of the depth, is packed and then
-  // repeated.
+  // If the bias is equal for all queries, it is packed for one query, and the result is copied to the other
+  // queries. If the bias is equal for all keys, the same is done with one key.
   const int64_t lines = p.bias_query == 0 ? 1 : some, depth = p.bias_key == 0 ? 1 : count;
-  // For the packing kernel, a line stride of 1 means that the lines are adjacent in memory. Lines with more
-  // than one step of depth are not, so their stride is at least 2.
+  // Here the lines that pack() packs are queries, and the depth steps are keys. pack() takes a line stride of
+  // 1 to mean that the lines are adjacent in memory. If there are several keys, the keys are adjacent, so the
+  // line stride is passed as at least 2.
   const int64_t line_stride = depth == 1 && lines > 1 ? p.bias_query : std::max<int64_t>(p.bias_query, 2);
   Kernels::pack(kernels.gemm.fp32, type, p.bias, offset, lines, depth, line_stride, 1, columns, added);
   if (lines < some) {
@@ -117,12 +118,14 @@ kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Seque
 
 namespace {
 
-// Queries of all heads of a task: a packed block of keys is used for this many queries.
+// Number of queries in a task, summed over its heads. A block of keys is packed once for all these queries.
 constexpr int64_t kQueries = 256;
-// Keys of a block: their scores stay in the L1 cache. A multiple of the GEMM's rows.
+// Number of keys in a block, a multiple of the number of rows of a GEMM tile. The scores of a block fit in
+// the L1 cache.
 constexpr int64_t kKeys = 168;
 
-// Some heads that read the same keys, and a range of their queries.
+// A unit of work of the forward pass: some query heads that share a key-value head, and a range of their
+// queries.
 struct ForwardTask {
   const Sequence* sequence;
   int64_t kv_head, first_head, heads;
@@ -137,7 +140,8 @@ std::vector<ForwardTask> tasks_of(const kernels::AttentionProblem& p, const std:
   for (const Sequence& s : sequences) {
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       for (int64_t g = 0; g < group; g += together) {
-        // The last queries come first: if the call is causal, they have the most work.
+        // Tasks with the last queries of a sequence come first, because they take longest in causal
+        // attention.
         for (int64_t c = gemm::parts_of(s.queries, chunk) - 1; c >= 0; --c) {
           tasks.push_back({&s,
                            h,
@@ -210,7 +214,7 @@ class Forward {
                 sink ? p_.sinks[panel.head] : -std::numeric_limits<float>::infinity());
   }
 
-  // Adds a block of keys to the sums of one panel of queries.
+  // Adds the keys and values of a block to the softmax sums and the output of one panel of queries.
   void add(const Sequence& s, const Panel& panel, int64_t i, Range block) {
     const Range seen = overlap(panel.keys, block);
     if (seen.empty()) return;

@@ -1,21 +1,288 @@
-#include "attention/attention_cpu_backward.h"
+// Backward of attention on the CPU. A task handles some keys of a head: it visits the queries that see them
+// and sums the gradients of these keys and values in cache. If there are fewer heads than wanted tasks, the
+// keys of a head are divided among several tasks. The gradient of q is a sum over keys, so each of these
+// tasks then has its own sum of grad_q. These sums are added at the end in a fixed order.
+
+#include <array>
+#include <optional>
+
+#include "attention/attention_cpu.h"
 
 namespace shoestring::attend {
 namespace {
 
-// Number of parallel tasks to aim for. It does not depend on the number of threads, because no sum may depend
-// on that number.
+// A unit of work of the backward pass. The keys of a head form blocks, which are dealt out to part_count
+// tasks in turn. The task handles the blocks part, part + part_count, part + 2 * part_count and so on.
+struct BackwardTask {
+  const Sequence* sequence;
+  int64_t kv_head, part, part_count;
+  // Buffer for this task's sums of grad_q: (query heads per key-value head, panels of queries, features with
+  // padding, queries of a panel). If null, the task writes the final grad_q itself.
+  float* grad_q;
+};
+
+// Returns the range of queries that see at least one key of the range `keys`.
+Range queries_of(const kernels::AttentionProblem& p, const Sequence& s, Range keys) {
+  const int64_t shift = s.keys - s.queries;
+  return overlap({0, s.queries}, {keys.begin - p.right - shift, keys.end + p.left - shift});
+}
+
+struct Inputs {
+  Elements q, k, v, grad_out;
+  const float *lse, *delta;
+};
+
+struct Outputs {
+  std::optional<Elements> q, k, v;
+  // Sum of the bias's gradient, in the bias's shape and initially zero. It is fp64 if the bias is equal for
+  // all queries, because sums over queries may cancel; else fp32.
+  Tensor bias;
+  // Strides of batch, head, query and key in the bias's gradient; 0 for a dimension of size 1.
+  std::array<int64_t, 4> bias_strides{};
+};
+
+class Backward {
+  // Number of queries in a block. It is the depth of the matrix products that sum over queries.
+  static constexpr int64_t kQueries = 128;
+  // Limits for the number of keys in a block. kBlockElements limits keys * features, so that each operand
+  // takes about 48 KiB.
+  static constexpr int64_t kMostKeys = 192, kLeastKeys = 64, kBlockElements = 12288;
+
+ public:
+  Backward(const Kernels& kernels, const kernels::AttentionProblem& p, const Inputs& in, const Outputs& out)
+      : kernels_(kernels), p_(p), in_(in), out_(out), columns_(kernels.columns), steps_(kernels.steps),
+        wide_(kernels.gemm.rows), width_(kernels.width_for(p.head_dim)),
+        value_width_(kernels.width_for(p.value_dim)), lines_(round_up(p.head_dim, width_)),
+        value_lines_(round_up(p.value_dim, value_width_)), most_(keys_of_block(kernels, p)),
+        key_panel_(kernels.panel(p.head_dim, wide_)), value_panel_(kernels.panel(p.value_dim, wide_)),
+        query_panel_(kernels.panel(kQueries, columns_)), keys_(gemm::parts_of(most_, wide_) * key_panel_),
+        values_(gemm::parts_of(most_, wide_) * value_panel_),
+        key_features_(lines_ / width_ * kernels.panel(most_, width_)),
+        query_features_(lines_ / width_ * kernels.panel(kQueries, width_)),
+        grad_features_(value_lines_ / value_width_ * kernels.panel(kQueries, value_width_)),
+        query_(kernels.panel(p.head_dim, columns_)), grad_(kernels.panel(p.value_dim, columns_)),
+        scores_(round_up(most_ + wide_, wide_) * columns_), by_p_(round_up(most_ + wide_, wide_) * columns_),
+        cap_slope_(p.softcap == 0 ? 0 : most_ * columns_), mask_(p.seed == nullptr ? 0 : most_ * columns_),
+        added_(p.bias == nullptr ? 0 : most_ * columns_), pairs_(kernels.panel(most_, columns_)),
+        probabilities_(gemm::parts_of(most_, columns_) * query_panel_),
+        by_score_(gemm::parts_of(most_, columns_) * query_panel_),
+        grad_k_(gemm::parts_of(most_, columns_) * lines_ * columns_),
+        grad_v_(gemm::parts_of(most_, columns_) * value_lines_ * columns_),
+        rows_(columns_ * round_up(std::max(p.head_dim, p.value_dim), columns_)), lse_(columns_),
+        delta_(columns_) {}
+
+  // Returns the number of keys in a block.
+  static int64_t keys_of_block(const Kernels& kernels, const kernels::AttentionProblem& p) {
+    const int64_t fit =
+        kBlockElements / std::max(p.head_dim, p.value_dim) / kernels.columns * kernels.columns;
+    return std::clamp(fit, kLeastKeys, kMostKeys);
+  }
+
+  // Returns the number of fp32 elements in a task's sums of grad_q, for all query heads of a key-value head.
+  static int64_t grad_q_size(const Kernels& kernels, const kernels::AttentionProblem& p, const Sequence& s) {
+    return p.heads / p.kv_heads * gemm::parts_of(s.queries, kernels.columns) *
+           round_up(p.head_dim, kernels.width_for(p.head_dim)) * kernels.columns;
+  }
+
+  void run(const BackwardTask& task) {
+    const Sequence& s = *task.sequence;
+    const int64_t size = out_.q ? grad_q_size(kernels_, p_, s) : 0;
+    grad_q_ = task.grad_q;
+    if (out_.q && grad_q_ == nullptr) {
+      if (own_grad_q_size_ < size) own_grad_q_.emplace(size), own_grad_q_size_ = size;
+      grad_q_ = *own_grad_q_;
+    }
+    if (out_.q) std::fill_n(grad_q_, size, 0.f);
+    for (int64_t first = task.part * most_; first < s.keys; first += task.part_count * most_) {
+      block(s, task.kv_head, {first, std::min(first + most_, s.keys)});
+    }
+    if (out_.q && task.grad_q == nullptr) {
+      const int64_t group = p_.heads / p_.kv_heads, panels = gemm::parts_of(s.queries, columns_);
+      for (int64_t i = 0; i < group * panels; ++i) {
+        store_queries(s, task.kv_head * group + i / panels, i % panels, grad_q_ + i * lines_ * columns_);
+      }
+    }
+  }
+
+  // Scales the summed grad_q of a panel of queries and writes it to the output tensor.
+  void store_queries(const Sequence& s, int64_t head, int64_t panel, const float* sums) {
+    const int64_t first = panel * columns_, count = std::min(columns_, s.queries - first);
+    kernels_.store_columns(sums, p_.head_dim, count, p_.scale, *out_.q,
+                           out_.q->offset(s, head, s.begin_q + first), rows_);
+  }
+
+ private:
+  void block(const Sequence& s, int64_t kv_head, Range keys) {
+    const int64_t count = keys.end - keys.begin, panels = gemm::parts_of(count, columns_);
+    const int64_t group = p_.heads / p_.kv_heads, token = s.begin_k + keys.begin;
+    std::fill_n(static_cast<float*>(grad_k_), panels * lines_ * columns_, 0.f);
+    std::fill_n(static_cast<float*>(grad_v_), panels * value_lines_ * columns_, 0.f);
+    const Range queries = queries_of(p_, s, keys);
+    if (!queries.empty()) {
+      const int64_t offset = in_.k.offset(s, kv_head, token);
+      kernels_.pack_tokens(in_.k, offset, count, p_.head_dim, wide_, keys_);
+      kernels_.pack_tokens(in_.v, in_.v.offset(s, kv_head, token), count, p_.value_dim, wide_, values_);
+      if (out_.q) kernels_.pack_features(in_.k, offset, count, p_.head_dim, width_, key_features_);
+      for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+        for (int64_t i = queries.begin / kQueries * kQueries; i < queries.end; i += kQueries) {
+          add_queries(s, h, {i, std::min(i + kQueries, s.queries)}, keys);
+        }
+      }
+    }
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t first = panel * columns_, some = std::min(columns_, count - first);
+      if (out_.k) {
+        kernels_.store_columns(grad_k_ + panel * lines_ * columns_, p_.head_dim, some, p_.scale, *out_.k,
+                               out_.k->offset(s, kv_head, token + first), rows_);
+      }
+      if (out_.v) {
+        kernels_.store_columns(grad_v_ + panel * value_lines_ * columns_, p_.value_dim, some, 1, *out_.v,
+                               out_.v->offset(s, kv_head, token + first), rows_);
+      }
+    }
+  }
+
+  void add_queries(const Sequence& s, int64_t head, Range queries, Range keys) {
+    const int64_t count = queries.end - queries.begin, token = s.begin_q + queries.begin;
+    const int64_t key_panels = gemm::parts_of(keys.end - keys.begin, columns_);
+    const int64_t q_at = in_.q.offset(s, head, token), grad_at = in_.grad_out.offset(s, head, token);
+    if (out_.k) kernels_.pack_features(in_.q, q_at, count, p_.head_dim, width_, query_features_);
+    if (out_.v)
+      kernels_.pack_features(in_.grad_out, grad_at, count, p_.value_dim, value_width_, grad_features_);
+    // For each panel of keys, seen_ is the range of queries in this block, in whole panels, that see at least
+    // one key of the panel.
+    seen_.assign(key_panels, Range{kQueries, 0});
+    for (int64_t i = 0; i < count; i += columns_) {
+      const Range some{queries.begin + i, std::min(queries.begin + i + columns_, queries.end)};
+      const Range visible = overlap(keys_of(p_, s, some), keys);
+      if (visible.empty()) continue;
+      const Range panels{(visible.begin - keys.begin) / columns_,
+                         gemm::parts_of(visible.end - keys.begin, columns_)};
+      add_panel(s, head, some, keys, panels, i);
+      for (int64_t j = panels.begin; j < panels.end; ++j)
+        seen_[j] = {std::min(seen_[j].begin, i), std::min(i + columns_, count)};
+    }
+    const auto add = [&](const Buffer& features, int64_t width, int64_t size, const Buffer& panels,
+                         const Buffer& sums) {
+      const int64_t lines = round_up(size, width);
+      for (int64_t j = 0; j < key_panels; ++j) {
+        if (seen_[j].empty()) continue;
+        kernels_.product.strip(features + seen_[j].begin / steps_ * width, kernels_.panel(count, width),
+                               width, size, panels + j * query_panel_ + seen_[j].begin / steps_ * columns_,
+                               gemm::parts_of(seen_[j].end - seen_[j].begin, steps_),
+                               sums + j * lines * columns_, 1, 1);
+      }
+    };
+    if (out_.v) add(grad_features_, value_width_, p_.value_dim, probabilities_, grad_v_);
+    if (out_.k) add(query_features_, width_, p_.head_dim, by_score_, grad_k_);
+  }
+
+  // Computes the scores of one panel of queries and some panels of the block's keys, and adds what they
+  // contribute to the gradients. place: offset of the panel's first query in its block of queries.
+  void add_panel(const Sequence& s, int64_t head, Range queries, Range block, Range panels, int64_t place) {
+    const int64_t some = queries.end - queries.begin, token = s.begin_q + queries.begin;
+    const int64_t first = panels.begin * columns_;
+    const Range keys{block.begin + first, std::min(block.begin + panels.end * columns_, block.end)};
+    const int64_t count = keys.end - keys.begin;
+    const int64_t row = row_of(p_, s, head, queries.begin);
+    std::fill_n(std::copy_n(in_.lse + row, some, static_cast<float*>(lse_)), columns_ - some,
+                std::numeric_limits<float>::infinity());
+    std::fill_n(std::copy_n(in_.delta + row, some, static_cast<float*>(delta_)), columns_ - some, 0.f);
+
+    // Compute the scores and the gradients with respect to the probabilities, each as a matrix (keys,
+    // queries).
+    kernels_.pack_tokens(in_.q, in_.q.offset(s, head, token), some, p_.head_dim, columns_, query_);
+    kernels_.pack_tokens(in_.grad_out, in_.grad_out.offset(s, head, token), some, p_.value_dim, columns_,
+                         grad_);
+    const int64_t tile = first / wide_, skipped = first - tile * wide_, lines = skipped + count;
+    kernels_.product.strip(keys_ + tile * key_panel_, key_panel_, wide_, lines, query_,
+                           gemm::parts_of(p_.head_dim, steps_), scores_, p_.scale, 0);
+    kernels_.product.strip(values_ + tile * value_panel_, value_panel_, wide_, lines, grad_,
+                           gemm::parts_of(p_.value_dim, steps_), by_p_, 1, 0);
+    float *scores = scores_ + skipped * columns_, *by_p = by_p_ + skipped * columns_;
+
+    const bool capped = p_.softcap != 0, edge = is_edge(p_, s, queries, keys);
+    const auto shape = panel_of(p_, s, head, queries.begin);
+    if (p_.bias != nullptr) fill_bias(kernels_, p_, s, head, queries, keys, added_);
+    if (edge || p_.bias != nullptr || capped || shape.slope != 0) {
+      kernels_.table.adjust(shape, keys.begin, count,
+                            p_.bias != nullptr ? static_cast<float*>(added_) : nullptr, edge, scores,
+                            capped ? static_cast<float*>(cap_slope_) : nullptr);
+    }
+    float* mask = p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr;
+    if (mask != nullptr) {
+      kernels_.table.mask(static_cast<uint64_t>(*p_.seed), static_cast<uint32_t>(row), keys.begin, count,
+                          p_.threshold, p_.kept, mask);
+    }
+    kernels_.table.differentiate[in_.q.type != at::kFloat](scores, by_p, count, mask, lse_, delta_);
+    if (out_.bias.defined()) add_to_bias(s, head, queries, keys, by_p);
+    if (capped) kernels_.table.multiply(by_p, cap_slope_, count * columns_);
+
+    if (out_.q) {
+      const float* panel = by_p;
+      if (steps_ > 1) {
+        kernels_.product.pack_float(by_p, columns_, count, 1, columns_, columns_, pairs_);
+        panel = pairs_;
+      }
+      const int64_t group = p_.heads / p_.kv_heads, of_head = gemm::parts_of(s.queries, columns_);
+      float* sums = grad_q_ + (head % group * of_head + queries.begin / columns_) * lines_ * columns_;
+      kernels_.product.strip(key_features_ + first / steps_ * width_,
+                             kernels_.panel(block.end - block.begin, width_), width_, p_.head_dim, panel,
+                             gemm::parts_of(count, steps_), sums, 1, 1);
+    }
+    for (int64_t j = panels.begin; j < panels.end; ++j) {
+      const int64_t from = (j * columns_ - first) * columns_,
+                    to = j * query_panel_ + place / steps_ * columns_;
+      const int64_t lines = std::min(columns_, block.end - block.begin - j * columns_);
+      if (out_.v)
+        kernels_.product.pack_float(scores + from, lines, columns_, columns_, 1, columns_,
+                                    probabilities_ + to);
+      if (out_.k)
+        kernels_.product.pack_float(by_p + from, lines, columns_, columns_, 1, columns_, by_score_ + to);
+    }
+  }
+
+  void add_to_bias(const Sequence& s, int64_t head, Range queries, Range keys, const float* by_score) {
+    const auto& [batch, by_head, by_query, by_key] = out_.bias_strides;
+    const int64_t offset =
+        s.batch * batch + head * by_head + (s.begin_q + queries.begin) * by_query + keys.begin * by_key;
+    const auto add = [&, by_query = by_query, by_key = by_key](auto* to) {
+      for (int64_t i = 0; i < queries.end - queries.begin; ++i) {
+        for (int64_t j = 0; j < keys.end - keys.begin; ++j)
+          to[i * by_query + j * by_key] += by_score[j * columns_ + i];
+      }
+    };
+    if (out_.bias.scalar_type() == at::kDouble) return add(out_.bias.mutable_data_ptr<double>() + offset);
+    add(out_.bias.mutable_data_ptr<float>() + offset);
+  }
+
+  const Kernels& kernels_;
+  const kernels::AttentionProblem& p_;
+  const Inputs& in_;
+  const Outputs& out_;
+  int64_t columns_, steps_, wide_, width_, value_width_, lines_, value_lines_, most_, key_panel_,
+      value_panel_, query_panel_;
+  Buffer keys_, values_, key_features_, query_features_, grad_features_, query_, grad_, scores_, by_p_,
+      cap_slope_, mask_, added_, pairs_, probabilities_, by_score_, grad_k_, grad_v_, rows_, lse_, delta_;
+  std::vector<Range> seen_;
+  float* grad_q_ = nullptr;
+  std::optional<Buffer> own_grad_q_;
+  int64_t own_grad_q_size_ = 0;
+};
+
+// Wanted number of parallel tasks. It does not depend on the number of threads, because the order of
+// summation, and thus the result, must not depend on it.
 constexpr int64_t kTasks = 8;
-// Limit in bytes for all partial sums of grad_q. Each part of the keys has a partial sum.
+// Limit in bytes for the memory of all partial sums of grad_q.
 constexpr int64_t kPartBytes = int64_t{64} << 20;
 
-// Rounds run one after the other. The tasks of one round may run in parallel, because they add to different
-// elements of the bias's gradient.
+// Groups of tasks. The groups run one after the other. The tasks within a group may run in parallel, because
+// they add to different elements of the bias's gradient.
 using Rounds = std::vector<std::vector<BackwardTask>>;
 
 struct Plan {
   Rounds rounds;
-  std::optional<Buffer> parts;  // partial sums of grad_q
+  std::optional<Buffer> parts;  // partial sums of grad_q, one for each task that shares a head's keys
 };
 
 Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
@@ -64,7 +331,7 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
   return plan;
 }
 
-// Adds the partial sums of grad_q in the order of the parts, and stores each panel of queries.
+// Adds the partial sums of grad_q of the tasks that share a head, in a fixed order, and writes grad_q.
 void add_parts(const Kernels& kernels, const kernels::AttentionProblem& p, const Rounds& rounds,
                const Inputs& in, const Outputs& out) {
   std::vector<const BackwardTask*> heads;
@@ -99,8 +366,8 @@ Tensor delta_of(const Kernels& kernels, const kernels::AttentionProblem& p,
   Tensor delta = at::empty(upstream.lse.sizes(), upstream.lse.options());
   float* to = delta.mutable_data_ptr<float>();
   const int64_t columns = kernels.columns, panel = kernels::packed_size(p.value_dim, 1, columns);
-  // Uses fp32 and the summation order of the gradients of the probabilities. If a query sees only one key,
-  // delta and the gradient of that key's probability are therefore the same number.
+  // delta is summed in fp32 in the same order as the gradients with respect to the probabilities. If a query
+  // sees only one key, delta and the gradient of that key's probability are therefore bitwise equal.
   const auto pack = [&](const Elements& t, int64_t offset, int64_t count, float* into) {
     Kernels::pack(kernels.gemm.fp32, t.type, t.data, offset, count, p.value_dim, t.at.token, 1, columns,
                   into);

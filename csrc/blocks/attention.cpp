@@ -60,18 +60,18 @@ void AttentionImpl::check(const Tensor& x, const AttentionInput& input) const {
                       "keys, ", source_features, "), received none, and x of ", options.features(),
                       " features");
   }
-  TORCH_CHECK_VALUE(
-      has_cos == input.sin().has_value() && (has_cos || !input.position_ids().has_value()),
-      "nn::Attention: cos and sin: expected both, or neither and no position_ids, received other");
+  TORCH_CHECK_VALUE(has_cos == input.sin().has_value() && (has_cos || !input.position_ids().has_value()),
+                    "nn::Attention: cos and sin: expected both tables, or neither and no position_ids; "
+                    "received cos or sin alone, or position_ids without them");
   TORCH_CHECK_VALUE(!input.source().has_value() || !has_cos,
-                    "nn::Attention: cos: expected none with a source, as queries and "
-                    "keys have other positions, received a table");
+                    "nn::Attention: cos: expected no table with a source, since queries and keys have "
+                    "different positions; received one");
 }
 
 Tensor AttentionImpl::forward(const Tensor& x, const AttentionInput& input) {
   check(x, input);
   const bool packed = input.cu_seqlens_q().has_value();
-  std::vector<Tensor> all;  // query, key, value
+  std::vector<Tensor> all;  // [query, key, value]
   if (input.source().has_value()) {
     all = forward_together(*input.source(), {k_proj, v_proj});
     all.insert(all.begin(), q_proj(x));

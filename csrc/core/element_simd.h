@@ -1,8 +1,8 @@
 #pragma once
 
-// The element types in memory (fp32, bf16 and fp16), with conversions to and from fp32 registers. A `Pair`
-// holds the numbers of two registers in whichever order is cheapest to load, for code that treats each number
-// alone. as_pair() converts two registers in order to a Pair; in_order() does the reverse.
+// Element types in memory (fp32, bf16 and fp16), with conversions to and from fp32 registers. A `Pair` holds
+// two registers of elements in the order that is cheapest to load; elementwise code can use a Pair without
+// reordering. as_pair() converts two registers from memory order to a Pair, and in_order() converts back.
 
 #include "core/vec_simd.h"
 
@@ -12,7 +12,8 @@ struct Pair {
   F32 first, second;
 };
 
-// Replaces a NaN by one whose lower 16 bits are zero, as BFloat16::store_pair requires.
+// Replaces a NaN by one whose lower 16 bits are zero, because BFloat16::store_pair() rounds such a NaN to a
+// bf16 NaN.
 SHOESTRING_INLINE F32 plain_nan(F32 x) { return x == x ? x : splat(__builtin_nanf("")); }
 
 struct Float {
@@ -33,8 +34,9 @@ struct BFloat16 {
     const U32 both = load_as<U32>(p);
     return {as_float(both << 16), as_float(both & 0xffff0000u)};
   }
-  // Only for numbers computed from bf16: any NaN among them then has a zero lower half, which cannot carry
-  // over when rounding.
+  // Rounds a Pair to bf16 and stores it. The values must be computed from bf16 elements. A NaN that comes
+  // from a bf16 element has zeros in its lower 16 bits, so rounding cannot carry into its upper 16 bits.
+  // Other NaNs could become numbers.
   static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) {
     const U32 both = (round_upper_half(x.first) >> 16) | (round_upper_half(x.second) & 0xffff0000u);
     __builtin_memcpy(p, &both, sizeof both);
@@ -68,13 +70,21 @@ struct Half {
   }
 };
 
-// Loads the first n elements and fills the other lanes with zeros. n may be zero or exceed the register.
+// Loads the first n elements, n < kLanes, into a register and sets its other lanes to zero. n may be 0 or
+// negative. The function is not inlined, because inlined copies made up most of the machine code of rms_norm
+// and layer_norm.
 template <class E>
-SHOESTRING_INLINE F32 load_some(const typename E::Type* p, int64_t n) {
-  if (n >= kLanes) return E::load(p);
+__attribute__((noinline)) F32 load_rest(const typename E::Type* p, int64_t n) {
   typename E::Type some[kLanes] = {};
   if (n > 0) __builtin_memcpy(some, p, n * sizeof some[0]);
   return E::load(some);
+}
+
+// Loads the first n elements into a register and sets its other lanes to zero. n may be 0, and may exceed the
+// number of lanes.
+template <class E>
+SHOESTRING_INLINE F32 load_some(const typename E::Type* p, int64_t n) {
+  return n >= kLanes ? E::load(p) : load_rest<E>(p, n);
 }
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

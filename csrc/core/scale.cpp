@@ -11,7 +11,7 @@ namespace {
 using at::Tensor;
 
 void check(const Tensor& x, const Tensor& factor) {
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()) && x.is_contiguous(),
+  TORCH_CHECK(is_supported_float(x.scalar_type()) && x.is_contiguous(),
               "scale_: x: expected a contiguous floating-point tensor, received ", x.scalar_type());
   TORCH_CHECK(factor.sym_numel() == 1, "scale_: factor: expected one element, received ", factor.sym_sizes());
   TORCH_CHECK(factor.device() == x.device(), "scale_: factor: expected x's device, ", x.device(),

@@ -1,17 +1,16 @@
 #pragma once
 
-// SIMD vectors of one register's width, as the compiler's vector types: arithmetic, comparison and `mask ? a
-// : b` are language operators. Everything is in the capability's namespace, so that the linker cannot merge a
-// function compiled for AVX-512 into code for an AVX2 machine. For the same reason *_simd files use no
-// standard library templates.
+// SIMD registers as vector types of the compiler, so that arithmetic, comparison and `mask ? a : b` are
+// language operators. Everything is in the capability's own namespace. Otherwise the linker could merge a
+// function compiled for AVX-512 into code for a machine with only AVX2. For this reason, *_simd.cpp files use
+// no templates of the standard library either.
 
 #include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored \
-    "-Wmaybe-uninitialized"  // GCC 12 warns about undefined operands in its own headers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 has false warnings in intrinsics
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
@@ -31,8 +30,10 @@ constexpr int kLanes = kBytes / 4;  // number of fp32 lanes in a register
 typedef float F32 __attribute__((vector_size(kBytes)));
 typedef int32_t I32 __attribute__((vector_size(kBytes)));
 typedef uint32_t U32 __attribute__((vector_size(kBytes)));
-typedef uint16_t U16 __attribute__((vector_size(kBytes / 2)));  // one 16-bit value per lane
-typedef uint8_t U8 __attribute__((vector_size(kBytes / 4)));    // one byte per lane
+// register that holds a 16-bit element for each fp32 lane
+typedef uint16_t U16 __attribute__((vector_size(kBytes / 2)));
+// register that holds a byte for each fp32 lane
+typedef uint8_t U8 __attribute__((vector_size(kBytes / 4)));
 
 #define SHOESTRING_INLINE static inline __attribute__((always_inline))
 #define SHOESTRING_METHOD inline __attribute__((always_inline))
@@ -52,7 +53,7 @@ SHOESTRING_INLINE V load_as(const T* p) {
 SHOESTRING_INLINE F32 load(const float* p) { return load_as<F32>(p); }
 SHOESTRING_INLINE void store(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
 
-// Loads or stores the first n lanes. Loading sets the other lanes to `fill`.
+// Load or store the first n lanes of a register. Loading sets the other lanes to `fill`.
 SHOESTRING_INLINE F32 load(const float* p, int64_t n, float fill) {
   F32 v = splat(fill);
   __builtin_memcpy(&v, p, n * sizeof(float));
@@ -60,7 +61,7 @@ SHOESTRING_INLINE F32 load(const float* p, int64_t n, float fill) {
 }
 SHOESTRING_INLINE void store(float* p, F32 v, int64_t n) { __builtin_memcpy(p, &v, n * sizeof(float)); }
 
-// Maximum and minimum per lane. The result is b if a or b is NaN.
+// Maximum and minimum of each lane. If a or b is NaN, the result is b.
 #if defined(__AVX512F__)
 SHOESTRING_INLINE F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 SHOESTRING_INLINE F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
@@ -88,7 +89,8 @@ SHOESTRING_INLINE I32 widen(const uint8_t* p) {
   return (I32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 #else
-SHOESTRING_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }  // rounds twice, unlike a true FMA
+// Without an FMA instruction, fma() rounds the product and then the sum.
+SHOESTRING_INLINE F32 fma(F32 a, F32 b, F32 c) { return a * b + c; }
 SHOESTRING_INLINE F32 sqrt(F32 x) {
   for (int i = 0; i < kLanes; ++i) x[i] = __builtin_sqrtf(x[i]);
   return x;
@@ -101,8 +103,8 @@ SHOESTRING_INLINE bool any(I32 mask) {
 SHOESTRING_INLINE I32 widen(const uint8_t* p) { return __builtin_convertvector(load_as<U8>(p), I32); }
 #endif
 
-// Looks up eight fp32 numbers by the low three bits of each lane. The table is kept in a register if the CPU
-// can shuffle by index.
+// lookup() returns for each lane the entry of an fp32 table with eight entries that the lane's lowest three
+// bits select. The table stays in a register if the CPU can shuffle a register by index.
 #if defined(__AVX512F__)
 typedef F32 Table8;
 SHOESTRING_INLINE Table8 load_table8(const float* p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
@@ -121,7 +123,8 @@ SHOESTRING_INLINE F32 lookup(Table8 t, U32 i) {
 }
 #endif
 
-// Returns -x if the sign bit of `sign` is set, otherwise x. With AVX2 the result is 0 if `sign` is 0.
+// Returns -x in lanes where the sign bit of `sign` is set, else x. With AVX2, the result is 0 where all bits
+// of `sign` are 0.
 SHOESTRING_INLINE I32 copy_sign(I32 x, F32 sign) {
 #if defined(__AVX512F__)
   return (I32)_mm512_mask_sub_epi32((__m512i)x, _mm512_movepi32_mask((__m512i)sign), (__m512i)I32{},
@@ -134,8 +137,7 @@ SHOESTRING_INLINE I32 copy_sign(I32 x, F32 sign) {
 #endif
 }
 
-// Returns x + 1 where a > b, otherwise x. With AVX-512 the mask is used directly and not converted to a
-// number.
+// Returns x + 1 in lanes where a > b, else x. With AVX-512, the comparison's mask selects the lanes directly.
 SHOESTRING_INLINE I32 add_where_greater(I32 x, F32 a, F32 b) {
 #if defined(__AVX512F__)
   const __mmask16 greater = _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ);
@@ -145,7 +147,7 @@ SHOESTRING_INLINE I32 add_where_greater(I32 x, F32 a, F32 b) {
 #endif
 }
 
-// Returns the minimum of each 16-bit half of the lanes separately.
+// Returns the minimum of the unsigned 16-bit halves of each lane.
 SHOESTRING_INLINE U32 min_halves(U32 a, U32 b) {
 #if defined(__AVX512F__)
   return (U32)_mm512_min_epu16((__m512i)a, (__m512i)b);
@@ -157,11 +159,12 @@ SHOESTRING_INLINE U32 min_halves(U32 a, U32 b) {
 #endif
 }
 
-// Stores four registers of integers as bytes, in order. After `bias` is added, the integers are in [0, 255].
+// Adds `bias` to each integer in four registers, and stores the sums as bytes, one register after the other.
+// The sums must be in [0, 255].
 SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int bias) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // The pack instructions work within 128-bit halves, so a permutation restores the order of the groups of
-  // four bytes.
+  // AVX2's pack instructions work within 128-bit halves of a register. The permutation restores the order of
+  // the groups of four bytes.
   const __m256i offset = _mm256_set1_epi16(static_cast<int16_t>(bias));
   __m256i low = _mm256_add_epi16(_mm256_packs_epi32((__m256i)a, (__m256i)b), offset);
   __m256i high = _mm256_add_epi16(_mm256_packs_epi32((__m256i)c, (__m256i)d), offset);
@@ -181,7 +184,8 @@ SHOESTRING_INLINE void store_bytes(uint8_t* p, I32 a, I32 b, I32 c, I32 d, int b
 #endif
 }
 
-// A bf16 number is the upper half of an fp32 number. Rounding is to nearest, ties to even; NaN stays NaN.
+// Conversions between bf16 and fp32. A bf16 number is the upper half of an fp32 number. Rounding is to
+// nearest, ties to even; NaN stays NaN.
 #if defined(__AVX512F__)
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float((U32)_mm512_cvtepu16_epi32((__m256i)x) << 16); }
 #elif defined(__AVX2__)
@@ -189,8 +193,8 @@ SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float((U32)_mm256_cvtepu16_ep
 #else
 SHOESTRING_INLINE F32 from_bf16(U16 x) { return as_float(__builtin_convertvector(x, U32) << 16); }
 #endif
-// These two functions return the bf16 number in the upper half of each lane; the lower half is undefined.
-// round_upper_half() may turn a NaN with bits in its lower half into a number.
+// round_upper_half() and rounded_bf16() return the rounded bf16 number in the upper half of each lane; the
+// lower half is undefined. round_upper_half() may turn a NaN whose lower half is not zero into a number.
 SHOESTRING_INLINE U32 round_upper_half(F32 x) {
   const U32 bits = as_bits(x), above = bits + 0x7fffu;
 #if defined(__AVX512F__)
@@ -203,7 +207,7 @@ SHOESTRING_INLINE U32 round_upper_half(F32 x) {
 SHOESTRING_INLINE U32 rounded_bf16(F32 x) { return x == x ? round_upper_half(x) : as_bits(x) | 0x400000u; }
 SHOESTRING_INLINE U16 to_bf16(F32 x) { return __builtin_convertvector(rounded_bf16(x) >> 16, U16); }
 
-// Stores the upper halves of the lanes of two registers, in order.
+// Stores the upper 16 bits of each lane of register a, then those of register b.
 SHOESTRING_INLINE void store_upper_halves(uint16_t* p, U32 a, U32 b) {
 #if defined(__AVX512F__)
   __m512i odd;
@@ -214,7 +218,8 @@ SHOESTRING_INLINE void store_upper_halves(uint16_t* p, U32 a, U32 b) {
   }
   _mm512_storeu_si512(p, _mm512_permutex2var_epi16((__m512i)a, odd, (__m512i)b));
 #elif defined(__AVX2__)
-  __m256i both = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));  // packs within 128-bit halves
+  // The pack instruction works within 128-bit halves of a register. The permutation below restores the order.
+  __m256i both = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xd8));
 #else
   U16 x = __builtin_convertvector(a >> 16, U16), y = __builtin_convertvector(b >> 16, U16);
@@ -234,8 +239,8 @@ SHOESTRING_INLINE U16 to_fp16(F32 x) {
   return (U16)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-// Shifts exponent and mantissa up by 13 bits. A multiplication by 2^112 then corrects the exponent bias and
-// normalises subnormal numbers.
+// Shifts the exponent and mantissa of an fp16 number to their place in an fp32 number. Multiplying by 2^112
+// then corrects the exponent's bias and normalises subnormal numbers.
 SHOESTRING_INLINE F32 from_fp16(U16 x) {
   U32 h = __builtin_convertvector(x, U32);
   F32 magnitude = as_float((h & 0x7fffu) << 13) * 0x1p112f;
@@ -246,7 +251,8 @@ SHOESTRING_INLINE U16 to_fp16(F32 x) {
   U32 sign = (as_bits(x) >> 16) & 0x8000u;
   U32 bits = as_bits(x) & 0x7fffffffu;
   U32 normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
-  // For magnitudes below 2^-14, adding 0.5 leaves the rounded subnormal number in the low mantissa bits.
+  // For a magnitude below 2^-14, adding 0.5 rounds it to a subnormal fp16 number, in the low bits of the
+  // mantissa.
   U32 small = as_bits(as_float(bits) + 0.5f) - 0x3f000000u;
   U32 half = bits < 0x38800000u ? small : normal;
   half = bits >= 0x477ff000u ? U32{} + 0x7c00u : half;

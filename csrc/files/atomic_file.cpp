@@ -16,8 +16,8 @@ namespace shoestring::files {
 
 AtomicFile::AtomicFile(std::string caller, std::string path)
     : caller_(std::move(caller)), path_(std::move(path)) {
-  // Two writers of one path must not share a temporary file. A temporary file that a killed process left
-  // behind is skipped.
+  // Two writers of the same path must not share a temporary file. The name must also differ from temporary
+  // files that a killed process left behind.
   for (int i = 0; fd_ < 0; ++i) {
     temporary_ = path_ + ".tmp" + std::to_string(::getpid()) + "-" + std::to_string(i);
     fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
@@ -37,9 +37,9 @@ void AtomicFile::write(const void* data, int64_t size) {
 
 void AtomicFile::commit() {
   if (::fsync(fd_) != 0) fail("cannot write", errno);
-  if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot put the file in place", errno);
+  if (std::rename(temporary_.c_str(), path_.c_str()) != 0) fail("cannot replace the file", errno);
   ::close(std::exchange(fd_, -1));
-  // The rename itself is on disk only after the folder is synced.
+  // The new name of the file is on disk only once its folder has been synced.
   const auto slash = path_.rfind('/');
   sync_folder(caller_, slash == std::string::npos ? "." : path_.substr(0, slash + 1));
 }
@@ -59,7 +59,7 @@ void remove_file(const std::string& caller, const std::string& path) {
 
 void sync_folder(const std::string& caller, const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  // fsync() fails with EINVAL on a file system that cannot sync folders.
+  // fsync() fails with EINVAL on file systems that cannot sync folders; this error is ignored.
   const bool synced = fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);
   const int error = errno;
   if (fd >= 0) ::close(fd);

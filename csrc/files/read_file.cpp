@@ -13,8 +13,9 @@
 namespace shoestring::files {
 namespace {
 
-constexpr int kDeepest = 64;          // nesting depth of objects and lists; real files have 4
-constexpr int64_t kMost = 1'000'000;  // values in a JSON text; real files have one per tensor
+constexpr int kDeepest = 64;  // maximum nesting of JSON objects and lists; real files nest at most 4
+// maximum number of values in a JSON text; real files have about one per tensor
+constexpr int64_t kMost = 1'000'000;
 
 struct Closer {
   int fd;
@@ -24,7 +25,7 @@ struct Closer {
 }  // namespace
 
 int open_regular(const std::string& caller, const std::string& path, int64_t& size) {
-  // With O_NONBLOCK, open() does not wait on a named pipe, which is refused below.
+  // With O_NONBLOCK, open() does not block on a named pipe. Named pipes are rejected below.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   TORCH_CHECK_VALUE(fd >= 0, caller, ": ", path, ": cannot open: ", std::strerror(errno));
   struct stat info{};
@@ -42,7 +43,8 @@ void read_at(const std::string& caller, const std::string& path, int fd, void* o
     const ssize_t n = ::pread(fd, to, std::min<int64_t>(size, int64_t{1} << 30), offset);
     if (n < 0 && errno == EINTR) continue;
     TORCH_CHECK(n >= 0, caller, ": ", path, ": cannot read: ", std::strerror(errno));
-    TORCH_CHECK(n > 0, caller, ": ", path, ": ends at byte ", offset, ": something is changing it");
+    TORCH_CHECK(n > 0, caller, ": ", path, ": ends at byte ", offset,
+                ": another process is changing the file");
     to += n;
     offset += n;
     size -= n;
@@ -55,7 +57,7 @@ nlohmann::json parse_json(const std::string& place, const std::string& text, con
   const auto check = [&](int depth, Event event, nlohmann::json& parsed) {
     const bool begins = event == Event::object_start || event == Event::array_start;
     TORCH_CHECK_VALUE(!begins || depth < kDeepest, place, ": expected JSON of at most ", kDeepest,
-                      " objects and lists in each other, received more");
+                      " nested objects and lists, received more");
     if (begins || event == Event::value) ++values;
     TORCH_CHECK_VALUE(values <= kMost, place, ": expected JSON of at most ", kMost, " values, received more");
     if (event == Event::key && visit) visit(depth, parsed.get_ref<const std::string&>());

@@ -1,5 +1,5 @@
-// Parses the JSON header of a safetensors file event by event and never builds a tree: 100 MB of "[[[[" would
-// become a tree of gigabytes.
+// Parses the JSON header of a safetensors file with an event-driven (SAX) parser. It never builds a tree,
+// because a header of 100 MB that consists of "[[[[" would become a tree of several GB.
 
 #include "files/safetensors_header.h"
 
@@ -108,7 +108,7 @@ class Parser : public nlohmann::json_sax<Json> {
     } else if (where_ == Where::kTensor && field_ == "dtype") {
       const auto known =
           std::find_if(std::begin(kDTypes), std::end(kDTypes), [&](auto& d) { return value == d.name; });
-      if (known == std::end(kDTypes)) fail_tensor("dtype: PyTorch has none that is ", quote(value));
+      if (known == std::end(kDTypes)) fail_tensor("dtype: PyTorch has no dtype ", quote(value));
       entry_.dtype = known->type;
     } else {
       unexpected("a string");
@@ -144,7 +144,8 @@ class Parser : public nlohmann::json_sax<Json> {
   void check_size(const Entry& entry) {
     int64_t bytes = c10::elementSize(entry.dtype);
     bool overflow = false;
-    // A size of 0 does not excuse a shape that overflows, because strides are products of the other sizes.
+    // The overflow check counts a size of 0 as 1, because strides are products of the other sizes and must
+    // not overflow either.
     for (int64_t size : entry.shape)
       overflow |= __builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
     if (overflow) fail_tensor("shape: [", c10::Join(", ", entry.shape), "] overflows 64 bits");

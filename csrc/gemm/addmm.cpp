@@ -5,6 +5,7 @@
 #include <shoestring/ops.h>
 
 #include "core/call.h"
+#include "core/tensors.h"
 #include "gemm/gemm.h"
 
 namespace shoestring::gemm {
@@ -21,7 +22,7 @@ void check(const Tensor& self, const Tensor& mat1, const Tensor& mat2) {
   TORCH_CHECK(self.dim() == 2 && self.sym_size(0) == mat1.sym_size(0) && self.sym_size(1) == mat2.sym_size(1),
               kOp, ": self: expected shape (", mat1.sym_size(0), ", ", mat2.sym_size(1), "), received ",
               self.sym_sizes());
-  TORCH_CHECK(at::isFloatingType(mat1.scalar_type()) && mat1.scalar_type() == mat2.scalar_type(), kOp,
+  TORCH_CHECK(is_supported_float(mat1.scalar_type()) && mat1.scalar_type() == mat2.scalar_type(), kOp,
               ": mat1 and mat2: expected one dtype, fp32, fp64, bf16 or fp16, received ", mat1.scalar_type(),
               " and ", mat2.scalar_type());
   TORCH_CHECK(self.scalar_type() == mat1.scalar_type() ||

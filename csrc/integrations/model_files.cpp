@@ -27,16 +27,16 @@ using files::quote;
 using nn::LinearImpl;
 using nn::QuantizedLinearImpl;
 
-// A tensor or quantised weight of a module, with its name in the files.
+// A tensor or quantised weight that a module stores in model files, and the name that it has in these files.
 struct Slot {
   std::string name;
-  Tensor tensor;                         // undefined if the weight is quantised
+  Tensor tensor;                         // the dense tensor; undefined for a quantised weight
   LinearImpl* linear = nullptr;          // the Linear layer that owns the weight, or null
   QuantizedLinearImpl* layer = nullptr;  // the layer that holds the quantised weight, or null
 
   std::string prefix() const { return name.substr(0, name.size() - std::string("weight").size()); }
   std::string layer_name() const { return prefix().empty() ? "" : prefix().substr(0, prefix().size() - 1); }
-  // Returns the same pointer for two names of one tensor or layer.
+  // Returns the address of the tensor or layer. Two names that share one tensor have the same address.
   const void* identity() const {
     return layer != nullptr ? static_cast<const void*>(layer) : tensor.unsafeGetTensorImpl();
   }
@@ -69,13 +69,14 @@ void collect(const torch::nn::Module& module, const std::string& prefix, std::ve
   }
 }
 
-// Describes how load_model fills one slot: from a quantised weight, by quantising a dense weight, or by
-// copying.
+// Tells load_model how to load one tensor of the module: it uses a quantised weight from the files, quantises
+// a dense weight, or copies the tensor.
 struct Step {
   Slot slot;
-  std::optional<QuantizedKeys> keys;  // set if the weight is already quantised in the file
+  std::optional<QuantizedKeys> keys;  // keys of the quantised weight, if the files store the tensor as one
   bool quantize = false;
-  at::ScalarType dtype = at::kFloat;  // of the tensor, or of the dense weight before quantisation
+  // dtype of the loaded tensor, or of the dense weight before quantisation
+  at::ScalarType dtype = at::kFloat;
 };
 
 class Plan {
@@ -87,7 +88,8 @@ class Plan {
     collect(module, "", slots);
     std::map<const void*, std::vector<Slot>> same;
     for (const auto& [name, layer] : lora::adapted_layers(module)) {
-      TORCH_CHECK_VALUE(false, "load_model: module: expected one without adapters, but ", name, " has one");
+      TORCH_CHECK_VALUE(false, "load_model: module: expected a module without adapters, but ", name,
+                        " has one");
     }
     for (const Slot& slot : slots) same[slot.identity()].push_back(slot);
     std::vector<Slot> missing;
@@ -104,15 +106,16 @@ class Plan {
                         "load_model: ", files.file(name).path(), ": ", quote(name),
                         ": expected a tensor that the module has, received one of shape ",
                         at::IntArrayRef(files.entry(name).shape),
-                        " that it has not; LoadOptions::ignore passes over it");
+                        " that it does not have; add the name to LoadOptions::ignore");
     }
   }
 
-  // Returns the steps by their names in the files.
+  // Returns one Step for each tensor to load, by the name of the tensor in the files.
   const std::map<std::string, Step>& steps() const { return steps_; }
 
  private:
-  // Adds a step for a slot that has one or more names. Returns false if the files contain none of them.
+  // Adds the Steps that load a tensor, which the module may store under several names. Returns false if the
+  // files contain none of these names.
   bool add(const std::vector<Slot>& names) {
     bool found = false;
     for (const Slot& slot : names) {
@@ -128,7 +131,8 @@ class Plan {
         taken_.insert(step.keys->names.begin(), step.keys->names.end());
       } else if (files_.contains(slot.name)) {
         check_dense(slot);
-        // A weight with several names, such as one tied to the embedding, stays dense.
+        // A weight that the module stores under several names, such as an output layer tied to the embedding,
+        // stays dense.
         step.quantize = slot.layer != nullptr ||
                         (slot.linear != nullptr && names.size() == 1 && options_.quantize() != "none" &&
                          !lora::matches(slot.layer_name(), options_.skip()));
@@ -160,7 +164,7 @@ class Plan {
   const files::SafetensorsFiles& files_;
   const LoadOptions& options_;
   std::map<std::string, Step> steps_;
-  std::set<std::string> taken_;  // names in the files that fill a slot of the module
+  std::set<std::string> taken_;  // names of the tensors in the files that load_model reads
 };
 
 void load_quantized(const files::SafetensorsFiles& files, const Step& step) {
@@ -201,8 +205,8 @@ void load_dense(const files::SafetensorsFiles& files, const Step& step) {
 
 constexpr const char* kShard = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors";
 
-// Removes the index and the shards of an earlier model. Loaders that look for an index first would otherwise
-// go on reading that model, so the index is removed before its shards.
+// Removes the index and the shards of a model that was saved in this folder earlier. The index is removed
+// first, because loaders that prefer an index would otherwise read the earlier model.
 void remove_shards(const std::string& directory) {
   files::remove_file("save_model", directory + "/model.safetensors.index.json");
   files::sync_folder("save_model", directory);
@@ -229,8 +233,8 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
   torch::NoGradGuard no_grad;
   const files::SafetensorsFiles files(path);
   const integrations::Plan plan(module, files, path, options);
-  // All dense weights that are quantised on loading share one buffer, because memory freed between tensors
-  // does not always go back to the system.
+  // All dense weights that are quantised while loading use one common buffer. Memory that is freed after each
+  // weight would not always be returned to the system.
   int64_t largest = 0;
   for (const auto& [name, step] : plan.steps()) {
     if (!step.keys && step.quantize)
@@ -252,7 +256,7 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
 }
 
 void save_model(const torch::nn::Module& module, const std::string& directory) {
-  // The guard also disables trained copies of modules, which belong to adapters.
+  // Disables adapters and the trained copies that belong to them, so that the base model is saved.
   const lora::DisableAdapterGuard guard(const_cast<torch::nn::Module&>(module));
   std::vector<integrations::Slot> slots;
   integrations::collect(module, "", slots);

@@ -20,11 +20,12 @@ using at::Tensor;
 using files::quote;
 using Json = nlohmann::json;
 
-// The suffix of the key that describes a 4-bit weight, by quant_type.
+// Endings of the tensor key that describes a 4-bit weight, by its quant_type.
 const std::map<std::string, std::string> kStates = {{"nf4", ".quant_state.bitsandbytes__nf4"},
                                                     {"fp4", ".quant_state.bitsandbytes__fp4"},
                                                     {"int4", ".quant_state.shoestring__int4"}};
-constexpr int64_t kLongestState = 4096;  // bytes; real descriptions have about 250
+// maximum size of a JSON description in bytes; real ones have about 250
+constexpr int64_t kLongestState = 4096;
 
 struct TypeName {
   const char* name;
@@ -49,7 +50,7 @@ void require(const files::SafetensorsFiles& files, const std::string& weight, co
   }
 }
 
-// Returns the JSON description of a quantised weight after checking that it has every required field with the
+// Reads the JSON description of a quantised 4-bit weight. Raises unless it has every required field with the
 // right type.
 Json read_state(const files::SafetensorsFiles& files, const std::string& name) {
   const auto& entry = files.entry(name);
@@ -93,13 +94,13 @@ std::optional<QuantizedKeys> find_int8(const files::SafetensorsFiles& files, con
   if (files.contains(format)) {
     require(files, weight, format, at::kByte, 1);
     const int order = *files.file(format).load(format).const_data_ptr<uint8_t>();
-    if (order != 0) refuse(files, format, "expected 0, rows as they are, received ", order);
+    if (order != 0) refuse(files, format, "expected 0 (rows in plain order), received ", order);
     keys.names.push_back(format);
   }
   return keys;
 }
 
-// Formats a number as Python does: with the fewest digits that give the same number when read back.
+// Formats a float as Python's repr() does: with the fewest digits from which the same float can be read back.
 std::string python_number(double value) {
   char digits[32];
   const auto scientific = std::to_chars(digits, digits + sizeof digits, value, std::chars_format::scientific);
@@ -147,8 +148,8 @@ std::optional<QuantizedKeys> find_quantized(const files::SafetensorsFiles& files
 
   const int64_t count = rows * columns, blocks = (count + block - 1) / block, packed = (count + 1) / 2;
   if (!files.contains(weight)) refuse(files, name, "expected ", quote(weight), " beside it, received none");
-  const auto& entry =
-      files.entry(weight);  // of any dtype: bitsandbytes may store the bytes as bf16, for example
+  // The packed codes may have any dtype, because bitsandbytes may store their bytes e.g. as bf16.
+  const auto& entry = files.entry(weight);
   if (entry.end - entry.begin != packed) {
     refuse(files, weight, "expected ", packed, " bytes, received ", entry.end - entry.begin);
   }

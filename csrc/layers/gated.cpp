@@ -5,6 +5,7 @@
 
 #include "core/cuda.h"
 #include "core/huge_pages.h"
+#include "core/tensors.h"
 
 namespace shoestring::layers::gated {
 
@@ -12,7 +13,7 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kGrain = int64_t{1} << 14;  // fewest elements that are worth another thread
+constexpr int64_t kGrain = int64_t{1} << 14;  // minimum number of elements per thread
 
 float* floats(const Tensor& t) { return t.data_ptr<float>(); }
 
@@ -65,16 +66,26 @@ void backward_cuda(const char* name, const Tensor& grad, const Tensor& gate, con
 
 Tensor like(const Tensor& t) { return in_huge_pages(at::empty(t.sizes(), t.options())); }
 
+void check_like(const char* op, const char* name, const Tensor& t, const char* model_name,
+                const Tensor& model) {
+  TORCH_CHECK(t.sym_sizes() == model.sym_sizes() && t.scalar_type() == model.scalar_type() &&
+                  t.device() == model.device(),
+              op, ": ", name, ": expected the shape, dtype and device of ", model_name, ", ",
+              model.sym_sizes(), " of ", model.scalar_type(), " on ", model.device(), ", received ",
+              t.sym_sizes(), " of ", t.scalar_type(), " on ", t.device());
+}
+
 }  // namespace
 
 void check(const char* op, const Tensor& gate, const Tensor& up) {
-  TORCH_CHECK(at::isFloatingType(up.scalar_type()), op, ": x: expected fp32, fp64, bf16 or fp16, received ",
+  TORCH_CHECK(is_supported_float(up.scalar_type()), op, ": up: expected fp32, fp64, bf16 or fp16, received ",
               up.scalar_type());
-  TORCH_CHECK(gate.sym_sizes() == up.sym_sizes() && gate.scalar_type() == up.scalar_type() &&
-                  gate.device() == up.device(),
-              op, ": gate: expected the shape, dtype and device of what it multiplies, ", up.sym_sizes(),
-              " of ", up.scalar_type(), " on ", up.device(), ", received ", gate.sym_sizes(), " of ",
-              gate.scalar_type(), " on ", gate.device());
+  check_like(op, "gate", gate, "the tensor that it multiplies", up);
+}
+
+void check_backward(const char* op, const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  check(op, gate, up);
+  check_like(op, "grad", grad, "up", up);
 }
 
 Tensor forward(Backend backend, const Kernels& kernels, const Tensor& gate, const Tensor& up) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// activation(gate) * up and its gradients, which swiglu and geglu share. The activation's kernels are an
-// argument.
+// Code shared by swiglu and geglu, which compute activation(gate) * up and its gradients. The activation's
+// kernels are an argument.
 
 #include <tuple>
 
@@ -13,18 +13,20 @@
 namespace shoestring::layers::gated {
 
 struct Kernels {
-  const char* name;  // name of the operator's kernel table on CUDA
+  const char* name;  // name of the activation's CUDA kernel table
   const kernels::GatedTable& cpu;
 };
 
 /// Raises unless `gate` has the shape, dtype and device of `up`, which must be floating-point.
 void check(const char* op, const at::Tensor& gate, const at::Tensor& up);
+/// Checks the arguments of the backward operator as well: grad has the shape and dtype of up.
+void check_backward(const char* op, const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up);
 
 /// Returns activation(gate) * up for fp32, bf16 or fp16, computed in fp32 and rounded once.
 at::Tensor forward(Backend backend, const Kernels& kernels, const at::Tensor& gate, const at::Tensor& up);
 
-/// Returns the gradients of gate and up and, if with_product, activation(gate) * up. Otherwise the third
-/// tensor is undefined.
+/// Returns the gradients of gate and up and, if with_product, also activation(gate) * up. Without
+/// with_product, the third tensor is undefined.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(Backend backend, const Kernels& kernels,
                                                         const at::Tensor& grad, const at::Tensor& gate,
                                                         const at::Tensor& up, bool with_product);

@@ -37,6 +37,7 @@ Tensor run_geglu(const Tensor& gate, const Tensor& up, c10::string_view approxim
 template <Backend backend>
 std::tuple<Tensor, Tensor> run_geglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
                                               c10::string_view approximate) {
+  gated::check_backward("geglu_backward", grad, gate, up);
   const c10::OptionalDeviceGuard guard(up.device());
   if (up.scalar_type() == at::kDouble) {
     return {at::gelu_backward(grad.mul(up), gate, approximate), at::gelu(gate, approximate).mul_(grad)};

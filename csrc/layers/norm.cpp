@@ -8,6 +8,7 @@
 
 #include "core/cuda.h"
 #include "core/huge_pages.h"
+#include "core/tensors.h"
 
 namespace shoestring::layers::norm {
 namespace {
@@ -15,21 +16,23 @@ namespace {
 using kernels::Norm;
 
 constexpr const char* kKernels = "norm";
-constexpr int64_t kGrain = int64_t{1} << 14;  // fewest elements that are worth another thread
-// Sums over rows on the CPU. The rows are split into at most kParts parts of at least kLeastRows rows,
-// whatever the number of threads. Within a part, kShort rows are summed before they are added to the total.
-// The error is therefore that of short sums.
+constexpr int64_t kGrain = int64_t{1} << 14;  // minimum number of elements per thread
+// On the CPU, sums over rows are computed in at most kParts parts of at least kLeastRows rows. This division
+// does not depend on the number of threads. Within a part, kShort rows are summed before their sum is added
+// to the total. This keeps the rounding error as small as in a sum of kShort terms.
 constexpr int64_t kParts = 64, kShort = 128, kLeastRows = 16;
-// Partial sums that are added in the time that it takes to wake a thread.
+// Number of additions up to which one thread adds the partial sums, because so few additions take less time
+// than waking another thread.
 constexpr int64_t kSums = int64_t{1} << 18;
-// On CUDA, a group of threads computes about kRowsEach rows or more, and there are at most kGroups groups.
+// On CUDA, groups of threads first sum the gradients of weight and bias over some rows each. A group sums
+// about kRowsEach rows or more, and there are at most kGroups groups.
 constexpr int64_t kRowsEach = 8, kGroups = 1024;
 
 int64_t features_of(const Tensor& x) { return x.size(-1); }
 int64_t rows_of(const Tensor& x) { return x.numel() / std::max<int64_t>(1, features_of(x)); }
 int64_t grain(int64_t features) { return std::max<int64_t>(1, kGrain / features); }
 
-// Weight and bias in the dtype that kernels take: x's dtype if both have it, else fp32.
+// Weight and bias in the dtype in which kernels read them: x's dtype if both have it, else fp32.
 struct Vectors {
   Tensor weight, bias;
   bool wide = true;
@@ -61,8 +64,8 @@ const kernels::NormRows& cpu_rows(const Tensor& x) {
          : x.scalar_type() == at::kBFloat16 ? k.of_bf16
                                             : k.of_fp16;
 }
-// Returns a weight or bias plus `offset` in the order of the CPU kernels. Without a vector, all elements are
-// `none`.
+// Returns a weight or bias plus `offset` as fp32, in the element order of the CPU kernels. If `vector` (the
+// weight or bias) is undefined, each element of the result is `none`.
 Tensor arranged(const Norm& norm, const Tensor& x, const Tensor& vector, float offset, float none) {
   Tensor out = at::empty({norm.features}, x.options().dtype(at::kFloat));
   if (vector.defined()) {
@@ -78,7 +81,7 @@ Tensor statistic(const Tensor& x) {
   return at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(statistics_type(x)));
 }
 
-// Computes the norm in fp64 with PyTorch's operators, for gradient checks.
+// Computes rms_norm or layer_norm in fp64 with PyTorch's operators, for gradient checks.
 Forward forward_double(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                        const Options& o) {
   Forward result;
@@ -107,8 +110,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_double(const Tensor& grad, const Opt
   return {grad_x, weight_grad ? columns(grad * h) : Tensor(), bias_grad ? columns(grad) : Tensor()};
 }
 
-// Computes grad_x and, if wanted, the gradients of weight and bias. Threads compute partial sums over parts
-// of the rows. A part has the same rows whatever the number of threads.
+// Computes grad_x and, if wanted, the gradients of weight and bias. Threads first sum the gradients of weight
+// and bias over parts of the rows. The division into parts does not depend on the number of threads.
 std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackward io, const Tensor& x,
                                        const Vectors& vectors, bool weight_grad, bool bias_grad) {
   const auto& k = cpu_rows(x);
@@ -121,8 +124,9 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
     return {};
   }
   const int64_t each = std::max((rows + kParts - 1) / kParts, kLeastRows), parts = (rows + each - 1) / each;
-  // Each part stores the sums over its rows: the weight's, then the bias's. A part of more than kShort rows
-  // also stores the sums over its last kShort rows.
+  // Buffer of sums over rows, one row per part: the sums for the weight's gradient, then the sums for the
+  // bias's gradient. A part of more than kShort rows has another set of these sums, for its latest kShort
+  // rows.
   const int64_t width = problem.centred ? 2 * features : features, room = each <= kShort ? width : 2 * width;
   const Tensor found = at::empty({parts, room}, x.options().dtype(at::kFloat));
   at::parallel_for(0, parts, std::max<int64_t>(1, grain(features) / each), [&](int64_t first, int64_t last) {
@@ -186,7 +190,7 @@ std::pair<Tensor, Tensor> backward_cuda(const Norm& problem, kernels::NormBackwa
 }  // namespace
 
 void check_x(const char* op, const Tensor& x, double eps) {
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()) && x.dim() > 0, op,
+  TORCH_CHECK(is_supported_float(x.scalar_type()) && x.dim() > 0, op,
               ": x: expected (..., features) of fp32, fp64, bf16 or fp16, received ", x.sym_sizes(), " of ",
               x.scalar_type());
   TORCH_CHECK(eps >= 0, op, ": eps: expected a number that is not negative, received ", eps);
@@ -194,7 +198,7 @@ void check_x(const char* op, const Tensor& x, double eps) {
 
 void check_vector(const char* op, const char* name, const Tensor& x, const OptionalTensor& t) {
   if (!t.has_value()) return;
-  TORCH_CHECK(t->dim() == 1 && t->sym_size(0) == x.sym_size(-1) && at::isFloatingType(t->scalar_type()) &&
+  TORCH_CHECK(t->dim() == 1 && t->sym_size(0) == x.sym_size(-1) && is_supported_float(t->scalar_type()) &&
                   t->device() == x.device(),
               op, ": ", name, ": expected (", x.sym_size(-1), ") of a floating-point type on ", x.device(),
               ", received ", t->sym_sizes(), " of ", t->scalar_type(), " on ", t->device());
@@ -227,7 +231,7 @@ Forward forward(Backend backend, const char* op, const Tensor& x, const Optional
     return result;
   }
   const Tensor factors = arranged(norm, x, vectors.weight, norm.offset, 1);
-  // A missing bias counts as -0, because x + -0 is x even if x is -0.
+  // A missing bias is replaced by -0, because x + (-0) is x even if x is -0.
   const Tensor terms = norm.centred ? arranged(norm, x, vectors.bias, -0.f, -0.f) : Tensor();
   io.weight = address(factors);
   io.bias = address(terms);

@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
+#include "core/tensors.h"
 #include "layers/rope.h"
 #include "layers/rope_table.h"
 
@@ -13,14 +14,14 @@ namespace {
 
 bool broadcasts(const c10::SymInt& size, const c10::SymInt& to) { return size == 1 || size == to; }
 
-// Returns the batch size of q, which is 1 for a packed q without a batch dimension.
+// Returns the batch size of q. It is 1 for a packed q, which has no batch dimension.
 c10::SymInt batch_of(const Tensor& q) { return q.dim() == 4 ? q.sym_size(0) : c10::SymInt(1); }
 c10::SymInt tokens_of(const Tensor& q) { return q.dim() == 4 ? q.sym_size(2) : q.sym_size(0); }
 
 void check_tables(const RopeCall& c) {
   const c10::SymInt batch = batch_of(c.q), tokens = tokens_of(c.q);
   TORCH_CHECK(c.sin.sym_sizes() == c.cos.sym_sizes() && c.sin.scalar_type() == c.cos.scalar_type() &&
-                  at::isFloatingType(c.cos.scalar_type()) && c.cos.device() == c.q.device() &&
+                  is_supported_float(c.cos.scalar_type()) && c.cos.device() == c.q.device() &&
                   c.sin.device() == c.q.device(),
               kRopeOp, ": cos, sin: expected one shape and floating-point dtype on ", c.q.device(),
               ", received ", c.cos.sym_sizes(), " of ", c.cos.scalar_type(), " on ", c.cos.device(), " and ",
@@ -47,16 +48,16 @@ void check_tables(const RopeCall& c) {
 
 void check_rope(const RopeCall& c) {
   const int64_t dim = c.q.dim();
-  TORCH_CHECK((dim == 3 || dim == 4) && at::isFloatingType(c.q.scalar_type()), kRopeOp,
+  TORCH_CHECK((dim == 3 || dim == 4) && is_supported_float(c.q.scalar_type()), kRopeOp,
               ": q: expected (batch, heads, tokens, head_dim) or (tokens, heads, head_dim) of fp32, fp64, "
               "bf16 or fp16, received ",
               c.q.sym_sizes(), " of ", c.q.scalar_type());
   const bool fits = c.k.dim() == dim && c.k.scalar_type() == c.q.scalar_type() &&
                     c.k.device() == c.q.device() && batch_of(c.k) == batch_of(c.q) &&
                     tokens_of(c.k) == tokens_of(c.q) && c.k.sym_size(-1) == c.q.sym_size(-1);
-  TORCH_CHECK(fits, kRopeOp, ": k: expected q's shape but for its heads, dtype and device, ", c.q.sym_sizes(),
-              " of ", c.q.scalar_type(), " on ", c.q.device(), ", received ", c.k.sym_sizes(), " of ",
-              c.k.scalar_type(), " on ", c.k.device());
+  TORCH_CHECK(fits, kRopeOp, ": k: expected q's shape (except the number of heads), dtype and device, ",
+              c.q.sym_sizes(), " of ", c.q.scalar_type(), " on ", c.q.device(), ", received ",
+              c.k.sym_sizes(), " of ", c.k.scalar_type(), " on ", c.k.device());
   const int64_t head_dim = c.q.size(-1), turned = rotary_dim_of(c);
   TORCH_CHECK(turned >= 0 && turned % 2 == 0 && turned <= head_dim, kRopeOp,
               ": rotary_dim: expected an even number of at most ", head_dim, ", head_dim, received ", turned);
@@ -69,7 +70,7 @@ void check_rope(const RopeCall& c) {
               kernels::kMostNormedHeadDim, " with a norm, received ", head_dim);
   for (const auto& [name, weight] : {std::pair{"q_weight", c.q_weight}, {"k_weight", c.k_weight}}) {
     TORCH_CHECK(weight->dim() == 1 && weight->sym_size(0) == head_dim &&
-                    at::isFloatingType(weight->scalar_type()) && weight->device() == c.q.device(),
+                    is_supported_float(weight->scalar_type()) && weight->device() == c.q.device(),
                 kRopeOp, ": ", name, ": expected (", head_dim, ") of a floating-point type on ", c.q.device(),
                 ", received ", weight->sym_sizes(), " of ", weight->scalar_type(), " on ", weight->device());
   }
@@ -87,8 +88,8 @@ Tensor empty_rotary_heads(const Tensor& x) {
 
 namespace {
 
-// Returns a cos or sin for each token and pair: (tokens, 1, rotary_dim / 2) if packed, else (1 or batch, 1,
-// tokens, rotary_dim / 2).
+// Returns the cosine or sine of each token and pair, from the table `table`: (tokens, 1, rotary_dim / 2) if q
+// is packed, else (1 or batch, 1, tokens, rotary_dim / 2).
 Tensor angles(const RopeCall& c, const Tensor& table) {
   const int64_t half = rotary_dim_of(c) / 2;
   Tensor t = table.to(at::kDouble);

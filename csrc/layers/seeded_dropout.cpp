@@ -10,6 +10,7 @@
 
 #include "core/call.h"
 #include "core/cuda.h"
+#include "core/tensors.h"
 
 namespace shoestring::layers {
 
@@ -49,7 +50,7 @@ void drop_cuda(const Tensor& x, const Tensor& seed, kernels::Dropout rule, const
 }
 
 void check_seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
-  TORCH_CHECK(at::isFloatingType(x.scalar_type()), kSeededDropoutOp,
+  TORCH_CHECK(is_supported_float(x.scalar_type()), kSeededDropoutOp,
               ": x: expected fp32, fp64, bf16 or fp16, received ", x.scalar_type());
   check_dropout(kSeededDropoutOp, p, p == 0 ? std::optional<Tensor>() : seed, x.device());
 }
@@ -75,8 +76,8 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kSeededDropoutOp, seeded_dropou
 void check_dropout(const char* op, double p, const std::optional<Tensor>& seed, c10::Device device) {
   TORCH_CHECK(p >= 0 && p < 1, op, ": dropout: expected a probability in [0, 1), received ", p);
   TORCH_CHECK(seed.has_value() == (p > 0), op,
-              ": seed: expected one with dropout, and none without it, received ",
-              seed.has_value() ? "one" : "none", " with dropout ", p);
+              ": seed: expected a seed with dropout, and none without it, received ",
+              seed.has_value() ? "a seed" : "none", " with dropout ", p);
   if (!seed.has_value()) return;
   TORCH_CHECK(seed->scalar_type() == at::kLong && seed->sym_numel() == 1 && seed->device() == device, op,
               ": seed: expected one int64 on ", device, ", received ", seed->sym_numel(), " of ",
@@ -91,7 +92,7 @@ kernels::Dropout dropout_rule(double p) {
 Tensor drop(Backend backend, const Tensor& x, const Tensor& seed, double p) {
   const auto rule = dropout_rule(p);
   const auto run = backend == Backend::kCuda ? drop_cuda : drop_cpu;
-  // fp64 is used in gradient checks. The mask is drawn in fp32, with a scale of 1.
+  // For fp64, which only gradient checks use, the mask of 0 and 1 is drawn in fp32.
   if (x.scalar_type() == at::kDouble) {
     Tensor mask = at::ones(x.sizes(), x.options().dtype(at::kFloat));
     run(mask, seed, {rule.threshold, 1}, mask);

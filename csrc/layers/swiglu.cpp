@@ -28,6 +28,7 @@ Tensor run_swiglu(const Tensor& gate, const Tensor& up) {
 
 template <Backend backend>
 std::tuple<Tensor, Tensor> run_swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  gated::check_backward("swiglu_backward", grad, gate, up);
   const c10::OptionalDeviceGuard guard(up.device());
   auto [by_gate, by_up, product] = swiglu_backward(backend, grad, gate, up, false);
   return {by_gate, by_up};

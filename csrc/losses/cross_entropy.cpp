@@ -10,8 +10,9 @@
 namespace shoestring::losses {
 namespace {
 
-// Pushes the results that cross_entropy_rows and cross_entropy_rows_ both return. cross_entropy_rows then
-// pushes its gradient, too.
+// Pushes the loss, lse, entropy and argmax of each row to the stack of a boxed call. cross_entropy_rows and
+// cross_entropy_rows_ both return them. The caller pushes the gradient of the logits, which only
+// cross_entropy_rows returns.
 void push_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                              const CrossEntropyProblem& p, const RowsResult& r) {
   const auto compute = p.logits.options().dtype(compute_type(p.logits));
@@ -20,7 +21,8 @@ void push_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle
                    r.argmax.defined() ? r.argmax : at::empty({0}, compute.dtype(at::kLong)));
 }
 
-// Merges the dimensions of tokens into as few (size, stride) pairs as possible, the innermost first.
+// Returns (size, stride) pairs that describe all dimensions of the logits except for the last, the classes.
+// The innermost pair comes first. Adjacent dimensions are merged where one stride covers both.
 std::vector<std::pair<int64_t, int64_t>> strides_of_tokens(const Tensor& logits) {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (int64_t d = logits.dim() - 2; d >= 0; --d) {
@@ -80,8 +82,8 @@ void run_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::
                                      CrossEntropyRun run) {
   CrossEntropyProblem p(BoxedArguments(op, *stack));
   TORCH_CHECK(writable(p.logits), kCrossEntropyOp,
-              "_rows_: logits: expected classes side by side, tokens in at most two strides, and "
-              "no two in the same memory, received strides ",
+              "_rows_: logits: expected contiguous classes, tokens in at most two strides and no overlapping "
+              "memory, received strides ",
               p.logits.strides(), " of ", p.logits.sizes());
   p.gradient = p.logits;
   p.layout = p.gradient_layout = *layout_of(p.logits);
@@ -137,9 +139,8 @@ void cross_entropy_rows_meta(const c10::OperatorHandle& op, torch::jit::Stack* s
                                     : at::empty({0}, p.logits.options()));
 }
 
-// Implements the four cross_entropy operators for calls without gradients. The implementation is the same on
-// every device, and overwrites nothing.
-// and overwrites nothing.
+// Implements the four cross_entropy operators for calls that need no gradient. One implementation serves
+// every device. The in-place variants, whose names end in _, do not change the logits here.
 template <bool kStats>
 void cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   CrossEntropyCall call(BoxedArguments(op, *stack), kStats);

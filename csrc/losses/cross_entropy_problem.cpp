@@ -1,4 +1,4 @@
-// Checks the arguments of the cross-entropies, and reduces the tokens' losses to a result.
+// Checks the arguments of cross_entropy and linear_cross_entropy, and reduces the tokens' losses to a result.
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -13,8 +13,8 @@
 namespace shoestring::losses {
 namespace {
 
-// Converts a dtype like `to`, but without a call if `to` would return t itself. An operator below autograd
-// must not return its argument.
+// Converts t to `dtype`. If t already has this dtype, to() is not called: below autograd, an operator must
+// not return its own argument, as to() would.
 Tensor as(const Tensor& t, at::ScalarType dtype) { return t.scalar_type() == dtype ? t : t.to(dtype); }
 
 void check_token_factor(const char* op, const char* name, const OptionalTensor& factor,
@@ -33,14 +33,14 @@ void check_tokens(const char* op, const char* name, const char* last, const Tens
               "'s shape without its last dimension, ", tokens, ", received ", target.sym_sizes());
   TORCH_CHECK(target.scalar_type() == at::kLong, op, ": target: expected int64, received ",
               target.scalar_type(), "; call target.long()");
-  TORCH_CHECK(at::isFloatingType(input.scalar_type()), op, ": ", name,
+  TORCH_CHECK(is_supported_float(input.scalar_type()), op, ": ", name,
               ": expected fp32, fp64, bf16 or fp16, received ", input.scalar_type());
 }
 
 void check_weights(const char* op, const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape,
                    const Tensor& input) {
   if (!weights) return;
-  TORCH_CHECK(weights->sym_sizes() == shape && at::isFloatingType(weights->scalar_type()) &&
+  TORCH_CHECK(weights->sym_sizes() == shape && is_supported_float(weights->scalar_type()) &&
                   weights->device() == input.device(),
               op, ": ", name, ": expected a floating tensor of shape ", shape, " on ", input.device(),
               ", received ", weights->scalar_type(), " ", weights->sym_sizes(), " on ", weights->device());
@@ -83,9 +83,10 @@ TokenCall::TokenCall(const char* op, const BoxedArguments& a, const Tensor& inpu
   TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
               ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
   if (!a["shift"].toBool()) return;
-  TORCH_CHECK(target.dim() >= 1, op, ": shift: expected tokens in a sequence, received a single one");
-  // The last token of a sequence has no next token to predict. Shifting the target leaves the memory of the
-  // input as it is.
+  TORCH_CHECK(target.dim() >= 1, op,
+              ": shift: expected a sequence of tokens, received a single token without a sequence dimension");
+  // Shifts the target by one token: each token predicts the next one, and the last token of a sequence is
+  // ignored. Shifting the target instead of the input avoids a copy of the input.
   Tensor next = at::full_like(target, a["ignore_index"].toInt(), at::MemoryFormat::Contiguous);
   const auto count = target.sym_size(-1);
   if (count > 1) next.slice_symint(-1, 0, count - 1).copy_(target.slice_symint(-1, 1));
@@ -98,8 +99,9 @@ double TokenCall::z_loss() const {
   return found == options.end() ? 0 : found->second.toDouble();
 }
 
-// The number of tokens to keep is known on the device only. The losses are therefore sorted, and the smallest
-// loss to keep is looked up on the device. Tokens with an equal loss are kept, too.
+// Keeps the tokens with the largest losses. The number of tokens that are not ignored is known on the device
+// only. To avoid waiting for the device, the losses are sorted, and the smallest loss to keep is looked up on
+// the device. All tokens whose loss equals the smallest one are kept, too.
 void keep_largest(TokenCall& call, Tensor loss) {
   const c10::Scalar ignore_index = call.ignore_index();
   const Tensor ignored = call.target.eq(ignore_index);
@@ -120,7 +122,8 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.reduction != "none"), 
   }
   if (call.reduction != "mean") return;
   Tensor each = weights.defined() ? weights : counted;
-  if (call.class_weights) {  // the `*_rows` operators report targets that are out of range
+  // out-of-range targets are only clamped here; cross_entropy_rows and linear_cross_entropy_rows report them
+  if (call.class_weights) {
     const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
     const Tensor within = at::minimum(index, at::scalar_tensor(call.classes - 1, index.options()));
     each = each * at::take(*call.class_weights, within);
@@ -155,7 +158,7 @@ Tensor Reduction::apply(const Tensor& loss) const {
   Tensor weighted = weights.defined() ? loss * weights : copies && !scalar ? loss.clone() : loss;
   if (!scalar) return weighted;
   weighted = weighted.sum(at::kDouble);
-  // A mean over no tokens is NaN.
+  // A mean over no tokens divides 0 by 0, which gives NaN.
   return as(total.defined() ? weighted / total : weighted, loss.scalar_type());
 }
 
@@ -163,7 +166,8 @@ Tensor Reduction::factor(at::ScalarType dtype) const {
   if (!total.defined()) return weights.defined() ? weights : Tensor();
   const Tensor share = total.reciprocal();
   if (!weights.defined()) return as(share, dtype);
-  return as(weights * share, dtype).masked_fill(weights.eq(0), 0);  // avoids 0 * inf if all weights are 0
+  // if all token weights are 0, 1 / total is inf and 0 * inf would be NaN
+  return as(weights * share, dtype).masked_fill(weights.eq(0), 0);
 }
 
 std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,

@@ -4,6 +4,8 @@
 
 #include <ATen/Functions.h>
 
+#include "core/tensors.h"
+
 namespace shoestring::losses {
 namespace {
 
@@ -15,9 +17,8 @@ c10::SymInt count(c10::SymIntArrayRef sizes) {
 
 }  // namespace
 
-// Each byte of 4-bit codes holds two weights (the last byte may hold one), and each byte of int8 codes holds
-// one.
-// holds one.
+// A byte of int8 codes holds one weight. A byte of 4-bit codes holds two weights, or one if the number of
+// weights is odd and the byte is the last.
 c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed) {
   if (!packed) return weight.dim() == 0 ? 0 : weight.sym_size(0);
   if (hidden.dim() == 0 || hidden.sym_size(-1) == 0) return 0;
@@ -55,7 +56,7 @@ void Head::check(const char* op) const {
   const auto argument = [&](const char* name) { return std::string(op) + ": " + prefix + name; };
   const std::string of = prefix + "hidden";
   TORCH_CHECK(hidden.dim() >= 1, argument("hidden"), ": expected shape (..., features), received a scalar");
-  TORCH_CHECK(at::isFloatingType(hidden.scalar_type()), argument("hidden"),
+  TORCH_CHECK(is_supported_float(hidden.scalar_type()), argument("hidden"),
               ": expected fp32, fp64, bf16 or fp16, received ", hidden.scalar_type());
   const auto features = hidden.sym_size(-1);
   const auto check_type = [&](const char* name, const Tensor& t) {
@@ -89,7 +90,7 @@ void Head::check(const char* op) const {
               argument("up"), ": expected shape (", vocab, ", ", low->sym_size(-1),
               "), rank as in low, received ", up->sym_sizes());
   for (const auto& [name, t] : {std::pair{"low", *low}, std::pair{"up", *up}}) {
-    TORCH_CHECK(at::isFloatingType(t.scalar_type()) && t.device() == hidden.device(), argument(name),
+    TORCH_CHECK(is_supported_float(t.scalar_type()) && t.device() == hidden.device(), argument(name),
                 ": expected fp32, fp64, bf16 or fp16 on ", hidden.device(), ", received ", t.scalar_type(),
                 " on ", t.device());
   }
@@ -150,7 +151,8 @@ void check_reduction(const char* op, const std::string& reduction) {
 }
 
 void check_workspace(const char* op, int64_t workspace_mb) {
-  TORCH_CHECK(workspace_mb >= 0, op, ": workspace_mb: expected MiB, or 0 for the device's default, received ",
+  TORCH_CHECK(workspace_mb >= 0, op,
+              ": workspace_mb: expected a number of MiB, or 0 for the device's default, received ",
               workspace_mb);
 }
 

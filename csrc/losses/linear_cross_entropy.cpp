@@ -29,7 +29,8 @@ LinearCrossEntropyCall::LinearCrossEntropyCall(const BoxedArguments& a, bool sta
   check(kLinearCrossEntropyOp);
   TORCH_CHECK(
       !grad_scale || (weight_grad && std::isfinite(*grad_scale) && *grad_scale != 0), kLinearCrossEntropyOp,
-      ": grad_scale: expected None, or with weight_grad a number that is not 0, received ", *grad_scale);
+      ": grad_scale: expected None, or a finite number that is not 0 together with weight_grad, received ",
+      *grad_scale);
   TORCH_CHECK(
       !grad_scale || reduction != "none", kLinearCrossEntropyOp,
       ": grad_scale: expected None with reduction='none', whose upstream gradients are not one number");
@@ -82,8 +83,8 @@ LinearCrossEntropyResult linear_cross_entropy_rows_meta(const LinearCrossEntropy
   return r;
 }
 
-// Implements linear_cross_entropy and linear_cross_entropy_with_stats for calls without gradients. The
-// implementation is the same on every device.
+// Implements linear_cross_entropy and linear_cross_entropy_with_stats for calls that need no gradient. One
+// implementation serves every device.
 template <bool kStats>
 void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);

@@ -15,12 +15,13 @@ using torch::autograd::variable_list;
 // The autograd function of linear_cross_entropy.
 //
 // A scalar loss has a scalar upstream gradient. Forward therefore computes the gradients while it has the
-// logits, and backward only multiplies them: three matrix products in all. With reduction='none', or with
-// gradients of the statistics, there is one upstream gradient per token. It is known only in backward, which
-// computes the logits again.
+// logits, and backward only multiplies them by the upstream gradient. This takes three matrix products in
+// all. With reduction='none', or if the statistics have gradients, there is one upstream gradient per token.
+// It is known only in backward, which computes the logits again.
 //
-// A gradient can be added to weight_grad only once. Backward does so, with the logits computed again; or
-// forward, if the upstream gradient is known (grad_scale).
+// Forward must not add an unscaled gradient to weight_grad, because backward could not correct it. If
+// grad_scale gives the upstream gradient, forward adds the scaled gradient to weight_grad. Otherwise backward
+// computes the logits again and adds the gradient to weight_grad.
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
@@ -47,7 +48,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     if (!early || call.stats) {
       save_options(ctx, call.options);
       ctx->saved_data["reduction"] = call.reduction;
-      // Not in save_for_backward(), since other operators may add to weight_grad before backward.
+      // weight_grad is not in save_for_backward(), which would raise if other operators add to weight_grad
+      // before backward.
       ctx->saved_data["weight_grad"] = call.weight_grad;
       save_head(ctx, saved, call);
       const bool balanced = reduction.share.defined() && call.stats;
@@ -70,7 +72,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     const double known = ctx->saved_data["known"].toDouble();
     if (early && !stats) {
       at::NoGradGuard no_grad;
-      // scale_gradient() can reuse the memory of a gradient that only `saved` and `gradients` refer to.
+      // scale_gradient() works in place if nothing else refers to its argument, so `saved` and `gradients`
+      // hold the only references.
       for (int i = 0; i < kInputs; ++i) {
         if (!saved[i].defined() || !upstream[0].defined()) continue;
         gradients[i] = scale_gradient(saved[i], known == 1 ? upstream[0] : upstream[0] / known);
@@ -90,7 +93,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
  private:
   static variable_list again(AutogradContext* ctx, variable_list tensors, const variable_list& upstream) {
-    // Drops the gradients that forward has computed.
+    // Drops the gradients that forward has computed, which are the first kInputs saved tensors.
     tensors.erase(tensors.begin(), tensors.begin() + kInputs);
     SavedTensors saved(std::move(tensors));
     LinearCrossEntropyCall call;
@@ -123,16 +126,16 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
     return;
   }
   TORCH_CHECK(!adds || recorded || call.grad_scale, kLinearCrossEntropyOp,
-              ": weight_grad: expected something that requires a gradient, so that there is a backward pass, "
-              "received none; "
-              "give grad_scale, and it is added to at once");
+              ": weight_grad: expected an input that requires a gradient, since backward adds to the buffer, "
+              "received none; pass grad_scale to add to it in forward");
   {
     at::AutoDispatchBelowADInplaceOrView below;
     keep_hardest(call);
   }
   std::optional<Reduction> reduction;
-  // Plain autograd differentiates the token weights. It needs the tokens' losses, and their lse if there is a
-  // `share`.
+  // Token weights that require a gradient are applied by plain autograd operations. The autograd function is
+  // therefore called without them and with reduction='none'. These operations also need each token's lse if
+  // Reduction::share is defined, i.e. for a mean with class weights and z_loss.
   if (weighted) {
     TORCH_CHECK(!call.grad_scale, kLinearCrossEntropyOp,
                 ": grad_scale: expected None with token_weights that require a gradient");
@@ -148,8 +151,8 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
   for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
 }
 
-// Under autocast the operands are cast to the autocast dtype, as for a linear layer. The loss is fp32 in
-// every case.
+// Under autocast, hidden, weight and bias are cast to the autocast dtype, as for a linear layer. The loss is
+// fp32 with every autocast dtype.
 template <c10::DeviceType device>
 void linear_cross_entropy_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call_autocast(op, stack, device, {"hidden", "weight", "bias"});

@@ -7,6 +7,8 @@
 
 #include <cmath>
 
+#include "core/tensors.h"
+
 namespace shoestring::losses {
 namespace {
 
@@ -18,18 +20,19 @@ kernels::Divergence divergence_of(const std::string& name) {
   return kernels::Divergence::kJsd;
 }
 
-// Checks both heads and the target, for linear_distillation and linear_distillation_rows.
+// Checks that the student's head, the teacher's head and the target match, for linear_distillation and
+// linear_distillation_rows.
 void check_heads(const Head& student, const Head& teacher, const OptionalTensor& target) {
   student.check(kDistillationOp);
   const Tensor &hidden = student.hidden, &of_teacher = teacher.hidden;
   TORCH_CHECK(of_teacher.dim() == hidden.dim() && teacher.tokens() == student.tokens(), kDistillationOp,
-              ": teacher_hidden: expected hidden's shape but for the last dimension, ", hidden.sym_sizes(),
+              ": teacher_hidden: expected hidden's shape except for the last dimension, ", hidden.sym_sizes(),
               ", received ", of_teacher.sym_sizes());
-  TORCH_CHECK(at::isFloatingType(of_teacher.scalar_type()) && of_teacher.device() == hidden.device() &&
+  TORCH_CHECK(is_supported_float(of_teacher.scalar_type()) && of_teacher.device() == hidden.device() &&
                   compute_type(of_teacher) == compute_type(hidden),
               kDistillationOp, ": teacher_hidden: expected ",
               hidden.scalar_type() == at::kDouble ? "fp64" : "fp32, bf16 or fp16", " on ", hidden.device(),
-              ", as hidden's dtype asks, received ", of_teacher.scalar_type(), " on ", of_teacher.device());
+              ", to match hidden's dtype, received ", of_teacher.scalar_type(), " on ", of_teacher.device());
   teacher.check(kDistillationOp);
   if (target) check_target(kDistillationOp, student, *target);
 }
@@ -50,7 +53,7 @@ DistillationProblem::DistillationProblem(const BoxedArguments& a)
               ": temperature: expected a positive number, received ", temperature);
   TORCH_CHECK(divergence != kernels::Divergence::kJsd || (beta > 0 && beta < 1), kDistillationOp,
               ": beta: expected a number in (0, 1), received ", beta,
-              "; for what its ends stand for there are divergence='forward_kl' and 'reverse_kl'");
+              "; for the limits 0 and 1 use divergence='forward_kl' or 'reverse_kl'");
   check_factor(kDistillationOp, "grad_loss", *this, grad_loss);
   TORCH_CHECK(grad_loss || !wants_gradient(), kDistillationOp,
               ": grad_loss: expected one with gradients, received None");
@@ -81,7 +84,7 @@ Tensor DistillationCall::count() const {
 Tensor DistillationCall::reduce(const Tensor& loss) const {
   if (!scalar()) return loss;
   const Tensor sum = loss.sum(at::kDouble);
-  const Tensor result = reduction == "mean" ? sum / count() : sum;  // NaN for a mean over no tokens
+  const Tensor result = reduction == "mean" ? sum / count() : sum;  // a mean over no tokens is NaN
   return result.scalar_type() == loss.scalar_type() ? result : result.to(loss.scalar_type());
 }
 
@@ -117,7 +120,7 @@ DistillationResult distillation_rows_meta(const DistillationProblem& p) {
   return r;
 }
 
-// Implements linear_distillation for calls without gradients. The implementation is the same on every device.
+// Implements linear_distillation for calls that need no gradient. One implementation serves every device.
 void distillation_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const DistillationCall call(BoxedArguments(op, *stack));
   const Tensor loss = call.reduce(distillation_rows(call, {}, {}).loss);

@@ -1,5 +1,6 @@
-// Linear cross-entropy with the classes split over shards. A shard's part is linear_cross_entropy_with_stats
-// with modified targets. Elementwise arithmetic over the tokens combines the parts.
+// Linear cross-entropy whose classes are split into shards, one per process. Each process calls
+// linear_cross_entropy_with_stats on its shard, with targets counted from the shard's first class.
+// Elementwise arithmetic over the tokens combines the log-sum-exps and target logits of the shards.
 
 #include <shoestring/vocab_parallel.h>
 
@@ -22,8 +23,8 @@ Tensor owned(const Tensor& target, int64_t first, const c10::SymInt& classes) {
   return target.ge(first).logical_and(target.lt(at::scalar_tensor(first + classes, target.options())));
 }
 
-// Computes a shard's part. If a token's target is in another shard, class 0 replaces it: its loss is not
-// used, and its lse does not depend on the target.
+// Implements linear_cross_entropy_shard. If a token's target is in another shard, class 0 replaces it. The
+// token's loss is then not used, and its log-sum-exp does not depend on the target.
 void shard(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const BoxedArguments a(op, *stack);
   const Tensor target = a.tensor("target");
@@ -48,9 +49,8 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
   m.impl("linear_cross_entropy_shard", torch::CppFunction::makeFromBoxedFunction<&shard>());
 }
 
-// Marks a tensor that is the same on all processes. Its gradient is the sum of the gradients of all
-// processes, taken in fp32.
-// processes, taken in fp32.
+// Returns an alias of x, a tensor that is the same on all processes. The gradient of the alias is summed over
+// all processes, in fp32 (fp64 for fp64 gradients).
 Tensor replicated(const Tensor& x, const AllReduce& all_reduce) {
   if (!at::GradMode::is_enabled() || !x.requires_grad()) return x;
   Tensor alias = x.view_as(x);
@@ -62,8 +62,8 @@ Tensor replicated(const Tensor& x, const AllReduce& all_reduce) {
   return alias;
 }
 
-// Sums x over processes. All processes continue with the same computation, so each already has the gradient
-// of the sum.
+// Returns `sum`, the sum of x over processes. Every process computes the same loss from the sum and thus has
+// the sum's whole gradient, which backward passes on to x.
 class Summed : public torch::autograd::Function<Summed> {
  public:
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& /*x*/, const Tensor& sum) {
@@ -75,8 +75,8 @@ class Summed : public torch::autograd::Function<Summed> {
   }
 };
 
-// Raises unless each target belongs to exactly one process. Otherwise a target is out of range, or shards
-// overlap.
+// Raises unless each target that is not ignored belongs to the classes of exactly one process. Otherwise a
+// target is out of range, or shards overlap.
 void check_owners(const Tensor& owners, const Tensor& counted) {
   const Tensor right = owners.eq(counted).all();
   const std::string message = std::string(kWhole) +
@@ -131,8 +131,9 @@ Tensor vocab_parallel_linear_cross_entropy(const Tensor& hidden, const Tensor& w
               ": token_weights: expected shape ", given.sizes(), ", received ", o.token_weights()->sizes());
   Tensor target = given;
   if (o.shift()) {
-    TORCH_CHECK(given.dim() >= 1, losses::kWhole,
-                ": shift: expected tokens in a sequence, received a single one");
+    TORCH_CHECK(
+        given.dim() >= 1, losses::kWhole,
+        ": shift: expected a sequence of tokens, received a single token without a sequence dimension");
     target = at::full_like(given, shard.ignore_index(), at::MemoryFormat::Contiguous);
     const int64_t count = given.size(-1);
     if (count > 1) target.narrow(-1, 0, count - 1).copy_(given.narrow(-1, 1, count - 1));

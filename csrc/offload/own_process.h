@@ -1,6 +1,6 @@
 #pragma once
 
-// Guards objects with threads against use in a forked child.
+// Guards objects that own threads against use in a forked child.
 
 #include <unistd.h>
 
@@ -12,25 +12,25 @@
 
 namespace shoestring::offload {
 
-/// Remembers the process that made an object. A forked child inherits the object but none of its threads: a
-/// lock may stay locked forever, and no thread ends a wait. In a child, destructors only close inherited
-/// descriptors, and every other use raises.
+/// Remembers the process that created an object. A forked child inherits the object but none of its threads:
+/// a lock may stay locked forever, and no thread may be left to end a wait. In a child, destructors only
+/// close inherited file descriptors, and every other use raises.
 class OwnProcess {
  public:
   bool is_here() const { return ::getpid() == id_; }
   void check(const std::string& caller) const {
-    TORCH_CHECK(is_here(), caller, ": expected the process ", id_,
-                " that made it, received its forked child ", ::getpid(),
-                ". Make a new one in the child, or use it in process ", id_, " alone.");
+    TORCH_CHECK(is_here(), caller, ": expected process ", id_,
+                ", which created this object, received its forked child ", ::getpid(),
+                ". Create a new object in the child, or use this one in process ", id_, " alone.");
   }
 
  private:
   pid_t id_ = ::getpid();
 };
 
-/// Deletes an object only in the process that made it. A forked child leaks the object, because destroying it
-/// is unsafe. A joinable thread would end the process; a condition variable with a waiting thread would block
-/// it.
+/// Deletes an object only in the process that created it. A forked child leaks the object, because destroying
+/// it is unsafe: the destructor of a joinable thread ends the process, and that of a condition variable
+/// blocks if a thread waits on it.
 struct DeleteInOwnProcess {
   OwnProcess process;
 

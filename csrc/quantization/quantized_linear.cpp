@@ -5,6 +5,7 @@
 #include <shoestring/ops.h>
 
 #include "core/call.h"
+#include "core/tensors.h"
 #include "quantization/base_weight.h"
 
 namespace shoestring::quantization {
@@ -16,7 +17,7 @@ using OptionalTensor = std::optional<Tensor>;
 constexpr const char* kQuantizedLinearOp = "quantized_linear";
 
 void check_float(const char* op, const char* name, const Tensor& t) {
-  TORCH_CHECK(at::isFloatingType(t.scalar_type()), op, ": ", name,
+  TORCH_CHECK(is_supported_float(t.scalar_type()), op, ": ", name,
               ": expected fp32, fp64, bf16 or fp16, received ", t.scalar_type());
 }
 

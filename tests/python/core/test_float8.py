@@ -1,0 +1,74 @@
+"""8-bit floats are refused: their elements are smaller than those that any kernel reads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoestring
+from shoestring import ops
+
+pytestmark = pytest.mark.device
+
+FLOAT8 = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith("float8_")]
+
+
+def heads(x: Tensor) -> Tensor:
+    """Return x as (batch, heads, tokens, head dimension)."""
+    return x.reshape(1, 1, 8, 64)
+
+
+# Calls by operator, and by the argument that has 8 bits. x has 8 bits, w is fp32, and both are (8, 64).
+CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "swiglu gate, up": lambda x, w: ops.swiglu(x, x),
+    "swiglu gate": lambda x, w: ops.swiglu(x, w),
+    "swiglu_backward": lambda x, w: torch.ops.shoestring.swiglu_backward(x, x, x),
+    "swiglu_backward grad": lambda x, w: torch.ops.shoestring.swiglu_backward(x, w, w),
+    "geglu": lambda x, w: ops.geglu(x, x),
+    "geglu_backward": lambda x, w: torch.ops.shoestring.geglu_backward(x, x, x, "none"),
+    "rms_norm x": lambda x, w: ops.rms_norm(x, w[0], eps=1e-6),
+    "rms_norm weight": lambda x, w: ops.rms_norm(w, x[0], eps=1e-6),
+    "rms_norm residual": lambda x, w: ops.rms_norm(w, w[0], eps=1e-6, residual=x),
+    "layer_norm x": lambda x, w: ops.layer_norm(x, w[0], w[0], eps=1e-5),
+    "layer_norm weight": lambda x, w: ops.layer_norm(w, x[0], w[0], eps=1e-5),
+    "rope q": lambda x, w: ops.rope(heads(x), heads(x), w, w),
+    "rope cos": lambda x, w: ops.rope(heads(w), heads(w), x, x),
+    "seeded_dropout": lambda x, w: ops.seeded_dropout(x, 0.5),
+    "attention": lambda x, w: ops.attention(heads(x), heads(x), heads(x)),
+    "attention v": lambda x, w: ops.attention(heads(w), heads(w), heads(x)),
+    "cross_entropy": lambda x, w: ops.cross_entropy(x, torch.zeros(8, dtype=torch.int64)),
+    "linear_cross_entropy": lambda x, w: ops.linear_cross_entropy(x, x, torch.zeros(8, dtype=torch.int64)),
+    "linear_cross_entropy weight": lambda x, w: ops.linear_cross_entropy(
+        w, x, torch.zeros(8, dtype=torch.int64)
+    ),
+    "linear_distillation": lambda x, w: ops.linear_distillation(x, w, w, w),
+    "linear_distillation teacher": lambda x, w: ops.linear_distillation(w, w, x, w),
+    "quantize_4bit": lambda x, w: ops.quantize_4bit(x),
+    "quantize_int8": lambda x, w: ops.quantize_int8(x),
+    "quantize_8bit": lambda x, w: ops.quantize_8bit(x.flatten(), signed=True),
+    "quantized_linear": lambda x, w: ops.quantized_linear(x, ops.quantize_4bit(w)),
+    "lora_linear x": lambda x, w: ops.lora_linear(x, w, w, w[:, :8]),
+    "lora_linear weight": lambda x, w: ops.lora_linear(w, x, w, w[:, :8]),
+    "foreach_norm": lambda x, w: ops.foreach_norm([x]),
+    "AdamW": lambda x, w: shoestring.optim.AdamW([x.requires_grad_()]),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_eight_bits_are_refused(backend: str, call: str, dtype: torch.dtype) -> None:
+    """Each operator raises an error that states the dtype, before it reads or writes an element."""
+    x = torch.ones(8, 64).to(dtype)
+    with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError), match="(?i)float8"):
+        CALLS[call](x, torch.ones(8, 64))
+
+
+@pytest.mark.parametrize("op", ["swiglu", "geglu"])
+def test_a_gradient_of_another_shape_is_refused(backend: str, op: str) -> None:
+    rest = ("none",) if op == "geglu" else ()
+    x = torch.ones(8, 64)
+    with pytest.raises(
+        RuntimeError, match=f"{op}_backward: grad: expected the shape, dtype and device of up"
+    ):
+        getattr(torch.ops.shoestring, f"{op}_backward")(x[:4], x, x, *rest)

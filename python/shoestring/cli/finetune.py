@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shoestring.cli.config import Source
 from shoestring.cli.console import Console, say
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
@@ -30,27 +31,25 @@ from shoestring.training.models import (
     plain_loss,
 )
 from shoestring.training.report import write_report
-from shoestring.training.run import RunOptions, execute, file_list, run_folder
+from shoestring.training.run import check_run, execute, file_list, run_folder
 
 
-def finetune(
-    config: FinetuneConfig, options: RunOptions, data: list[Path], pattern: str, merge: bool
-) -> dict[str, Any]:
+def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
     """Fine-tune and return the summary; raise InputError for input that cannot be used."""
-    options.check(config)
-    if merge and config.full:
+    check_run(config, out)
+    if config.merge and config.full:
         raise InputError(
             "--merge: there is no adapter to merge with --full, which saves the whole model anyway"
         )
-    trust = options.trust_remote_code
+    trust = config.trust_remote_code
     folder = locate_model(config.model, trust)
     check_model_directory(folder)
-    if is_quantized(folder) and (config.full or config.plain or merge):
+    if is_quantized(folder) and (config.full or config.plain or config.merge):
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --plain or --merge"
         )
     tokenizer = load_tokenizer(folder, trust)
-    files = find_files(data, pattern)
+    files = find_files(source.data, source.glob)
     kind = kind_of(files)
     segments = None
     if kind == TEXT:
@@ -59,12 +58,12 @@ def finetune(
         segments = read_segments(files, kind, tokenizer)
     fingerprint = Fingerprint.of(config, data=file_list(files), model_files=_model_files(folder))
     base_dtype = torch.bfloat16 if config.dtype == "bf16" and not config.full else torch.float32
-    with run_folder(options, "finetune", fingerprint) as run:
+    with run_folder(config, out, "finetune", fingerprint) as run:
         rows = _rows(run, files, segments, kind, tokenizer, config)
         memory.import_models()
         baseline = memory.resident_bytes()
         torch.manual_seed(config.seed)
-        model = load_model(folder, base_dtype, None if config.plain else config.quantize, trust)
+        model = load_model(folder, base_dtype, None if config.plain else config.frozen_format, trust)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"
@@ -91,7 +90,7 @@ def finetune(
         with Console(config.steps) as console:
             summary = execute(
                 config,
-                options,
+                run,
                 fingerprint,
                 model,
                 lambda: loss,
@@ -102,7 +101,7 @@ def finetune(
                 result,
                 packed,
             )
-        if merge:
+        if config.merge:
             del model
             base = merge_adapter(
                 load_model(folder, base_dtype, trust_remote_code=trust), run / "adapter", config.plain
@@ -138,7 +137,7 @@ def _rows(
 
 
 def _model_files(folder: Path) -> list[list[Any]]:
-    """Return [name, size in bytes, digest] of each file that decides the model.
+    """Return [name, size in bytes, digest] of each file on which the loaded model depends.
 
     The digest covers the first and the last MiB of the file, so that it takes little time.
     """

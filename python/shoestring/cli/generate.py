@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoestring.cli.config import GenerateConfig
 from shoestring.core.errors import InputError
 from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
 from shoestring.data.progress import working
@@ -19,43 +19,23 @@ from shoestring.training.models import load_model, locate_model
 COLDEST = 1e-6
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn; temperature 0 takes the likeliest token.
-
-    The command line checks the ranges.
-    """
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-
-
-def generate(
-    name: str,
-    adapter: Path | None,
-    prompt: str,
-    sampling: Sampling,
-    chat: bool,
-    trust_remote_code: bool = False,
-) -> str:
-    """Return the model's continuation of ``prompt``, or with ``chat`` its answer to ``prompt``."""
-    if adapter is not None:
-        check_adapter(adapter)
-    folder = locate_model(name, trust_remote_code)
-    tokenizer = load_tokenizer(folder, trust_remote_code)
-    model = load_model(folder, torch.float32, trust_remote_code=trust_remote_code)
-    if adapter is not None:
+def generate(config: GenerateConfig) -> str:
+    """Return the model's continuation of the prompt, or with ``chat`` its answer to the prompt."""
+    if config.adapter is not None:
+        check_adapter(config.adapter)
+    folder = locate_model(config.model, config.trust_remote_code)
+    tokenizer = load_tokenizer(folder, config.trust_remote_code)
+    model = load_model(folder, torch.float32, trust_remote_code=config.trust_remote_code)
+    if config.adapter is not None:
         from shoestring import lora
 
         try:
-            lora.load_adapter(model, adapter)
+            lora.load_adapter(model, config.adapter)
         except (ValueError, RuntimeError, KeyError) as error:
-            raise InputError(f"--adapter {adapter}: does not fit {name} ({error})") from None
-    if chat:
+            raise InputError(f"--adapter {config.adapter}: does not fit {config.model} ({error})") from None
+    if config.chat:
         template = tokenizer.chat_template or DEFAULT_CHAT_TEMPLATE
-        message = {"role": "user", "content": prompt}
+        message = {"role": "user", "content": config.prompt}
         try:
             text = tokenizer.apply_chat_template(
                 [message], chat_template=template, tokenize=False, add_generation_prompt=True
@@ -66,26 +46,26 @@ def generate(
             ) from None
         ids = encode_batch(tokenizer, [text])[0]
     else:
-        ids = beginning(tokenizer) + encode_batch(tokenizer, [prompt])[0]
-    ids = ids or [tokenizer.eos_token_id]  # an empty prompt continues the end-of-text token
+        ids = beginning(tokenizer) + encode_batch(tokenizer, [config.prompt])[0]
+    ids = ids or [tokenizer.eos_token_id]  # if the prompt is empty, the model continues the end-of-text token
     rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
         raise InputError(
             f"{folder}: the tokenizer gives token {max(ids)}, the model's embedding has {rows} rows"
         )
-    torch.manual_seed(sampling.seed)
+    torch.manual_seed(config.seed)
     model.eval()
-    sample = sampling.temperature > COLDEST
+    sample = config.temperature > COLDEST
     options: dict[str, Any] = {"do_sample": sample}
     if sample:
-        options |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        options |= {"temperature": config.temperature, "top_p": config.top_p}
     inputs = torch.tensor([ids])
-    options |= {"max_new_tokens": sampling.max_new_tokens, "pad_token_id": tokenizer.eos_token_id}
+    options |= {"max_new_tokens": config.max_new_tokens, "pad_token_id": tokenizer.eos_token_id}
     try:
         with torch.no_grad(), working("generating"):
             output = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs), **options)
     except (ValueError, TypeError, RuntimeError) as error:
-        # for example, invalid values in generation_config.json
+        # raised for example if generation_config.json contains invalid values
         if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
             raise
         raise InputError(f"{folder}: the model cannot generate text ({error})") from None
@@ -106,5 +86,5 @@ def check_adapter(folder: Path) -> None:
             stored.keys()
     except Exception as error:
         raise InputError(
-            f"{folder / 'adapter_model.safetensors'}: not a sound safetensors file ({error})"
+            f"{folder / 'adapter_model.safetensors'}: not a valid safetensors file ({error})"
         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
+from shoestring.cli.config import Source
 from shoestring.core.errors import InputError
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import write_token_file
@@ -14,8 +15,7 @@ from shoestring.files.lock import LOCK, locked
 
 
 def tokenize(
-    data: list[Path],
-    pattern: str,
+    source: Source,
     out: Path,
     tokenizer_folder: Path | None,
     vocab_size: int | None,
@@ -39,10 +39,10 @@ def tokenize(
         for path in (out, *([trained] if vocab_size else [])):
             if path.exists():
                 raise InputError(f"--out {out}: {path} exists; give another name or remove it")
-        # partial files of a killed process
+        # remove partial files that a killed process has left
         for leftover in out.parent.glob(f"{glob.escape(out.name)}.*{PARTIAL}"):
             leftover.unlink(missing_ok=True)
-        files = find_files(data, pattern)
+        files = find_files(source.data, source.glob)
         check_text(files)
         if tokenizer_folder is not None:
             return write_token_file(out, files, load_tokenizer(tokenizer_folder, trust_remote_code))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoestring.cli.config import Source
 from shoestring.cli.console import Console, say
 from shoestring.data.batches import split_blocks
 from shoestring.data.text import check_text, find_files
@@ -18,22 +19,20 @@ from shoestring.training import memory
 from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
 from shoestring.training.models import build_llama, fused_loss, plain_loss
 from shoestring.training.report import write_report
-from shoestring.training.run import RunOptions, execute, file_list, run_folder
+from shoestring.training.run import check_run, execute, file_list, run_folder
 
 
-def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: str) -> dict[str, Any]:
+def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
     """Train from scratch and return the summary; raise InputError for input that cannot be used."""
-    options.check(config)
-    files = find_files(data, pattern)
+    check_run(config, out)
+    files = find_files(source.data, source.glob)
     check_text(files)
-    tokenizer = (
-        load_tokenizer(Path(config.tokenizer), options.trust_remote_code) if config.tokenizer else None
-    )
+    tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code) if config.tokenizer else None
     fingerprint = Fingerprint.of(config, data=file_list(files))
-    with run_folder(options, "train", fingerprint) as run:
+    with run_folder(config, out, "train", fingerprint) as run:
         folder = run / "tokenizer"
         if folder.is_dir():
-            tokenizer = load_tokenizer(folder, options.trust_remote_code)
+            tokenizer = load_tokenizer(folder, config.trust_remote_code)
         else:
             if tokenizer is None:
                 say(f"training a tokenizer of {config.vocab_size} tokens on {len(files)} files")
@@ -64,7 +63,7 @@ def train(config: TrainConfig, options: RunOptions, data: list[Path], pattern: s
         )
         with Console(config.steps) as console:
             summary = execute(
-                config, options, fingerprint, model, make_loss, rows, console, baseline, save, "model"
+                config, run, fingerprint, model, make_loss, rows, console, baseline, save, "model"
             )
         write_report(run)
     return summary

@@ -17,14 +17,15 @@ from shoestring.training.config import FinetuneConfig
 def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
     """Freeze ``model`` and add LoRA adapters to it.
 
-    shoestring and PEFT draw the same random numbers, so one seed gives both the same initial adapters.
+    shoestring and PEFT draw the same random numbers, so the same seed gives the same initial adapters with
+    either.
     """
     model.requires_grad_(False)
     torch.manual_seed(config.seed)
     try:
         return _plain(model, config) if config.plain else _ours(model, config)
-    except ValueError as error:  # a module name that matches nothing, or a rank that does not fit
-        raise InputError(f"--target-modules {config.target_modules}, --rank {config.rank}: {error}") from None
+    except ValueError as error:  # raised if a name matches no module, or the rank does not fit
+        raise InputError(f"--target-modules {config.targets}, --rank {config.rank}: {error}") from None
 
 
 def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
@@ -34,27 +35,29 @@ def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
         model,
         rank=config.rank,
         alpha=config.alpha,
-        target_modules=config.target_modules,
-        quantize=config.quantize,
+        target_modules=config.targets,
+        quantize=config.frozen_format,
     )
 
 
 def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # hides advice to install an optional package
+    # hide a message in which bitsandbytes recommends an optional package
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise InputError(
             "--plain: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`"
         ) from None
-    if isinstance(config.target_modules, list):  # PEFT ignores names that match no module
-        refuse_unmatched_targets(model, config.target_modules, is_linear)
-    if config.quantize == "nf4":
+    targets = config.targets
+    if isinstance(targets, list):  # PEFT ignores names that match no module
+        refuse_unmatched_targets(model, targets, is_linear)
+    if config.frozen_format == "nf4":
         quantize_with_bitsandbytes(model)
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes any number
-        target_modules=config.target_modules,
+        target_modules=targets,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
@@ -64,7 +67,7 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
 def quantize_with_bitsandbytes(model: Any) -> None:
     """Replace each linear layer except the output layer by ``bitsandbytes.nn.Linear4bit``.
 
-    Layers are replaced one by one, so that only one layer at a time exists in both forms.
+    Layers are replaced one by one, so that only one layer at a time is in memory both dense and quantised.
     """
     try:
         from bitsandbytes.nn.modules import Linear4bit, Params4bit
@@ -85,22 +88,22 @@ def quantize_with_bitsandbytes(model: Any) -> None:
         )  # fmt: skip
         packed.weight = Params4bit(  # type: ignore[misc]  # the overloads of `to` expect another class
             layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed
-        ).to("cpu")  # `.to` quantises the weight
+        ).to("cpu")  # bitsandbytes quantises the weight when `.to` moves the layer
         packed.bias = layer.bias
         # In eval mode, Linear4bit repacks its weight permanently on CPUs with AVX512-BF16. Training continues
-        # after a validation, so the repacking is switched off.
+        # after a validation, so disable the repacking.
         packed.support_avx512bf16_for_cpu = False
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)
         layer.weight = None  # type: ignore[assignment]  # frees the dense weight
-    model.is_loaded_in_4bit = True  # PEFT checks this attribute before it uses its 4-bit LoRA layer
+    model.is_loaded_in_4bit = True  # PEFT uses its 4-bit LoRA layer only if the model has this attribute
 
 
 def save_adapter(model: Any, folder: Path, plain: bool) -> None:
-    """Write the adapter to ``folder`` in PEFT's format."""
+    """Write the LoRA adapter of a model to ``folder`` in PEFT's format."""
     if plain:
         model.save_pretrained(str(folder))
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT writes an empty model card
+        (folder / "README.md").unlink(missing_ok=True)  # remove the empty model card that PEFT writes
         return
     from shoestring import lora
 
@@ -108,7 +111,7 @@ def save_adapter(model: Any, folder: Path, plain: bool) -> None:
 
 
 def merge_adapter(base: nn.Module, adapter: Path, plain: bool) -> Any:
-    """Merge a saved adapter into a full-precision model; return the model."""
+    """Merge a saved LoRA adapter into a model with dense weights; return the model."""
     if plain:
         from peft import PeftModel
 

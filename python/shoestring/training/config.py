@@ -1,12 +1,39 @@
-"""Configuration of training runs: the options of `train` and `finetune`, and the presets of model sizes."""
+"""Configuration of training runs: the options of `train` and `finetune`, and the presets of model sizes.
+
+The command line is built from these classes: each annotated field is an option with the field's default.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from shoestring.core.errors import InputError
+from shoestring.training.options import (
+    COUNT,
+    RANK,
+    VOCABULARY,
+    Accumulate,
+    BatchSize,
+    Checkpointing,
+    LearningRate,
+    MemoryBudget,
+    Model,
+    Offload,
+    Seed,
+    SeqLen,
+    TargetModules,
+    TrustRemoteCode,
+    WeightDecay,
+    Workspace,
+    one_of,
+    target_names,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -18,7 +45,8 @@ class Preset:
     heads: int
     kv_heads: int
     mlp: int
-    # the output layer shares the input embedding; useful while embeddings dominate the size
+    # Whether the output layer shares the weight of the input embedding, which helps if embeddings are most of
+    # the model's size.
     tied: bool = True
 
 
@@ -27,16 +55,17 @@ PRESETS = {
     "mini": Preset(128, 4, 4, 4, 384),
     "small": Preset(256, 6, 4, 4, 768),
     "medium": Preset(512, 8, 8, 8, 1536),
-    "base": Preset(768, 12, 12, 12, 2048),  # the size of GPT-2 small
+    "base": Preset(768, 12, 12, 12, 2048),  # a model of the size of GPT-2 small
     "large": Preset(1024, 24, 16, 16, 2816),
-    "1b": Preset(2048, 22, 32, 4, 5632, tied=False),  # the shape of TinyLlama
+    "1b": Preset(2048, 22, 32, 4, 5632, tied=False),  # a model of the shape of TinyLlama
 }
 
-# Allowed values of command-line options, defined here so that reading them does not import PyTorch.
+# Allowed values of command-line options. This module does not import PyTorch, so that parsing of options is
+# fast.
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 DTYPES = ("fp32", "bf16")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
-ESTIMATE_DTYPES = ("fp32", "bf16", "fp16")
+ESTIMATE_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # name of a dtype -> bytes per element
 DEVICES = ("cuda", "cpu")
 QUANTIZE = ("nf4", "int4", "int8", "none")
 OPTIMIZERS = ("adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon")
@@ -44,83 +73,174 @@ STATES = ("8bit", "4bit", "bf16", "fp32")
 WEIGHTS = ("plain", "stochastic", "remainder")
 
 
-@dataclass
+# Metadata of fields whose value may differ when a run is resumed. The values of all other fields must be
+# equal.
+MAY_CHANGE = {"may_change": True}
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """Options of the training loop of `train` and `finetune`.
+    """Options of the training loop of the commands `train` and `finetune`.
 
     Two runs with equal options and equal data give bitwise equal results.
     """
 
-    seq_len: int = 512
-    batch_size: int = 8
-    accumulate: int = 1
-    steps: int = 200
-    lr: float = 1e-3
-    warmup: int = 10
-    schedule: str = "cosine"
-    dtype: str = "fp32"
-    clip: float = 1.0
-    weight_decay: float = 0.1
+    seq_len: SeqLen = 512
+    batch_size: BatchSize = 8
+    accumulate: Accumulate = 1
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", callback=within(1, COUNT))] = 200
+    lr: LearningRate = 1e-3
+    warmup: Annotated[
+        int, typer.Option(help="Steps of linear warm-up.", callback=within(0, COUNT, "0 or more"))
+    ] = 10
+    schedule: Annotated[
+        str, typer.Option(help="constant, linear, cosine or wsd.", callback=one_of(*SCHEDULES))
+    ] = "cosine"
+    dtype: Annotated[
+        str,
+        typer.Option(help="fp32, or bf16 (autocast over fp32 trained weights).", callback=one_of(*DTYPES)),
+    ] = "fp32"
+    clip: Annotated[
+        float,
+        typer.Option(help="Largest gradient norm; 0 does not clip.", callback=within(0, 1e30, "0 or more")),
+    ] = 1.0
+    weight_decay: WeightDecay = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    seed: int = 0
-    val_fraction: float = 0.02
-    eval_every: int = 50
-    eval_batches: int = 8
-    gradient_checkpointing: bool = False
-    optimizer_state: str = "8bit"
-    workspace_mb: int = 64
-    plain: bool = False
+    seed: Seed = 0
+    val_fraction: Annotated[
+        float,
+        typer.Option(
+            help="Share of the data held out for validation.",
+            callback=within(0, 1, "0 to less than 1", without=1),
+        ),
+    ] = 0.02
+    eval_every: Annotated[int, typer.Option(help="Steps between validations.", callback=within(1, COUNT))] = (
+        50
+    )
+    eval_batches: Annotated[
+        int, typer.Option(help="Most batches in a validation.", callback=within(1, COUNT))
+    ] = 8
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints.", callback=within(1, COUNT))
+    ] = field(default=50, metadata=MAY_CHANGE)
+    gradient_checkpointing: Checkpointing = False
+    memory_budget: MemoryBudget = field(default=None, metadata=MAY_CHANGE)
+    optimizer_state: Annotated[
+        str, typer.Option(help="8bit or fp32; plain runs always keep fp32.", callback=one_of("8bit", "fp32"))
+    ] = "8bit"
+    offload: Offload = field(default="none", metadata=MAY_CHANGE)
+    workspace_mb: Workspace = 64
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit."),
+    ] = field(default=False, metadata=MAY_CHANGE)
+    plain: Annotated[bool, typer.Option("--plain", help="The same with plain PyTorch, to compare.")] = False
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
+    ] = field(default=None, metadata=MAY_CHANGE)
+    trust_remote_code: TrustRemoteCode = field(default=False, metadata=MAY_CHANGE)
+
+    def fixed(self) -> dict[str, Any]:
+        """Return the settings that must be equal when a run is resumed, as JSON values."""
+        values = {
+            each.name: getattr(self, each.name) for each in fields(self) if "may_change" not in each.metadata
+        }
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
     """Options of `shoestring train`, which trains a model from scratch."""
 
-    preset: str = "small"
-    vocab_size: int = 16384
-    tokenizer: str | None = None
+    preset: Annotated[
+        str,
+        typer.Option(help="Size: tiny, mini, small, medium, base, large or 1b.", callback=one_of(*PRESETS)),
+    ] = "small"
+    vocab_size: Annotated[
+        int,
+        typer.Option(help="Tokens of the BPE tokenizer that is trained on the data.", callback=VOCABULARY),
+    ] = 16384
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Take this tokenizer directory instead of training one.")
+    ] = None
+
+    def fixed(self) -> dict[str, Any]:
+        return super().fixed() | {"tokenizer": str(self.tokenizer) if self.tokenizer else None}
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(LoopConfig):
-    """Options of `shoestring finetune`: LoRA, QLoRA or full fine-tuning of an existing model."""
+    """Options of `shoestring finetune`: LoRA, QLoRA or full fine-tuning of an existing model.
 
-    model: str = ""
-    full: bool = False
-    quantize: str | None = "nf4"
-    rank: int = 16
-    alpha: float = 32.0
-    target_modules: str | list[str] = "all-linear"
-    pack: bool = True  # pack examples without padding if the model uses shoestring's attention
-    lr: float = 2e-4
-    weight_decay: float = 0.0
+    Raises:
+        InputError: options contradict each other. The parser has checked each option alone.
+    """
+
+    model: Model
+    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False
+    quantize: Annotated[
+        str,
+        typer.Option(
+            help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.",
+            callback=one_of(*QUANTIZE),
+        ),
+    ] = "nf4"
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = 16
+    alpha: Annotated[
+        float,
+        typer.Option(
+            help="Adapters are scaled by alpha / rank.",
+            callback=within(0, 1e6, "a positive number", without=0),
+        ),
+    ] = 32.0
+    target_modules: TargetModules = "all-linear"
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")
+    ] = field(default=False, metadata=MAY_CHANGE)
+    pack: Annotated[
+        bool,
+        typer.Option("--pack/--no-pack", help="No padding of examples, where the model's attention is ours."),
+    ] = True
+    lr: LearningRate = 2e-4
+    weight_decay: WeightDecay = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
 
-    def check(self) -> None:
-        """Raise InputError for options that contradict each other; the parser has checked each option alone."""
+    def __post_init__(self) -> None:
+        target_names(self.target_modules)  # target_names() raises InputError if the option names no module
         # The int8 layer of bitsandbytes also rounds its input to 8 bits, so it computes a different model
         # than shoestring's int8. bitsandbytes has no int4 layer.
-        if self.plain and self.quantize not in (None, "nf4"):
+        if self.plain and self.frozen_format not in (None, "nf4"):
             raise InputError(f"--quantize: expected nf4 | none with --plain, got {self.quantize}")
+
+    @property
+    def frozen_format(self) -> str | None:
+        """The quantised format of the frozen weights, or None if no weight is quantised."""
+        return None if self.full or self.quantize == "none" else self.quantize
+
+    @property
+    def targets(self) -> str | list[str]:
+        """The modules that take adapters: "all-linear", or a list of names."""
+        return target_names(self.target_modules)
+
+    def fixed(self) -> dict[str, Any]:
+        return super().fixed() | {"quantize": self.frozen_format, "target_modules": self.targets}
 
 
 @dataclass
 class Fingerprint:
-    """The settings that must be equal for a run to be resumed bit for bit."""
+    """The settings that must not change when a run is resumed, so that its results are bitwise the same."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: LoopConfig, **more: Any) -> Fingerprint:
-        """Collect the fields of ``config`` and the further settings ``more`` as JSON values."""
-        values = {
-            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(config).items()
-        }
-        return cls({**values, **more})
+        """Collect the settings in ``config`` that must not change on resume, and ``more``, as JSON values."""
+        return cls({**config.fixed(), **more})
 
     def require_equal(self, recorded: dict[str, Any], run: str) -> None:
-        """Raise InputError that names the first setting in which ``recorded`` differs."""
+        """Raise an InputError if a setting differs from that in ``recorded``; name the first such setting."""
         for key in dict.fromkeys([*self.values, *recorded]):
             now, before = self.values.get(key), recorded.get(key)
             if now != before:

@@ -1,4 +1,4 @@
-"""Estimate the memory of a training step on device, host and disk, and the bytes moved between them."""
+"""Estimate a training step's memory on device, host and disk, and the bytes moved between them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shoestring.optim import CAME, LAMB, SGD, Adafactor, AdamW, AdEMAMix, Lion, 
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.host import BUCKET_BYTES
 from shoestring.training import formulas, memory
+from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.formulas import State, StateArena
 
 OPTIMIZERS: dict[str, type[LowMemoryOptimizer]] = {
@@ -24,45 +25,19 @@ OPTIMIZERS: dict[str, type[LowMemoryOptimizer]] = {
     "lamb": LAMB,
     "adafactor": Adafactor,
     "came": CAME,
-    "muon": Muon,  # Muon for matrices of hidden layers, AdamW for the other parameters
+    "muon": Muon,  # the choice "muon" uses Muon for matrices of hidden layers, and AdamW for other parameters
 }
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
 # chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
 # device at once.
 CHUNK_BYTES, CHUNK_EDGE, SLOTS = 8 << 20, 1024, 4
-HOST_ALIGNMENT = 64  # bytes; alignment of each parameter's copy in host memory
-
-
-@dataclass(frozen=True)
-class Options:
-    """Training options that decide the memory, apart from the model.
-
-    All parameters that require gradients are trained.
-
-    Args:
-        device: "cuda" or "cpu". On "cpu", the device memory is host memory, and a chunk of optimizer state
-            may end inside a parameter.
-    """
-
-    optimizer: str = "adamw"
-    state: str = "8bit"
-    weights: str = "plain"
-    offload: str | None = None
-    device: str = "cuda"
-    batch_size: int = 1
-    seq_len: int = 2048
-    activation_bytes: int = 2  # bytes per element of an activation
-    accumulate: int = 1
-    step_in_backward: bool = False
-    gradient_checkpointing: bool = False
-    memory_budget: int | None = None  # limit for saved activations, in bytes
-    workspace_mb: int = 64
+HOST_ALIGNMENT = 64  # alignment in bytes of each parameter's copy in host memory
 
 
 @dataclass(frozen=True)
 class Item:
-    """One entry of the estimate; ``bytes`` is None if there is no formula."""
+    """One entry of the memory estimate, such as "weights"; ``bytes`` is None if there is no formula."""
 
     name: str
     bytes: int | None
@@ -76,7 +51,7 @@ class Estimate:
     Args:
         parameters: number of elements of all parameters.
         trained: number of elements of the trained parameters.
-        memory: items by location: "device", "host" and "disk".
+        memory: dict from the location ("device", "host" or "disk") to its items.
         traffic: bytes per step by direction, such as "host to device".
     """
 
@@ -86,21 +61,21 @@ class Estimate:
     traffic: dict[str, int] = field(default_factory=dict)
 
     def add(self, place: str, name: str, size: int | None, note: str) -> None:
-        """Add an item unless its size is zero."""
+        """Add an item to the memory of a location, unless its size is zero."""
         if size != 0:
             self.memory[place].append(Item(name, size, note))
 
     def totals(self) -> dict[str, int]:
-        """Return the sum of all known sizes for each location, in bytes."""
+        """Return for each location (device, host, disk) the sum of all known sizes, in bytes."""
         return {place: sum(item.bytes or 0 for item in items) for place, items in self.memory.items()}
 
 
-def make_optimizers(model: nn.Module, options: Options) -> list[LowMemoryOptimizer]:
+def make_optimizers(model: nn.Module, config: EstimateConfig) -> list[LowMemoryOptimizer]:
     """Build the optimizers of the model's trained parameters. Allocates on the parameters' device only."""
-    own: dict[str, Any] = {"state": options.state, "weights": options.weights}
+    own: dict[str, Any] = {"state": config.state, "weights": config.weights}
     trained = formulas.trained(model)
-    if options.optimizer != "muon":
-        return [OPTIMIZERS[options.optimizer](trained, **own)]
+    if config.optimizer != "muon":
+        return [OPTIMIZERS[config.optimizer](trained, **own)]
     ends = [module.weight for module in _embeddings(model)]
     matrices = [p for p in trained if p.ndim == 2 and not any(p is end for end in ends)]
     others = [p for p in trained if not any(p is matrix for matrix in matrices)]
@@ -116,15 +91,15 @@ def _embeddings(model: Any) -> list[Any]:
 
 
 def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
-    """Return the boundaries of the chunks of offloaded state, as csrc/offload/state.cpp computes them.
+    """Return the chunk boundaries of offloaded optimizer state, as csrc/offload/state.cpp computes them.
 
     Args:
-        blocks: number of blocks (256 elements each) of every parameter.
-        per_block: bytes of state per block.
+        blocks: for each parameter, the number of its blocks of 256 elements.
+        per_block: bytes of optimizer state per block.
         splits: whether a chunk may end inside a parameter.
 
     Returns:
-        The boundaries in blocks, from 0 to the total.
+        The boundaries as numbers of blocks, from 0 to the total number of blocks.
     """
 
     def up(n: int) -> int:
@@ -143,30 +118,30 @@ def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
     return [*edges, total] if total > edges[-1] else edges
 
 
-def estimate(model: nn.Module, options: Options) -> Estimate:
+def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     """Estimate the memory and traffic of one training step of ``model``, which may be on the meta device.
 
     Raises:
-        InputError: no checkpointing plan fits the memory budget.
+        InputError: the memory budget is too small even if all blocks are recomputed.
     """
     trained = formulas.trained(model)
     found = Estimate(_elements(model), sum(p.numel() for p in trained))
-    on_host = options.offload == "cpu"
-    states = [formulas.optimizer_state(optimizer) for optimizer in make_optimizers(model, options)]
+    on_host = config.place == "cpu"
+    states = [formulas.optimizer_state(optimizer) for optimizer in make_optimizers(model, config)]
     arenas = [arena for state in states for arena in state.arenas]
     found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
-    _gradients(found, arenas, options)
-    if options.offload is None or on_host:
+    _gradients(found, arenas, config)
+    if config.place is None or on_host:
         for name, size in formulas.total(*(state.bytes() for state in states)).items():
             found.add(
                 "host" if on_host else "device", f"state: {name}", size, "ordinary memory" if on_host else ""
             )
     else:
-        _offloaded(found, states, arenas, options)
-    if options.accumulate > 1:
+        _offloaded(found, states, arenas, config)
+    if config.accumulate > 1:
         sums = sum(sum(arena.blocks) for arena in arenas) * 256 * 4
         found.add("host" if on_host else "device", "sums of gradients", sums, "fp32, over micro-batches")
-    _activations(found, model, options)
+    _activations(found, model, config)
     return found
 
 
@@ -174,11 +149,11 @@ def _elements(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _gradients(found: Estimate, arenas: list[StateArena], options: Options) -> None:
+def _gradients(found: Estimate, arenas: list[StateArena], config: EstimateConfig) -> None:
     whole = sum(sum(arena.weights) for arena in arenas)
     largest = max((size for arena in arenas for size in arena.weights), default=0)
-    on_host = options.offload == "cpu"
-    if not options.step_in_backward:
+    on_host = config.place == "cpu"
+    if not config.step_in_backward:
         found.add("device", "gradients", whole, "")
     elif on_host:
         found.add(
@@ -195,15 +170,17 @@ def _gradients(found: Estimate, arenas: list[StateArena], options: Options) -> N
         copies = sum(
             -(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for arena in arenas for size in arena.weights
         )
-        note = "page-locked" if options.device == "cuda" else "ordinary memory"
+        note = "page-locked" if config.device == "cuda" else "ordinary memory"
         found.add("host", "weights", copies, f"a copy of those that are trained, {note}")
         found.add("host", "gradients", copies, note)
-        found.traffic = {"device to host": whole * options.accumulate, "host to device": whole}
+        found.traffic = {"device to host": whole * config.accumulate, "host to device": whole}
 
 
-def _offloaded(found: Estimate, states: list[State], arenas: list[StateArena], options: Options) -> None:
-    """Add the items of streamed optimizer state: its storage and the chunks in flight."""
-    disk, cuda = options.offload != "stream", options.device == "cuda"
+def _offloaded(
+    found: Estimate, states: list[State], arenas: list[StateArena], config: EstimateConfig
+) -> None:
+    """Add offloaded optimizer state to the estimate: its storage, chunk buffers and traffic."""
+    disk, cuda = config.place != "stream", config.device == "cuda"
     place = "disk" if disk else "host"
     note = "a file without a name" if disk else "page-locked"
     kept: list[dict[str, int]] = []
@@ -218,7 +195,7 @@ def _offloaded(found: Estimate, states: list[State], arenas: list[StateArena], o
         found.add(place, f"state: {name}", size, note)
     for name, size in formulas.total(*(state.rest for state in states)).items():
         found.add("device", f"state: {name}", size, "")
-    size = sum(slots) if options.step_in_backward else max(slots, default=0)
+    size = sum(slots) if config.step_in_backward else max(slots, default=0)
     note = f"{SLOTS} chunks of state of {CHUNK_BYTES >> 20} MiB or a parameter"
     if cuda:
         found.add("device", "slots", size, note)
@@ -231,29 +208,28 @@ def _offloaded(found: Estimate, states: list[State], arenas: list[StateArena], o
         found.traffic |= {"host to device": moved, "device to host": moved}
 
 
-def _activations(found: Estimate, model: nn.Module, options: Options) -> None:
+def _activations(found: Estimate, model: nn.Module, config: EstimateConfig) -> None:
     def formula(gradient_checkpointing: bool) -> formulas.Activations | None:
         return formulas.activations(
-            model, options.batch_size * options.seq_len, plain=False, gradient_checkpointing=gradient_checkpointing,
-            size=options.activation_bytes,
+            model, config.batch_size * config.seq_len, plain=False, gradient_checkpointing=gradient_checkpointing,
+            size=config.activation_bytes,
         )  # fmt: skip
 
-    known, least = formula(options.gradient_checkpointing), formula(True)
+    budget = memory.parse_budget(config.memory_budget)
+    known, least = formula(config.gradient_checkpointing), formula(True)
     if known is None or least is None:
         found.add("device", "activations", None, "not known for this architecture")
-    elif options.memory_budget is not None and options.memory_budget < least.bytes + least.block:
+    elif budget is not None and budget < least.bytes + least.block:
         raise InputError(
-            f"--memory-budget {options.memory_budget}: expected at least {least.bytes + least.block} bytes, the inputs "
+            f"--memory-budget {budget}: expected at least {least.bytes + least.block} bytes, the inputs "
             "of all blocks and one block at a time; take a smaller --batch-size or --seq-len"
         )
-    elif options.memory_budget is not None and options.memory_budget < known.bytes:
-        found.add(
-            "device", "activations", options.memory_budget, "the budget: some blocks are computed again"
-        )
+    elif budget is not None and budget < known.bytes:
+        found.add("device", "activations", budget, "the budget: some blocks are computed again")
     else:
         found.add("device", "activations", known.bytes, known.formula)
-        if options.gradient_checkpointing:
+        if config.gradient_checkpointing:
             found.add(
                 "device", "a block computed again", known.block, "what backward needs of one block at a time"
             )
-    found.add("device", "loss workspace", options.workspace_mb << 20, "a chunk of logits")
+    found.add("device", "loss workspace", config.workspace_mb << 20, "a chunk of logits")

@@ -1,4 +1,4 @@
-"""The training loop of `train` and `finetune`, with shoestring's operators or with plain PyTorch."""
+"""The training loop of the commands `train` and `finetune`, with shoestring's operators or plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoestring.training.schedule import learning_rate
 
 
 class Progress(Protocol):
-    """Interface that shows the finished steps and notes of a run; cli.console implements it."""
+    """Interface of the display of finished steps and notes of a run; cli.console implements it."""
 
     def step(self, metrics: dict[str, Any], val_loss: float | None) -> None: ...
 
@@ -35,29 +35,32 @@ class Trainer:
     """The training loop of one run, with its model, data, optimizer and progress display."""
 
     config: LoopConfig
-    model: Any  # its class comes from transformers or PEFT
+    model: Any  # a model of transformers or PEFT
     loss: Loss
     optimizer: torch.optim.Optimizer
     train: Rows
     val: Rows
     run: Path
-    checkpoint_every: int
     progress: Progress
     fingerprint: dict[str, Any]
-    packed: bool = False  # a micro-batch is one row of concatenated examples, without padding
-    saved_activations: int = 0  # bytes that autograd saved in the first micro-batch of this process
-    planned_activations: int | None = None  # saved bytes that the plan for --memory-budget predicts
-    val_loss: float | None = None  # the last validation loss
+    packed: bool = False  # whether a micro-batch is one row of concatenated examples, without padding
+    # bytes that autograd saved for backward in the first micro-batch of this process
+    saved_activations: int = 0
+    # bytes of saved activations that the plan for --memory-budget predicts
+    planned_activations: int | None = None
+    val_loss: float | None = None  # last validation loss; None before the first validation
     best_val_loss: float | None = None
     saved: int | None = None  # step of the last checkpoint that this process saved
-    told: set[str] = field(default_factory=set)  # the long waits that a note has already announced
+    # the long waits, such as "a step", that have been announced on the terminal
+    told: set[str] = field(default_factory=set)
 
     def fit(self, start: int = 0) -> None:
-        """Train from step ``start`` (counted from 0) to the end.
+        """Train from step ``start`` (counted from 0) to the last step of the configuration.
 
         Raises:
             InputError: the loss or the gradient norm is not finite.
-            Interrupted: a signal arrived; the step during which it arrived is complete and in a checkpoint.
+            Interrupted: a signal arrived. The step during which it arrived has been completed and saved in a
+                checkpoint.
         """
         config = self.config
         order = BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
@@ -92,7 +95,7 @@ class Trainer:
                     break
 
     def _accumulate(self, step: int, order: BatchOrder, first: bool) -> tuple[float, int]:
-        """Run forward and backward passes of one step; return its loss and its number of tokens.
+        """Run forward and backward of all micro-batches of a step; return its loss and number of tokens.
 
         The loss is the mean over the labelled positions of all micro-batches.
         """
@@ -114,13 +117,13 @@ class Trainer:
         return total, sum(self.train.count(rows) for rows in drawn)
 
     def _batch(self, data: Rows, rows: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return inputs, labels and further keyword arguments of the loss."""
+        """Return inputs, labels and further keyword arguments of the loss for the given rows of the data."""
         if self.packed and isinstance(data, Examples):
             return data.packed(rows)
         return (*data.rows(rows), {})
 
     def largest_batch(self) -> Tensor:
-        """Return the loss of a micro-batch of the longest rows; no other batch needs more memory."""
+        """Return the loss of a micro-batch of the longest rows; no other micro-batch needs more memory."""
         rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[
             : self.config.batch_size
         ]
@@ -144,7 +147,7 @@ class Trainer:
         return f"; the last checkpoint in {self.run} is kept" if checkpoints(self.run) else ""
 
     def _tell_wait(self, what: str, seconds: float) -> None:
-        """Announce once that a signal has to wait for ``what``, if ``what`` takes long."""
+        """If ``what``, such as "a step", took long, print once that Ctrl-C waits for the end of such work."""
         if seconds > signals.LONG_WAIT and what not in self.told:
             self.told.add(what)
             self.progress.note(
@@ -162,7 +165,7 @@ class Trainer:
             )
         log.add(row)
         self.progress.step(row, self.val_loss)
-        if step % self.checkpoint_every == 0 or last:
+        if step % config.checkpoint_every == 0 or last:
             self._save(step, log)
 
     def _save(self, step: int, log: MetricsLog) -> None:
@@ -198,7 +201,7 @@ class Trainer:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the trained parameters: weight decay for matrices, none for norms and biases."""
+    """Return parameter groups with weight decay for matrices and without it for norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -207,11 +210,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(model: nn.Module, config: LoopConfig, offload: str | None = None) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: LoopConfig) -> torch.optim.Optimizer:
     """Build the AdamW optimizer of a run.
 
     It is PyTorch's fused AdamW for plain runs. Otherwise it is shoestring's AdamW, whose state is stored in
-    ``offload``.
+    ``config.offload``.
     """
     groups = parameter_groups(model, config.weight_decay)
     if config.plain:
@@ -224,5 +227,5 @@ def make_optimizer(model: nn.Module, config: LoopConfig, offload: str | None = N
         betas=config.betas,
         eps=config.eps,
         state=config.optimizer_state,
-        offload=offload,
+        offload=None if config.offload == "none" else config.offload,
     )

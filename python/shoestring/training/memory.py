@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring.checkpoint.model import parse_bytes
+from shoestring.core.errors import InputError
 from shoestring.core.storages import storages
 
 
@@ -55,19 +57,19 @@ def _state_tensors(value: Any) -> Iterable[Tensor]:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that the optimizer keeps between steps."""
+    """Return the bytes of the optimizer's state tensors."""
     return storage_bytes(_state_tensors(optimizer.state_dict()["state"]))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters, buffers, and the scales that bitsandbytes keeps outside of both."""
+    """Return the bytes of parameters, buffers and, for bitsandbytes layers, quantisation scales."""
     states = [getattr(p, "quant_state", None) for p in model.parameters()]
     scales = [state.absmax for state in states if state is not None]
     return storage_bytes([*model.parameters(), *model.buffers(), *scales])
 
 
 class SavedActivations:
-    """Count the bytes that autograd saves for backward inside the ``with`` block; weights are excluded."""
+    """Count the bytes that autograd saves for backward inside the ``with`` block, without weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = storages([*model.parameters(), *model.buffers()])
@@ -94,15 +96,27 @@ class SavedActivations:
 
 @dataclass
 class Part:
-    """One bar of the memory chart: a part of the process's memory, by formula and measured."""
+    """One bar of the memory chart: a part of the process's memory, with its computed and measured bytes."""
 
     name: str
     formula: str
-    expected: int | None  # bytes by the formula, or None if there is no formula
-    measured: int  # measured bytes
+    expected: int | None  # bytes that the formula gives, or None if there is no formula
+    measured: int  # bytes that were measured
 
 
 def import_models() -> None:
-    """Import what every causal model needs, so that this memory counts as the program's, not the model's."""
+    """Import transformers' modules for causal models now, so that they do not count as the model's memory."""
     from transformers import AutoModelForCausalLM  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
+
+
+def parse_budget(text: str | None) -> int | None:
+    """Return the value of --memory-budget in bytes, or None if there is no budget.
+
+    Raises:
+        InputError: ``text`` is not a size.
+    """
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise InputError(f"--memory-budget: {error}") from None

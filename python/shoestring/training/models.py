@@ -20,16 +20,17 @@ from shoestring.integrations.transformers.reader import read_config, stored_tens
 from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.training.config import Preset
 
-# (inputs, labels, **model_arguments) -> sum of the losses over all labelled positions
+# function (inputs, labels, **model_arguments) -> sum of the losses of all labelled positions
 Loss = Callable[..., Tensor]
 
-WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]  # downloaded for a Hub model
+# files that are downloaded for a model on the Hub
+WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 
 def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int) -> Any:
     """Build a randomly initialised fp32 Llama.
 
-    It draws from PyTorch's global generator, so seed that first.
+    The weights are drawn from PyTorch's global random generator, so call ``torch.manual_seed`` first.
     """
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -66,19 +67,21 @@ def locate_model(name: str, trust_remote_code: bool = False) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_FILES + ["*.py"] * trust_remote_code))
-    except Exception as error:  # offline, missing, gated or disk full: report each of them in one line
+    except Exception as error:
+        # The machine may be offline, the model missing or gated, or the disk full; report any error in one
+        # line.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise InputError(
-            f"--model {name}: no such directory, and the Hugging Face Hub did not give it "
+            f"--model {name}: no such directory, and the Hugging Face Hub did not return it "
             f"({type(error).__name__}: {reason})"
         ) from None
 
 
 def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Check config.json and every weight file; return the shape of each stored tensor.
+    """Check config.json and every weights file of a model directory; return the shape of each stored tensor.
 
     This check allocates no weights. The safetensors reader checks header size, offsets, overlaps and file
-    length. Its errors become one-line InputErrors.
+    length. Errors of the reader are converted to InputErrors of one line.
     """
     try:
         read_config(folder)
@@ -95,11 +98,12 @@ def is_quantized(folder: Path) -> bool:
 def load_model(
     folder: Path, dtype: torch.dtype, quantize: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load a causal language model from a local directory; every weight must be present and fit config.json.
+    """Load a causal language model from a directory; every weight must be present and fit config.json.
 
     With ``quantize``, or for a checkpoint that is already quantised, each linear weight is quantised as soon
-    as it is read. If only transformers can map the tensor names in the files, the whole model is loaded first
-    and stays dense. Code in the directory runs only with ``trust_remote_code``.
+    as it is read. If the tensor names in the files differ from the model's, so that only transformers can map
+    them, the whole model is loaded first and stays dense. Code in the directory runs only with
+    ``trust_remote_code``.
     """
     stored = check_model_directory(folder)
     quiet_transformers()
@@ -161,7 +165,7 @@ def _load(
 
 
 def plain_loss(model: Any) -> Loss:
-    """Return a loss that sums cross-entropies over the full logits in fp32, like plain PyTorch."""
+    """Return a loss function that computes all logits in fp32 and sums the cross-entropies of the labels."""
 
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
         logits = model(input_ids=inputs, use_cache=False, **more).logits
@@ -173,14 +177,15 @@ def plain_loss(model: Any) -> Loss:
 
 
 def fused_loss(model: Any, workspace_mb: int) -> Loss:
-    """Patch the model permanently and return a loss that computes the same sum without storing logits.
+    """Patch the model and return a loss function that sums cross-entropies without storing logits.
 
-    The patch also covers an adapter that is added to the model later.
+    The patch also applies to an adapter that is added to the model later.
     """
     from shoestring.integrations.transformers import patch
 
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
-        # The labels are already shifted. With num_items_in_batch=1, the loss is the sum of all losses.
+        # The labels are already shifted by one token. With num_items_in_batch=1, the model's loss is the sum
+        # of all token losses.
         labels = labels.contiguous()
         options = {"shift_labels": labels, "num_items_in_batch": 1, "use_cache": False, **more}
         result: Tensor = model(input_ids=inputs, labels=labels, **options).loss
@@ -195,9 +200,10 @@ def fused_loss(model: Any, workspace_mb: int) -> Loss:
 
 
 def _check_same(fused: Loss, plain: Loss, model: Any) -> None:
-    """Raise ValueError if fused and plain loss differ on a few tokens.
+    """Raise ValueError if the fused loss and the plain loss of a few tokens differ.
 
-    They differ if the model's architecture does not pass all arguments on to its loss.
+    The losses differ if the model's code drops keyword arguments instead of passing them to its loss
+    function.
     """
     tokens = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
     training = model.training
@@ -212,11 +218,11 @@ def _check_same(fused: Loss, plain: Loss, model: Any) -> None:
 
 
 def can_pack(model: Any) -> bool:
-    """Return whether the model keeps the packed examples of one row apart.
+    """Return whether the model can compute several examples packed into one row independently.
 
-    The model must use shoestring's attention and pass on the arguments that say where each example begins.
-    The test packs two examples. Their logits must be much closer to the logits of separate examples than
-    those of a row without these arguments.
+    This requires that the model uses shoestring's attention, and passes the arguments with the start of each
+    example on to the attention. The test packs two examples into one row. With these arguments, the row's
+    logits must be much closer to the logits of separate examples than without the arguments.
     """
     if getattr(model.config, "_attn_implementation", None) != "shoestring":
         return False
@@ -230,7 +236,8 @@ def can_pack(model: Any) -> bool:
             expected = torch.cat([model(input_ids=part, use_cache=False).logits for part in alone], 1)
             packed = model(input_ids=tokens, use_cache=False, **together).logits
             mixed = model(input_ids=tokens, use_cache=False).logits
-    except (TypeError, ValueError, RuntimeError):  # the model does not accept these arguments
+    except (TypeError, ValueError, RuntimeError):
+        # the model does not accept the arguments for packed examples
         return False
     finally:
         model.train(training)

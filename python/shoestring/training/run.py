@@ -8,13 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoestring.checkpoint.model import CheckpointReport, checkpoint_model, parse_bytes
+from shoestring.checkpoint.model import CheckpointReport, checkpoint_model
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows
 from shoestring.files.atomic import PARTIAL, atomic_directory, remove_partial, write_json
@@ -29,80 +28,68 @@ from shoestring.training.signals import Interrupted
 from shoestring.training.summary import summarise
 
 
-@dataclass
-class RunOptions:
-    """Options that may change when a run is resumed."""
-
-    out: Path
-    resume: bool = False
-    checkpoint_every: int = 50
-    threads: int | None = None
-    memory_budget: str | None = None  # limit for saved activations, such as "2GiB"
-    offload: str = "none"  # where the optimizer state is stored
-    trust_remote_code: bool = False  # run Python code from the model directory
-
-    def check(self, config: LoopConfig) -> None:
-        """Raise InputError if options contradict each other or if --out is unusable; writes nothing."""
-        if self.memory_budget is not None:
-            try:
-                parse_bytes(self.memory_budget)
-            except ValueError as error:
-                raise InputError(f"--memory-budget: {error}") from None
-            if config.plain or config.gradient_checkpointing:
-                other = "--plain" if config.plain else "--gradient-checkpointing"
-                raise InputError(
-                    f"--memory-budget {self.memory_budget}: expected without {other}; leave one of them out"
-                )
-        if self.offload != "none" and not is_place(self.offload):
-            raise InputError(f"--offload: expected {PLACES}, got {self.offload}")
-        if self.offload != "none" and config.plain:
-            raise InputError(f"--offload {self.offload}: expected without --plain; leave one of them out")
-        try:
-            if self.out.exists() and not self.out.is_dir():
-                raise InputError(f"--out {self.out}: exists and is not a directory")
-            # A lock file means that another process may be using the folder. In that case run_folder() first
-            # takes the lock.
-            if not (self.out / LOCK).exists():
-                self.check_folder()
-        except OSError as error:  # no permission, or a name that is too long
-            raise InputError(f"--out {self.out}: {error.strerror}") from None
-
-    def check_folder(self) -> None:
-        """Raise InputError if the folder holds files that do not belong to this run."""
-        names = [path.name for path in self.out.iterdir() if path.name != LOCK] if self.out.is_dir() else []
-        if names and not self.resume:
+def check_run(config: LoopConfig, out: Path) -> None:
+    """Raise InputError if options contradict each other or if --out is unusable; writes nothing."""
+    if config.memory_budget is not None:
+        memory.parse_budget(config.memory_budget)
+        if config.plain or config.gradient_checkpointing:
+            other = "--plain" if config.plain else "--gradient-checkpointing"
             raise InputError(
-                f"--out {self.out}: the directory is not empty; give another, or --resume to continue the run in it"
+                f"--memory-budget {config.memory_budget}: expected no {other}, received both; leave one of "
+                "them out"
             )
-        if not (self.out / "run.json").is_file() and any(not name.endswith(PARTIAL) for name in names):
-            raise InputError(f"--resume {self.out}: not the directory of a run (no run.json in it)")
+    if config.offload != "none" and not is_place(config.offload):
+        raise InputError(f"--offload: expected {PLACES}, got {config.offload}")
+    if config.offload != "none" and config.plain:
+        raise InputError(
+            f"--offload {config.offload}: expected no --plain, received both; leave one of them out"
+        )
+    try:
+        if out.exists() and not out.is_dir():
+            raise InputError(f"--out {out}: exists and is not a directory")
+        # A lock file means that another process may be using the folder. In that case run_folder() first
+        # takes the lock.
+        if not (out / LOCK).exists():
+            _check_folder(out, config.resume)
+    except OSError as error:  # raised if a permission is missing, or a name is too long
+        raise InputError(f"--out {out}: {error.strerror}") from None
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    """Raise InputError if the folder holds files that do not belong to this run."""
+    names = [path.name for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
+    if names and not resume:
+        raise InputError(
+            f"--out {out}: the directory is not empty; give another, or --resume to continue the run in it"
+        )
+    if not (out / "run.json").is_file() and any(not name.endswith(PARTIAL) for name in names):
+        raise InputError(f"--resume {out}: not the directory of a run (no run.json in it)")
 
 
 def file_list(files: list[Path]) -> list[list[Any]]:
-    """Return name and size (bytes) of each data file; a resumed run must find the same list."""
+    """Return the name and the size in bytes of each data file. A resumed run must have the same list."""
     return [[path.name, path.stat().st_size] for path in files]
 
 
 @contextmanager
-def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> Iterator[Path]:
+def run_folder(config: LoopConfig, out: Path, command: str, fingerprint: Fingerprint) -> Iterator[Path]:
     """Lock the run folder, create or check it, write run.json, and yield the folder's path.
 
-    If the block fails before anything was trained, the files and folders made here are removed. This function
-    also sets the number of threads. A resumed run takes the recorded number by default, because the order of
-    summation depends on it.
+    If the ``with`` block fails before the first step is complete, the files and folders that this function
+    made are removed. The function also sets the number of threads. By default, a resumed run takes the number
+    that the first run recorded, because the order of summation depends on it.
 
     Raises:
         InputError: another process uses the folder, or the folder holds another run or other files.
-        Interrupted: a signal arrived; the text says what the folder holds.
+        Interrupted: a signal arrived; the text of the exception says what the run folder holds.
     """
-    out = options.out
     created = [parent for parent in [out, *out.parents] if not parent.exists()]
     try:
         with locked(out / LOCK, f"--out {out}"):
-            options.check_folder()
+            _check_folder(out, config.resume)
             recorded = _read_record(out, command, fingerprint)
             try:
-                _begin(options, command, fingerprint, recorded)
+                _begin(config.threads, out, command, fingerprint, recorded)
                 yield out
             except BaseException:
                 if not recorded and not checkpoints(out) and not (out / "metrics.jsonl").exists():
@@ -111,7 +98,7 @@ def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> I
                             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
                 raise
     except BaseException as error:
-        with suppress(OSError):  # rmdir fails for a folder that is not empty, and so keeps it
+        with suppress(OSError):  # rmdir raises OSError if a folder is not empty; such a folder is kept
             for path in created:
                 path.rmdir()
         if isinstance(error, (Interrupted, KeyboardInterrupt)):
@@ -120,7 +107,7 @@ def run_folder(options: RunOptions, command: str, fingerprint: Fingerprint) -> I
 
 
 def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str, Any]:
-    """Return the content of run.json, or {} if there is none; raise InputError if it records another run."""
+    """Return the content of run.json, or {} without the file. Raise InputError if it records another run."""
     path = out / "run.json"
     if not path.is_file():
         return {}
@@ -142,21 +129,21 @@ def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str,
     return result
 
 
-def _begin(options: RunOptions, command: str, fingerprint: Fingerprint, recorded: dict[str, Any]) -> None:
+def _begin(
+    threads: int | None, out: Path, command: str, fingerprint: Fingerprint, recorded: dict[str, Any]
+) -> None:
     """Set the number of threads, remove partial files of a killed process, and write run.json."""
-    threads = options.threads or recorded.get("threads") or torch.get_num_threads()
+    threads = threads or recorded.get("threads") or torch.get_num_threads()
     torch.set_num_threads(threads)
-    remove_partial(options.out)
-    remove_partial(options.out / "checkpoints")
+    remove_partial(out)
+    remove_partial(out / "checkpoints")
     if recorded.get("threads") != threads:
         versions = {"torch": torch.__version__, "threads": threads}
-        write_json(
-            options.out / "run.json", {"command": command, **versions, "fingerprint": fingerprint.values}
-        )
+        write_json(out / "run.json", {"command": command, **versions, "fingerprint": fingerprint.values})
 
 
 def _kept(out: Path) -> str:
-    """Describe for the terminal what the folder of an interrupted run holds."""
+    """Return a text for the terminal that says what the folder of an interrupted run holds."""
     existing = checkpoints(out)
     if existing:
         return f"checkpoint at step {step_of(existing[-1])}, continue with --resume"
@@ -166,18 +153,18 @@ def _kept(out: Path) -> str:
 
 
 @contextmanager
-def _offload_errors(options: RunOptions) -> Iterator[None]:
+def _offload_errors(offload: str) -> Iterator[None]:
     """Turn an error about the place given by --offload (no folder, no space) into a one-line InputError."""
     try:
         yield
     except RuntimeError as error:
-        if options.offload == "none":
+        if offload == "none":
             raise
-        raise InputError(f"--offload {options.offload}: {str(error).splitlines()[0]}") from None
+        raise InputError(f"--offload {offload}: {str(error).splitlines()[0]}") from None
 
 
 def _fit_memory(trainer: Trainer, budget: str) -> CheckpointReport:
-    """Checkpoint as many blocks as the memory budget requires."""
+    """Put as many blocks of the model under gradient checkpointing as the memory budget requires."""
     trainer.model.train()
     try:
         return checkpoint_model(trainer.model, budget=budget, example=trainer.largest_batch)
@@ -190,7 +177,7 @@ def _fit_memory(trainer: Trainer, budget: str) -> CheckpointReport:
 
 def execute(
     config: LoopConfig,
-    options: RunOptions,
+    run: Path,
     fingerprint: Fingerprint,
     model: Any,
     make_loss: Callable[[], Loss],
@@ -204,30 +191,29 @@ def execute(
     """Train, save the result folder and write summary.json; return the summary.
 
     Args:
+        run: folder of the run.
         baseline: resident memory in bytes before the model was made.
         save: function that fills the folder ``run/result``.
         packed: whether a micro-batch is one row of concatenated examples, without padding.
     """
-    run = options.out
-    with _offload_errors(options):
-        optimizer = make_optimizer(model, config, None if options.offload == "none" else options.offload)
+    with _offload_errors(config.offload):
+        optimizer = make_optimizer(model, config)
     if config.gradient_checkpointing and config.plain:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
-        config, model, make_loss(), optimizer, *data, run, options.checkpoint_every, progress, fingerprint.values,
-        packed,
+        config, model, make_loss(), optimizer, *data, run, progress, fingerprint.values, packed
     )  # fmt: skip
     report = None
     if config.gradient_checkpointing and not config.plain:
         report = checkpoint_model(model)
-    if options.memory_budget is not None:
-        report = _fit_memory(trainer, options.memory_budget)
+    if config.memory_budget is not None:
+        report = _fit_memory(trainer, config.memory_budget)
         trainer.planned_activations = report.held_bytes
         progress.note(f"activations: {report}")
     start = 0
     existing = checkpoints(run)
     if existing:
-        with _offload_errors(options):
+        with _offload_errors(config.offload):
             state = load_checkpoint(existing[-1], model, optimizer)
         start, trainer.val_loss, trainer.best_val_loss = (
             state["step"],

@@ -1,12 +1,12 @@
 """Handle SIGINT and SIGTERM: the first signal ends a command cleanly, the second one ends it at once.
 
-Python calls a signal handler between two bytecodes, and a whole backward pass is one bytecode. The second
-signal must not wait for it. A thread therefore reads the wakeup file descriptor, to which Python's C handler
-writes at once.
+Python calls a signal handler between two bytecodes, and a whole backward pass is one bytecode. The reaction
+to a second signal must not wait until a backward pass ends. A thread therefore reads the signal numbers that
+Python's C handler writes to the wakeup file descriptor at once.
 
-Code that defers a signal (an optimizer during its step) delivers the signal again, so its number is written
-twice. All numbers written before the Python handler has run therefore count as one signal. The exception: the
-handler does not run for a second (``PATIENCE``).
+An optimizer defers a signal during its step and delivers it again afterwards, so its number is written twice.
+Therefore all numbers written before the Python handler has run count as one signal. If the Python handler
+does not run for ``PATIENCE`` seconds, a second number counts as a second signal.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
-LONG_WAIT = 20.0  # seconds; longer waits are announced, since batch systems kill about 30 s after SIGTERM
+# A wait longer than this many seconds is announced, since batch systems kill a process about 30 s after
+# SIGTERM.
+LONG_WAIT = 20.0
 
 
 class Interrupted(BaseException):
-    """A signal has ended the command. The text is for the terminal; the exit code is 128 + ``number``."""
+    """Raised if a signal ends the command. Its text is for the user; the exit code is 128 + ``number``."""
 
     def __init__(self, number: int, text: str = "interrupted") -> None:
         super().__init__(text)
         self.number = number
 
 
-PATIENCE = 1.0  # seconds; a handler that has not run by then waits for a long call in the main thread
+# Seconds after which a Python handler that has not run must be waiting for a long call in the main thread.
+PATIENCE = 1.0
 
 _received: int | None = None
 _deferred = False
 _announced = False
-_handled = threading.Event()  # set once the Python handler has run
-_pipe = -1  # read end of the wakeup pipe: numbers of signals that the handler has not taken yet
+_handled = threading.Event()  # the Python signal handler sets this event
+_pipe = -1  # read end of the wakeup pipe, which holds signal numbers that have not been read yet
 _reading = threading.RLock()
 
 
 def received() -> int | None:
-    """Return the number of the signal that is to end the command, or None."""
+    """Return the number of the signal that has arrived and will end the command, or None."""
     return _received
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defer the first signal to the end of the block, and raise Interrupted there.
+    """If a first signal arrives inside the ``with`` block, raise Interrupted at the end of the block.
 
     Code inside the block calls ``received`` to learn whether a signal has arrived.
     """
@@ -64,16 +67,16 @@ def deferred() -> Iterator[None]:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM inside the block: the first raises Interrupted, the second ends the process.
+    """Handle SIGINT and SIGTERM in the block: the first raises Interrupted, the second ends the process.
 
-    A signal that the process ignores stays ignored; a background job of a shell ignores SIGINT, for example.
+    A signal that the process already ignores stays ignored. For example, a background job of a shell ignores
+    SIGINT.
     """
     global _received, _announced, _pipe
     # Python allows signal handlers in the main thread only
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _received, _announced = None, False
     _handled.clear()
     _pipe, writable = os.pipe()
     for end in (_pipe, writable):
@@ -94,6 +97,7 @@ def handled() -> Iterator[None]:
         os.close(writable)
         watcher.join()
         os.close(_pipe)
+        _received, _announced = None, False  # a later run in this process starts without a signal
 
 
 def _raise_received() -> None:
@@ -104,7 +108,7 @@ def _raise_received() -> None:
 def _handle(number: int, _: FrameType | None) -> None:
     global _received
     with _reading:
-        _read()  # all numbers written so far belong to this signal
+        _read()  # discard the signal numbers in the pipe, which all belong to this signal
         _handled.set()
     _received = number
     _announce(number)
@@ -113,7 +117,10 @@ def _handle(number: int, _: FrameType | None) -> None:
 
 
 def _watch() -> None:
-    """End the process at the second signal; return once the pipe is closed."""
+    """Read signal numbers from the wakeup pipe; end the process at the second signal.
+
+    Return when the pipe is closed.
+    """
     count = 0
     while select.select([_pipe], [], []):
         with _reading:
@@ -132,9 +139,10 @@ def _watch() -> None:
 
 
 def _announce(number: int) -> None:
-    """Say once that the current step will be finished.
+    """Print once that the current step will be finished before the command ends.
 
-    The handler calls this, or the watching thread if the handler cannot run yet.
+    The Python signal handler calls this function. If the handler cannot run yet, the thread that reads the
+    wakeup pipe calls it first.
     """
     global _announced
     with _reading:
@@ -145,7 +153,7 @@ def _announce(number: int) -> None:
 
 
 def _read() -> bytes | None:
-    """Return the signal numbers in the pipe, b"" if there are none, or None if the pipe is closed."""
+    """Return the signal numbers in the wakeup pipe, b"" if there are none, or None if it is closed."""
     try:
         return os.read(_pipe, 64) or None
     except BlockingIOError:
@@ -153,5 +161,5 @@ def _read() -> bytes | None:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be closed
+    with suppress(OSError):  # writing fails if the terminal is closed
         os.write(2, f"shoestring: {text}\n".encode())

@@ -1,4 +1,4 @@
-"""Bad input: each kind is reported in a line of its own on stderr with exit code 2, and leaves no files."""
+"""The commands report each kind of bad input in one line on stderr, exit with code 2, and leave no files."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_bad_examples(
 
 
 def header(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Return a function that changes the header of the model's safetensors file."""
+    """Return a function that applies ``change`` to the header of a model's safetensors file."""
 
     def damage(model: Path) -> None:
         file = model / "model.safetensors"
@@ -155,7 +155,7 @@ def config(**fields: object) -> Callable[[Path], None]:
     return change
 
 
-UNSOUND = "model.safetensors: not a sound safetensors file ("
+UNSOUND = "model.safetensors: not a valid safetensors file ("
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,10 @@ UNSOUND = "model.safetensors: not a sound safetensors file ("
         (raw(lambda b: b[: len(b) // 2]), UNSOUND),
         (raw(lambda b: b[:5]), UNSOUND),
         (raw(lambda b: b""), UNSOUND),
-        (raw(lambda b: b"\xff" * 8 + b[8:]), UNSOUND),  # the header claims a length of 2^64 - 1 bytes
+        # The length field claims a safetensors header of 2^64 - 1 bytes.
+        (raw(lambda b: b"\xff" * 8 + b[8:]), UNSOUND),
         (raw(lambda b: b + b"more"), UNSOUND),
-        # The tensor overlaps the next one.
+        # The data of one tensor in the safetensors file overlaps that of the next tensor.
         (header(lambda f: offsets(f, lambda a, b: [a, b + 4])), UNSOUND),
         (header(lambda f: offsets(f, lambda a, b: [b, a])), UNSOUND),
         (header(lambda f: offsets(f, lambda a, b: [a, 1 << 60])), UNSOUND),
@@ -238,10 +239,10 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
         (["--optimizer-state", "4bit"], "--optimizer-state: expected 8bit | fp32, got 4bit"),
         (["--val-fraction", "1"], "--val-fraction: expected 0 to less than 1, got 1.0"),
         (["--threads", "0"], "--threads: expected at least 1, got 0"),
-        (["--memory-budget", "much"], "--memory-budget: expected bytes or such as"),
-        (["--memory-budget", "1GiB"], "--memory-budget 1GiB: expected without --plain"),
+        (["--memory-budget", "much"], "--memory-budget: expected a number of bytes, or a string such as"),
+        (["--memory-budget", "1GiB"], "--memory-budget 1GiB: expected no --plain"),
         (["--offload", "disk"], "--offload: expected none | cpu | stream | nvme:DIR, got disk"),
-        (["--offload", "cpu"], "--offload cpu: expected without --plain; leave one of them out"),
+        (["--offload", "cpu"], "--offload cpu: expected no --plain, received both; leave one of them out"),
         (["--checkpoint-every", "0"], "--checkpoint-every: expected at least 1, got 0"),
         (["--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
         (["--no-such-option"], "No such option: --no-such-option"),
@@ -304,7 +305,7 @@ def test_bad_adapter(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "no adapter_config.json there" in refuse(capsys, *arguments)
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\0" * 20)
-    assert "not a sound safetensors file" in refuse(capsys, *arguments)
+    assert "not a valid safetensors file" in refuse(capsys, *arguments)
 
 
 def test_compare_needs_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +315,7 @@ def test_compare_needs_finished_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 4 MiB: room for a tokenizer and one or two checkpoints of the tiny model."""
+    """Mount a file system of 4 MiB, enough for a tokenizer and at most two checkpoints of the tiny model."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if (

@@ -1,4 +1,4 @@
-"""`shoestring estimate` predicts state, weights and gradients to the byte, and activations within a tenth."""
+"""`shoestring estimate` predicts state, weights and gradients to the byte, and activations to within 10%."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from cli_helpers import TINY, refuse, run, succeed, text
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.training import formulas, memory
 from shoestring.training.config import Preset
-from shoestring.training.estimate import OPTIMIZERS, Estimate, Options, chunk_edges, estimate, make_optimizers
+from shoestring.training.estimate import OPTIMIZERS, Estimate, chunk_edges, estimate, make_optimizers
+from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.models import build_llama, fused_loss
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
@@ -27,8 +28,8 @@ STATES = ("8bit", "4bit", "bf16", "fp32")
 class Net(nn.Module):
     """A model with many kinds of parameters.
 
-    It has an embedding, matrices, vectors, sizes that are no multiple of a block, an empty parameter and a
-    frozen matrix. Its state fills more than one chunk.
+    It has an embedding, matrices, vectors, an empty parameter and a frozen matrix. Some sizes are no multiple
+    of a block of optimizer state. The state fills more than one of the chunks in which it is offloaded.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ def step(model: nn.Module, optimizers: list[Any]) -> None:
 
 
 def sizes(found: Estimate, place: str) -> dict[str, int]:
-    """Return the bytes of the optimizers' state by the names of its parts."""
+    """Return the estimated bytes of optimizer state by the name of the state tensor, such as exp_avg."""
     return {
         i.name.removeprefix("state: "): i.bytes for i in found.memory[place] if i.name.startswith("state: ")
     }
@@ -68,24 +69,27 @@ def item(found: Estimate, place: str, name: str) -> int:
     return next((i.bytes or 0 for i in found.memory[place] if i.name == name), 0)
 
 
+def configured(**options: Any) -> EstimateConfig:
+    """Return the options of `estimate` for a model that the test passes as a module, not as a folder."""
+    return EstimateConfig(model="", **options)
+
+
 def made(
-    optimizer: str, options: Options, dtype: torch.dtype, **more: Any
+    optimizer: str, config: EstimateConfig, dtype: torch.dtype, **more: Any
 ) -> tuple[nn.Module, list[Any], Estimate]:
-    """Return a model after one step, its optimizers, and the estimate for its copy on the meta device."""
+    """Return a model after one step, its optimizers, and the estimate for the model on the meta device."""
     with torch.device("meta"):
         twin = Net().to(dtype)
-    found = estimate(twin, options)
+    found = estimate(twin, config)
     model = Net().to(dtype)
-    kinds = [(type(opt), opt.param_groups[0]["params"]) for opt in make_optimizers(model, options)]
-    optimizers = [
-        kind(params, state=options.state, weights=options.weights, **more) for kind, params in kinds
-    ]
+    kinds = [(type(opt), opt.param_groups[0]["params"]) for opt in make_optimizers(model, config)]
+    optimizers = [kind(params, state=config.state, weights=config.weights, **more) for kind, params in kinds]
     step(model, optimizers)
     return model, optimizers, found
 
 
 def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str, int]:
-    """Return the bytes of state outside of the arenas: step counters, and tensors of single rules."""
+    """Return the bytes of step counts and of other optimizer state that is not in flat tensors, by name."""
     in_arenas = {part for arena in arenas_of(optimizers) for part in arena.values} | {"step"}
     found = [{"step": arena.step.nbytes} for arena in arenas_of(optimizers)]
     for opt in optimizers:
@@ -98,8 +102,8 @@ def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str,
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, weights: str) -> None:
-    options = Options(optimizer, state, weights, device="cpu")
-    model, optimizers, found = made(optimizer, options, torch.bfloat16)
+    config = configured(optimizer=optimizer, state=state, weights=weights, device="cpu")
+    model, optimizers, found = made(optimizer, config, torch.bfloat16)
     measured = formulas.total(*({k: v.nbytes for k, v in a.values.items()} for a in arenas_of(optimizers)),
                               rest_of(model, optimizers))  # fmt: skip
     assert sizes(found, "device") == measured
@@ -122,8 +126,8 @@ def test_offloaded_state_and_its_traffic_to_the_byte(
     optimizer: str, state: str, place: str, tmp_path: Path
 ) -> None:
     where = f"nvme:{tmp_path}" if place == "nvme" else "stream"
-    options = Options(optimizer, state, "remainder", where, device="cpu")
-    model, optimizers, found = made(optimizer, options, torch.bfloat16, offload=where)
+    config = configured(optimizer=optimizer, state=state, weights="remainder", offload=where, device="cpu")
+    model, optimizers, found = made(optimizer, config, torch.bfloat16, offload=where)
     arenas = arenas_of(optimizers)
     kept = formulas.total(*({k: v.nbytes for k, v in arena.values.items()} for arena in arenas))
     on_disk = place == "nvme"
@@ -140,7 +144,7 @@ def test_offloaded_state_and_its_traffic_to_the_byte(
 
 
 def file_bytes(folder: Path) -> int:
-    """Return the bytes of this process's unnamed files in the folder."""
+    """Return the total size in bytes of the deleted files in ``folder`` that this process has open."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -153,7 +157,7 @@ def file_bytes(folder: Path) -> int:
 
 
 def chunk_bytes(arena: Any) -> list[int]:
-    """Return the bytes of each chunk of an arena, as it is copied to the device."""
+    """Return the bytes of each chunk in which a flat, offloaded state tensor is copied to the device."""
     offloaded = arena.offloaded
     chunks, found = offloaded.chunks(0, len(arena.params)), []
     offloaded.start(chunks)
@@ -188,8 +192,8 @@ def test_chunks_are_those_of_the_offload(seed: int) -> None:
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
-    options = Options(optimizer, state, "remainder", "cpu", device="cpu")
-    model, optimizers, found = made(optimizer, options, torch.bfloat16, offload="cpu")
+    config = configured(optimizer=optimizer, state=state, weights="remainder", offload="cpu", device="cpu")
+    model, optimizers, found = made(optimizer, config, torch.bfloat16, offload="cpu")
     arenas = arenas_of(optimizers)
     kept = formulas.total(
         *({k: v.nbytes for k, v in a.values.items()} for a in arenas), rest_of(model, optimizers)
@@ -202,8 +206,8 @@ def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
 
 
 def test_sums_and_steps_in_backward_on_the_host() -> None:
-    options = Options(offload="cpu", accumulate=3, device="cpu")
-    model, optimizers, found = made("adamw", options, torch.bfloat16, offload="cpu")
+    config = configured(offload="cpu", accumulate=3, device="cpu")
+    model, optimizers, found = made("adamw", config, torch.bfloat16, offload="cpu")
     with optimizers[0].accumulate():
         model(torch.arange(30)).float().square().mean().backward()
     step(model, optimizers)
@@ -211,13 +215,13 @@ def test_sums_and_steps_in_backward_on_the_host() -> None:
     assert item(found, "host", "sums of gradients") == arena.accumulated.nbytes
     whole = sum(p.nbytes for p in formulas.trained(model))
     assert found.traffic == {"device to host": 3 * whole, "host to device": whole}
-    alone = estimate(model, Options(offload="cpu", step_in_backward=True))
+    alone = estimate(model, configured(offload="cpu", step_in_backward=True))
     assert item(alone, "device", "gradients") == min(whole, 8 << 20)
 
 
 def test_sums_of_gradients() -> None:
-    options = Options(accumulate=2, device="cpu")
-    model, optimizers, found = made("adamw", options, torch.bfloat16)
+    config = configured(accumulate=2, device="cpu")
+    model, optimizers, found = made("adamw", config, torch.bfloat16)
     with optimizers[0].accumulate():
         model(torch.arange(30)).float().square().mean().backward()
     step(model, optimizers)
@@ -228,7 +232,7 @@ def test_sums_of_gradients() -> None:
 
 def test_muon_steps_the_matrices_between_the_ends() -> None:
     model = build_llama(Preset(64, 2, 2, 2, 192), 300, 32, 0)
-    muon, adamw = make_optimizers(model, Options("muon"))
+    muon, adamw = make_optimizers(model, configured(optimizer="muon"))
     names = {p: name for name, p in model.named_parameters()}
     assert all("layers" in names[p] and p.ndim == 2 for p in muon.param_groups[0]["params"])
     rest = {names[p] for p in adamw.param_groups[0]["params"]}
@@ -250,8 +254,8 @@ def test_activations_and_quantised_weights(dtype: torch.dtype, kind: str, shape:
 
     with torch.device("meta"):
         twin = adapt(build())
-    options = Options(batch_size=4, seq_len=64, activation_bytes=dtype.itemsize)
-    found = estimate(twin, options)
+    config = configured(batch_size=4, seq_len=64, dtype="fp32" if dtype == torch.float32 else "bf16")
+    found = estimate(twin, config)
     model = build().train()
     loss = fused_loss(model, 64)
     model = adapt(model)
@@ -298,7 +302,9 @@ def test_70_billion_parameters_on_a_small_machine(tmp_path: Path, capsys: pytest
         found = json.loads(capsys.readouterr().out)
         assert found["parameters"] == 70_553_706_496
         each = found["totals"]["disk"] / found["parameters"]
-        assert each == pytest.approx(296 / 256, rel=1e-3)  # chunks are padded to multiples of 1024 blocks
+        # The optimizer state takes slightly more than 296 bytes per block of 256 parameters, because chunks
+        # are padded to multiples of 1024 blocks.
+        assert each == pytest.approx(296 / 256, rel=1e-3)
     assert memory.resident_bytes() - before < 1 << 30
     succeed("estimate", "--model", tmp_path, "--rank", "16", "--quantize", "nf4", "--gradient-checkpointing")
     out = capsys.readouterr().out
@@ -334,10 +340,13 @@ def test_an_unknown_architecture_has_no_activations(
         (["--device", "tpu"], "--device: expected cuda | cpu, got tpu"),
         (["--dtype", "fp8"], "--dtype: expected fp32 | bf16 | fp16, got fp8"),
         (["--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
-        (["--memory-budget", "2 cows"], "--memory-budget: expected bytes or such as"),
+        (["--memory-budget", "2 cows"], "--memory-budget: expected a number of bytes, or a string such as"),
         (["--memory-budget", "1MB"], "--memory-budget 1000000: expected at least"),
-        (["--memory-budget", "1GB", "--gradient-checkpointing"], "--memory-budget: expected it without"),
-        (["--quantize", "nf4"], "--quantize nf4: expected with --rank"),
+        (
+            ["--memory-budget", "1GB", "--gradient-checkpointing"],
+            "--memory-budget: expected no --gradient-checkpointing",
+        ),
+        (["--quantize", "nf4"], "--quantize nf4: expected --rank as well"),
         (["--quantize", "fp8", "--rank", "8"], "--quantize: expected nf4 | int4 | int8 | none, got fp8"),
         (["--rank", "0"], "--rank: expected at least 1, got 0"),
         (["--rank", "8", "--target-modules", "q,w"], "--target-modules q,w, --rank 8: "),

@@ -1,0 +1,71 @@
+"""Build commands whose options are the fields of settings classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, get_args, get_type_hints
+
+from typer.models import ParameterInfo
+
+
+def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter that is a settings class by the options that the class declares.
+
+    A settings class is a dataclass. Its options are the fields of type ``Annotated[T, typer.Option(...)]`` or
+    ``Annotated[T, typer.Argument(...)]``. The other fields keep their defaults. In the help, required options
+    come first. Otherwise the order is that of the parameters, and of the fields within a class; fields that a
+    class adds come before those that it inherits.
+
+    Example:
+        >>> from shoestring.cli.config import Source
+        >>> @expand_settings
+        ... def show(source: Source) -> None:
+        ...     print(source.data, source.glob)
+        >>> show(data=["a.txt"], glob="*")
+        ['a.txt'] *
+    """
+    parameters: list[Parameter] = []
+    groups: dict[str, tuple[type[Any], list[str]]] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            own = list(_parameters(hints[name]))
+            groups[name] = hints[name], [each.name for each in own]
+            parameters += own
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+    parameters.sort(key=lambda each: each.default is not Parameter.empty)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        filled = {
+            name: settings(**{key: values.pop(key) for key in keys})
+            for name, (settings, keys) in groups.items()
+        }
+        command(**filled, **values)
+
+    # typer reads the options of a command from these two attributes of its function
+    vars(run)["__signature__"] = Signature(parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _parameters(settings: type[Any]) -> Iterator[Parameter]:
+    """Yield the parameter of each option that the class declares."""
+    hints = get_type_hints(settings, include_extras=True)
+    for each in _own_fields_first(settings):
+        if any(isinstance(extra, ParameterInfo) for extra in get_args(hints[each.name])[1:]):
+            yield Parameter(
+                each.name,
+                Parameter.KEYWORD_ONLY,
+                default=Parameter.empty if each.default is MISSING else each.default,
+                annotation=hints[each.name],
+            )
+
+
+def _own_fields_first(settings: type[Any]) -> list[Field[Any]]:
+    inherited = {each.name for base in settings.__bases__ if is_dataclass(base) for each in fields(base)}
+    return sorted(fields(settings), key=lambda each: each.name in inherited)

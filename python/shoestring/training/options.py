@@ -1,0 +1,103 @@
+"""Options that several commands share, and the checks of single values while the command line is parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from shoestring.core.errors import InputError
+
+COUNT = 10**9  # maximum of options that count steps, or events that happen at most once per step
+
+
+def within(
+    least: float, most: float, expected: str | None = None, *, without: float | None = None
+) -> Callable[..., Any]:
+    """Return the callback of a numeric option that must be between ``least`` and ``most``.
+
+    Args:
+        expected: text for the error message if the value is too small, such as "above 0". The message also
+            has this text if the value is too large and ``without`` is ``most``.
+        without: ``least`` or ``most``, if this value itself is not allowed.
+    """
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        # NaN fails every comparison.
+        if value is not None and not (least <= value <= most and value != without):
+            beyond = value > most and without != most
+            _refuse(param, f"at most {most}" if beyond else expected or f"at least {least}", value)
+        return value
+
+    return check
+
+
+def one_of(*choices: str) -> Callable[..., Any]:
+    """Return the callback of an option that must be one of ``choices``."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None and value not in choices:
+            _refuse(param, " | ".join(choices), value)
+        return value
+
+    return check
+
+
+def _refuse(param: typer.CallbackParam, expected: str, value: Any) -> None:
+    received = str(value)
+    received = received if len(received) <= 80 else received[:77] + "..."
+    raise InputError(f"{param.opts[0]}: expected {expected}, got {received}")
+
+
+def target_names(text: str) -> str | list[str]:
+    """Return "all-linear", or the list of the names separated by commas, without surrounding spaces."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InputError("--target-modules: expected all-linear, or names separated by commas; got none")
+    return "all-linear" if names == ["all-linear"] else names
+
+
+# A vocabulary has at least the 256 bytes and the end-of-text token. It is limited, since tokenizer trainers
+# allocate memory for every token.
+VOCABULARY = within(257, 1 << 20)
+# the rank is at most the width of a layer, and no published model has a wider layer
+RANK = within(1, 1 << 14)
+
+Model = Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")]
+SeqLen = Annotated[int, typer.Option(help="Tokens in a row.", callback=within(1, 1 << 24))]
+BatchSize = Annotated[int, typer.Option(help="Rows in a micro-batch.", callback=within(1, 1 << 16))]
+Accumulate = Annotated[int, typer.Option(help="Micro-batches in a step.", callback=within(1, 1 << 16))]
+LearningRate = Annotated[
+    float,
+    typer.Option(help="Highest learning rate.", callback=within(0, 1e38, "a positive number", without=0)),
+]
+WeightDecay = Annotated[
+    float, typer.Option(help="Decoupled weight decay of matrices.", callback=within(0, 1000, "0 or more"))
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Weights, data order and split follow from it.",
+        callback=within(0, (1 << 32) - 1, "0 to 4294967295"),
+    ),
+]
+Checkpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
+]
+MemoryBudget = Annotated[
+    str | None,
+    typer.Option(
+        help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."
+    ),
+]
+Offload = Annotated[
+    str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")
+]
+Workspace = Annotated[
+    int, typer.Option(help="Memory of the fused loss, in MiB.", callback=within(1, 1 << 20))
+]
+TargetModules = Annotated[str, typer.Option(help="all-linear, or names separated by commas.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the directory brings (auto_map).")
+]

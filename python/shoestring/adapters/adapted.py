@@ -1,4 +1,4 @@
-"""AdaptedLayer, the base class of all layers with adapters."""
+"""Define AdaptedLayer, the base class of all layers with adapters."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -12,30 +12,34 @@ DEFAULT = "default"
 
 
 class Rows(NamedTuple):
-    """The adapters that the rows of a batch use, if each row has its own."""
+    """The adapters that each row of a batch uses, if different rows use different adapters."""
 
-    names: tuple[str, ...]  # the adapters of this layer that at least one row of the batch uses
-    uses: Tensor  # (rows of the batch, len(names)), fp32: 1 if the row uses the adapter, else 0
+    names: tuple[str, ...]  # names of this layer's adapters that at least one row of the batch uses
+    uses: Tensor  # (rows of the batch, len(names)), fp32: 1 where the row uses the adapter, else 0
 
 
 class AdaptedLayer(nn.Module):
     """A layer with adapters, whose parameters are named like ``lora_A.<name of the adapter>``.
 
-    The class is not constructed. :func:`attach` changes the class of an existing layer instead, so that
-    hooks, shared references and the keys of the base in ``state_dict`` are preserved.
+    No instance of the class is constructed. :func:`attach` changes the class of an existing layer instead, so
+    that hooks, shared references and the keys of the layer's own weights in ``state_dict`` are preserved.
 
     Attributes:
-        adapters: the options of each adapter, by name.
-        active: names of the active adapters of the model, which this layer need not have.
+        adapters: dict from the name of each adapter of this layer to its options.
+        active: names of the active adapters of the model. This layer may lack some of them.
         enabled: False disables all adapters.
-        rows: replaces active if each row of the batch uses its own adapter.
+        rows: None, or the adapters that each row of the batch uses, in place of ``active``.
         base_class: the class of the layer without adapters.
     """
 
-    # Attribute that holds one parameter of every adapter -> ending of the parameter's key in PEFT's files.
+    # PARAMETERS: each key is the name of an attribute of the layer that holds a dict, adapter name ->
+    # parameter. The value is the ending of these parameters' keys in PEFT's files.
     PARAMETERS: ClassVar[dict[str, str]]
-    MODULES: ClassVar[tuple[str, ...]] = ()  # attributes besides PARAMETERS that hold adapters' tensors
-    CAN_MIX_ROWS: ClassVar[bool] = False  # whether each row of the batch can use its own adapter
+    # Names of attributes of the layer that hold other data of its adapters, such as modules or constant
+    # tensors. Their names are not in PARAMETERS.
+    MODULES: ClassVar[tuple[str, ...]] = ()
+    # whether the class supports a different adapter for each row of the batch
+    CAN_MIX_ROWS: ClassVar[bool] = False
     weight: Tensor
     adapters: dict[str, Any]
     active: tuple[str, ...]
@@ -53,28 +57,28 @@ class AdaptedLayer(nn.Module):
 
     @classmethod
     def shapes(cls, layer: Any, options: Any) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters of an adapter with these options on the layer, by attribute."""
+        """Return the shapes of an adapter's parameters on ``layer``, by attribute name such as ``lora_A``."""
         raise NotImplementedError
 
     def start(self, options: Any) -> dict[str, Tensor]:
-        """Return the initial values of a new adapter, by attribute, on the CPU or the device of the base."""
+        """Return a new adapter's initial values by attribute name, on the CPU or the layer's device."""
         raise NotImplementedError
 
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the parameters of the base with the adapters merged into them, in fp32 or fp64, by name."""
+        """Return the layer's own parameters with the adapters merged into them, by name, in fp32 or fp64."""
         raise NotImplementedError
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
-        """Return the parameters of an adapter, by attribute."""
+        """Return the parameters of an adapter of this layer, by attribute name, such as ``lora_A``."""
         found = ((attribute, getattr(self, attribute, {})) for attribute in self.PARAMETERS)
         return {attribute: held[name] for attribute, held in found if name in held}
 
     def base_weight(self) -> Tensor:
-        """Return a parameter of the base, whose device and dtype determine those of adapters."""
+        """Return the parameter of the layer whose device and dtype determine those of its adapters."""
         return self.weight
 
     def add(self, name: str, options: Options, tensors: dict[str, Tensor]) -> None:
-        """Add an adapter. If it exists and the shapes are the same, copy the new values into its tensors."""
+        """Add an adapter. If one with the same name and shapes exists, copy the values into its tensors."""
         where, dtype = self.base_weight().device, wide(self.base_weight().dtype)
         own = self.tensors(name)
         if {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in tensors.items()}:
@@ -88,7 +92,7 @@ class AdaptedLayer(nn.Module):
         self.adapters[name] = options
 
     def remove(self, name: str) -> None:
-        """Remove an adapter. When the last one is removed, the layer gets its former class back."""
+        """Remove an adapter. If it was the last one, restore the layer's class without adapters."""
         for attribute in self.tensors(name):
             held = getattr(self, attribute)
             del held[name]
@@ -99,7 +103,7 @@ class AdaptedLayer(nn.Module):
             self.detach()
 
     def detach(self) -> dict[str, Any]:
-        """Remove all adapters and restore the former class; return the state that :func:`reattach` needs."""
+        """Remove all adapters and restore the layer's former class; return what :func:`reattach` needs."""
         modules = {a: self._modules.pop(a) for a in (*self.PARAMETERS, *self.MODULES) if a in self._modules}
         held = {a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")}
         kept = {"modules": modules, "held": held, "class": type(self)}
@@ -107,15 +111,18 @@ class AdaptedLayer(nn.Module):
         return kept
 
     def uses(self, name: str, x: Tensor) -> Tensor:
-        """Return which rows of x use the adapter, (rows, 1); requires that ``rows`` is set.
+        """Return a tensor (rows of the batch, 1): 1 for each row that uses the adapter ``name``, else 0.
+
+        ``self.rows``, the adapters of each row, must not be None.
 
         Raises:
-            ValueError: x has another number of rows.
+            ValueError: x and ``self.rows`` have different numbers of batch rows.
         """
         assert self.rows is not None
         if x.shape[0] != self.rows.uses.shape[0]:
             raise ValueError(
-                f"lora.adapters_per_row: adapter_names: expected one for each of the {x.shape[0]} rows of the batch that "
+                f"lora.adapters_per_row: adapter_names: expected one name for each of the {x.shape[0]} rows "
+                "of the batch that "
                 f"reached a layer, received {self.rows.uses.shape[0]}"
             )
         column = self.rows.names.index(name)
@@ -123,11 +130,12 @@ class AdaptedLayer(nn.Module):
 
 
 def attach(layer: nn.Module, kind: type[AdaptedLayer]) -> AdaptedLayer:
-    """Change the class of a layer to ``kind``, in place, and freeze the layer's parameters."""
+    """Change the class of a layer to ``kind``, a class with adapters, in place; freeze its parameters."""
     if isinstance(layer, AdaptedLayer):
         return layer
     layer.requires_grad_(False)
-    # An earlier merge cannot be undone after a new adapter has been added.
+    # An earlier merge cannot be undone after a new adapter has been added, so the weights that unmerge()
+    # would restore are freed.
     layer.__dict__.pop("unmerged", None)
     base_class = type(layer)
     layer.__class__ = kind
@@ -137,7 +145,7 @@ def attach(layer: nn.Module, kind: type[AdaptedLayer]) -> AdaptedLayer:
 
 
 def reattach(layer: nn.Module, kept: dict[str, Any], device: torch.device) -> None:
-    """Undo :meth:`AdaptedLayer.detach`, with the adapters moved to ``device``."""
+    """Restore the adapters that :meth:`AdaptedLayer.detach` removed from a layer; move them to ``device``."""
     layer.__class__ = kept["class"]
     layer.__dict__.update(kept["held"])
     for attribute, module in kept["modules"].items():
@@ -145,10 +153,10 @@ def reattach(layer: nn.Module, kept: dict[str, Any], device: torch.device) -> No
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of adapters on a base of ``dtype``: fp64 for fp64, otherwise fp32."""
+    """Return the dtype of adapters on a layer with weights of ``dtype``: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLayer]:
-    """Return every layer with adapters, by name."""
+    """Return a dict from module name to layer, with every layer of the model that has adapters."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLayer)}

@@ -65,8 +65,8 @@ def apply(
             "int8".
         block_size: number of elements of a 4-bit weight that share a scale: a power of two from 32 to 4096;
             None is 64. Not with "int8", which has one scale per row.
-        options: the arguments of :class:`LoraOptions`, instead of ``config``: rank, alpha, target_modules,
-            dora, ...
+        options: the arguments of :class:`LoraOptions`, which may be given instead of ``config``: rank, alpha,
+            target_modules, dora, ...
 
     Returns:
         The model. Adapters are fp32 (fp64 for fp64 weights), whatever the dtype of the base. The random
@@ -74,12 +74,13 @@ def apply(
 
     Raises:
         ValueError: an option is out of range or, in a PEFT configuration, not supported; a name or pattern
-            matches nothing; a target cannot have such an adapter; or the model has an adapter of that name
-            already.
+            matches nothing; a target cannot have an adapter of this kind; or the model has an adapter of that
+            name already.
     """
     if config is not None and options:
         raise ValueError(
-            f"lora.apply: {next(iter(options))}: expected it in config, which is given; received it beside"
+            f"lora.apply: {next(iter(options))}: expected the option inside config, since config is given; "
+            "received it as an argument"
         )
     if config is None:
         config = LoraOptions(**options)
@@ -87,7 +88,8 @@ def apply(
     check_name(adapter_name)
     if adapter_name in adapter_names(model):
         raise ValueError(
-            f"lora.apply: adapter_name: expected a new one, but the model has an adapter {adapter_name!r}; merge or delete "
+            f"lora.apply: adapter_name: expected a new name, but the model has an adapter {adapter_name!r}; "
+            "merge or delete "
             "it first"
         )
     plan = _plan(model, chosen)
@@ -105,13 +107,14 @@ def apply(
 
     taken = {}
     for name, (layer, _, own) in plan.items():
-        # The initial values are subtracted from the weight first, and only the remainder is quantised.
+        # The product of the adapter's initial values is subtracted from the dense weight. Only the remainder
+        # is quantised.
         if isinstance(own, LoraOptions) and own.changes_base:
             assert isinstance(layer, nn.Linear)
             taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))
             quantized(layer)
     for name, layer in all_linear(model).items():
-        # modules_to_save stay dense, because they are trained.
+        # The modules in modules_to_save stay dense, because they are trained.
         if not any(name == whole or name.startswith(whole + ".") for whole in saved):
             quantized(layer)
     for name, (layer, kind, own) in plan.items():
@@ -131,10 +134,10 @@ def apply(
 
 
 def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Options:
-    """Return the options of one layer, with its rank and alpha from rank_pattern and alpha_pattern.
+    """Return the options of one layer, whose rank and alpha may come from rank_pattern and alpha_pattern.
 
-    For experts, the patterns are matched against the names of the parameters, otherwise against the name of
-    the layer.
+    The patterns are matched against the layer's name; for a mixture of experts, against its parameters'
+    names.
 
     Raises:
         ValueError: the patterns give the parameters of one module different ranks or alphas.
@@ -169,17 +172,18 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
         inside = [m for m in module.modules() if isinstance(m, (AdaptedLayer, QuantizedLinear))]
         if inside and not isinstance(module, TrainedCopy):
             raise ValueError(
-                "lora.apply: modules_to_save: expected modules without adapters and quantised weights, received "
+                "lora.apply: modules_to_save: expected modules without adapters or quantised weights, "
+                "received "
                 f"{name}, which has a {type(inside[0]).__name__}"
             )
     return list(found)
 
 
 def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type[AdaptedLayer], Options]]:
-    """Return the layers that get an adapter: by name the module, its new class and its options.
+    """Return a dict from the name of each layer that gets an adapter to (module, new class, options).
 
     Raises:
-        ValueError: the options do not fit the model, or the adapters that it has.
+        ValueError: the options do not fit the model, or conflict with adapters that the model already has.
     """
     plan = {}
     kinds: dict[str, type[AdaptedLayer]] = {
@@ -206,7 +210,7 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
 
 
 def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLayer]]) -> None:
-    """Raise a ValueError if a name or pattern for single layers matches no layer with an adapter."""
+    """Raise a ValueError if an entry of an option such as rank_pattern matches no layer with an adapter."""
     if isinstance(options, IA3Options):
         refuse_unmatched(
             "feedforward_modules", options.feedforward_modules, kinds, what="names among target_modules"
@@ -221,12 +225,12 @@ def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLa
 
 
 def _own_names(name: str, kind: type[AdaptedLayer]) -> list[str]:
-    """Return the names that rank_pattern and alpha_pattern match: a layer, or the parameters of experts."""
+    """Return the names that rank_pattern is matched against: the layer's, or its expert parameters'."""
     return [f"{name}.{target}" for target in kind.TARGETS] if issubclass(kind, LoraExperts) else [name]
 
 
 def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Options) -> None:
-    """Raise a ValueError if a layer cannot have an adapter with these options."""
+    """Raise a ValueError if the layer ``module`` cannot have an adapter with the options ``own``."""
     if isinstance(module, AdaptedLayer) and type(module) is not kind:
         raise ValueError(
             f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
@@ -240,10 +244,11 @@ def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Opti
 
 
 def _check_together(module: Any, own: Options, name: str) -> None:
-    """Raise a ValueError for combinations that one layer cannot have.
+    """Raise a ValueError if one layer cannot have both the new adapter and its present ones.
 
-    DoRA computes norms of the base weight, so no other adapter of the layer may change the base. The rank of
-    an adapter that changes the base is at most the smaller dimension of the weight.
+    DoRA computes norms of the base weight, so a layer with DoRA refuses adapters whose initialisation changes
+    the base weight (PiSSA, OLoRA, LoftQ). These initialisations also require a rank of at most the smaller
+    dimension of the weight.
     """
     if not isinstance(own, LoraOptions):
         return
@@ -265,9 +270,9 @@ def _check_together(module: Any, own: Options, name: str) -> None:
 def _quantizer(
     layer: nn.Linear, quantize: str | None, block_size: int | None, nested: bool
 ) -> Callable[[Tensor], QuantizedTensor] | None:
-    """Return the function that will quantise a layer's weight, or None.
+    """Return the function that will quantise a layer's weight, or None if the weight stays dense.
 
-    A weight that is quantised already keeps its format.
+    For a weight that is quantised already, the function quantises to the same format again.
     """
     own = layer.weight
     if isinstance(own, QuantizedTensor):

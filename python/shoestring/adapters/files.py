@@ -44,14 +44,15 @@ def save_adapter(
 ) -> None:
     """Save the adapters of a model in PEFT's format.
 
-    The adapter "default" is written to ``directory``, others to a subfolder with their name. Each of the two
-    files of an adapter replaces the former file only after it is complete and on disk. The weights contain a
-    digest of their configuration, so :func:`load_adapter` refuses the files if a crash left those of two
-    different saves.
+    The adapter "default" is written to ``directory``, any other adapter to a subfolder with its name. Each of
+    the two files of an adapter replaces the former file only after it is complete and on disk. The weights
+    file contains a digest of the configuration. If a crash left the two files of different saves,
+    :func:`load_adapter` refuses them.
 
-    An adapter that changed the base ("pissa", "olora", "loftq") is saved as its difference from the original
-    base, which has twice the rank. It can therefore be loaded onto the original model. If the base is
-    quantised, the saved adapter does not contain the rounding error of the quantised remainder.
+    An adapter whose initialisation changed the base weights ("pissa", "olora", "loftq") is saved as the
+    difference from the original weights, with twice the rank. It can therefore be loaded onto the original
+    model. If the base is quantised, the saved adapter does not contain the rounding error of the quantised
+    remainder.
 
     Args:
         model: a model with adapters.
@@ -64,7 +65,10 @@ def save_adapter(
     """
     names = names_of(model) if adapter_names is None else check_known("save_adapter", model, adapter_names)
     if not names:
-        raise ValueError("lora.save_adapter: model: expected one with adapters, received one without")
+        raise ValueError(
+            "lora.save_adapter: model: expected a model with adapters, received one without; "
+            "call lora.apply first"
+        )
     for name in names:
         folder = Path(directory) if name == DEFAULT else Path(directory, name)
         tensors, config = _describe(model, name)
@@ -77,14 +81,14 @@ def save_adapter(
 
 
 def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an adapter, by key of the file, and its configuration."""
+    """Return an adapter's tensors, by their keys in the weights file, and its configuration."""
     holders = {n: m for n, m in members(model).items() if adapter_name in m.adapters}
     layers = {n: m for n, m in holders.items() if isinstance(m, AdaptedLayer)}
     tokens = [m for m in holders.values() if isinstance(m, VirtualTokens)]
     if tokens:
         values = {"prompt_embeddings": tokens[0].values(adapter_name)}
         return values, _describe_tokens(model, tokens[0].adapters[adapter_name])
-    options: dict[str, Any] = {}  # the options of each layer, all of the same class
+    options: dict[str, Any] = {}  # layer name -> adapter options of the layer; all have the same class
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
         held, options[name] = _plain(layer, adapter_name)
@@ -112,8 +116,8 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         modules_to_save=saved,
     )  # fmt: skip
     if isinstance(first, LoraOptions):
-        # Each layer whose rank or alpha differs from the first layer's gets a pattern that matches only its
-        # name.
+        # If a layer's rank or alpha differs from that of the first layer, rank_pattern or alpha_pattern gets
+        # an entry that matches only this layer's name.
         keys = {n: [f"{n}.{t}" for t in experts[n].TARGETS] if n in experts else [n] for n in options}
         ranks = {f"^{key}": o.rank for n, o in options.items() if o.rank != first.rank for key in keys[n]}
         alphas = {f"^{key}": o.alpha for n, o in options.items() if o.alpha != first.alpha for key in keys[n]}
@@ -148,10 +152,10 @@ def _describe_tokens(model: Any, options: VirtualOptions) -> dict[str, Any]:
 
 
 def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors and options of an adapter of one layer, relative to the original base weight.
+    """Return an adapter's tensors and options for one layer, relative to the original base weight.
 
-    For an adapter that changed the base, the result is the adapter minus its initial values, with twice the
-    rank.
+    If the initialisation changed the base weight, the returned matrices are concatenated with the initial
+    ones. Their product is then the adapter's product minus its initial product, with twice the rank.
     """
     held: dict[str, Tensor] = dict(layer.tensors(name))
     own = layer.adapters[name]
@@ -196,7 +200,7 @@ def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[st
     try:
         tensors = parse_safetensors(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except Exception as error:  # safetensors does not export the class of its errors
+    except Exception as error:  # safetensors does not export its exception class
         raise ValueError(
             f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
         ) from None

@@ -1,4 +1,4 @@
-"""Initial values of adapters from the base weight (PiSSA, OLoRA, LoftQ) or from the layer's inputs (EVA)."""
+"""Compute initial values of adapters from the weight (PiSSA, OLoRA, LoftQ) or the layer's inputs (EVA)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -41,8 +41,8 @@ def take_out(layer: nn.Linear, options: LoraOptions, quantize: Quantize | None) 
     elif options.init == "loftq":
         if quantize is None:
             raise ValueError(
-                "lora.apply: init: expected 'loftq' with quantize, since it divides between the two what quantising loses; "
-                "received quantize=None"
+                "lora.apply: init: expected quantize with 'loftq', which fits the adapter to the "
+                "quantisation error; received quantize=None"
             )
         rest = dense
         for _ in range(options.loftq_iterations):
@@ -61,7 +61,7 @@ def halves(matrix: Tensor, options: LoraOptions, iterations: int | None) -> tupl
     """Return lora_A and lora_B such that ``scaling * lora_B @ lora_A`` is the best approximation of a matrix.
 
     The factors are computed by an SVD. Each factor gets the square roots of the singular values.
-    ``iterations`` selects a randomised SVD; None the exact one.
+    ``iterations`` is the number of iterations of a randomised SVD; None selects an exact SVD.
     """
     if iterations is None:
         u, values, v = torch.linalg.svd(matrix, full_matrices=False)
@@ -74,7 +74,7 @@ def halves(matrix: Tensor, options: LoraOptions, iterations: int | None) -> tupl
 
 
 class Directions:
-    """The first ``count`` principal directions of a stream of rows: incremental PCA (Ross et al., 2008)."""
+    """Incremental PCA (Ross et al., 2008): the first ``count`` principal directions of a stream of rows."""
 
     def __init__(self, count: int) -> None:
         self.count, self.seen = count, 0
@@ -82,7 +82,7 @@ class Directions:
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Add rows, (..., features), to the statistics."""
+        """Update the principal directions with new rows, (..., features)."""
         rows = rows.detach().flatten(0, -2).to(wide(rows.dtype))
         n, mean = rows.shape[0], rows.mean(0)
         spread = (rows - mean).square().sum(0)
@@ -95,12 +95,13 @@ class Directions:
             self.mean = self.mean + shift * (n / (self.seen + n))
         self.seen += n
         _, values, vectors = torch.linalg.svd(stack, full_matrices=False)
-        # A direction has no sign. As in PEFT, the element of largest magnitude is made positive.
+        # The sign of a principal direction is arbitrary. As in PEFT, its element of largest magnitude is made
+        # positive.
         signs = vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()
         self.values, self.vectors = values[: self.count], (vectors * signs)[: self.count]
 
     def explained(self) -> Tensor:
-        """Return the fraction of the total variance along each direction."""
+        """Return the fraction of the total variance of the rows along each principal direction."""
         return self.values.square() / self.variance.sum().clamp_min(torch.finfo(self.values.dtype).tiny)
 
 
@@ -109,9 +110,10 @@ def initialize_eva(
 ) -> dict[str, int]:
     """Initialise lora_A of an adapter with the principal directions of layer inputs (EVA, arXiv 2410.07170).
 
-    Ranks are redistributed to the layers whose directions explain most of the variance. The sum of the ranks
-    and the scaling of each layer do not change. A layer that gets the rank 0 loses the adapter. Layers whose
-    ranks change get new parameters, so create the optimizer afterwards.
+    Ranks are redistributed to the layers whose principal directions explain the largest fractions of
+    variance. The sum of the ranks and the scaling of each layer do not change. A layer that gets the rank 0
+    loses the adapter. A layer whose rank changes gets new parameters, so create the optimizer after this
+    call.
 
     Args:
         model: a model with an active, untrained LoRA adapter of this name, whose lora_B is zero.
@@ -133,7 +135,8 @@ def initialize_eva(
     for name, layer in layers.items():
         if layer.adapters[adapter_name].changes_base or layer.lora_B[adapter_name].any():
             raise ValueError(
-                f"lora.initialize_eva: model: expected lora_B of zeros, received others in {name}"
+                "lora.initialize_eva: model: expected lora_B of zeros, as before training, received other "
+                f"values in {name}"
             )
     if not layers:
         raise ValueError(
@@ -183,13 +186,17 @@ def _observe(
     few = [name for name, directions in found.items() if len(directions.values) < directions.count]
     if few:
         raise ValueError(
-            f"lora.initialize_eva: batches: expected at least {found[few[0]].count} directions in what {few[0]} reads, "
-            f"received {len(found[few[0]].values)}; give more tokens or a smaller rank"
+            f"lora.initialize_eva: batches: expected at least {found[few[0]].count} directions in the inputs "
+            f"of {few[0]}, received {len(found[few[0]].values)}; give more tokens or a smaller rank"
         )
 
 
 def _distribute(ranks: Mapping[str, int], found: Mapping[str, Directions]) -> dict[str, int]:
-    """Return new ranks with the same sum: each layer's share of the directions that explain most variance."""
+    """Return new ranks of the layers, whose sum is that of the old ranks.
+
+    Let n be the sum of the ranks. Over all layers, the n principal directions with the largest fractions of
+    variance are selected. A layer's new rank is the number of selected directions that belong to it.
+    """
     every = sorted(
         ((share, name) for name, d in found.items() for share in d.explained().tolist()), reverse=True
     )

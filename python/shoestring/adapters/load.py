@@ -28,14 +28,16 @@ VERA = ("base_model.vera_A", "base_model.vera_B")
 
 @dataclass
 class Content:
-    """The tensors of a file, sorted by their purpose."""
+    """The tensors of an adapter's weights file, sorted by their purpose."""
 
-    # layers: parameters of adapters, by module and ending of the key; copies: tensors of modules_to_save, by
-    # module and key; biases: biases of the base, by name.
+    # layers: module name -> the parameters of its adapter; the key of a parameter is the ending of its key in
+    # the file. copies: name of a module in modules_to_save -> its state_dict. biases: trained biases of the
+    # base model, by name.
     layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     biases: dict[str, Tensor] = field(default_factory=dict)
-    projection: dict[str, Tensor] = field(default_factory=dict)  # VeRA's two shared matrices
+    # the two matrices that all layers of a VeRA adapter share, by name
+    projection: dict[str, Tensor] = field(default_factory=dict)
 
 
 def load_adapter(
@@ -43,10 +45,10 @@ def load_adapter(
 ) -> nn.Module:
     """Load an adapter that PEFT or :func:`save_adapter` wrote onto a model, in place, and activate it.
 
-    Layers without an adapter of this name get one. Layers that have one get the values, rank and scaling of
-    the file; if the shapes are the same, the values are copied into the existing tensors. As after
-    :func:`shoestring.lora.apply`, the adapter is trainable and everything else is frozen. If the file does
-    not fit, the model is not changed.
+    A layer without an adapter of this name gets one. A layer that has an adapter of this name gets the
+    values, rank and scaling of the file. If the shapes are equal, the values are copied into the existing
+    tensors. As after :func:`shoestring.lora.apply`, the adapter is trainable and everything else is frozen.
+    If the file does not fit, the model is not changed.
 
     Args:
         model: the model.
@@ -89,7 +91,8 @@ def load_adapter(
     for name, (kind, own) in plan.items():
         layer = model.get_submodule(name)
         if isinstance(layer, LoraLinear) and adapter_name in getattr(layer, "initial_A", {}):
-            # Removing the adapter restores the original base weight, to which the file's adapter belongs.
+            # The initialisation of the layer's present adapter changed the base weight. Removing the adapter
+            # restores the original base weight, for which the adapter in the file was trained.
             layer.remove(adapter_name)
         attach(layer, kind).add(adapter_name, own, content.layers[name])
     if isinstance(options, VeraOptions):
@@ -116,10 +119,12 @@ def _load_tokens(
         raise ValueError(f"{place}: expected {expected} of floating point, received {shown(received)}")
     if any(adapter_name in m.adapters for m in members(model).values() if not isinstance(m, VirtualTokens)):
         raise ValueError(
-            f"{place}: expected virtual tokens under a new name, but layers have an adapter {adapter_name!r}"
+            f"{place}: expected a new adapter_name for virtual tokens, but layers have an adapter "
+            f"{adapter_name!r}"
         )
     if isinstance(options, PrefixOptions):
-        # A file contains the computed prefix, not the projection that computed it.
+        # A file of prefix tuning contains the computed prefix, without the projection that computed the
+        # prefix.
         options = replace(options, projection=False)
     model.requires_grad_(False)
     attach_tokens(model, adapter_name, options, tensors["prompt_embeddings"], None)
@@ -127,10 +132,10 @@ def _load_tokens(
 
 
 def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place: str) -> Content:
-    """Sort the tensors of a file by their purpose.
+    """Sort the tensors of an adapter's weights file by their purpose.
 
     Raises:
-        ValueError: a key has no known purpose, or a bias or base weight does not fit the model.
+        ValueError: a tensor has a key of no known purpose, or a bias or base weight does not fit the model.
     """
     content = Content()
     modules, kinds = dict(model.named_modules()), _kinds(model, options)
@@ -157,7 +162,7 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
 
 
 def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -> None:
-    """Check a base weight in the file against the model's own weight.
+    """Check that a base weight in an adapter's file equals the model's weight.
 
     PEFT also writes the base weight of embeddings and output layers that have an adapter. This weight is not
     loaded.
@@ -176,7 +181,7 @@ def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -
 
 
 def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
-    """Return the class that each module would get with an adapter of these options, by name of the module."""
+    """Return the class that each module would get with an adapter of these options, by module name."""
     kinds = {name: layer_class(module, options) for name, module in model.named_modules()}
     return {name: kind for name, kind in kinds.items() if kind is not None} | expert_classes(model, options)
 
@@ -207,7 +212,7 @@ def _expected(options: Options) -> str:
 def _plan(
     model: nn.Module, content: Content, options: Options, place: str
 ) -> dict[str, tuple[type[AdaptedLayer], Any]]:
-    """Return the class and the options of each layer for which the file has values.
+    """Return a dict from each layer in the file to the class and the adapter options that it will have.
 
     Raises:
         ValueError: the file does not fit the model.

@@ -1,4 +1,4 @@
-"""The base class of layers with LoRA or DoRA adapters, and functions on low-rank products."""
+"""Define the base class of layers with LoRA or DoRA adapters, and functions on low-rank products."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +18,12 @@ class Part(NamedTuple):
     lora_A: Tensor
     lora_B: Tensor
     scaling: float
-    uses: Tensor | None  # (rows, 1), 1 for rows of the batch that use the adapter, else 0; None: all rows
+    # (rows of the batch, 1): 1 if the row uses the adapter, else 0; None: all rows use the adapter.
+    uses: Tensor | None
 
 
 class LowRankLayer(AdaptedLayer):
-    """A layer with LoRA or DoRA adapters, whose weight is viewed as a matrix (out_features, in_features)."""
+    """A layer with LoRA or DoRA adapters. Its weight is treated as a matrix (out_features, in_features)."""
 
     CAN_MIX_ROWS = True
     lora_bias: nn.ParameterDict
@@ -33,7 +34,7 @@ class LowRankLayer(AdaptedLayer):
         raise NotImplementedError
 
     def matrices(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weight and the low-rank parameters as matrices.
+        """Return the three tensors of :meth:`factors`, reshaped to matrices.
 
         Their shapes are (out_features, in_features), (rank, in_features) and (out_features, rank).
         """
@@ -44,29 +45,29 @@ class LowRankLayer(AdaptedLayer):
         raise NotImplementedError
 
     def folded(self, matrix: Tensor) -> Tensor:
-        """Return a matrix (out_features, in_features) in the shape of the layer's weight."""
+        """Return a matrix (out_features, in_features) reshaped to the shape of the layer's weight."""
         return matrix
 
     def part(self, name: str) -> Part:
-        """Return the low-rank product of an adapter."""
+        """Return the low-rank product of one adapter of this layer, as matrices."""
         _, lora_A, lora_B = self.matrices(*self.factors(name))
         return Part(lora_A, lora_B, self.adapters[name].scaling, None)
 
     def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
-        """Return the low-rank products to add to the base weight; x is the input of the layer."""
+        """Return the low-rank products of the adapters ``names``; x is the input of the layer."""
         return [self.part(name) for name in names]
 
     def composed(
         self, base: Tensor, names: Sequence[str], product: Callable[[str], Tensor], shape: Sequence[int]
     ) -> Tensor:
-        """Compute the layer's output from the output of the base and the low-rank products, in plain PyTorch.
+        """Add the adapters' changes to the output of the base layer, in plain PyTorch.
 
         Args:
-            base: output of the base, without its bias.
-            names: the adapters to add.
-            product: function from the name of an adapter to its low-rank product, without scaling, in the
-                shape of base.
-            shape: shape in which a vector over the output features broadcasts with base.
+            base: output of the layer without adapters and without its bias.
+            names: names of the adapters to add.
+            product: function that returns the output of an adapter's low-rank product, given the adapter's
+                name. The output is not scaled and has the shape of ``base``.
+            shape: shape to which a vector (out_features) is viewed, so that it broadcasts with ``base``.
         """
         total = base
         for name in names:
@@ -86,25 +87,26 @@ class LowRankLayer(AdaptedLayer):
         chosen = {self.adapters[name].dropout for name in names} if self.training else set()
         if len(chosen) > 1:
             raise ValueError(
-                f"lora: dropout: expected the same of all active adapters in training, received {sorted(chosen)}"
+                "lora: dropout: expected the same dropout for all active adapters in training, received "
+                f"{sorted(chosen)}"
             )
         return chosen.pop() if chosen else 0.0
 
     def gain(self, name: str) -> Tensor:
-        """Return DoRA's magnitude divided by the row norms of the adapted weight, which get no gradient."""
+        """Return DoRA's magnitude divided by the row norms of the adapted weight, detached from autograd."""
         magnitude: Tensor = self.lora_magnitude_vector[name]
         return magnitude / self.norm(name).to(magnitude.dtype)
 
     def norm(self, name: str) -> Tensor:
-        """Return the norms of the rows of the adapted weight, (out_features).
+        """Return the norms of the rows of the base weight plus an adapter's product, (out_features).
 
         In evaluation the norms are cached until the weight, a low-rank parameter or the scaling changes.
         """
         tensors = self.factors(name)
         scaling = self.adapters[name].scaling
-        # The norms are not cached in a compiled graph, nor for inference tensors, which have no version
-        # counter. Distributed runs do not cache them either: FSDP refills tensors without increasing version
-        # counters.
+        # The weight norms of DoRA are not cached in a compiled graph, nor for inference tensors, which have
+        # no version counter. Distributed runs do not cache them either: FSDP refills tensors without
+        # increasing version counters.
         keep = not (
             torch.compiler.is_compiling()
             or (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -116,9 +118,9 @@ class LowRankLayer(AdaptedLayer):
                 [(t._version, t.device, t.dtype, t.data_ptr() if i else None) for i, t in enumerate(tensors)],
             )
             former = self.__dict__.setdefault("_norms", {}).get(name)
-            # In training the cache is not trusted: an optimizer may write through .data or a pointer, which
-            # does not increase the version counter. It is trusted during backward, where a checkpoint is
-            # recomputed.
+            # In training the cached norms are not used: an optimizer may write weights through .data or a
+            # pointer, which does not increase the version counter. During backward they are used, because a
+            # checkpoint then recomputes a forward with unchanged weights.
             trusted = not self.training or torch._C._current_graph_task_id() != -1
             if (
                 trusted
@@ -166,11 +168,11 @@ class LowRankLayer(AdaptedLayer):
 def draw(
     shape_A: Sequence[int], shape_B: Sequence[int], options: LoraOptions, through: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Return the initial values of an adapter, on the CPU: lora_A is random, lora_B and lora_bias are zero.
+    """Return initial values of an adapter, on the CPU: lora_A is random, lora_B and lora_bias are zero.
 
-    PEFT first constructs two layers, whose own initialisation draws random numbers. The same numbers are
-    drawn and discarded here, so that one seed gives the same values. ``through`` is the dtype of a dense base
-    weight: PEFT rounds lora_A to it.
+    PEFT first constructs one nn.Module each for lora_A and lora_B, whose constructor draws random numbers.
+    This function draws and discards as many random numbers, so the same seed gives the same values as in
+    PEFT. ``through`` is the dtype of a dense base weight, to which PEFT rounds lora_A; None: no rounding.
     """
     lora_A = torch.empty(shape_A, device="cpu")
     nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
@@ -186,9 +188,9 @@ def draw(
 
 
 def concatenated(parts: Sequence[Part]) -> tuple[Tensor | None, Tensor | None, float]:
-    """Concatenate low-rank products along the rank; return lora_A, lora_B and scaling.
+    """Concatenate several low-rank products along the rank; return one lora_A, lora_B and scaling.
 
-    If there are several, their scalings multiply lora_B and the returned scaling is 1.
+    If there are several products, each lora_B is multiplied by its scaling, and the returned scaling is 1.
     """
     if not parts:
         return None, None, 1.0
@@ -199,7 +201,10 @@ def concatenated(parts: Sequence[Part]) -> tuple[Tensor | None, Tensor | None, f
 
 
 def row_scale(parts: Sequence[Part], x: Tensor) -> Tensor | None:
-    """Return a mask (tokens, rank): 1 where the row of a token uses the adapter to which the rank belongs."""
+    """Return a mask (tokens, sum of ranks): 1 if the token's row of the batch uses the column's adapter.
+
+    Each adapter has as many columns as its rank. Return None if there are no adapters.
+    """
     columns = [
         x.new_ones(x.shape[0], part.lora_A.shape[0], dtype=part.lora_A.dtype)
         * (1 if part.uses is None else part.uses)
@@ -213,7 +218,7 @@ def row_scale(parts: Sequence[Part], x: Tensor) -> Tensor | None:
 
 
 def low_rank_sum(dense: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Return the sum of ``dense`` and all low-rank products as a new tensor, in the dtype of dense."""
+    """Return ``dense`` plus all low-rank products as a new tensor, in the dtype of ``dense``."""
     total = dense.clone()
     for part in parts:
         total.addmm_(
@@ -223,7 +228,7 @@ def low_rank_sum(dense: Tensor, parts: Sequence[Part]) -> Tensor:
 
 
 def add(first: Tensor | None, *others: Tensor) -> Tensor | None:
-    """Return the sum of tensors, of which the first may be None."""
+    """Return the sum of the tensors. ``first`` may be None, which counts as zero."""
     for other in others:
         first = other if first is None else first + other
     return first

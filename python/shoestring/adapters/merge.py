@@ -1,4 +1,4 @@
-"""Merge adapters into the weights of a model, and undo it."""
+"""Merge adapters into the weights of a model, and undo the merge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ class MergeReport:
     """The rounding error of a merge.
 
     Attributes:
-        layers: by layer, norm(new weight - exact weight) / norm(exact weight - former weight).
-        error: the same for all layers together; 0 if the adapters change nothing.
+        layers: for each layer name, norm(new weight - exact weight) / norm(exact weight - former weight),
+            where exact weight is the merged weight before rounding.
+        error: the same quotient with norms over all layers together; 0 if the adapters change nothing.
     """
 
     layers: dict[str, float]
@@ -38,7 +39,10 @@ class Unmerged:
 
 @dataclass
 class UnmergedCopy:
-    """The former wrapper of a module with trained copies, for :func:`unmerge`."""
+    """A TrainedCopy (an original module with trained copies), kept for :func:`unmerge`.
+
+    The merge has replaced it in the model by its active copy, or by the original module.
+    """
 
     wrapper: TrainedCopy
 
@@ -52,18 +56,18 @@ def merge(
 ) -> MergeReport:
     """Merge adapters into the weights, in place, and remove all adapters.
 
-    The layers get their former class back. Layers whose quantised weight is dequantised become ``nn.Linear``.
-    A merged weight has the dtype of the base and is rounded once.
+    The layers get their former class back. A layer whose quantised weight is dequantised becomes an
+    ``nn.Linear``. A merged weight has the dtype of the base and is rounded once.
 
     Args:
         model: a model with adapters.
-        adapter_names: the adapters to merge; None is the active ones. Adapters that are not merged are
-            removed too.
+        adapter_names: the adapters to merge; None is the active ones. The other adapters are removed without
+            being merged.
         reversible: True keeps the former weights and all adapters in memory, for :func:`unmerge`. False frees
             them.
         requantize: True quantises a quantised weight again, in its own format, and the layer stays a
             ``QuantizedLinear``. The rounding error is often larger than the change by a small adapter; see
-            the report. False dequantises it.
+            the returned report. False dequantises a quantised weight.
 
     Returns:
         The rounding error of each layer.
@@ -74,14 +78,15 @@ def merge(
     found = members(model)
     if not found:
         raise ValueError(
-            "lora.merge: model: expected one with adapters, received one without; call lora.apply first"
+            "lora.merge: model: expected a model with adapters, received one without; call lora.apply first"
         )
     names = list(next(iter(found.values())).active) if adapter_names is None else list(adapter_names)
     check_known("merge", model, names)
-    set_adapter(model, names)  # called because it raises an error if these adapters cannot be combined
+    set_adapter(model, names)  # set_adapter raises an error if the adapters cannot be active together
     if any(isinstance(member, VirtualTokens) for member in found.values()):
         raise ValueError(
-            "lora.merge: model: expected adapters of layers, received virtual tokens, which are in no weight"
+            "lora.merge: model: expected adapters of layers, received virtual tokens, which cannot be merged "
+            "into weights"
         )
     errors, totals = {}, torch.zeros(2, dtype=torch.float64)
     for place, member in found.items():
@@ -103,7 +108,7 @@ def _ratio(error: Tensor) -> float:
 
 @torch.no_grad()
 def _merge_layer(layer: AdaptedLayer, names: Sequence[str], reversible: bool, requantize: bool) -> Tensor:
-    """Merge the adapters of one layer; return the squared norms of the rounding error and of the change."""
+    """Merge a layer's adapters; return the squared norms of the rounding error and of the weight change."""
     exact = layer.merged(names)
     former = {key: layer._parameters.get(key) for key in exact}
     squares = torch.zeros(2, dtype=torch.float64)
@@ -142,7 +147,8 @@ def unmerge(model: nn.Module) -> nn.Module:
     layers = {n: m for n, m in model.named_modules() if "unmerged" in m.__dict__}
     if not layers:
         raise ValueError(
-            "lora.unmerge: model: expected one merged with reversible=True, received one without former weights"
+            "lora.unmerge: model: expected a model that was merged with reversible=True, received one "
+            "without saved weights"
         )
     for name, layer in layers.items():
         kept = layer.__dict__.pop("unmerged")

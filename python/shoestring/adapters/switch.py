@@ -24,7 +24,7 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 def check_known(function: str, model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Check that the model has all of these adapters, and return the names as a list.
+    """Check that the model has adapters of all these names, and return the names as a list.
 
     Raises:
         ValueError: no adapter has one of the names.
@@ -44,7 +44,8 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
 
     Args:
         model: a model with adapters.
-        adapter_names: the name of an adapter, or a list of names. An empty list leaves the base alone.
+        adapter_names: the name of an adapter, or a list of names. With an empty list, the model runs without
+            adapters.
 
     Raises:
         ValueError: no adapter has one of the names, or two of the adapters have a trained copy of the same
@@ -57,9 +58,14 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
     for place, member in found.items():
         copies = [name for name in names if name in member.adapters]
         if not isinstance(member, AdaptedLayer) and len(copies) > 1:
-            what = f"a trained copy of {place}" if isinstance(member, TrainedCopy) else "virtual tokens"
+            what = (
+                f"a trained copy (modules_to_save) of {place}"
+                if isinstance(member, TrainedCopy)
+                else "virtual tokens"
+            )
             raise ValueError(
-                f"lora.set_adapter: adapter_names: expected one with {what}, received {', '.join(copies)}"
+                f"lora.set_adapter: adapter_names: expected at most one adapter with {what}, received "
+                f"{', '.join(copies)}"
             )
     biases = "none"
     for member in found.values():
@@ -74,9 +80,10 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
 
 
 def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
-    """Return the biases of the base that are trained, by name, according to PEFT's option ``bias``.
+    """Return the biases of the model that PEFT's option ``bias`` trains with an adapter, by name.
 
-    "none": no biases. "all": all biases. "lora_only" and "vera_only": the biases of layers with adapters.
+    ``which`` is the value of this option. "none": no biases. "all": all biases. "lora_only" and "vera_only":
+    the biases of layers with adapters.
     """
     if which == "none":
         return {}
@@ -93,9 +100,9 @@ def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def disable_adapter(model: nn.Module) -> Iterator[None]:
-    """Disable all adapters inside the block.
+    """Disable all adapters inside the ``with`` block.
 
-    Biases of the base that were trained with an adapter (option ``bias``) keep their trained values.
+    Biases of the model that were trained with an adapter (option ``bias``) keep their trained values.
     """
     found = list(members(model).values())
     former = [member.enabled for member in found]
@@ -110,18 +117,19 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> Iterator[None]:
-    """Use a different adapter for each row of the batch inside the block.
+    """Use a different adapter for each row of the batch inside the ``with`` block.
 
-    Every layer computes one product with the concatenated adapters, in which the other adapters have the
-    factor zero.
+    Every layer computes one product with the concatenated adapters. For each row of the batch, the results of
+    the adapters that the row does not use are multiplied by zero.
 
     Args:
         model: a model with adapters.
-        adapter_names: one adapter name for each row of the batch; None is the base without an adapter.
+        adapter_names: one adapter name for each row of the batch; None is the model without an adapter.
 
     Raises:
         ValueError: no adapter has one of the names; or an adapter is of the type IA3, or has experts, trained
-            copies or virtual tokens. Forward raises it if the batch has another number of rows.
+            copies or virtual tokens. Forward raises a ValueError if the number of batch rows is not the
+            number of names.
     """
     chosen = [name for name in dict.fromkeys(adapter_names) if name is not None]
     check_known("adapters_per_row", model, chosen)
@@ -148,8 +156,8 @@ def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> I
 def delete_adapter(model: nn.Module, adapter_name: str) -> None:
     """Remove an adapter from the model.
 
-    If the initialisation of the adapter had changed the base weights, they get their original values back.
-    Other active adapters stay active. If there are none, the model computes its base until
+    If the initialisation of the adapter changed the base weights, they get their original values back. Other
+    active adapters stay active. If no adapter is active any more, the model runs without adapters until
     :func:`set_adapter` is called.
 
     Raises:

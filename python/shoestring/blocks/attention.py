@@ -1,4 +1,4 @@
-"""Multi-head attention with its projections, as a module."""
+"""Define a module of multi-head attention with its projections."""
 
 from typing import Any
 
@@ -13,32 +13,33 @@ from shoestring.layers.seeded_dropout import draw_seed
 
 
 class Attention(nn.Module):
-    """Multi-head attention with projections, and optionally with RMSNorm and rotation of each head.
+    """Multi-head attention with projections, and optionally RMSNorm and rotary embedding of each head.
 
     Its state_dict has the names of transformers: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``, and, if
     used, ``q_norm``, ``k_norm`` and ``sinks``. It therefore loads the attention of Llama, Mistral, Qwen 2 and
-    3, Gemma and gpt-oss. Projections are initialised like ``nn.Linear``. If the projections of the same input
-    are frozen and have adapters or quantised weights, one ``lora_linear_group`` computes them together.
+    3, Gemma and gpt-oss. Projections are initialised like ``nn.Linear``. If projections that have the same
+    input are frozen and have adapters or quantised weights, one call of ``lora_linear_group`` computes them.
 
     Args:
-        features: size of the last dimension of input and output.
+        features: size of the last dimension of the input and the output.
         num_heads: number of heads of the queries.
         num_kv_heads: number of heads of the keys and values, a divisor of num_heads (grouped-query
             attention). None: num_heads.
         head_dim: features of a head of queries and keys. None: ``features / num_heads``.
         value_dim: features of a head of values. None: head_dim.
-        source_features: features of the source in cross-attention, from which keys and values are projected.
-            None: features.
+        source_features: size of the last dimension of ``source``, from which cross-attention projects keys
+            and values. None: features.
         bias: whether ``q_proj``, ``k_proj`` and ``v_proj`` have a bias.
         out_bias: whether ``o_proj`` has a bias.
         causal, window, softcap, scale: as in ``shoestring.attention``.
-        qk_norm: whether RMSNorm is applied to each head of queries and keys, before the rotation. With a
-            rotation both are computed in one pass, with fp32 in between.
-        norm_eps, norm_offset: of this RMSNorm, as in ``shoestring.rms_norm``; Gemma has offset 1.
+        qk_norm: whether RMSNorm is applied to each head of queries and keys, before the rotary embedding. If
+            there is a rotary embedding, one pass computes both, without rounding the fp32 result in between.
+        norm_eps, norm_offset: arguments of the RMSNorm of queries and keys, as in ``shoestring.rms_norm``;
+            Gemma has offset 1.
         rotary_dim, interleaved: as in ``shoestring.rope``.
         sinks: whether each head has a trainable sink. The parameter ``sinks`` (num_heads) starts as zeros.
         dropout_p: probability that an attention weight is dropped, in training only.
-        device, dtype: of the parameters.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
         ValueError: the sizes are not consistent, or dropout_p is outside [0, 1).
@@ -117,14 +118,14 @@ class Attention(nn.Module):
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
-        """Compute self-attention of the tokens of x or, with a source, cross-attention to its tokens.
+        """Compute self-attention of the tokens of x or, if ``source`` is given, cross-attention to it.
 
         Args:
             x: (batch, tokens, features), or packed, with cu_seqlens_q, (tokens of all sequences, features).
             source: (batch, keys, source_features), or packed, with cu_seqlens_k, (keys of all sequences,
                 source_features).
-            cos, sin, position_ids: as in ``shoestring.rope``. Without cos and sin there is no rotation. Not
-                supported with a source.
+            cos, sin, position_ids: as in ``shoestring.rope``. Without cos and sin there is no rotary
+                embedding. They are not allowed with ``source``.
             bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k: as in ``shoestring.attention``.
 
         Returns:
@@ -190,12 +191,13 @@ class Attention(nn.Module):
             )
         if (cos is None) != (sin is None) or (cos is None and position_ids is not None):
             raise ValueError(
-                "nn.Attention: cos and sin: expected both, or neither and no position_ids, received other"
+                "nn.Attention: cos and sin: expected both tables, or neither and no position_ids; received "
+                "cos or sin alone, or position_ids without them"
             )
         if source is not None and cos is not None:
             raise ValueError(
-                "nn.Attention: cos: expected None with a source, as queries and keys have other positions, received "
-                "a table"
+                "nn.Attention: cos: expected None with a source, since queries and keys have different "
+                "positions; received a table"
             )
 
     def extra_repr(self) -> str:

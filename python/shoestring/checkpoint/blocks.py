@@ -1,4 +1,4 @@
-"""Selection of a model's blocks, and the forward that keeps, recomputes or offloads a block's activations."""
+"""Select a model's blocks, and give them a forward that keeps, recomputes or offloads activations."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from shoestring.checkpoint.function import Keep, checkpoint
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.instances import PLAIN, derive
 
-# Arguments that hold key-value caches. They are dropped, since a second run would write to them again.
+# Names of forward arguments that hold key-value caches. run_block() replaces them by None, because a
+# recomputation would write to the caches again.
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-CHECKPOINTED = "_shoestring_checkpointed"  # class attribute of modules that treat() has changed
+# name of a class attribute that marks modules that treat() has changed
+CHECKPOINTED = "_shoestring_checkpointed"
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """How a block's activations are treated.
+    """How the activations of one block of a model are treated.
 
     Attributes:
-        keep: the operators that the block's checkpoint keeps; None for no checkpoint.
-        offload: the offload object that this block or an earlier one uses; None without offload.
-        moves: whether the block's saved tensors (under a checkpoint, its input) are offloaded.
-        leaves: whether offloading starts at once. False for a last block, with which backward begins.
-        pending: the bytes of offloaded blocks that may still be in flight when the computation after this
-            block begins.
+        keep: the operators whose results the block's checkpoint keeps; None for no checkpoint.
+        offload: the offload_activations object that this block or an earlier block uses; None without
+            offload.
+        moves: whether the block's saved tensors are offloaded (with a checkpoint, only its input).
+        leaves: whether the copies of the block's saved tensors to the host start when its forward ends. This
+            may be False for the last block, with which backward begins.
+        pending: maximum bytes of offloaded blocks whose copies to the host may be unfinished when the
+            computation after this block begins.
     """
 
     keep: Sequence[Keep] | None = ()
@@ -65,12 +69,13 @@ def find_blocks(model: nn.Module, blocks: Sequence[str | type | nn.Module] | Non
     for name in found:
         outer = next((other for other in found if name.startswith(other + ".")), None)
         if outer is not None:
-            raise ValueError(f"checkpoint_model: blocks: {name} is inside {outer}: name the one or the other")
+            raise ValueError(f"checkpoint_model: blocks: {name} is inside {outer}: name only one of them")
     return found
 
 
 def _matches(name: str, module: nn.Module, wanted: str | type | nn.Module) -> bool:
-    if isinstance(wanted, str):  # a wildcard stays within one level: "layers.*" does not match "layers.0.mlp"
+    # a wildcard matches one part of a dotted name: "layers.*" does not match "layers.0.mlp"
+    if isinstance(wanted, str):
         return name.count(".") == wanted.count(".") and fnmatch.fnmatchcase(name, wanted)
     return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
 
@@ -92,7 +97,7 @@ def _lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
 
 
 def treat(module: nn.Module, treatment: Treatment) -> Callable[[], None]:
-    """Give one module a forward with this treatment. Return a function that restores the module."""
+    """Give a module a forward that keeps, recomputes or offloads its activations; return an undo function."""
     if getattr(module, "gradient_checkpointing", False):
         raise ValueError(
             f"checkpoint_model: {type(module).__name__} has gradient checkpointing already; "
@@ -118,7 +123,7 @@ def _forward(original: Callable[..., Any], treatment: Treatment) -> Callable[...
 def run_block(
     treatment: Treatment, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the forward of a block with a treatment, without caches."""
+    """Run the forward of a block, with its activations as ``treatment`` says and without key-value caches."""
     for name in CACHES:
         if kwargs.get(name) is not None:
             kwargs[name] = None

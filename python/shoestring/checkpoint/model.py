@@ -1,4 +1,4 @@
-"""``checkpoint_model``: checkpoints the blocks of a model that are named, or that a byte budget requires."""
+"""Define ``checkpoint_model``, which checkpoints named blocks, or as many as a byte budget requires."""
 
 from __future__ import annotations
 
@@ -40,24 +40,28 @@ def _choices() -> tuple[Mapping[str, tuple[str, ...] | None], frozenset[str]]:
     return MappingProxyType(kept), frozenset(moved)
 
 
-# The ways to treat a block's activations, by name. The value lists the operators that the block's checkpoint
-# keeps, or is None for no checkpoint. OFFLOADED are the names of those that offload the saved tensors.
+# CHOICES: the treatments of a block's activations. The key is the name of a treatment. The value lists the
+# operators whose results the block's checkpoint keeps, or is None for no checkpoint. OFFLOADED: the names of
+# treatments that offload the saved tensors.
 CHOICES, OFFLOADED = _choices()
-# Lower bound, in seconds, of the measured cost of recomputation: plans never recompute without need.
+# Minimum cost of a recomputation in seconds. Measured costs may be 0 or negative, but a plan must not
+# recompute without need.
 LEAST_EXTRA = 1e-6
 
 
 @dataclass
 class CheckpointReport:
-    """The choice that ``checkpoint_model`` made for each block; ``undo`` restores the model.
+    """The treatment that ``checkpoint_model`` chose for each block; ``undo`` restores the model.
 
     Attributes:
         blocks: the name and the treatment of each block, in order: "keep" (nothing is recomputed),
-            "recompute", or for example "keep attention" (everything but these operators is recomputed).
-        plan: with a budget, the plan with its predicted peak and time of one forward and backward. Its first
-            and last block stand for the computation before and after the blocks.
+            "recompute", or for example "keep attention" (everything but the results of attention is
+            recomputed).
+        plan: with a budget, the plan, which predicts the peak memory and the time of one forward and
+            backward. Its first and last block stand for the computation before and after the blocks.
         budget: the budget in bytes, if one was given.
-        held_bytes: with a budget, the bytes held between forward and backward.
+        held_bytes: with a budget, the predicted bytes of activations on the device between forward and
+            backward.
     """
 
     blocks: list[tuple[str, str]]
@@ -67,7 +71,7 @@ class CheckpointReport:
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Remove the checkpoints. A second call does nothing."""
+        """Remove the checkpoints from the model. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -100,17 +104,18 @@ def checkpoint_model(
 ) -> CheckpointReport:
     """Put blocks of a model under :func:`checkpoint`: all of them, or as many as a byte budget requires.
 
-    With ``budget`` and ``example``, the function measures each kind of block once, alone, for every treatment
-    of its activations: kept, recomputed, or recomputed except for attention or for matrix products. It
-    measures the computation before and after the blocks in one whole step. An exact dynamic program
-    (:func:`checkpoint_plan`) then picks the fastest choices whose peak is within the budget. Gradients are
-    bitwise the same with every plan.
+    With ``budget`` and ``example``, the function measures each kind of block once, alone, with every possible
+    treatment of its activations: kept, recomputed, or recomputed except for attention or for matrix products.
+    It measures the computation before and after the blocks in one whole step. An exact dynamic program
+    (:func:`checkpoint_plan`) then picks the fastest treatments whose peak memory is within the budget.
+    Gradients are bitwise the same with every choice of treatments.
 
     Args:
-        model: changed in place, for this instance only: state dicts, copies and files do not contain the
-            change. Call this before ``torch.compile``, and before or after DDP and FSDP2's ``fully_shard``.
-            With a budget and after DDP or FSDP2, all processes have to call this. The parameters that FSDP2
-            gathers around the blocks then count as activations, so the real peak is lower than the plan says.
+        model: the model, which is changed in place. Only this instance changes: state dicts, copies and files
+            of it do not contain the change. Call ``checkpoint_model`` before ``torch.compile``, and before or
+            after DDP and FSDP2's ``fully_shard``. After DDP or FSDP2 and with a budget, all processes have to
+            call it. In this case the parameters that FSDP2 gathers around the blocks count as activations, so
+            the real peak is lower than the plan says.
         blocks: names with wildcards (``"model.layers.*"``), classes or modules. None takes the outermost
             lists (``nn.ModuleList``, ``nn.Sequential``) of at least two modules of one class, such as a
             transformer's layers.
@@ -125,11 +130,11 @@ def checkpoint_model(
             the host or a disk. The bandwidth is measured and enters the plan.
 
     Returns:
-        A report of the choices.
+        A report of the treatment of each block.
 
     Raises:
-        ValueError: the blocks are missing or wrong or already have checkpoints, or there is a budget without
-            an example.
+        ValueError: ``blocks`` matches no module, contains a block inside another, or has a block with a
+            checkpoint already; or there is a budget without an example.
         RuntimeError: the budget is too small for any plan; the message gives the smallest possible budget.
     """
     modules = find_blocks(model, blocks)
@@ -137,18 +142,21 @@ def checkpoint_model(
     if budget is None:
         if example is not None:
             raise ValueError(
-                "checkpoint_model: example: expected with a budget only; give budget=, or leave it out"
+                "checkpoint_model: example: expected None without a budget; pass budget=, or leave example "
+                "out"
             )
         undo = [treat(module, Treatment(keep)) for module in modules.values()]
         choice = "recompute" if not keep else "recompute but for " + ", ".join(map(str, keep))
         return CheckpointReport([(name, choice) for name in modules], _undo=undo)
     if keep:
         raise ValueError(
-            "checkpoint_model: keep: expected without a budget, under which the plan chooses; leave one out"
+            "checkpoint_model: keep: expected no operators with a budget, since the plan chooses them; leave "
+            "out keep or budget"
         )
     if example is None:
         raise ValueError(
-            "checkpoint_model: example: expected with a budget: a function that returns the loss of one batch"
+            "checkpoint_model: example: expected a function that returns the loss of one batch, since a "
+            "budget is given; received None"
         )
     try:
         limit = parse_bytes(budget)
@@ -156,10 +164,12 @@ def checkpoint_model(
         raise ValueError(f"checkpoint_model: budget: {error}") from None
     for name in sharded_modules(model):
         block = next((block for block in modules if name.startswith(block + ".")), None)
-        # Processes may make different plans, so a block that may be recomputed must not contain collectives.
+        # Each process makes its own plan. If processes recompute different blocks, collectives inside a block
+        # would deadlock, so a block must not contain a module that is sharded separately.
         if block is not None:
             raise ValueError(
-                f"checkpoint_model: blocks: {name} is sharded by itself inside {block}: make the plan before fully_shard, "
+                f"checkpoint_model: blocks: {name} is sharded separately inside {block}: make the plan "
+                "before fully_shard, "
                 "or shard blocks as a whole"
             )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -182,8 +192,8 @@ def checkpoint_model(
         treatment = Treatment(
             CHOICES[name], offload, moves=name in OFFLOADED, pending=plan.pending_bytes[i + 1]
         )
-        # Backward begins with the last block, after all copies have ended. If the plan allows this block's
-        # copies to be in flight after it, the block keeps its tensors instead.
+        # Backward begins with the last block, after all copies to the host have ended. If the plan's limit of
+        # bytes in flight permits it, the last block keeps its tensors instead of offloading them.
         if module is step.modules[-1]:
             stays = row[i].choices[plan.choices[i]].link_bytes <= treatment.pending
             treatment = replace(treatment, leaves=not stays, pending=0)
@@ -202,7 +212,8 @@ def _measure(
 ) -> tuple[Any, dict[Any, dict[str, Cost]]]:
     undo = [treat(module, Treatment()) for module in modules]
     try:
-        run_step(modules, step, device)  # warm-up: creates caches, workspaces and lazy modules
+        # this first step is not measured, because it creates caches, workspaces and lazy modules
+        run_step(modules, step, device)
         whole = run_step(modules, step, device)
     finally:
         for one in undo:
@@ -227,7 +238,8 @@ def _measure_block(
                 costs[name] = replace(alike, held=measure_offloaded(run, call, device, offload))
             continue
         cost = measure(run, call, device)
-        # Drop a choice that holds no more than "recompute": its operators do not occur in this block.
+        # Drop a treatment that holds no more bytes than "recompute", because the operators that it keeps do
+        # not occur in this block.
         if name in ("keep", "recompute") or cost.held > costs["recompute"].held:
             costs[name] = cost
     return costs
@@ -237,7 +249,7 @@ def _block(costs: dict[str, Cost]) -> PlanBlock:
     kept = costs["keep"]
     choices = []
     for name, cost in costs.items():
-        # The first cost with the same checkpoint is that without offload.
+        # CHOICES may hold two treatments that keep the same operators. The first of them does not offload.
         stays = next(other for one, other in costs.items() if CHOICES[one] == CHOICES[name])
         choices.append(replace(_choice(name, cost, kept), link_bytes=max(0, stays.held - cost.held)))
     return PlanBlock(kept.forward_seconds, kept.backward_seconds, choices)
@@ -280,8 +292,10 @@ def _step(model: nn.Module, example: Any) -> Callable[[], Tensor]:
 
 
 def parse_bytes(budget: int | str) -> int:
-    """Return the number of bytes in ``budget``, a number or for example "6GiB" or "500 MB"."""
+    """Return the number of bytes that ``budget`` means: a number, or text such as "6GiB" or "500 MB"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B|)\s*", str(budget).upper())
     if not match or isinstance(budget, bool) or not 0 < float(match[1]) * UNITS[match[2]] < 1 << 63:
-        raise ValueError(f'expected bytes or such as "6GiB" or "500 MB", received {budget!r}')
+        raise ValueError(
+            f'expected a number of bytes, or a string such as "6GiB" or "500 MB", received {budget!r}'
+        )
     return int(float(match[1]) * UNITS[match[2]])

@@ -1,4 +1,4 @@
-"""Offloading of saved activations to host memory or a disk between forward and backward."""
+"""Offload saved activations to host memory or a disk between forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class offload_activations(torch.autograd.graph.saved_tensors_hooks):
-    """A context manager that moves the tensors that autograd saves off the device, and back for backward::
+    """A context manager that offloads the tensors that autograd saves, and copies them back for backward::
 
         offload = shoestring.offload_activations(exclude=model.buffers())
         for batch in batches:
@@ -20,21 +20,21 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
             optimizer.step()
 
     Copies overlap with the computation. Each storage is copied once, however many saved tensors are views of
-    it. It is freed when it has been copied and its layer has ended. The last layer stays on the device;
-    backward prefetches the layers before it. Without compression all gradients are bitwise the same as
-    without offload. Host memory (pinned for CUDA) is allocated in the first step and reused in later steps.
-    One object serves all steps, and several threads.
+    it. A storage is freed on the device when it has been copied and its layer has ended. The storages of the
+    last layer stay on the device; backward prefetches those of the layers before it. Without compression all
+    gradients are bitwise the same as without offload. Host memory (pinned for CUDA) is allocated in the first
+    step and reused in later steps. One object serves all steps, and several threads.
 
     Parameters stay on the device: leaves that require gradients, nn.Parameter, and their views. Sparse
-    tensors and tensor subclasses stay, too. Exclude other tensors that stay alive anyway, such as buffers and
-    inputs. Backward finds them on the device in any case, but without ``exclude`` they are copied for
-    nothing. As without offload, it is an error to change a saved tensor in place before backward. CUDA graphs
+    tensors and tensor subclasses stay, too. Exclude other tensors that stay alive on the device anyway, such
+    as buffers and inputs. Without ``exclude``, such tensors are copied, although backward does not need the
+    copies. As without offload, it is an error to change a saved tensor in place before backward. CUDA graphs
     are not supported.
 
     Device memory: the activations of the running layer and of max_pending layers before it. On the CPU, glibc
     returns freed memory to the system only with MALLOC_MMAP_THRESHOLD_=1048576 in the environment. Host
-    memory: all saved storages (bf16: half of fp32; 8bit: 65/256 of fp32). With a folder, host_bytes and the
-    copies in flight.
+    memory: all saved storages (bf16: half of fp32; 8bit: 65/256 of fp32). With a folder, host memory is
+    limited to host_bytes and the copies in flight.
 
     Args:
         exclude: tensors, or a module with its parameters and buffers, whose storages stay on the device.
@@ -46,12 +46,12 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
             2110.02861): the error is at most 0.00704 of the largest magnitude in the block, and a block with
             an element that is not finite becomes NaN. Other dtypes are never compressed.
         prefetch: the number of layers that are copied back ahead of backward.
-        max_pending: the number of layers whose copies may still be in flight when a later layer begins;
-            beyond that, forward waits.
-        min_bytes: smaller storages stay on the device.
+        max_pending: the number of layers whose copies may still be in flight when a later layer begins; if
+            there are more, forward waits.
+        min_bytes: storages of fewer bytes stay on the device.
         folder: the folder of a swap file for storages that do not fit into host_bytes. A full disk raises an
             error in forward that names the file; the step can be repeated.
-        host_bytes: with a folder, the limit of host memory.
+        host_bytes: with a folder, the maximum host memory in bytes.
 
     Raises:
         ValueError: host_bytes is given without a folder.
@@ -72,7 +72,10 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         host_bytes: int = 0,
     ) -> None:
         if host_bytes > 0 and folder is None:
-            message = f"host_bytes: expected a folder for the rest, received {host_bytes} and none"
+            message = (
+                "host_bytes: expected a folder for tensors beyond this limit, "
+                f"received {host_bytes} and no folder"
+            )
             raise ValueError(f"offload_activations: {message}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,37 +92,37 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         self._store.exclude(list(tensors))
 
     def mark(self) -> None:
-        """End a layer and begin the next one. Without marks each saved storage is its own layer."""
+        """End a layer and begin the next one. If ``mark`` is never called, each saved storage is a layer."""
         self._store.mark()
 
     def wait(self, bytes: int) -> None:
-        """Wait until at most ``bytes`` bytes of ended layers are still on the device."""
+        """Wait until at most ``bytes`` bytes of ended layers have not yet been freed on the device."""
         self._store.wait(bytes)
 
     def measure_link(self, bytes: int) -> dict[str, float]:
         """Measure the speed of copies that run beside a computation, and how much they slow it down.
 
-        This copies some data (16 MiB on the CPU). With a folder and more ``bytes`` than ``host_bytes`` it
-        measures the disk.
+        The measurement copies some data (16 MiB on the CPU). If there is a folder and ``bytes`` exceeds
+        ``host_bytes``, it measures the disk instead of host memory.
 
         Returns:
-            The keyword arguments of ``checkpoint_plan`` for this link.
+            The keyword arguments of ``checkpoint_plan`` that describe the copies.
         """
         names = ("out_bytes_per_second", "in_bytes_per_second", "copy_share", "prefetch")
         return dict(zip(names, self._store.measure_link(bytes), strict=True))
 
     def mark_layers(self, layers: Iterable[nn.Module]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Call ``mark`` whenever one of these modules begins. Returns handles that remove the hooks."""
+        """Call ``mark`` before each forward of these modules; return handles that remove the hooks."""
         return [layer.register_forward_pre_hook(lambda *_: self.mark()) for layer in layers]
 
     def statistics(self) -> dict[str, int]:
-        """Return counters in bytes, and the number of storages.
+        """Return counters of bytes and of storages.
 
-        - ``stored``, ``copied_out`` (compressed bytes, freed on the device) and ``reloaded`` are totals so
-          far.
-        - ``host`` is the size of the host buffers, ``live`` the bytes of them in use, and ``disk`` the size
-          of the file.
-        - ``entries`` is the number of storages.
+        - ``stored``, ``copied_out`` (compressed bytes that were freed on the device) and ``reloaded`` are
+          total bytes so far.
+        - ``host`` is the size of the host buffers, ``live`` the bytes in use of these buffers, and ``disk``
+          the size of the swap file.
+        - ``entries`` is the number of storages that the object holds now.
         """
         return dict(self._store.statistics())
 

@@ -1,6 +1,6 @@
-"""Layers too large for memory, computed tile by tile.
+"""Compute layers tile by tile, if their intermediate tensors are too large for memory.
 
-This is memory-centric tiling (Rajbhandari et al. 2021; Bekman et al. 2025).
+The method is memory-centric tiling (Rajbhandari et al., 2021; Bekman et al., 2025).
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from shoestring.checkpoint.function import checkpoint
 
 
 def tiled(fn: Callable[..., Tensor], x: Tensor, *, tiles: int, dim: int = -2, **options: Any) -> Tensor:
-    """Compute ``fn(x)`` in tiles of ``x``, with the intermediate tensors of one tile at a time.
+    """Compute ``fn(x)`` in tiles of ``x``, with only one tile's intermediate tensors in memory at a time.
 
-    This holds in backward, too. ``fn`` must treat the positions along ``dim`` independently, as an MLP treats
-    tokens. Its intermediate tensors then take 1 / ``tiles`` of their memory, at the cost of one more forward
-    in backward. Values equal those of ``fn(x)`` except for the rounding of matrix products of other sizes.
-    Gradients of weights are sums over the tiles.
+    Backward, too, holds the intermediate tensors of only one tile. ``fn`` must treat the positions along
+    ``dim`` independently, as an MLP treats tokens. The intermediate tensors of ``fn`` take 1 / ``tiles`` of
+    their memory, at the cost of one more forward in backward. The result equals ``fn(x)`` except for
+    rounding, since matrix products of other sizes round differently. Gradients of weights are sums over the
+    tiles.
 
     Args:
         fn: takes a tile of ``x`` and returns a tile of the result with the same length along ``dim``.
-        x: a tensor of any shape. Backward keeps it and nothing else.
+        x: a tensor of any shape. No other tensor is kept for backward.
         tiles: the number of tiles, of about equal length; at most the length of ``x`` along ``dim``.
         dim: the dimension of ``x`` and of the result that is split; by default the tokens of (..., tokens,
             features).
@@ -34,15 +35,17 @@ def tiled(fn: Callable[..., Tensor], x: Tensor, *, tiles: int, dim: int = -2, **
         The tensor ``fn(x)``.
 
     Raises:
-        ValueError: tiles is out of range, or a result has another length.
+        ValueError: tiles is out of range, or ``fn`` returns a tensor with another length along ``dim`` than
+            its tile.
     """
-    _check("tiled", tiles, x.shape[dim], "places along dim")
+    _check("tiled", tiles, x.shape[dim], "elements along dim")
     parts = []
     for tile in x.tensor_split(tiles, dim):
         part = checkpoint(fn, tile, **options)
         if part.shape[dim] != tile.shape[dim]:
             raise ValueError(
-                f"tiled: fn: expected a result of {tile.shape[dim]} places along dim {dim}, as its tile has, "
+                f"tiled: fn: expected a result of {tile.shape[dim]} elements along dim {dim}, as its tile "
+                "has, "
                 f"received {part.shape[dim]}"
             )
         parts.append(part)
@@ -58,18 +61,20 @@ def tiled_features(
     combine: str = "sum",
     **options: Any,
 ) -> Tensor:
-    """Compute ``fn(x, *weights)`` in tiles of the weights' features, with the results of one tile at a time.
+    """Compute ``fn(x, *weights)`` in tiles of the weights along their feature dimensions.
 
-    For example, the inner features of an MLP: ``tiled_features(lambda x, up, down:
-    F.linear(F.gelu(F.linear(x, up)), down), x, [(up, 0), (down, 1)], tiles=4)``.
+    Only one tile's intermediate tensors are in memory at a time. For example, this call tiles the inner
+    features of an MLP: ``tiled_features(lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down), x, [(up,
+    0), (down, 1)], tiles=4)``.
 
     Args:
         fn: takes ``x`` and a tile of each weight.
         x: a tensor of any shape, passed whole to every call of ``fn``.
-        weights: pairs of a weight and its feature dimension. All weights have the same length along it.
+        weights: pairs of a weight and its feature dimension. All weights have the same length along their
+            feature dimensions.
         tiles: the number of tiles, of about equal length.
         combine: "sum" adds the results of the tiles (bf16 and fp16 in fp32, rounded once). "cat" concatenates
-            them along the last dimension, such as the output features of a linear layer.
+            the results along the last dimension, such as the output features of a linear layer.
         options: keyword arguments of :func:`checkpoint`.
 
     Returns:
@@ -81,7 +86,8 @@ def tiled_features(
     lengths = {weight.shape[dim] for weight, dim in weights}
     if len(lengths) != 1:
         raise ValueError(
-            f"tiled_features: weights: expected the same length along each's dim, received {sorted(lengths)}"
+            "tiled_features: weights: expected weights of the same size along their dims, received "
+            f"{sorted(lengths)}"
         )
     if combine not in ("sum", "cat"):
         raise ValueError(f'tiled_features: combine: expected "sum" or "cat", received {combine!r}')

@@ -1,4 +1,4 @@
-"""Packed batches: a sampler that groups sequences, and a collator that joins them without padding."""
+"""Pack sequences into batches: a sampler that groups them, and a collator that joins them unpadded."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from torch.utils.data import Sampler
 
 from shoestring.data.batches import IGNORE, packed_arguments
 
-# Number of sequences packed at a time: enough to fill the bins, few enough to keep an epoch shuffled.
+# Number of shuffled sequences that are packed at a time: enough to fill the batches well, and few enough to
+# keep the order of an epoch random.
 _GROUP = 8192
 
 
 class MultipackBatchSampler(Sampler[list[int]]):
-    """Yield batches of indices whose sequences have at most ``capacity`` tokens in total.
+    """Yield batches of sequence indices; the sequences of a batch have at most ``capacity`` tokens in total.
 
-    Use it as the ``batch_sampler`` of a ``DataLoader``. The order of an epoch depends on ``seed`` and the
-    epoch number (see ``set_epoch``). The sampler shuffles all sequences and packs one group of them after
-    another. It takes the longest sequence first and puts each into the first batch with room (first-fit
-    decreasing, ``torch.ops.shoestring.pack_sequences``). Then it shuffles the batches. Every process gets the
-    same number of batches; the remaining batches are dropped.
+    Use this sampler as the ``batch_sampler`` of a ``DataLoader``. The order of the batches in an epoch
+    depends on ``seed`` and the epoch number (see ``set_epoch``). The sampler shuffles all sequences, splits
+    them into groups, and packs each group by first-fit decreasing (``torch.ops.shoestring.pack_sequences``):
+    from the longest sequence to the shortest, it puts each into the first batch with room. Then it shuffles
+    the batches. Every process gets the same number of batches; up to ``num_replicas`` - 1 remaining batches
+    are dropped.
 
     Args:
         lengths: number of tokens of each sequence, 1 to ``capacity``.
-        capacity: largest number of tokens in a batch.
-        seed: seed of the order.
+        capacity: maximum number of tokens in a batch.
+        seed: seed of the order of sequences and batches.
         num_replicas: number of processes that share an epoch.
         rank: index of this process.
 
     Raises:
-        RuntimeError: a sequence is longer than ``capacity``. Raised when the batches of an epoch are first
-            needed.
+        RuntimeError: a sequence is longer than ``capacity``. This error is raised when the batches of an
+            epoch are first needed, not in the constructor.
         ValueError: ``rank`` is not between 0 and ``num_replicas`` - 1.
     """
 
@@ -76,7 +78,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         return self._packed[1]
 
     def efficiency(self) -> float:
-        """Return the share of ``capacity`` that the batches of an epoch fill; 1 means no waste."""
+        """Return the tokens of all sequences divided by the total ``capacity`` of an epoch's batches."""
         return int(self.lengths.sum()) / max(1, len(self._batches()) * self.capacity)
 
     def __len__(self) -> int:
@@ -95,10 +97,10 @@ class PackingCollator:
 
     Returns:
         A dictionary with ``input_ids``, ``labels`` and ``position_ids`` (1, tokens) int64; ``cu_seq_lens_q``
-        and ``cu_seq_lens_k`` (sequences + 1) int32; ``max_length_q`` and ``max_length_k``, which other
-        attention libraries need; and an ``attention_mask`` with one element, which stops transformers from
-        building a (tokens, tokens) mask. The first label of each sequence is -100, because the token before
-        it belongs to another sequence.
+        and ``cu_seq_lens_k`` (sequences + 1) int32; ``max_length_q`` and ``max_length_k``, the length of the
+        longest sequence, which other attention libraries need; and an ``attention_mask`` with one element,
+        which stops transformers from building a (tokens, tokens) mask. The first label of each sequence is
+        -100, because the token before it belongs to another sequence.
 
     Raises:
         ValueError: ``labels`` and ``input_ids`` of a sequence differ in shape, are not 1-D, or are empty.
@@ -112,7 +114,8 @@ class PackingCollator:
         for i, (tokens, label) in enumerate(zip(ids, labels)):
             if tokens.dim() != 1 or tokens.shape != label.shape or not len(tokens):
                 raise ValueError(
-                    f"PackingCollator: labels: expected one for each of a sequence's tokens, received {list(label.shape)} for "
+                    "PackingCollator: labels: expected one label for each token of a sequence, received "
+                    f"{list(label.shape)} for "
                     f"input_ids {list(tokens.shape)} in sequence {i}"
                 )
             label[0] = IGNORE

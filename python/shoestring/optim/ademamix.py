@@ -1,4 +1,4 @@
-"""AdEMAMix with quantised state."""
+"""AdEMAMix whose first and second moments are stored quantised."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -36,12 +36,12 @@ def ademamix_(
 ) -> None:
     """Take one AdEMAMix step in place, in one pass over all parameters that have a gradient.
 
-    AdEMAMix is AdamW with a second, slow mean of gradients: ``p = p (1 - lr weight_decay) - lr (m / (1 -
-    beta1^t) + alpha s) / (sqrt(v / (1 - beta2^t)) + eps)``. Here m is the mean of gradients with beta1, s the
-    slow mean of gradients with beta3, and v the mean of squared gradients with beta2 ("The AdEMAMix
-    Optimizer", arXiv 2409.03137). The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or
-    infinite gradient spoils its own weight. With quantised state it also spoils its block of 256 elements,
-    but no other block.
+    AdEMAMix ("The AdEMAMix Optimizer", arXiv 2409.03137) is AdamW with a second, slow mean of gradients: ``p
+    = p (1 - lr weight_decay) - lr (m / (1 - beta1^t) + alpha s) / (sqrt(v / (1 - beta2^t)) + eps)``. Here p
+    is the parameter, and t counts its steps. m is the running mean of gradients with decay beta1, and s the
+    slow mean of gradients with decay beta3. v is the running mean of squared gradients with decay beta2. The
+    state of all parameters lies in flat arenas as for ``adamw_``. A NaN or infinite gradient spoils its own
+    weight. With quantised state it spoils all 256 elements of its block, but no other block.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
@@ -54,8 +54,8 @@ def ademamix_(
             (elements of the arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit
             codes.
         exp_avg_slow: (elements of the arena): fp32 if the other moments are fp32, else bf16 with stochastic
-            rounding. The slow mean moves less per step than one quantisation level, so its codes would never
-            change.
+            rounding. The slow mean moves less per step than one quantisation level, so 8-bit or 4-bit codes
+            of the slow mean would never change.
         lr, beta1, beta2, eps, weight_decay: as for ``adamw_``.
         beta3: the weight of the old slow mean in the new slow mean, in [0, 1).
         alpha: factor of the slow mean in the update, at least 0.
@@ -110,7 +110,7 @@ def ademamix_reference(
     t_beta3: int | None = None,
     **arguments: Unpack[ReferenceArguments],
 ) -> None:
-    """Compute ``ademamix_`` in plain PyTorch, one parameter at a time."""
+    """Compute the same step as ``ademamix_`` in plain PyTorch, one parameter at a time."""
 
     def slow_beta(t: float) -> float:
         if t_beta3 is None or t >= t_beta3:
@@ -140,25 +140,25 @@ def ademamix_reference(
 class AdEMAMix(LowMemoryOptimizer):
     """AdEMAMix (arXiv 2409.03137) with low-memory state: 4.03 bytes per parameter instead of 12.
 
-    AdEMAMix is AdamW with a second, slow mean of gradients. The slow mean takes 16 bits per parameter, each
-    other moment 8. The update adds ``alpha`` times the slow mean to the first mean.
+    AdEMAMix is AdamW with a second, slow mean of gradients. The slow mean takes 16 bits per parameter, and
+    each of the other two moments 8 bits. The update adds ``alpha`` times the slow mean to the first mean.
 
     Memory: ``sum(ceil(n / 256) * 1032 + 4)`` bytes, summed over the parameters that have had a gradient; n is
-    the number of elements of a parameter. In place of 1032, 4-bit state takes 808 bytes, bf16 1536 and fp32
-    3072. ``weights="remainder"`` adds 512 to that number. The slow mean moves less per step than one
-    quantisation level. If the other moments are codes, the slow mean is therefore bf16 with stochastic
-    rounding, which is exact on average.
+    the number of elements of a parameter. The 1032 bytes per block of 256 elements become 808 with 4-bit
+    state, 1536 with bf16 and 3072 with fp32. ``weights="remainder"`` adds 512. The slow mean moves less per
+    step than one quantisation level. If the other moments are 8-bit or 4-bit, the slow mean is therefore bf16
+    with stochastic rounding, which is exact on average.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
         lr: learning rate: a number, or a tensor of one element as for ``AdamW``.
-        betas: decay of the running mean of the gradient, of its square, and of the slow mean of the gradient;
-            each in [0, 1).
+        betas: three numbers in [0, 1): decay of the running mean of the gradient, of the squared gradient,
+            and of the slow mean of the gradient.
         alpha: factor of the slow mean in the update.
         t_alpha: the number of steps in which alpha rises linearly from 0. None means that alpha is constant.
         t_beta3: the number of steps in which the decay of the slow mean rises from the first to the third
-            beta, so that its half-life grows linearly. None means that the decay is the third beta from the
-            start.
+            beta. The half-life of the mean then grows linearly. None means that the decay is the third beta
+            from the start.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay, applied before the update.
         **options: options of every optimizer here, see ``LowMemoryOptions``.
@@ -210,4 +210,6 @@ class AdEMAMix(LowMemoryOptimizer):
             good = steps is None or (isinstance(steps, int) and steps > 0)
             self._expect(good, name, "None or a number of steps", steps)
         rises = group["t_beta3"] is None or 0 < betas[0] <= betas[2]
-        self._expect(rises, "betas", "a third of at least the first, and that above 0, with t_beta3", betas)
+        self._expect(
+            rises, "betas", "a third number of at least the first, and the first above 0, with t_beta3", betas
+        )

@@ -1,4 +1,8 @@
-"""The base class of the optimizers: moments in flat, quantised arenas, and one operator call per arena."""
+"""The base class of the optimizers.
+
+It keeps the moments of many parameters in flat, quantised tensors (an arena). One operator call steps all
+parameters of an arena.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -35,18 +39,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class LowMemoryOptions(TypedDict, total=False):
     """Keyword arguments of every optimizer.
 
-    A parameter group may override the first five.
+    A parameter group may override state, min_quantize_size, weights, seed and maximize.
 
-    state: how moments are stored. "8bit" and "4bit" are codes in blocks with fp32 scales, "bf16" is rounded
-        stochastically, "fp32" is exact. A moment that moves less per step than one quantisation level is bf16
-        instead of codes; the optimizer's class says which.
+    state: how moments are stored. "8bit" and "4bit" store codes in blocks, each with an fp32 scale. "bf16"
+        rounds stochastically, and "fp32" is exact. A moment that moves less per step than one quantisation
+        level is stored in bf16 instead of 8 or 4 bits; the docstring of the optimizer names such moments.
     min_quantize_size: parameters with fewer elements have fp32 state.
     weights: how bf16 weights are updated. "plain" rounds to nearest, which loses updates below half a unit in
         the last place. "stochastic" rounds up or down at random so that the expected value is exact.
         "remainder" stores 16 more bits per weight, which gives exactly the updates of fp32 weights.
-    seed: seed of stochastic rounding. Random bits depend on the seed, the step, the number of the parameter
-        in the optimizer and the index of the element in the parameter. They are the same on every device,
-        however the work is divided.
+    seed: seed of stochastic rounding. Random bits depend on the seed, the step, the position of the parameter
+        in the optimizer and the index of the element in the parameter. They are the same on every device and
+        for every number of threads.
     maximize: ascend the gradient instead of descending it.
     max_grad_norm: clip gradients to this norm, taken over all parameters of the optimizer that have a
         gradient. The result is that of ``torch.nn.utils.clip_grad_norm_``, but the step clips internally and
@@ -54,11 +58,11 @@ class LowMemoryOptions(TypedDict, total=False):
         and a NaN norm makes all of them NaN; a GradScaler skips such steps. The attribute may be changed
         between steps.
     step_in_backward: step each parameter as soon as its gradient is complete, then free the gradient. All
-        gradients are thus never alive at once. ``step()`` must still be called after each backward; it only
-        counts. Clipping then uses the norm of the previous step, which is an approximation, and the first
-        step is not clipped. Not supported with a GradScaler.
+        gradients are thus never alive at once. ``step()`` must still be called after each backward, but it
+        steps no parameter. Clipping then uses the norm of the previous step, which is an approximation, and
+        the first step is not clipped. Not supported with a GradScaler.
     accumulate_dtype: torch.float32 or torch.bfloat16, the dtype of the gradient sums of ``accumulate()``.
-    offload: where the state lies: None, "cpu", "stream" or "nvme:DIR".
+    offload: where the optimizer state is stored: None, "cpu", "stream" or "nvme:DIR".
 
     - None: on the parameters' device.
     - "stream": in host memory, pinned for a GPU.
@@ -70,18 +74,19 @@ class LowMemoryOptions(TypedDict, total=False):
     the computation of other chunks. Results are bit for bit those without offload. The device holds 4 chunks
     of 8 MiB each; a chunk may be larger if the operator cannot divide a parameter. ``state`` and
     ``state_dict()`` then hold CPU tensors, memory-mapped for "nvme". If a read or a write fails, ``step()``
-    raises RuntimeError with the file and the position. Some parameters have been stepped then and the rest
-    have not. Nothing is lost: calling ``step()`` again with the same gradients finishes the step. With
+    raises RuntimeError with the file and the position. Some parameters have been stepped then and the others
+    have not. No state is lost: calling ``step()`` again with the same gradients finishes the step. With
     ``step_in_backward`` the gradients are already gone, so load a checkpoint instead.
 
-    With "cpu", gradients are copied to the host and weights back, in buckets of about 8 MiB. While one bucket
-    is copied, another is stepped. The host buffers, pinned for a GPU, take 2 bytes per bf16 parameter for
-    gradients and 2 for weights. ``.grad`` stays until ``step()``, so GradScaler, manual clipping and logging
-    work as usual. With ``step_in_backward``, a gradient is copied to the host as soon as it is complete, and
-    is stepped while backward continues. With ``max_grad_norm`` as well, the host collects the gradients and
-    their norms during backward and ``step()`` applies them; this clipping is exact. Each backward then needs
-    its own ``step()``. Sums of ``accumulate()`` are in host memory, too. The optimizer detects changes of
-    parameters between steps by their version counters. It does not detect in-place changes through ``.data``.
+    With "cpu", gradients are copied to the host, and updated weights to the device, in buckets of about 8
+    MiB. While one bucket is copied, another is stepped. The host buffers, pinned for a GPU, take 2 bytes per
+    bf16 parameter for gradients and 2 for weights. ``.grad`` stays until ``step()``, so GradScaler, manual
+    clipping and logging work as usual. With ``step_in_backward``, a gradient is copied to the host as soon as
+    it is complete, and is stepped while backward continues. With ``max_grad_norm`` as well, the host collects
+    the gradients and their norms during backward and ``step()`` applies them; this clipping is exact. Each
+    backward then needs its own ``step()``. The gradient sums of ``accumulate()`` are in host memory, too. If
+    a parameter was changed between steps, its copy in host memory is updated. The optimizer detects changes
+    by the parameter's version counter, so it misses in-place changes through ``.data``.
     """
 
     state: str
@@ -96,18 +101,19 @@ class LowMemoryOptions(TypedDict, total=False):
 
 
 class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gradients, Optimizer):
-    """The base class of the optimizers, which does everything but the update rule.
+    """The base class of the optimizers. It does everything except the update rule.
 
-    A subclass names its moments and its operator, and passes its options to the operator. The operator is
-    called as ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, like
+    A subclass names its moments (running means) and the operator that takes a step. The operator is called as
+    ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, like
     ``shoestring.ops.adamw_``, with the arguments of ``shoestring.optim.optimizer.StepArguments``. A rule may
     keep tensors besides its moments (see ``_extra``); each is passed as a list with one tensor per parameter.
     """
 
     _moments: tuple[Moment, ...]
     _operator: ClassVar[Callable[..., None]]
-    _splits: ClassVar[bool] = True  # whether the operator can step a part of a parameter
-    _step_supports_amp_scaling = True  # GradScaler.step then sets grad_scale and found_inf on the optimizer
+    _splits: ClassVar[bool] = True  # whether the optimizer's operator can step a part of a parameter
+    # This attribute tells GradScaler.step to set grad_scale and found_inf on the optimizer.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -135,7 +141,8 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         is_known = accumulate_dtype in (torch.float32, torch.bfloat16)
         self._expect(is_known, "accumulate_dtype", "torch.float32 or torch.bfloat16", accumulate_dtype)
         self._expect(is_place(offload), "offload", 'None, "cpu", "stream" or "nvme:DIR"', offload)
-        self._layouts: dict[int, Layout] = {}  # by the index of the group
+        # The arenas of each parameter group. The keys are the indices of the groups.
+        self._layouts: dict[int, Layout] = {}
         self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
         self._init_offload(offload)
         own = dict(
@@ -147,17 +154,20 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._is_made = True
 
     def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the operator's own arguments, from a group's options."""
+        """Return the arguments of the operator that are special to this optimizer, such as betas.
+
+        The arguments come from the options of the parameter group.
+        """
         raise NotImplementedError
 
     def _check_rule(self, group: dict[str, Any]) -> None:
-        """Raise ValueError (by ``_expect``) if one of the rule's own options does not fit."""
+        """Raise ValueError if an option that is special to this optimizer, such as betas, is invalid."""
         raise NotImplementedError
 
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the fp32 tensors that the rule keeps for a parameter.
+        """Return names and shapes of a parameter's fp32 state tensors that are not in flat tensors (arenas).
 
-        Moments are not among them.
+        Moments are not included.
         """
         return {}
 
@@ -180,7 +190,10 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._expect(isinstance(group["seed"], int), "seed", "a whole number", group["seed"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; its options are checked first."""
+        """Add a parameter group, as in ``torch.optim.Optimizer``.
+
+        Its options are checked before anything changes.
+        """
         group = {**self.defaults, **param_group}
         self._check_options(group)
         params = param_group["params"]
@@ -194,10 +207,11 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
                 )
             if group["weights"] != "plain" and isinstance(param, Tensor) and param.dtype == torch.float16:
                 raise ValueError(
-                    f'{self._name}: params[{i}]: weights="{group["weights"]}" expects bf16 (or fp32, which it leaves '
-                    f"as they are), received {param.dtype}"
+                    f'{self._name}: params[{i}]: weights="{group["weights"]}" expects bf16 (or fp32, on which '
+                    f"it has no effect), received {param.dtype}"
                 )
-            # A flattened FSDP1 parameter does not tell which part of which tensor it holds.
+            # Refuse a flattened parameter of FSDP1, since it does not say which part of which tensor it
+            # holds.
             if getattr(param, "_fsdp_flattened", False):
                 raise ValueError(
                     f"{self._name}: params[{i}]: expected plain or DTensor parameters, received one of "
@@ -205,14 +219,15 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
                 )
             if id(param) in seen:
                 raise ValueError(
-                    f"{self._name}: params[{i}]: expected each parameter once, received one again"
+                    f"{self._name}: params[{i}]: expected each parameter once, received a duplicate"
                 )
             seen.add(id(param))
         super().add_param_group(param_group)
         self._watch(param_group["params"])
         for p in param_group["params"]:
             self._offload_of(local(p).device)
-        if not self._is_made:  # the constructor reserves space for all groups at once
+        # When the constructor adds groups, it reserves disk space for all of them later.
+        if not self._is_made:
             return
         try:
             self._reserve(self.param_groups[-1:])
@@ -221,7 +236,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             raise
 
     def _reserve(self, groups: list[dict[str, Any]]) -> None:
-        """Reserve disk space for the state of all trainable parameters of these groups.
+        """Reserve disk space for the state of all trainable parameters of ``groups``.
 
         Raises:
             RuntimeError: the disk has no space left.
@@ -245,7 +260,10 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; return what the closure, if any, returns."""
+        """Step every parameter that has a gradient.
+
+        Return the result of ``closure``, or None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -261,9 +279,10 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         return loss
 
     def _work(self) -> list[Work]:
-        """Return the arguments of ``_step_arena`` for each arena that has gradients."""
+        """Return the arguments of ``_step_arena`` for each arena. Leave out groups without gradients."""
         if self.step_in_backward:
-            # Write stepped state back first, so that a step that fails can drop its chunks.
+            # Backward may have stepped state in chunks on the device. Write these chunks back to the host or
+            # disk first, so that nothing is lost if this step fails and drops its own chunks.
             self._bring_back()
         calls = []
         for index, group in enumerate(self.param_groups):
@@ -277,7 +296,8 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             ]
             found_inf, coefficient = self._clip(shares, found_inf)
         except BaseException:
-            if self._used:  # some gradients have already been added to sums, so these cannot be used again
+            # Some gradients have been added to the sums, so a repeated step would add them twice.
+            if self._used:
                 self._broken = "sums"
             raise
         return [(*call, *own, coefficient, found_inf) for call, own in zip(calls, gradients, strict=True)]
@@ -344,9 +364,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         return Kind(state, remainder, device, shards(param), own.device)
 
     def _layout(self, index: int, group: dict[str, Any]) -> Layout:
-        """Return the group's arenas.
+        """Return a group's arenas (flat state). Allocate them again if a parameter has its first gradient.
 
-        They hold the parameters that have state or a gradient, or that will get a gradient from a hook in
+        Arenas hold the parameters that have state or a gradient, and those that hooks step or accumulate in
         backward.
         """
         layout = self._layouts.get(index)
@@ -356,13 +376,14 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         absent = []
         first = sum(len(g["params"]) for g in self.param_groups[:index])
         for number, p in enumerate(group["params"], first):
-            # A hook may bring this parameter a gradient or a sum in backward, so its state must exist before.
+            # A gradient hook may step this parameter or accumulate its gradient in backward, so its state
+            # must exist before backward.
             if self.state.get(p) or self._has_gradient(p) or (self._steps_from_hooks and p.requires_grad):
                 members.setdefault(self._kind(p, group), {})[number] = p
             else:
                 absent.append(p)
         for arena in () if layout is None else layout.arenas:
-            if arena.offloaded is not None:  # wait for state that was stepped in backward
+            if arena.offloaded is not None:  # wait until state that was stepped in backward is written back
                 arena.offloaded.finish()
         arenas: list[Arena] = []
         # self.state is replaced only after all arenas exist, so that an out-of-memory error changes nothing.
@@ -378,7 +399,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             states |= own
         for p, entry in states.items():
             self.state[p] = entry
-        self._alone.clear()  # _alone holds views of the old arenas
+        # Drop the arenas of single parameters in _alone, since they are views of the arenas that were
+        # replaced.
+        self._alone.clear()
         self._buckets.clear()
         layout = self._layouts[index] = Layout(arenas, absent)
         return layout

@@ -1,4 +1,4 @@
-"""Conversion of state dicts from torch.optim and bitsandbytes to our entries, and to torch.optim."""
+"""Conversion of state dicts: from torch.optim and bitsandbytes to this package, and to torch.optim."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,14 @@ from shoestring.optim.sharded import as_dtensor, is_dtensor, local
 from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
 from shoestring.quantization.quantize_state_4bit import dequantize_state_4bit, quantize_state_4bit
 
-NESTED = "__bnb_optimizer_quant_state__"  # the key under which bitsandbytes hides its tensors from FSDP
-# Options that the state dicts of other optimizers may lack. beta1 is an option of Adafactor.
+# The key under which bitsandbytes' state dicts hide quantised tensors from FSDP.
+NESTED = "__bnb_optimizer_quant_state__"
+# Options that the state dicts of torch.optim and bitsandbytes may lack. Of these, beta1 is an option of
+# Adafactor only.
 OURS = ("state", "min_quantize_size", "weights", "seed", "maximize", "beta1")
-# Options of other optimizers that are ignored if the rule lacks them: they select an implementation, or have
-# no meaning for the rule. imported() raises for amsgrad and L2 decay.
+# Options in state dicts of torch.optim and bitsandbytes that are ignored if this package's optimizer lacks
+# them. They select an implementation, or have no effect on the update rule. imported() raises an error for
+# amsgrad and for L2 decay.
 THEIRS: tuple[str, ...] = (
     "foreach",
     "fused",
@@ -26,8 +29,8 @@ THEIRS: tuple[str, ...] = (
     "decoupled_weight_decay",
 )
 THEIRS += ("alpha", "t_alpha", "t_beta3", "eps")
-# Tolerance when two quantisation maps are compared: both packages compute them in fp32.
-# Neighbouring values of a map are at least 5e-7 of the scale apart.
+# Tolerance when bitsandbytes' quantisation map is compared with ours: both packages compute their maps in
+# fp32, with different rounding errors. Neighbouring values of a map are at least 5e-7 of the scale apart.
 MAP_TOLERANCE = 1e-6
 
 
@@ -38,13 +41,15 @@ def imported(
     state_of: Callable[[Tensor, dict[str, Any]], str],
     extra_of: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]],
 ) -> dict[str, Any]:
-    """Convert a state dict without ``format_version`` to the entries of this package.
+    """Convert an optimizer's state dict without ``format_version`` to this package's format.
 
-    Entries that cannot be read are left to the checks of the load. This package's own state dicts lack
-    ``format_version`` after ``torch.distributed.checkpoint``, which keeps only the state and the groups.
+    State dicts of ``torch.optim`` and of bitsandbytes have no ``format_version``. This package's own state
+    dicts lose it in ``torch.distributed.checkpoint``, which stores only the state and the groups. Entries
+    that this function cannot read stay as they are; ``load_state_dict`` then raises for them.
 
     Raises:
-        ValueError: the state dict is of another rule, or a tensor does not fit.
+        ValueError: the state dict belongs to an optimizer with another update rule, or a tensor has a wrong
+            shape.
     """
     where = f"{type(optimizer).__name__}: load_state_dict"
     groups, entries = [], dict(state_dict["state"])
@@ -60,7 +65,8 @@ def imported(
             )
         if theirs.get("decoupled_weight_decay") is False and theirs["weight_decay"] != 0:
             raise ValueError(
-                f"{where}: weight_decay: expected a decoupled one, received {theirs['weight_decay']} as L2 penalty"
+                f"{where}: weight_decay: expected decoupled weight decay, received {theirs['weight_decay']} "
+                "as L2 penalty"
             )
         group = {
             name: value for name, value in theirs.items() if name in optimizer.defaults or name not in THEIRS
@@ -73,7 +79,8 @@ def imported(
                 entries[key] = _entry(where, moments, entries[key], param, state_of(param, group), beside)
                 if group["weights"] == "remainder" and param.dtype == torch.bfloat16:
                     entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))
-    groups += state_dict["param_groups"][len(groups) :]  # surplus groups, for which the load itself raises
+    # Keep surplus parameter groups of the state dict. load_state_dict raises an error for them.
+    groups += state_dict["param_groups"][len(groups) :]
     return {**state_dict, "state": entries, "param_groups": groups}
 
 
@@ -91,9 +98,10 @@ def _entry(
     elif not any(f"{moment.name}_scale" in entry for moment in moments):
         names = [moment.name for moment in moments]
     else:
-        return entry  # the entry already has this package's format
+        return entry  # the parameter's state already has this package's format
     if names == ["momentum_buffer"]:
-        # torch.optim.SGD counts no steps. A buffer exists after the first step.
+        # torch.optim.SGD counts no steps. A momentum buffer exists only after a first step, so the count
+        # becomes 1.
         entry = {
             "step": 1,
             **entry,
@@ -108,7 +116,7 @@ def _entry(
     for name, shape in beside.items():
         if name in entry:
             result[name] = entry[name].float()
-        elif 0 in shape:  # other optimizers save no empty tensors
+        elif 0 in shape:  # other packages do not save empty tensors, so create the empty tensor
             result[name] = torch.zeros(shape, device=local(param).device)
     result |= {"step": torch.as_tensor(entry["step"], dtype=torch.float32).reshape(())}
     codes: dict[str, tuple[Tensor, Tensor]] = {}
@@ -120,7 +128,8 @@ def _entry(
                 tuple(value.shape) if isinstance(value, Tensor) else repr(value),
             )
             raise ValueError(f"{where}: {name}: expected the parameter's shape, {shape}, received {received}")
-        if is_dtensor(value):  # owned_entries takes the local part and quantises it
+        # Keep the DTensor as it is: owned_entries() later takes this process's shard and quantises the shard.
+        if is_dtensor(value):
             result[moment.name] = value
             continue
         if value.is_floating_point():
@@ -139,7 +148,7 @@ def _entry(
         (m, _), (v, v_scale) = codes.values()
         # bitsandbytes rounds small second moments to zero. If the first moment is not zero, the update would
         # explode, so such second moments get the smallest code above zero.
-        zero = 127  # the code of zero in the signed map
+        zero = 127  # the code of the value 0 in the quantisation map of signed values
         codes["exp_avg_sq"] = (torch.where((v == 0) & (m != zero), 1, v).to(torch.uint8), v_scale)
     for moment in moments:
         if moment.name in codes:
@@ -152,7 +161,10 @@ def _entry(
 
 
 def kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
-    """Return the state entries of a moment that is given in fp32 and in the parameter's shape."""
+    """Convert an optimizer moment from fp32 to the format ``state``.
+
+    Return its tensors: the values, or codes and scale.
+    """
     state = moment.kept_as(state)
     if state in ("fp32", "bf16"):
         return {moment.name: value.to(torch.float32 if state == "fp32" else torch.bfloat16)}
@@ -161,7 +173,7 @@ def kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
 
 
 def _plain(moment: Moment, entry: dict[str, Tensor], param: Tensor) -> Tensor:
-    """Return a moment of one of our entries in fp32."""
+    """Return one moment from the optimizer state ``entry`` of a parameter, dequantised to fp32."""
     value, scale = entry[moment.name], entry.get(f"{moment.name}_scale")
     if scale is None:
         return value.to(torch.float32, copy=True)
@@ -171,9 +183,9 @@ def _plain(moment: Moment, entry: dict[str, Tensor], param: Tensor) -> Tensor:
 
 
 def _standard(codes: Tensor, values: Tensor, scale: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Convert codes to the standard quantisation map.
+    """Convert 8-bit codes of the quantisation map ``values`` to codes of this package's quantisation map.
 
-    Codes of the standard map are returned unchanged. Others are quantised again.
+    If the two maps are equal, the codes are returned unchanged. Otherwise the values are quantised again.
     """
     every = torch.arange(256, dtype=torch.uint8, device=values.device)
     standard = dequantize_8bit(every, torch.ones(1, device=values.device), signed=signed)
@@ -184,9 +196,9 @@ def _standard(codes: Tensor, values: Tensor, scale: Tensor, signed: bool) -> tup
 
 
 def exported(optimizer: Optimizer, moments: tuple[Moment, ...]) -> dict[str, Any]:
-    """Return a state dict for torch's optimizer of the same rule.
+    """Return a state dict for the optimizer of ``torch.optim`` with the same update rule.
 
-    The moments are fp32. Options that torch's optimizer lacks are left out.
+    The moments are fp32. Options that only this package has are left out.
     """
     state_dict = optimizer.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]

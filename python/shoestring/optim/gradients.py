@@ -1,4 +1,4 @@
-"""Gradient handling before a step: sums over micro-batches, clipping, and steps within backward."""
+"""Gradient handling of the optimizers: sums over micro-batches, clipping, and steps within backward."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +34,10 @@ def number_on(device: torch.device, number: Tensor | None) -> Tensor | None:
 
 
 def total_norm(grads: list[Tensor], norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm) -> Tensor:
-    """Return the norm over all gradients, fp32 on the first one's device, without a host synchronisation."""
+    """Return the L2 norm over all gradients together, in fp32 on the first gradient's device.
+
+    The host does not wait for the device.
+    """
     by_device: dict[torch.device, list[Tensor]] = {}
     for g in grads:
         by_device.setdefault(g.device, []).append(g)
@@ -48,7 +51,10 @@ def norm_over(
     shares: list[tuple[Shards | None, list[Tensor]]],
     norms_of: Callable[[list[Tensor]], Tensor] = foreach_norm,
 ) -> Tensor:
-    """Return the norm over all gradients, including shards on other processes; equal on each process."""
+    """Return the L2 norm over all gradients, including their shards on other processes.
+
+    All processes get the same norm.
+    """
     by_shards: dict[Shards | None, list[Tensor]] = {}
     for piece, grads in shares:
         by_shards.setdefault(piece, []).extend(grads)
@@ -61,18 +67,18 @@ def norm_over(
 
 
 def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that clips gradients, as in ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the factor that clips gradients to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Gradients:
-    """The part of an optimizer that handles gradients, independent of the rule."""
+    """Mixin of the optimizers. It sums, clips and collects gradients, whatever the update rule."""
 
     max_grad_norm: float | None
     grad_norm: Tensor | None
     step_in_backward: bool
     accumulate_dtype: torch.dtype
-    # Attributes of the optimizer that this mixin uses:
+    # This mixin uses the following attributes and methods of the optimizer.
     param_groups: list[dict[str, Any]]
     _moments: tuple[Moment, ...]
     offload: str | None
@@ -104,16 +110,21 @@ class Gradients:
             dtype,
         )
         self.grad_norm = None
-        self._sums: dict[Tensor, Tensor] = {}  # gradient sums; views of the arenas once these exist
-        self._pending: set[Tensor] = set()  # parameters whose gradient sum is not empty
-        self._used: list[Tensor] = []  # sums that this step uses as gradients; zeroed at its end
+        # The gradient sum of each parameter over micro-batches. The sums become views of the arenas once
+        # these exist.
+        self._sums: dict[Tensor, Tensor] = {}
+        self._pending: set[Tensor] = set()  # parameters whose gradient sum holds a gradient
+        # Gradient sums that the current step uses as gradients, and sets to zero at its end.
+        self._used: list[Tensor] = []
         self._accumulating = False
         self._watched: set[Tensor] = set()
-        # Whether DistributedDataParallel replicates the parameters; unknown (None) before the first hook.
+        # Whether DistributedDataParallel replicates the parameters. None until the first gradient hook has
+        # run.
         self._is_replicated: bool | None = None
-        # For steps in backward: each parameter's group, and an arena of this parameter alone.
+        # For steps in backward: the group of each parameter, and an arena that holds only this parameter.
         self._alone: dict[Tensor, tuple[dict[str, Any], Arena]] = {}
-        self._norms: list[tuple[Shards | None, Tensor]] = []  # norms of gradients that backward has freed
+        # Norms of gradients that were freed after their step in backward.
+        self._norms: list[tuple[Shards | None, Tensor]] = []
         self._init_unfinished()
 
     def _gradient_options(self) -> dict[str, Any]:
@@ -126,20 +137,20 @@ class Gradients:
     def _has_gradient(self, param: Tensor) -> bool:
         return param.grad is not None or param in self._pending or param in self._collected
 
-    # ---- sums over micro-batches ----------------------------------------------------------------------------
+    # ---- sums over micro-batches ---------------------------------------------------------------------------
 
     @_disable_dynamo
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Add up gradients over micro-batches.
+        """Within this context manager, add gradients to sums over micro-batches.
 
-        Use this context manager around forward and backward of every micro-batch of a step except the last.
-        Each gradient is added to a sum in ``accumulate_dtype``, which takes 4 or 2 bytes per parameter.
-        ``.grad`` is freed as soon as it is added. With fp32 sums the only error is fp32 rounding, whatever
-        the gradients' dtype. Run the last micro-batch of a step outside the context: ``step()``, or the step
+        Use it around forward and backward of every micro-batch of a step except the last. Each gradient is
+        added to a sum in ``accumulate_dtype``, which takes 4 or 2 bytes per parameter. ``.grad`` is freed as
+        soon as it has been added to the sum. With fp32 sums the only error is fp32 rounding, whatever the
+        gradients' dtype. Run the last micro-batch of a step outside the context: ``step()``, or the step
         within backward, adds its gradient to the sum. Divide the loss by the number of micro-batches as
-        usual. ``zero_grad()`` does not drop the sums, unless a micro-batch raised an error. A step drops
-        them, also if it is skipped.
+        usual. ``zero_grad()`` does not drop the sums, unless a micro-batch raised an error. A step drops the
+        sums, also if a GradScaler skips the step.
 
         Raises:
             RuntimeError: the last step or backward failed half-way; the message says how to go on.
@@ -159,7 +170,10 @@ class Gradients:
                 self._accumulating = before
 
     def _watch(self, params: Iterable[Tensor], always: bool = False) -> None:
-        """Register hooks on parameters, unless gradients are simply left in ``.grad``."""
+        """Register gradient hooks on parameters.
+
+        Without ``always``, do so only if parameters are stepped in backward.
+        """
         if not (always or self.step_in_backward):
             return
         optimizer = weakref.ref(self)
@@ -210,7 +224,10 @@ class Gradients:
         param.grad = None
 
     def _into_arena(self, arena: Arena) -> list[Tensor]:
-        """Move the sums of an arena's parameters into the arena, and return views of them."""
+        """Copy the gradient sums of an arena's parameters into one flat tensor of the arena.
+
+        Return each parameter's view.
+        """
         views = arena.accumulated_views(self.accumulate_dtype)
         for p, view in zip(arena.params, views, strict=True):
             if p in self._pending and self._sums[p].data_ptr() != view.data_ptr():
@@ -219,15 +236,16 @@ class Gradients:
         return views
 
     def _gathered(self, arenas: list[Arena], scaled: bool) -> list[tuple[list[Tensor | None], Tensor | None]]:
-        """Return the gradients of each arena, and the sums that the step itself adds to them.
+        """Return the gradients of each arena, with the sums over micro-batches that the step adds (or None).
 
-        If the norm of the whole gradient is needed first, the gradients are added to the sums here, and the
-        sums are returned as the gradients.
+        If clipping or a GradScaler needs the norm of the complete gradient before the step, this method adds
+        the gradients to the sums. It then returns the sums as the gradients, and None.
         """
         if scaled and self._pending and getattr(self, "grad_scale", None) is None:
             raise RuntimeError(
-                f"{type(self).__name__}: step: expected scaled gradients, as accumulate() has added them up, received some "
-                "after GradScaler.unscale_; use max_grad_norm, which unscales by itself, in its place"
+                f"{type(self).__name__}: step: expected scaled gradients, like the sums of accumulate(), "
+                "received gradients after GradScaler.unscale_; to clip, use max_grad_norm, which unscales "
+                "by itself"
             )
         if self._pending and self._is_replicated:
             raise RuntimeError(
@@ -265,12 +283,15 @@ class Gradients:
         self._pending.clear()
         self._drop_collected()
 
-    # ---- clipping -------------------------------------------------------------------------------------------
+    # ---- clipping ------------------------------------------------------------------------------------------
 
     def _clip(
         self, shares: list[tuple[Shards | None, list[Tensor | None]]], found_inf: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return ``found_inf``, updated by the sums, and the factor that clips all gradients."""
+        """Return ``found_inf`` and the factor that clips all gradients.
+
+        ``found_inf`` is 1 also if a gradient sum is not finite.
+        """
         if self.step_in_backward and self.offload != "cpu":
             return found_inf, None
         self.grad_norm = None
@@ -279,7 +300,8 @@ class Gradients:
         if not any(grads for _, grads in present) or (self.max_grad_norm is None and not looks):
             return found_inf, None
         norm = norm_over(present, self._norms_of)
-        if looks and found_inf is not None:  # the GradScaler has checked the last micro-batch only
+        # The GradScaler has checked only the gradients of the last micro-batch, not the sums.
+        if looks and found_inf is not None:
             found_inf = torch.maximum(number_on(norm.device, found_inf), (~norm.isfinite()).float())
         if self.max_grad_norm is None:
             return found_inf, None
@@ -287,10 +309,10 @@ class Gradients:
         self.grad_norm = norm if scale is None else norm / scale.squeeze()
         return found_inf, clip_coef(self.grad_norm, self.max_grad_norm)
 
-    # ---- steps within backward ------------------------------------------------------------------------------
+    # ---- steps within backward -----------------------------------------------------------------------------
 
     def _step_alone(self, param: Tensor) -> None:
-        """Step one parameter, whose gradient is complete."""
+        """Step one parameter within backward. Its gradient is complete."""
         if param in self._pending and (param not in self._alone or self._alone[param][1].accumulated is None):
             self._alone.clear()
         if param not in self._alone:
@@ -330,7 +352,8 @@ class Gradients:
                     self._alone[p] = (group, arena.run(i, i + 1, self._moments))
 
     def _finish_backward(self) -> None:
-        # Parameters may have been replaced since, so register missing hooks.
+        # Parameters may have been replaced since the gradient hooks were registered, so register missing
+        # hooks.
         self._watch(p for group in self.param_groups for p in group["params"])
         if getattr(self, "found_inf", None) is not None:
             raise RuntimeError(
@@ -342,7 +365,10 @@ class Gradients:
             self._norms.clear()
 
     def _restore_norm(self, norm: Tensor | None) -> None:
-        """Reset the gradient state after a load, and restore the norm that clips the next backward."""
+        """Reset gradient sums and hooks after a state dict was loaded.
+
+        Also restore ``grad_norm``, with which the next backward clips gradients if it steps parameters.
+        """
         self._norms.clear()
         self._used.clear()
         self._init_unfinished()

@@ -17,17 +17,18 @@ from shoestring.optim.state_dicts import FORMAT_VERSION, AsSaved
 from shoestring.optim.virtual import DTYPES, VirtualParameters
 from shoestring.optim.whole import expect_whole
 
-# Dtype and shape of state entries, by name. None stands for an int.
+# Dtype and shape of state entries, by name. None means that the entry is an int.
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]] | None]
 
 
 class LowRankOptimizer(Optimizer):
-    """The base class of low-rank optimizers, which does everything but the projection.
+    """The base class of the low-rank optimizers GaLore and APOLLO. Subclasses define the projection.
 
-    A subclass projects a gradient to low rank, and an update back to full size. Groups hold the options of
-    the base optimizer, ``rank`` (None: no projection), ``update_proj_gap``, ``scale`` and the subclass's own
-    options. ``state[p]`` holds the base optimizer's entries for the virtual parameter and the subclass's own
-    entries.
+    A subclass projects a gradient to low rank, and an update back to full size. In between, a base optimizer
+    such as AdamW steps a virtual parameter, a small stand-in for the matrix. Groups hold the options of the
+    base optimizer, ``rank`` (None: no projection), ``update_proj_gap``, ``scale`` and options of the
+    subclass. ``state[p]`` holds the base optimizer's state of the virtual parameter, and entries of the
+    subclass.
     """
 
     _virtual_options: ClassVar[dict[str, Any]] = {"weight_decay": 0.0}
@@ -63,32 +64,35 @@ class LowRankOptimizer(Optimizer):
         super().__init__(params, base | defaults)
 
     def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the low-rank gradient, fp32, of ``grad`` (m, n).
+        """Project the gradient ``grad`` (m, n) to low rank, in fp32.
 
-        This creates or renews the projection in ``self.state[param]``.
+        If the projection in ``self.state[param]`` is missing or too old, compute a new one first.
         """
         raise NotImplementedError
 
     def _up(
         self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
     ) -> None:
-        """Decay the parameter, and apply the base optimizer's update of the virtual parameter to it.
+        """Apply weight decay and the low-rank update to a parameter.
 
         Args:
             param: the parameter, a matrix (m, n).
-            low: the low-rank update, (r, n) or (m, r).
+            low: the update by the base optimizer, (r, n) or (m, r).
             low_grad: the gradient that the base optimizer received, of the shape of ``low``: the projected
                 gradient times ``grad_factor``.
-            grad_factor: the clip factor.
-            group: the group of the parameter.
+            grad_factor: the factor that clips gradients.
+            group: the parameter group, with its options.
         """
         raise NotImplementedError
 
     def _check_own(self, group: dict[str, Any]) -> None:
-        """Raise ValueError (by ``_expect``) if one of the subclass's own options does not fit."""
+        """Raise ValueError if an option that only this subclass has is invalid."""
 
     def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
-        """Return dtype and shape of the subclass's own state entries; None for integers."""
+        """Return dtype and shape of each state entry that the subclass adds, by name.
+
+        None means that the entry is an int.
+        """
         raise NotImplementedError
 
     @property
@@ -119,7 +123,7 @@ class LowRankOptimizer(Optimizer):
     def _shape(self, param: Tensor, group: dict[str, Any]) -> tuple[int, int] | None:
         """Return the shape of the virtual parameter, (r, n) or (m, r), for a matrix (m, n).
 
-        None means that the parameter is stepped without a projection.
+        Return None if the parameter is stepped without a projection.
         """
         rank = group["rank"]
         if rank is None or param.dim() < 2 or param.numel() == 0:
@@ -130,7 +134,10 @@ class LowRankOptimizer(Optimizer):
         return (rank, columns) if is_left(rows, columns, group) else (rows, rank)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; its options are checked first."""
+        """Add a parameter group, as in ``torch.optim.Optimizer``.
+
+        Its options are checked before anything changes.
+        """
         self._check_options({**self.defaults, **param_group})
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
@@ -139,7 +146,7 @@ class LowRankOptimizer(Optimizer):
             key = id(item[1] if isinstance(item, tuple) else item)
             if key in seen:
                 raise ValueError(
-                    f"{self._name}: params[{i}]: expected each parameter once, received one again"
+                    f"{self._name}: params[{i}]: expected each parameter once, received a duplicate"
                 )
             seen.add(key)
         super().add_param_group(param_group)
@@ -151,9 +158,13 @@ class LowRankOptimizer(Optimizer):
             raise
 
     def _shapes(self, group: dict[str, Any]) -> list[tuple[int, int] | None]:
-        """Check the parameters of a group, and return the shapes of their virtual parameters."""
+        """Check the parameters of a group.
+
+        Return the shape of each parameter's low-rank stand-in, the virtual parameter (None: no projection).
+        """
         for i, p in enumerate(group["params"]):
-            # Parameters without projection are checked too, since the norm covers all gradients.
+            # Parameters without projection must be whole tensors too, since the norm for clipping covers all
+            # gradients.
             expect_whole(self._name, i, p)
             if self._shape(p, group) is not None:
                 self._expect(p.dtype in DTYPES, f"params[{i}]", "fp32, bf16 or fp16", p.dtype)
@@ -162,7 +173,10 @@ class LowRankOptimizer(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; return what the closure, if any, returns."""
+        """Step every parameter that has a gradient.
+
+        Return the result of ``closure``, or None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,9 +187,10 @@ class LowRankOptimizer(Optimizer):
 
     def _step_all(self) -> None:
         factor = self._clip_coef()
-        virtual, given = self._virtual, []  # given: gradients that clipping replaces, to be restored
+        # `given` holds the original gradients that clipping replaces during the step.
+        virtual, given = self._virtual, []
         virtual.update_options(self.param_groups)
-        for group in self.param_groups:  # check all gradients before any projection is renewed
+        for group in self.param_groups:  # check all gradients before the step changes any projection
             for p in group["params"]:
                 if p.grad is not None and p in virtual.of:
                     self._check_grad(p, group)
@@ -205,7 +220,9 @@ class LowRankOptimizer(Optimizer):
 
     def _check_grad(self, param: Tensor, group: dict[str, Any]) -> None:
         same = self._shape(param, group) == self._virtual.of[param].shape
-        self._expect(same, "rank", "what the group was made with (as projection)", group["rank"])
+        self._expect(
+            same, "rank", "the rank that the group was created with (and the same projection)", group["rank"]
+        )
         assert param.grad is not None
         self._expect(not param.grad.is_sparse, "grad", "a dense gradient", "a sparse one")
 
@@ -228,20 +245,27 @@ class LowRankOptimizer(Optimizer):
         return float(lr) if isinstance(lr, Tensor) and lr.device != param.device else lr
 
     def _position(self, param: Tensor) -> int:
-        """Return the parameter's number in the optimizer, which makes its random numbers distinct."""
+        """Return the position of a parameter in the optimizer.
+
+        Seeds depend on it, so parameters get distinct random numbers.
+        """
         every = (p for group in self.param_groups for p in group["params"])
         return next(i for i, p in enumerate(every) if p is param)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in ``torch.optim.Optimizer``, with ``format_version`` and the base's name."""
+        """Return the state dict as in ``torch.optim.Optimizer``.
+
+        It also holds ``format_version`` and the name of the base optimizer.
+        """
         base = {"name": self.base_optimizer.__name__, **self._virtual.beside()}
         return {**super().state_dict(), "format_version": FORMAT_VERSION, "base_optimizer": base}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the same class over the same base optimizer, bit for bit.
+        """Load a state dict, bit for bit.
 
-        All tensors are copied.
+        The state dict must come from the same class of optimizer with the same base optimizer. All tensors
+        are copied.
 
         Raises:
             ValueError: the state dict does not fit. Nothing has changed then.
@@ -267,7 +291,8 @@ class LowRankOptimizer(Optimizer):
             return {**loaded, "state": entries}
 
         self._loaded_base = {k: v for k, v in base.items() if k != "name"}
-        last = self.register_load_state_dict_pre_hook(keep)  # runs after the hooks that the user registered
+        # This load_state_dict hook runs after the user's hooks.
+        last = self.register_load_state_dict_pre_hook(keep)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -283,7 +308,7 @@ class LowRankOptimizer(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of a load, a copy or an unpickling: check it, and load it into a new base."""
+        """Check the state from a load, a copy or an unpickling, and load it into a new base optimizer."""
         if "state" not in state:
             super().__setstate__(state)
             return
@@ -319,7 +344,7 @@ class LowRankOptimizer(Optimizer):
         self._virtual.load(entries, beside)
 
     def _own_entries(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-        """Check and return the subclass's own state entries of a projected parameter."""
+        """Check the state entries that the subclass added for a projected parameter, and return copies."""
         own = {}
         for name, kind in self._own_shapes(param, group).items():
             value: Any = entry.get(name)
@@ -342,7 +367,10 @@ class LowRankOptimizer(Optimizer):
 
 
 def _decay_is_a_penalty(base: type[Optimizer], group: dict[str, Any]) -> bool:
-    """Return whether the base optimizer adds the decay to the gradient, which projection cannot handle."""
+    """Return whether the base optimizer adds weight decay to the gradient.
+
+    Such an L2 penalty does not work with projected gradients.
+    """
     decoupled = (torch.optim.Adafactor, torch.optim.Muon)
     of_torch = base.__module__.startswith("torch.optim") and not issubclass(base, decoupled)
     return issubclass(base, SGD) or (of_torch and not group.get("decoupled_weight_decay", False))

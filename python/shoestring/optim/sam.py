@@ -14,9 +14,9 @@ from shoestring.optim.interrupts import Uninterrupted
 class SAM(Optimizer):
     """Sharpness-aware minimisation (arXiv 2010.01412) around another optimizer.
 
-    The first half of a step moves up, from the weights w to ``w + rho * g / norm(g)``, where g is the
-    gradient of all parameters. The second half restores w bit for bit. There it takes the base optimizer's
-    step with the gradient that was computed at the moved weights::
+    The first half of a step moves the weights w uphill, to ``w + rho * g / norm(g)``, where g is the gradient
+    of all parameters. A second backward computes the gradient at the moved weights. The second half of the
+    step restores w bit for bit and takes the base optimizer's step with the second gradient::
 
         optimizer = SAM(model.parameters(), AdamW, rho=0.05, lr=1e-3)
         for batch in data:
@@ -25,8 +25,9 @@ class SAM(Optimizer):
             loss(model, batch).backward()
             optimizer.second_step(zero_grad=True)
 
-    Each ``backward`` may be several, over micro-batches. ``optimizer.step(closure)`` does both halves and
-    calls the closure twice. Under ``torch.amp.GradScaler``, do not call ``unscale_`` before the first half::
+    In place of one ``backward`` there may be several, over micro-batches. ``optimizer.step(closure)`` does
+    both halves and calls the closure twice. Under ``torch.amp.GradScaler``, do not call ``unscale_`` before
+    the first half::
 
             scaler.scale(loss(model, batch)).backward()
             optimizer.first_step(zero_grad=True)  # only the direction counts: the scale does not matter
@@ -34,41 +35,44 @@ class SAM(Optimizer):
             scaler.step(optimizer)
             scaler.update()
 
-    If the first gradient is not finite, the weights do not move, and ``scaler.step`` skips the step. It also
-    skips if the second gradient is not finite. GradScaler lowers the scale because of the second gradient
-    only. After a first gradient that is not finite, the second is computed at the same weights and will not
-    be finite either.
+    If the first gradient is not finite, the weights do not move, and ``scaler.step`` skips the step.
+    ``scaler.step`` also skips the step if the second gradient is not finite. GradScaler lowers the scale
+    because of the second gradient only. After a first gradient that is not finite, the second is computed at
+    the same weights and will not be finite either.
 
-    Memory: that of the base optimizer and, between the halves, a copy of the weights that have a gradient.
+    Memory: the state of the base optimizer and, between the two halves, a copy of the weights that have a
+    gradient.
 
     Args:
         params: parameters, named parameters or parameter groups.
         base_optimizer: the class of the optimizer that takes the steps, from shoestring.optim, torch.optim or
             elsewhere.
-        rho: the distance of the first half, at least 0. A group may override it; the norm is taken over all
-            groups.
-        adaptive: use ASAM (arXiv 2102.11600), which moves along ``w^2 * g`` by ``rho / norm(w * g)``. rho is
-            then about ten times larger. A group may override it.
-        options: options of the base optimizer: lr, weight_decay, max_grad_norm, ... Clipping applies to the
-            second half only.
+        rho: the distance by which the first half moves the weights, at least 0. A group may override rho.
+            norm(g) is always taken over all groups.
+        adaptive: use ASAM (arXiv 2102.11600), which moves the weights by ``rho / norm(w * g) * w^2 * g``.
+            ASAM needs a rho about ten times larger. A group may override ``adaptive``.
+        options: options of the base optimizer: lr, weight_decay, max_grad_norm, ... Gradient clipping applies
+            to the second half only.
 
     Attributes:
-        base_optimizer: the optimizer that takes the steps. It shares its groups and its state with this
-            object.
+        base_optimizer: the optimizer that takes the steps. It shares its parameter groups and its state with
+            the SAM object.
 
     Raises:
         ValueError: an option does not fit.
         RuntimeError: a half of a step is called out of order, or a state dict is requested between the
             halves.
 
-    Layers with running statistics, such as BatchNorm, see every batch twice, the second time with weights
-    that are never used. Set their ``momentum`` to 0 for the second pass, or accept it. Layers with random
-    numbers draw new ones in the second pass. Micro-batches add up in ``.grad``, not in the base optimizer's
-    ``accumulate()``. The move up is computed in fp32 and rounded once. In 16-bit weights, a move below half a
-    unit in the last place is lost.
+    Layers with running statistics, such as BatchNorm, see every batch twice, the second time with the moved
+    weights. To leave the second pass out of the statistics, set the ``momentum`` of these layers to 0 during
+    it. Layers with random numbers, such as dropout, draw new numbers in the second pass. Sum gradients of
+    micro-batches in ``.grad``, not with the base optimizer's ``accumulate()``. The move uphill is computed in
+    fp32 and rounded once. In 16-bit weights, a move below half a unit in the last place is lost.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler.step then always calls step, which restores the weights
+    # With this attribute, GradScaler calls step even if gradients are not finite. SAM's step must restore the
+    # weights then.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -82,7 +86,8 @@ class SAM(Optimizer):
             expected = "a class of optimizers, such as shoestring.optim.AdamW"
             raise ValueError(f"SAM: base_optimizer: expected {expected}, received {base_optimizer!r}")
         self.base_optimizer: Optimizer | None = None
-        self._weights: dict[Tensor, Tensor] | None = None  # between the halves: the original weights
+        # The original weights between the two halves of a step, else None.
+        self._weights: dict[Tensor, Tensor] | None = None
         self._finite: Tensor | None = None  # whether the gradient norm of the first half was finite
         super().__init__(params, dict(rho=rho, adaptive=adaptive))
         if options.get("step_in_backward"):
@@ -98,11 +103,12 @@ class SAM(Optimizer):
         self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``."""
+        """Add a parameter group, as in ``torch.optim.Optimizer``."""
         group = {**self.defaults, **param_group}
         if not group["rho"] >= 0:
             raise ValueError(f"SAM: rho: expected a number of at least 0, received {group['rho']!r}")
-        if self.base_optimizer is None:  # in the constructor, which hands all groups to the base later
+        # The constructor is still running. It passes all groups to the base optimizer later.
+        if self.base_optimizer is None:
             super().add_param_group(param_group)
         else:
             for name in ("rho", "adaptive"):
@@ -112,11 +118,14 @@ class SAM(Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        """Move every parameter that has a gradient up. ``zero_grad`` then drops the gradients."""
+        """Move every parameter that has a gradient uphill by ``rho``.
+
+        With ``zero_grad``, drop the gradients afterwards.
+        """
         if self._weights is not None:
             raise RuntimeError(
-                "SAM: first_step: expected second_step() after the last first_step(), received another. Call zero_grad() "
-                "and second_step() to take the weights back without a step."
+                "SAM: first_step: expected second_step() after the last first_step(), received another. Call "
+                "zero_grad() and second_step() to restore the weights without a step."
             )
         with Uninterrupted():
             try:
@@ -143,21 +152,24 @@ class SAM(Optimizer):
                 p.copy_(p + torch.where(self._finite.to(p.device), up, 0.0))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as the base optimizer does."""
+        """Drop the gradients with the base optimizer's ``zero_grad``."""
         assert self.base_optimizer is not None
         self.base_optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
     def second_step(self, zero_grad: bool = False) -> None:
-        """Restore the weights and take the base optimizer's step. ``zero_grad`` then drops the gradients."""
-        self.step()  # calling step() runs its hooks, which learning rate schedules rely on
+        """Restore the weights and take the base optimizer's step.
+
+        With ``zero_grad``, drop the gradients afterwards.
+        """
+        self.step()  # call the public step(), since learning rate schedulers wrap it
         if zero_grad:
             self.zero_grad()
 
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take both halves of a step with a closure.
+        """With a closure, take both halves of a step.
 
         The closure clears the gradients, runs forward and backward, and returns the loss. It is called twice,
         and the loss of the first call, at the original weights, is returned. Without a closure, ``step`` is
@@ -193,9 +205,10 @@ class SAM(Optimizer):
             self._step_at_old_weights()
 
     def _step_at_old_weights(self) -> None:
-        """Restore the weights and step the base optimizer.
+        """Restore the weights from before ``first_step`` and step the base optimizer.
 
-        Under a GradScaler, this uses its scale and found_inf, and may skip the step.
+        Under a GradScaler, the gradients are divided by its scale, and the step is skipped if they are not
+        finite.
         """
         base = self.base_optimizer
         assert base is not None
@@ -237,12 +250,12 @@ class SAM(Optimizer):
         """
         self._expect_whole("state_dict")
         assert self.base_optimizer is not None
-        own = super().state_dict()  # Optimizer.state_dict runs the user's hooks
+        own = super().state_dict()  # call Optimizer.state_dict too, since it runs the user's hooks
         return {**self.base_optimizer.state_dict(), **own}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, as the base optimizer does."""
+        """Load a state dict into the base optimizer, and share its groups and state again."""
         self._expect_whole("load_state_dict")
         assert self.base_optimizer is not None
         state_dict = dict(state_dict)
@@ -256,7 +269,8 @@ class SAM(Optimizer):
     def _expect_whole(self, what: str) -> None:
         if self._weights is not None:
             raise RuntimeError(
-                f"SAM: {what}: expected second_step() after first_step(), received moved weights"
+                f"SAM: {what}: expected second_step() after first_step(), received the weights that "
+                "first_step() has moved"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -274,7 +288,10 @@ def _wide(param: Tensor) -> torch.dtype:
 
 
 def _weighted(param: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return the tensor whose norm is taken, in fp32: the gradient, or gradient times weight for ASAM."""
+    """Return the tensor whose norm SAM uses: the gradient, or for ASAM gradient times weight.
+
+    It has at least fp32 precision.
+    """
     assert param.grad is not None
     grad = param.grad.to(_wide(param))
     return grad * param if group["adaptive"] else grad

@@ -14,7 +14,7 @@ from shoestring.quantization.quantize_int8 import quantize_int8
 from shoestring.quantization.quantized_linear import quantized_linear
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
-LONGEST_STATE = 4096  # limit on the bytes of a quant_state, which has about 250
+LONGEST_STATE = 4096  # maximum size in bytes of the JSON in a quant_state; the usual size is about 250 bytes
 
 
 class KeyedLinear(nn.Linear):
@@ -33,7 +33,7 @@ class QuantizedLinear(KeyedLinear):
     """``nn.Linear`` with a frozen 4-bit (QLoRA, arXiv 2305.14314) or int8 weight; the bias is not quantised.
 
     A new layer is initialised like ``nn.Linear`` and then quantised. Its ``state_dict`` has bitsandbytes'
-    keys. It loads a ``state_dict`` with these keys or with a dense ``weight``.
+    keys. The layer loads a ``state_dict`` with bitsandbytes' keys or with a dense ``weight``.
 
     - nf4 and fp4: ``weight`` (uint8 [n / 2, 1]), ``weight.absmax``, ``weight.quant_map``,
       ``weight.quant_state.bitsandbytes__nf4`` (or ``__fp4``), and with nested scales ``weight.nested_absmax``
@@ -84,9 +84,9 @@ class QuantizedLinear(KeyedLinear):
         nested: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> "QuantizedLinear":
-        """Return a layer that has the weight of ``linear``, quantised, and shares its bias.
+        """Return a QuantizedLinear with the quantised weight of ``linear`` and the same bias parameter.
 
-        The other arguments are those of the constructor.
+        quant_type, block_size, nested and compute_dtype are as for the constructor.
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -107,7 +107,7 @@ class QuantizedLinear(KeyedLinear):
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
-    """Return ``weight``, dense or quantised, as a parameter that does not require a gradient."""
+    """Return ``weight``, a dense or quantised tensor, as a parameter that does not require a gradient."""
     return nn.Parameter(weight, requires_grad=False)
 
 
@@ -128,7 +128,7 @@ def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, 
 
 
 def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) -> None:
-    """Replace the quantised ``weight`` that nn.Module put into ``destination`` by bitsandbytes' keys."""
+    """In the state dict ``destination``, replace the quantised weight by tensors under bitsandbytes' keys."""
     q = module.weight
     if not isinstance(q, QuantizedTensor):
         return
@@ -163,7 +163,7 @@ def _state_name(quant_type: str) -> str:
 
 
 def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace bitsandbytes' keys in ``state_dict`` by one QuantizedTensor with the key ``weight``.
+    """Replace the tensors under bitsandbytes' keys in ``state_dict`` by one QuantizedTensor, ``weight``.
 
     Raises:
         ValueError: a key is missing, or a tensor does not fit the layer.
@@ -172,8 +172,8 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
     q = read_quantized(state_dict, prefix, (module.out_features, module.in_features), own.dtype)
     if q is None:
         return
-    # nn.Module copies q into the layer's weight if both have the same format. Otherwise q becomes the
-    # parameter.
+    # If the loaded weight q has the same format as the layer's weight, nn.Module copies q into it. Otherwise
+    # q becomes the layer's parameter.
     if not (isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()):
         module.weight = frozen(q.to(own.device))
     state_dict[prefix + "weight"] = q
@@ -182,18 +182,18 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
 def read_quantized(
     state_dict: dict[str, Any], prefix: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedTensor | None:
-    """Read the weight that bitsandbytes' keys describe.
+    """Build a layer's quantised weight from the tensors under bitsandbytes' keys in a state dict.
 
-    All of these keys except ``weight`` are removed from ``state_dict``.
+    The layer's keys of bitsandbytes are removed from ``state_dict``, except ``weight``.
 
     Args:
         state_dict: the tensors, by key.
-        prefix: what stands before ``weight`` in the layer's keys.
+        prefix: the part of the layer's keys before ``weight``, such as "model.layers.0.".
         shape: the expected shape: (out_features, in_features).
-        dtype: dtype that an int8 weight stands for. The keys of a 4-bit weight contain its dtype.
+        dtype: dtype that an int8 weight stands for. For a 4-bit weight, the state dict contains the dtype.
 
     Returns:
-        The weight, or None if ``state_dict`` has no such keys.
+        The weight, or None if ``state_dict`` has none of bitsandbytes' keys for this layer.
 
     Raises:
         ValueError: a key is missing, or a tensor does not fit.
@@ -222,7 +222,8 @@ def _int8_of(
     order = order.tolist() if isinstance(order, Tensor) and order.numel() == 1 else order
     if order not in (0, [0]):
         raise ValueError(
-            f"QuantizedLinear: {prefix}weight_format: expected 0, rows as they are, received {shown(order)}"
+            f"QuantizedLinear: {prefix}weight_format: expected 0 (rows in plain order), received "
+            f"{shown(order)}"
         )
     if (
         packed.dtype != torch.int8
@@ -240,10 +241,10 @@ def _int8_of(
 
 
 def _state_of(text: Tensor, state_key: str) -> dict[str, Any]:
-    """Parse the JSON description of a 4-bit weight, and check the type of every field.
+    """Parse bitsandbytes' JSON description of a 4-bit weight, and check the type of every field.
 
     Raises:
-        ValueError: the text is no such description.
+        ValueError: the text is not a description of a 4-bit weight.
     """
     if text.dtype != torch.uint8 or text.numel() > LONGEST_STATE:
         raise ValueError(

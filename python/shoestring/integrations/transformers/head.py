@@ -1,4 +1,4 @@
-"""The weights of a model's output layer, as ``linear_cross_entropy`` takes them."""
+"""Find the weights of a model's output layer, for the arguments of ``linear_cross_entropy``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from shoestring.adapters.low_rank import concatenated
 from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
-# hidden, weight, bias, and the options of a head with LoRA.
+# The arguments from which a loss computes the logits of an output head: hidden states, weight, bias, and
+# keyword arguments for the LoRA adapter.
 Weights = tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]
 
 
 def weights(head: nn.Module, hidden: Tensor) -> Weights:
-    """Return the operands of ``head(hidden)``, with hidden in the dtype in which the head computes.
+    """Return hidden, weight, bias and LoRA options, from which a loss can compute ``head(hidden)``.
+
+    ``hidden`` is converted to the dtype in which the head computes.
 
     Raises:
-        TypeError: the layer computes something else, or has hooks, which a loss without logits would skip.
+        TypeError: the head is not a linear layer with or without LoRA, or has hooks, which a loss without
+            logits would skip.
     """
     if "forward" in head.__dict__ or head._forward_hooks or head._forward_pre_hooks:
-        raise refused("hooks, or a forward of its own", "take them off")
+        raise refused("hooks or a replaced forward", "remove them")
     if isinstance(head, TrainedCopy):
         return weights(head.in_use(), hidden)
     base: Any
@@ -42,7 +46,7 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
 
 
 def _adapters(head: LoraLinear) -> dict[str, Any]:
-    """Return the active adapters, combined into one."""
+    """Return the active LoRA adapters of the head, combined into one, as keyword arguments of the loss."""
     names = head.current()
     own = [head.adapters[name] for name in names]
     if any(o.dropout > 0 for o in own) and head.training:
@@ -58,7 +62,7 @@ def _is_peft(head: nn.Module) -> bool:
 
 
 def _peft(head: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the layer that PEFT wraps, and its adapter.
+    """Return the linear layer inside a PEFT LoRA layer, and its active adapter as arguments of the loss.
 
     PEFT classes are recognised by name, so that PEFT need not be installed.
     """
@@ -89,10 +93,10 @@ def _peft(head: Any) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def refused(what: str, instead: str) -> TypeError:
-    """Return the error for a head with a property that the loss would ignore."""
+    """Return the exception for an output layer with a property that the loss would ignore."""
     return TypeError(f"shoestring.patch: the model's output layer: {what}; {instead}, or call report.undo()")
 
 
 def has_meta(model: nn.Module) -> bool:
-    """Return whether any parameter is on the meta device."""
+    """Return whether any parameter of the model is on the meta device."""
     return any(p.device == torch.device("meta") for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Loading of a language model from a Hugging Face directory, quantised layer by layer while it is read."""
+"""Load a language model from a Hugging Face directory, and quantise each layer as it is read."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from shoestring.quantization.quantized_linear_module import (
 )
 
 METHOD = "load_quantized"
-# The fields of config.json that hold a number of layers.
+# Names of fields of config.json that hold a number of layers.
 LAYER_COUNTS = {
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_encoder_layers", "encoder_layers",
     "decoder_layers", "depth", "num_blocks", "num_nextn_predict_layers", "mtp_num_hidden_layers",
 }  # fmt: skip
-MOST_UNCHECKED = 1000  # this many layers or parameters are always allowed, since they are built quickly
-MOST_BUFFER = 1 << 31  # largest size in bytes of a buffer that no file contains
+# Up to this many layers or parameters are allowed without a check, since they are built quickly.
+MOST_UNCHECKED = 1000
+MOST_BUFFER = 1 << 31  # maximum size in bytes of a buffer that no file contains
 
 
 class OtherTensorsError(ValueError):
-    """The tensors in the files are not those of the architecture: some are missing or surplus."""
+    """Raised if the files lack tensors of the model's architecture, or contain tensors outside of it."""
 
 
 def load_quantized(
@@ -52,8 +53,9 @@ def load_quantized(
     """Load a transformers causal language model and quantise its linear weights one by one.
 
     transformers builds the model from config.json without memory for its weights. Each tensor is then read
-    from the safetensors files. The weight of a linear layer is quantised directly from the read buffer. Peak memory: the quantised model and one 16-bit weight. The result equals that of loading all
-    weights in ``dtype`` and quantising them.
+    from the safetensors files. The weight of a linear layer is quantised directly from the read buffer, so
+    the peak memory is the quantised model and one 16-bit weight. The model is the same as if all weights were
+    loaded in ``dtype`` and then quantised.
 
     Checkpoints that transformers saved with bitsandbytes' 4-bit or 8-bit layers load as they are, without
     bitsandbytes.
@@ -61,18 +63,19 @@ def load_quantized(
     Args:
         directory: a Hugging Face model directory: config.json, and model.safetensors or its shards with their
             index.
-        quant_type: "nf4", "fp4", "int4" or "int8". None means "nf4", or the type of a quantised checkpoint,
-            which cannot be changed.
+        quant_type: "nf4", "fp4", "int4" or "int8". None means "nf4", or for a quantised checkpoint its own
+            type. The type of a quantised checkpoint cannot be changed.
         block_size: for 4 bits, the number of weights that share a scale, a power of two from 32 to 4096. None
             means 64.
         nested: for "nf4" and "fp4", store scales in 8 bits (double quantisation), which takes 4.127 instead
             of 4.5 bits per weight.
         dtype: the dtype of weights that stay dense (embeddings, norms, biases, output head), and the dtype
             that quantised weights represent: fp32, bf16 or fp16.
-        skip_modules: linear layers that stay dense, as the output head always does. Give full names, or their
-            last parts (after a dot).
+        skip_modules: names of linear layers that stay dense, besides the output head: full names, or their
+            endings after a dot.
         device: the device of the model; tensors are moved there one by one.
-        trust_remote_code: run the Python code that ``auto_map`` in the directory's config.json names.
+        trust_remote_code: whether to run the Python code that ``auto_map`` in the directory's config.json
+            names.
 
     Returns:
         The model in evaluation mode. Each linear layer except the output head and ``skip_modules`` is a
@@ -138,9 +141,10 @@ def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: 
 
 
 def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
-    """Raise if a configuration has more layers than the files have tensors, before anything is built.
+    """Raise OtherTensorsError if config.json has more layers than the files have tensors.
 
-    Configurations make lists of that length, and models as many modules.
+    The check runs before transformers builds anything, because a huge number of layers in config.json would
+    make transformers create as many modules.
     """
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -153,7 +157,7 @@ def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:
 
 @contextmanager
 def _at_most(parameters: int) -> Iterator[None]:
-    """Raise OtherTensorsError if a model built inside the context has more parameters."""
+    """Raise OtherTensorsError if a model built in the ``with`` block exceeds ``parameters`` parameters."""
     count = 0
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -170,7 +174,7 @@ def _at_most(parameters: int) -> Iterator[None]:
 
 
 def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: bool) -> Any:
-    """Build the model on the meta device, with the text generation defaults of the directory."""
+    """Build the model on the meta device, with the directory's defaults for text generation."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     try:
@@ -188,13 +192,13 @@ def _skeleton(folder: Path, dtype: torch.dtype, stored: int, trust_remote_code: 
         try:
             check_regular(folder / "generation_config.json", where)
             model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # GenerationConfig may raise any exception
+        except Exception as error:  # GenerationConfig.from_pretrained may raise any exception
             raise ValueError(f"{where}: cannot be used ({why_not_loaded(error)})") from None
     return model
 
 
 def _quantized_already(folder: Path) -> tuple[str, ...]:
-    """Return the quantisation types that config.json allows in the checkpoint; empty if it is dense."""
+    """Return the quantisation types that a checkpoint may have by its config.json; empty if it is dense."""
     fields = read_config(folder).get("quantization_config")
     if fields is None:
         return ()
@@ -219,9 +223,9 @@ def _linear_layers(model: Any, skip_modules: Sequence[str]) -> dict[str, nn.Line
 
 
 def _model_names(model: Any, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Return the stored tensors under their names in the model.
+    """Return the tensors in the files by the names that they have in the model.
 
-    Files of a model without a head lack the base model's prefix.
+    In files of a base model without output head, the names lack the prefix of the base model.
     """
     prefix = model.base_model_prefix + "."
     if any(name.startswith(prefix) for name in stored):
@@ -233,7 +237,7 @@ def _model_names(model: Any, stored: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return each parameter and persistent buffer, with all names of a tied one."""
+    """Return each parameter and persistent buffer with all its names. Tied parameters have several names."""
     groups: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), ([], tensor))[0].append(name)
@@ -241,7 +245,7 @@ def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
 
 
 def _parts(stored: dict[str, Stored], module_name: str) -> list[str]:
-    """Return the names of the tensors that bitsandbytes saved for a layer's weight.
+    """Return the names of the tensors in which bitsandbytes saved the quantised weight of a layer.
 
     The list is empty if the weight is dense.
     """
@@ -259,7 +263,7 @@ def _check_tensors(
     parts: dict[str, list[str]],
     folder: Path,
 ) -> None:
-    """Raise unless the files hold exactly the tensors of the architecture, each with its shape."""
+    """Raise unless the files hold exactly the tensors of the model's architecture, in the same shapes."""
     missing = [names[0] for names, _ in tensors if not any(name in stored for name in names)]
     if missing:
         raise OtherTensorsError(
@@ -274,7 +278,8 @@ def _check_tensors(
                     f"{METHOD}: {folder}: {name} has shape {list(stored[name].shape)} in the weights, but config.json asks "
                     f"for {list(like.shape)}"
                 )
-    # Files of older versions of transformers hold buffers that models now compute.
+    # Files of older versions of transformers contain buffers that today's models compute. These buffers do
+    # not count as surplus tensors.
     known = [
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         r"rotary_emb\.inv_freq",
@@ -303,7 +308,8 @@ def _set_codes(
     codes = read_quantized(read, name + ".", (layer.out_features, layer.in_features), dtype)
     if codes is None:
         raise ValueError(
-            f"{METHOD}: {name}.weight: expected bitsandbytes' parts, received {', '.join(sorted(parts))}"
+            f"{METHOD}: {name}.weight: expected the tensors that bitsandbytes saves for a quantised weight, "
+            f"received {', '.join(sorted(parts))}"
         )
     layer.weight = frozen(codes.to(device, dtype))
     _make_quantized(layer)
@@ -328,7 +334,7 @@ def _set(model: nn.Module, names: Sequence[str], tensor: Tensor) -> None:
 
 
 def _recreate_buffers(model: Any, device: torch.device | str) -> None:
-    """Let the model initialise buffers that no file contains, such as rotary frequencies."""
+    """Let the model compute the buffers that no file contains, such as rotary frequencies."""
     left = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     if not left:
         return

@@ -1,10 +1,10 @@
 """A placeholder for the logits of an output layer, for a forward pass that computes no logits.
 
-Only a model's own forward is a reliable description of how it uses its logits. That forward therefore runs
-unchanged, but its output layer returns a ``Logits`` object instead of a tensor. The object records
-operations: a factor, a tanh, a view of the tokens. ``cross_entropy`` of the object is
-``shoestring.linear_cross_entropy`` of the hidden states with those options. Any other operation raises an
-error that names it.
+Only a model's own forward reliably describes how the model uses its logits. Therefore the forward runs
+unchanged, but its output layer returns a ``Logits`` object instead of a tensor. The object records the
+operations that the forward applies to the logits: a factor, a tanh, a view of the tokens. ``cross_entropy``
+of the object calls ``shoestring.linear_cross_entropy`` of the hidden states, with the recorded operations as
+options. Any other operation on the object raises an error that names the operation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoestring.losses.linear_cross_entropy import linear_cross_entropy
 
 @dataclass(frozen=True)
 class Logits:
-    """``outer * tanh(scale * head(hidden))``, or the same without tanh.
+    """A placeholder for the logits ``outer * tanh(scale * head(hidden))``, or ``scale * head(hidden)``.
 
     ``hidden`` is (..., features); the object stands for a tensor (..., vocab).
     """
@@ -33,11 +33,11 @@ class Logits:
     make: Callable[[], Tensor]
     workspace_mb: int = 0
     scale: float | Tensor = 1.0
-    outer: float | None = None  # None: no tanh has been applied
+    outer: float | None = None  # factor that multiplies the tanh of the logits; None: no tanh
 
     @property
     def vocab(self) -> int:
-        """The number of classes."""
+        """The number of classes of the logits."""
         return self.head.out_features  # type: ignore[return-value]
 
     @property
@@ -65,7 +65,7 @@ class Logits:
     def __len__(self) -> int:
         return len(self.hidden)
 
-    # ---- operations that change no value: the loss accumulates in fp32 in any case ----
+    # ---- conversions, which are not recorded, because the loss accumulates in fp32 in any case ----
 
     def float(self) -> Logits:
         return replace(self, make=lambda: self.make().float())
@@ -79,13 +79,14 @@ class Logits:
             raise refused(f"to{args}")
         return replace(self, make=lambda: self.make().to(*args, **kwargs))
 
-    # ---- views of the tokens ----
+    # ---- operations that only change the view of the tokens ----
 
     def view(self, *shape: Any) -> Logits:
         shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if not shape or shape[-1] != self.vocab:
             raise refused(f"view{shape} of {self.vocab} classes")
-        # Logits are contiguous, but a slice of the hidden states (logits_to_keep) may not be, hence reshape.
+        # A tensor of logits would be contiguous, so view() would work. A slice of the hidden states
+        # (logits_to_keep) may not be contiguous, so reshape it.
         hidden = self.hidden.reshape(*shape[:-1], self.hidden.shape[-1])
         return replace(self, hidden=hidden, make=lambda: self.make().view(shape))
 
@@ -100,12 +101,13 @@ class Logits:
     def __getitem__(self, index: Any) -> Logits:
         parts = index if isinstance(index, tuple) else (index,)
         simple = all(part is ... or isinstance(part, (int, slice)) for part in parts)
-        reaches = ... in parts or len(parts) == self.ndim  # whether the last index applies to the classes
+        # whether the last part of the index applies to the dimension of the classes
+        reaches = ... in parts or len(parts) == self.ndim
         if not simple or (reaches and parts[-1] is not ... and parts[-1] != slice(None)):
             raise refused(f"[{index}]")
         return replace(self, hidden=self.hidden[index], make=lambda: self.make()[index])
 
-    # ---- factors ----
+    # ---- factors and tanh, which become options of the loss ----
 
     def __mul__(self, factor: Any) -> Logits:
         number = isinstance(factor, (int, float))
@@ -144,7 +146,7 @@ class Logits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: builtins.float = 0.0,  # in this class `float` is a method
+        label_smoothing: builtins.float = 0.0,  # inside this class the name `float` is a method
     ) -> Tensor:
         """Compute ``torch.nn.functional.cross_entropy`` of the logits that this object stands for."""
         if self.ndim != 2 or size_average is not None or reduce is not None or target.is_floating_point():
@@ -191,7 +193,8 @@ KNOWN: dict[Any, Callable[..., Any]] = {
 
 
 def refused(what: str) -> TypeError:
-    """Return the error for an operation that is impossible without logits."""
+    """Return the exception for an operation that is impossible without a tensor of logits."""
     return TypeError(
-        f"shoestring.patch: logits: {what}: not possible without them; call report.undo(), or do it with labels=None"
+        f"shoestring.patch: logits: {what}: expected an operation that needs no logits in memory; call "
+        "report.undo(), or do it with labels=None"
     )

@@ -1,4 +1,4 @@
-"""``shoestring.patch``, which makes a transformers model use fused operators, and its report."""
+"""Define ``shoestring.patch``, which makes a transformers model use fused operators, and its report."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from shoestring.integrations.transformers.logits import Logits
 from shoestring.integrations.transformers.projections import fuse
 from shoestring.integrations.transformers.residuals import fuse_residuals
 
-RECORDING = "_shoestring_recording"  # attribute of a patched model, true while its forward makes no logits
+# name of an attribute of patched models: True while the forward runs without logits
+RECORDING = "_shoestring_recording"
 
 
 @dataclass
 class Change:
-    """One change by ``patch``: where it is, what it is, and how to undo it."""
+    """One change by ``patch``: name of the module, description, and a function that undoes the change."""
 
     where: str
     what: str
@@ -36,7 +37,7 @@ class PatchReport:
     """The changes that ``shoestring.patch`` made; ``undo`` reverts them.
 
     Attributes:
-        changes: the changes in order.
+        changes: the changes, in the order in which they were made.
         left: pairs of a module that was left unchanged and the reason.
     """
 
@@ -44,10 +45,10 @@ class PatchReport:
     left: list[tuple[str, str]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Revert every change, the last first. A second call does nothing.
+        """Undo every change, the last one first. A second call does nothing.
 
         Raises:
-            RuntimeError: other code has changed the model since; undo that change first.
+            RuntimeError: other code has changed the model after the patch; undo the other change first.
         """
         while self.changes:
             self.changes[-1].undo()
@@ -75,45 +76,46 @@ def patch(
     ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` in the output is None. Without
     labels, for example in ``generate``, or with a ``loss_function`` that the user has set, the model computes
     its own loss and logits. Operations on logits before the loss (a softcap, a scale) are recorded while the
-    model's own forward runs. The same holds for the shift, ``shift_labels``, ``num_items_in_batch`` and
-    ``logits_to_keep``. An operation that is impossible without logits raises an error. A quantised head, or a
-    head with LoRA (shoestring's or PEFT's), works, also if it is added later.
+    model's own forward runs. The shift of labels, ``shift_labels``, ``num_items_in_batch`` and
+    ``logits_to_keep`` work for the same reason. An operation that is impossible without logits raises an
+    error. The output layer may be quantised or have LoRA adapters (shoestring's or PEFT's), also if these are
+    added later.
 
     Projections: query, key and value of an attention module become one operator if their weights are frozen,
-    have adapters or are quantised (``lora_linear_group``: shared work is done once, and the dropout of the
-    adapters uses one mask). Llama-style MLPs with a low-rank adapter on ``down_proj`` save neither
-    ``silu(gate)`` nor its product with ``up`` for backward. Both are decided when the layers are called, so
-    adapters may be added later.
+    have adapters or are quantised. The operator ``lora_linear_group`` does shared work once and uses one
+    dropout mask for all adapters. Llama-style MLPs with a low-rank adapter on ``down_proj`` save neither
+    ``silu(gate)`` nor its product with ``up`` for backward. Each call of a layer decides whether this is
+    possible, so adapters may be added later.
 
     Attention: ``shoestring.attention`` replaces attention if the model uses transformers' attention interface
     and is set to "eager" or "sdpa" (:func:`shoestring.register_attention`). Set ``attention=False`` if
-    attention weights are needed. The setting is in the configuration, so copies and pickles keep it, but no
-    file of ``save_pretrained`` does.
+    attention weights are needed. The setting is stored in the model's configuration, so copies and pickles
+    keep it, but ``save_pretrained`` does not write it.
 
-    Norms, rotary embeddings and MLPs: each of the following becomes one operator whose results equal the
-    model's within rounding. The function of a module is tested on random numbers. A module that computes
-    something else stays unchanged, and the report says so.
+    Norms, rotary embeddings and MLPs: each item of the list below becomes one operator whose results equal
+    the model's own within rounding. Each module is tested on random numbers. A module that computes something
+    else stays unchanged, and the report says so.
 
     - RMSNorm with Llama's or Gemma's rounding, with the residual sum before it if the decoder layer allows
       it, and LayerNorm.
     - Rotary embeddings, with the per-head norms of queries and keys before them, if any.
     - The gated products of SwiGLU and GeGLU MLPs.
 
-    Only this instance changes: it gets its own class, derived from its class and with the same name. A deep
-    copy of it, or an unpickled one, is the plain model. ``save_pretrained`` writes the same files with or
-    without ``undo()``. Two threads must not run its forward at the same time; replicas, such as those of
-    ``DataParallel``, may.
+    Only this model instance changes: it gets its own class, derived from its former class and with the same
+    name. A deep copy or a pickle of the model has no changes. ``save_pretrained`` writes the same files
+    before and after ``undo()``. Two threads must not run the forward of one instance at the same time.
+    Replicas of the model, such as those of ``DataParallel``, may run at the same time.
 
     Args:
-        model: the model itself, or a ``PeftModel`` around it. Patch it before ``torch.compile``, DDP and the
-            like.
-        logits: whether the output has logits with labels, too, as ``compute_metrics`` needs. The whole logits
-            tensor then exists.
+        model: the model itself, or a ``PeftModel`` around it. Patch the model before ``torch.compile``, DDP
+            or other wrappers.
+        logits: whether the output contains logits also if labels are given, as ``compute_metrics`` needs. The
+            whole tensor of logits is then in memory.
         projections: False computes query, key and value one after the other, and leaves MLPs with adapters
             unchanged.
-        attention: False leaves attention itself unchanged.
+        attention: False leaves the attention implementation unchanged.
         norms, rope, mlp: False leaves norms, rotary embeddings or the activations of MLPs unchanged.
-        workspace_mb: as for ``linear_cross_entropy``.
+        workspace_mb: the argument of ``linear_cross_entropy``.
 
     Returns:
         A report: its text lists the changes, and ``undo()`` reverts them.
@@ -129,12 +131,12 @@ def patch(
     name = type(target).__name__
     if RECORDING in target.__dict__:
         raise ValueError(
-            f"shoestring.patch: model: this {name} is patched already; undo the first report before"
+            f"shoestring.patch: model: this {name} is patched already; call undo() of its report first"
         )
     head_name = _head_name(target)
     if has_meta(target):
         raise ValueError(
-            f"shoestring.patch: model: this {name} is on the meta device; load its weights before"
+            f"shoestring.patch: model: this {name} is on the meta device; load its weights first"
         )
     weights(target.get_submodule(head_name), torch.empty(0))
     original = type(target)
@@ -143,8 +145,8 @@ def patch(
     def undo() -> None:
         if type(target) is not patched:
             raise RuntimeError(
-                f"PatchReport.undo: model: expected {name} as patched, received {type(target).__name__}, changed after "
-                "that; take that back before"
+                f"PatchReport.undo: model: expected {name} as patched, received {type(target).__name__}, "
+                "which another library or a later patch has put in place; undo that first"
             )
         target.__class__ = original
         target.__dict__.pop(RECORDING, None)
@@ -187,7 +189,7 @@ def patch(
         changes, left = use_attention(target, check) if attention else ([], [])
         report.changes += [Change(*change) for change in changes]
         report.left += left
-        if not changes:  # otherwise use_attention() has called check()
+        if not changes:  # if use_attention() changed the model, it has already called check()
             check()
     except (TypeError, AttributeError) as error:
         report.undo()
@@ -199,7 +201,7 @@ def patch(
 
 
 def _head_name(model: Any) -> str:
-    """Return the name of the attribute that is the model's output layer."""
+    """Return the name of the model's attribute that holds its output layer."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     names: list[str] = [key for key, child in model._modules.items() if child is head and head is not None]
     forward = inspect.signature(type(model).forward).parameters
@@ -210,14 +212,17 @@ def _head_name(model: Any) -> str:
         )
     if "forward" in model.__dict__:
         raise TypeError(
-            f"shoestring.patch: model: the forward of this {type(model).__name__} was replaced by another library; "
-            "patch before that"
+            f"shoestring.patch: model: the forward of this {type(model).__name__} was replaced by another "
+            "library; call shoestring.patch before that library"
         )
     return names[0]
 
 
 def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_mb: int) -> type:
-    """Make a class for one instance: the original's forward, with an output layer that makes no logits."""
+    """Return a subclass of the model class ``original``, for a single model instance.
+
+    The forward is the original one, except that the output layer computes no logits if labels are given.
+    """
     position = list(inspect.signature(original.forward).parameters).index("labels")
 
     @functools.wraps(original.forward)
@@ -227,7 +232,7 @@ def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_
             if "labels" in kwargs
             else (args[position - 1] if len(args) >= position else None)
         )
-        # A loss function that the user has set expects real logits.
+        # A loss function that the user has set on the model expects a tensor of logits.
         if labels is None or "_loss_function" in self.__dict__:
             return original.forward(self, *args, **kwargs)
         setattr(self, RECORDING, True)
@@ -242,7 +247,7 @@ def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_
         return RecordingHead(layer, workspace_mb) if getattr(self, RECORDING) else layer
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Pickle as the plain model, so that copies and files do not contain this class."""
+        """Pickle the model with its original class, so that copies and files lack the patched class."""
         state: Any = object.__reduce_ex__(self, 2)[2]
         return object.__new__, (original,), {key: value for key, value in state.items() if key != RECORDING}
 
@@ -256,9 +261,9 @@ def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_
 
 
 class RecordingHead:
-    """Stand-in for the output layer while a patched forward runs.
+    """An object that replaces the output layer while the forward of a patched model runs.
 
-    A call returns ``Logits`` and computes no logits.
+    A call returns a ``Logits`` placeholder and computes no logits.
     """
 
     def __init__(self, layer: nn.Module, workspace_mb: int) -> None:
@@ -274,7 +279,7 @@ class RecordingHead:
 
 
 def _without(out: Any, logits: bool) -> Any:
-    """Replace ``Logits`` placeholders in the model's output by None, or by the logits themselves."""
+    """Replace ``Logits`` placeholders in the model's output by None, or, with ``logits``, by the logits."""
 
     def plain(value: Any) -> Any:
         return (value.make() if logits else None) if isinstance(value, Logits) else value
@@ -285,11 +290,12 @@ def _without(out: Any, logits: bool) -> Any:
 
 
 def _loss_of_few(model: Any) -> float:
-    """Return the model's loss on eight tokens, without dropout."""
+    """Return the model's loss on eight tokens in evaluation mode, to compare it before and after patching."""
     table = model.get_input_embeddings().weight
     ids = torch.arange(8, device=table.device).remainder(table.shape[0])[None]
     modes = [(module, module.training) for module in model.modules()]
-    # Disable the cache: some caches need layers that a model may lack, or an encoder.
+    # Disable the key-value cache, because some kinds of cache need layers that a small model lacks, or an
+    # encoder.
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     model.eval()
     try:

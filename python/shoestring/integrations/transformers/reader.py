@@ -1,7 +1,7 @@
-"""Reads the tensors of a model directory one at a time.
+"""Read the tensors of a model directory one at a time.
 
-Files are read, not memory-mapped: mapped pages count as memory of the process, the system's page cache does
-not.
+Files are read and not memory-mapped, because mapped pages count as memory of the process, while the system's
+page cache does not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """The position of a tensor's bytes in a file."""
+    """The file, position, shape and dtype of a stored tensor."""
 
     file: Path
     offset: int  # position of the tensor in bytes, from the start of the file
     shape: tuple[int, ...]
-    dtype: torch.dtype | None  # None for a dtype that cannot be read
+    dtype: torch.dtype | None  # dtype of the tensor; None if TensorReader does not support it
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -83,18 +83,19 @@ def _sharded(directory: Path, index: Path) -> list[Path]:
     files = fields.get("weight_map") if isinstance(fields, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(
-            f"{index}: not a valid index of sharded weights: expected weight_map, names of files by tensor"
+            f"{index}: not a valid index of sharded weights: expected weight_map, an object from tensor "
+            "names to file names"
         )
     names = sorted(set(files.values()))
     for name in names:
-        # Refuse names with a folder, which could point anywhere on the disk.
+        # Refuse file names that contain a folder, because they could point anywhere on the disk.
         if Path(name).name != name or "\0" in name or not os.path.lexists(directory / name):
             raise ValueError(f"{index}: names the weight file {shown(name)}, which is not in the directory")
     return [directory / name for name in names]
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Return the position of every tensor of a model directory by name, without reading weights.
+    """Return where each tensor of a model directory is stored, by name, without reading weights.
 
     The safetensors reader checks header size, offsets, overlaps, sizes and the file's length.
 
@@ -112,9 +113,10 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             with open(file, "rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 header = json.loads(opened.read(size))
-        # Not every version of safetensors exports SafetensorError. Unreadable files raise OSError.
         except Exception as error:
-            raise ValueError(f"{file}: not a sound safetensors file ({shown(str(error))})") from None
+            # Catch any exception: not every version of safetensors exports SafetensorError, and unreadable
+            # files raise OSError.
+            raise ValueError(f"{file}: not a valid safetensors file ({shown(str(error))})") from None
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if name in found:
@@ -127,7 +129,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 class TensorReader:
-    """A context manager that reads tensors by name and closes the files."""
+    """A context manager that reads tensors by name from files, and closes the files at the end."""
 
     def __init__(self, stored: dict[str, Stored]) -> None:
         self.stored = stored
@@ -145,13 +147,13 @@ class TensorReader:
         self._descriptors.clear()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor to the CPU, in the dtype of the file."""
+        """Read a tensor into new CPU memory, in the dtype that it has in the file."""
         return self._fill(name, torch.empty(self._size(name), dtype=torch.uint8))
 
     def borrow(self, name: str) -> Tensor:
         """Read a tensor into a buffer that the next call of ``borrow`` overwrites.
 
-        The one buffer grows to the size of the largest tensor.
+        The reader has a single such buffer, which grows to the size of the largest tensor.
         """
         size = self._size(name)
         if self._buffer.numel() < size:
@@ -175,12 +177,13 @@ class TensorReader:
         if descriptor is None:
             descriptor = self._descriptors[stored.file] = os.open(stored.file, os.O_RDONLY)
         bytes_, done = memoryview(room.numpy()), 0  # type: ignore[arg-type]  # numpy declares Buffer from Python 3.12 on
-        while done < len(bytes_):  # Linux reads at most 2 GiB per call
+        while done < len(bytes_):  # loop, because Linux reads at most 2 GiB per call
             count = os.preadv(descriptor, [bytes_[done:]], stored.offset + done)
             if count == 0:
                 raise ValueError(f"{stored.file}: {name}: the file ends before the tensor does")
             done += count
-        # A bool with any other byte would be undefined behaviour in later operators.
+        # A torch.bool element whose byte is neither 0 nor 1 would cause undefined behaviour in later
+        # operators.
         if stored.dtype == torch.bool and bool((room > 1).any()):
             raise ValueError(f"{stored.file}: {name}: expected bytes 0 and 1 for BOOL, received others")
         return room.view(stored.dtype).view(stored.shape)

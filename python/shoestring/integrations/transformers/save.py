@@ -1,4 +1,4 @@
-"""Saving of quantised language models in the format that transformers uses for bitsandbytes."""
+"""Save quantised language models in the format that transformers uses for bitsandbytes."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ def save_quantized(
 ) -> None:
     """Write config.json and safetensors files of a quantised model.
 
-    transformers loads them with bitsandbytes, and ``load_quantized`` without. If the folder holds a model,
-    the new model replaces it in one step once it is on disk. There is a complete model at any moment. The files of the old model are deleted; every other file in the folder stays.
+    transformers loads the files with bitsandbytes, and ``load_quantized`` loads them without bitsandbytes. If
+    the folder holds an old model, the new model replaces it in one step once the new model is on disk. The
+    folder therefore contains a complete model at any moment. The files of the old model are deleted; every
+    other file in the folder stays.
 
     Args:
         model: a transformers model with :class:`shoestring.nn.QuantizedLinear` layers, either all 4-bit with
             one quant_type or all int8. Other layers are saved as they are. int4 raises an error, since
             bitsandbytes cannot read it.
         directory: the folder to write. Save the tokenizer's files there after this call.
-        max_shard_bytes: the largest size of a file in bytes. A tensor that is larger has its own file.
-        overwrite: replace the files of an old model one by one if the folder cannot be replaced in one step:
-            on a file system without exchange of folders or hard links, for a mount point or the current
-            directory, or in a parent folder that is not writable. A crash meanwhile leaves a folder without
-            config.json and with neither model.
+        max_shard_bytes: maximum size of a weights file in bytes. A tensor that is larger has its own file.
+        overwrite: whether to replace the files of an old model one by one if the folder cannot be replaced in
+            one step. One step is impossible if the file system cannot exchange folders or has no hard links,
+            if the parent folder is not writable, and for a mount point or the current directory. A crash
+            while files are replaced one by one leaves a folder without config.json and without a complete
+            model.
 
     Raises:
-        ValueError: the model has no quantised layers, several kinds of them, or adapters. Or the directory is
-            not empty and holds no model, or, without ``overwrite``, cannot be replaced in one step.
+        ValueError: the model has no quantised layers, quantised layers of several types, or adapters. Or the
+            directory is not empty and holds no model, or, without ``overwrite``, cannot be replaced in one
+            step.
         OSError: the files cannot be written.
     """
     from safetensors.torch import save_file
@@ -71,8 +75,8 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
         raise ValueError(f"{METHOD}: directory: expected a folder, received a file, {directory}")
     entries, name = os.listdir(directory), Path(os.path.realpath(directory)).name
     held = sorted(entry for entry in entries if not is_partial(entry, name))
-    # A crash during one-by-one replacement leaves partial or model files without config.json. The call may
-    # then be repeated.
+    # A crash while files were replaced one by one leaves temporary folders or model files without
+    # config.json. A call with overwrite may then be repeated.
     interrupted = len(held) < len(entries) or any(map(MODEL_FILES.fullmatch, held))
     if held and CONFIG not in held and not (overwrite and interrupted):
         raise ValueError(
@@ -84,7 +88,7 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
         raise ValueError(
             f"{METHOD}: directory: expected a folder that can be replaced in one step, received {directory}: {obstacle};"
             " give another folder, or overwrite=True to replace its files one by one: a crash meanwhile leaves a folder"
-            f" without {CONFIG}, and neither model"
+            f" without {CONFIG} and without a complete model"
         )
 
 
@@ -104,7 +108,8 @@ def _quantization_config(model: Any) -> dict[str, Any]:
         )
     if kinds == ["int4"]:
         raise ValueError(
-            f"{METHOD}: model: expected nf4, fp4 or int8 layers, received int4, which bitsandbytes has not; save its state_dict"
+            f"{METHOD}: model: expected nf4, fp4 or int8 layers, received int4, which bitsandbytes does not "
+            "have; save the state_dict instead"
         )
     dense = [name for name, m in linear.items() if type(m) is nn.Linear]
     config: dict[str, Any] = {
@@ -126,7 +131,7 @@ def _quantization_config(model: Any) -> dict[str, Any]:
 
 
 def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict as files require it: contiguous, and with only the first name of tied tensors."""
+    """Return a state dict for files, with contiguous tensors and only the first name of tied tensors."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():

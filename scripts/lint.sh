@@ -14,7 +14,8 @@ check() {  # NAME COMMAND...
     failed=1
   fi
 }
-cpp() { git ls-files '*.cpp' '*.h' '*.cu' | xargs clang-format "$@"; }
+# Includes new files that git does not track yet.
+cpp() { git ls-files --cached --others --exclude-standard -- '*.cpp' '*.h' '*.cu' | xargs clang-format "$@"; }
 if [ "${1:-}" = --fix ]; then
   cpp -i
   ruff check --fix -q .

@@ -1,4 +1,4 @@
-"""The readers to fuzz: how to make valid input for each, and which files to damage."""
+"""The functions to fuzz (readers): how to write valid files for each, and which files to damage."""
 
 import functools
 import json
@@ -31,17 +31,17 @@ Mutator = Callable[[bytes, random.Random], bytes]
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads files, and its input.
+    """A function that reads files, and how to make its files.
 
     Args:
-        covers: the public functions that it fuzzes, with their modules.
-        make: writes valid input into an empty folder.
+        covers: names of the public functions that this reader fuzzes, with their modules.
+        make: writes valid files into an empty folder.
         files: maps a file name, or a pattern of names, to the function that damages the file.
-        load: reads the folder.
-        errors: the documented exceptions.
-        share: fraction of the time, relative to the other readers.
-        special: whether to also try a pipe, a folder and the like in place of a file.
-        folder: path of the input within the folder of the test.
+        load: calls the reader on the folder.
+        errors: the documented exceptions of the reader.
+        share: weight with which the fuzzing time is divided among the readers.
+        special: whether to also replace a file by a pipe, a folder, a link and the like.
+        folder: path of the reader's folder, relative to the temporary folder of the test.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """A small model with the names of a language model, whose weights have shape (8, 12)."""
+    """A small model whose layers have names of a language model; the weights are (12, 8) and (8, 12)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def _adapter(kind: str) -> Reader:
     def make(folder: Path) -> None:
         lora.save_adapter(lora.apply(Small(), ADAPTERS[kind]), folder)
         config = json.loads((folder / "adapter_config.json").read_text())
-        if kind == "ia3":  # a pattern, which PEFT may write
+        if kind == "ia3":  # PEFT may write a regular expression in place of a list of module names
             config["feedforward_modules"] = r".*\.(down|gate)_proj"
         if kind == "lora":
             config["alpha_pattern"] = {r"(?:layers\.)?[01]\.down_proj": 4.0, r"(?=.*up).*_proj": 32.0}
@@ -104,7 +104,10 @@ def _adapter(kind: str) -> Reader:
 
 
 def _forget_digest(folder: Path) -> None:
-    """Write the weights as PEFT does, without the digest that would reveal every changed configuration."""
+    """Write the weights without shoestring's digest of the configuration, as PEFT does.
+
+    With the digest, load_adapter would refuse every changed configuration.
+    """
     weights = folder / "adapter_model.safetensors"
     save_file(load_file(weights), weights, metadata={"format": "pt"})
 
@@ -201,7 +204,7 @@ def _make_examples(folder: Path) -> None:
 
 
 class Tokenizer:
-    """The parts of a tokenizer that reading examples needs."""
+    """The attributes of a tokenizer that read_segments uses."""
 
     eos_token, chat_template = "</s>", None
 
@@ -237,7 +240,7 @@ def _make_checkpoint(folder: Path) -> None:
 
 
 def _make_former_checkpoint(folder: Path) -> None:
-    """Save a checkpoint without checksums, which would make the reader refuse every change."""
+    """Save a checkpoint and delete its checksums, with which every changed file would be refused."""
     _make_checkpoint(folder)
     (folder / "checksums.json").unlink()
 
@@ -361,7 +364,7 @@ READERS = [
         _make_former_checkpoint,
         {"weights.safetensors": mutate_safetensors, "state.json": mutate_json, "optimizer.pt": mutate_bytes},
         _load_checkpoint,
-        special=False,  # the run itself wrote this folder, so it contains no special files
+        special=False,  # no pipes, links and the like: a training run itself wrote this folder
         folder="checkpoints/step-00000003",
     ),
     Reader(
@@ -384,7 +387,7 @@ READERS = [
     ),
 ]
 
-# Public functions that take a path but do not read files written by others, with the reason.
+# Public functions that take a path but need no fuzzer, each with the reason.
 NOT_READERS = {
     **dict.fromkeys(
         ("files.lock.locked", "files.atomic.atomic_path", "files.atomic.atomic_file", "files.atomic.atomic_directory",
@@ -396,9 +399,9 @@ NOT_READERS = {
         "writes",
     ),
     **dict.fromkeys(
-        ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune", "cli.generate.generate",
+        ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
-         "cli.app.estimate", "cli.app.plan", "cli.train.train", "cli.turns.run_in_turns", "training.run.RunOptions",
+         "cli.app.estimate", "cli.train.train", "cli.turns.run_in_turns", "training.run.check_run",
          "training.run.execute", "training.run.run_folder", "training.report.read_runs", "adapters.config_digest.check_pair", "training.loop.Trainer", "data.tokenizer.train_bpe"),
         "calls the readers above",
     ),
@@ -406,6 +409,9 @@ NOT_READERS = {
         ("data.text.is_jsonl", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.run.file_list", "training.checkpoint.checkpoints", "files.read_file.check_regular",
          "integrations.transformers.reader.Stored", "training.report.Run"),
         "looks at names and sizes alone",
+    ),
+    **dict.fromkeys(
+        ("cli.config.Source", "cli.config.GenerateConfig", "training.config.TrainConfig"), "holds options"
     ),
     **dict.fromkeys(("files.read_file.read_regular", "files.read_file.read_json"), "what the readers above are made of"),
     "cli.generate.check_adapter": "load_adapter reads the same folder after it",

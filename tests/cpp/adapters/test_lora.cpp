@@ -159,7 +159,7 @@ TEST_CASE("merging leaves layers without an adapter alone", "[lora]") {
   shoestring::lora::merge(*net, shoestring::lora::MergeOptions().reversible(false));
   CHECK(net->down->is_quantized());
   CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
-  CHECK_THROWS_WITH(shoestring::lora::unmerge(*net), Contains("received one without former weights"));
+  CHECK_THROWS_WITH(shoestring::lora::unmerge(*net), Contains("received one without saved weights"));
 }
 
 TEST_CASE("adapted modules clone and serialise", "[lora]") {
@@ -204,7 +204,8 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path),
                     Contains(weights + ": expected the weights that were saved with " +
                              (directory / "adapter_config.json")));
-  // Write the weights again without the digest of the configuration in the file's metadata.
+  // Rewrite the weights file without the digest of the configuration that save_adapter stores in its
+  // metadata.
   shoestring::save_safetensors(weights, shoestring::load_safetensors(weights));
   CHECK_THROWS_WITH(shoestring::lora::load_adapter(*bare, directory.path),
                     Contains("lora_magnitude_vector [128], received lora_A [4, 64], lora_B [128, 4]"));
@@ -233,9 +234,9 @@ TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[l
                     Contains("nested: expected false with int4"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(0))),
                     Contains("rank: expected at least 1, received 0"));
-  CHECK_THROWS_WITH(shoestring::lora::merge(*net), Contains("expected one with adapters"));
+  CHECK_THROWS_WITH(shoestring::lora::merge(*net), Contains("expected a module with adapters"));
   for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());
   shoestring::lora::apply(*net);
   CHECK_THROWS_WITH(shoestring::lora::apply(*net),
-                    Contains("expected a new one, but the module has an adapter 'default'"));
+                    Contains("expected a new name, but the module has an adapter 'default'"));
 }

@@ -97,7 +97,7 @@ TEST_CASE("the base is what it was whenever an adapter that changed it is not in
   shoestring::lora::set_adapter(*net, {"default"});
   CHECK(at::allclose(net->forward(x), trained, 1e-5, 1e-5));
 
-  // Load the adapter onto a fresh copy of the original model, and onto the model that it was saved from.
+  // Load the adapter into a fresh copy of the original model, and into the model that it was saved from.
   Folder directory;
   shoestring::lora::save_adapter(*net, directory.path, {"default"});
   Net bare = falling();
@@ -119,7 +119,7 @@ TEST_CASE("initialisations that cannot be are refused", "[lora]") {
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, start("eva")),
                     Contains("init: expected 'default', 'gaussian', 'pissa'"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, start("loftq")),
-                    Contains("expected 'loftq' with quantize"));
+                    Contains("expected quantize with 'loftq'"));
   CHECK_THROWS_WITH(
       shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(65).init("pissa"))),
       Contains("rank: expected at most 64 for 'pissa', the smaller side of"));
@@ -149,8 +149,8 @@ TEST_CASE("LoRA+ gives lora_B and vectors a learning rate of their own", "[lora]
       CHECK(own.weight_decay() == (parameter.dim() == 1 ? 0 : 0.1));
     rates[own.lr()] += group.params().size();
   }
-  // 1e-3 is the rate of two lora_A and the head's parameter. 4e-3 is the rate of two lora_B and two magnitude
-  // vectors.
+  // Expected number of parameter tensors for each learning rate. 1e-3: two lora_A and one parameter of the
+  // head. 4e-3: two lora_B and two magnitude vectors.
   CHECK(rates == std::map<double, size_t>{{1e-3, 3}, {4e-3, 4}});
   const Tensor A = lora_A(net->up).detach().clone(), B = lora_B(net->up).detach().clone();
   shoestring::optim::AdamW ours(groups, defaults);

@@ -1,4 +1,5 @@
 #include "catch.h"
+#include "relative_error.h"
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/embedding.h>
@@ -21,10 +22,6 @@ using shoestring::nn::VeraOptions;
 namespace lora = shoestring::lora;
 
 namespace {
-
-double difference(const Tensor& received, const Tensor& expected) {
-  return ((received.detach() - expected.detach()).norm() / expected.norm()).item<double>();
-}
 
 LoraOptions ia3() { return LoraOptions().adapter(IA3Options().feedforward_modules({"down_proj"})); }
 
@@ -53,10 +50,10 @@ TEST_CASE("IA3 multiplies the output of a layer, or its input", "[lora]") {
     Tensor exact = at::linear(wide[0], W, net->up->bias.to(at::kDouble)) * wide[1].flatten();
     exact = at::linear(at::relu(exact) * wide[2], V, net->down->bias.to(at::kDouble));
     const Tensor y = net->down(at::relu(net->up(x))), upstream = torch::randn_like(y);
-    CHECK(difference(y, exact) < 2e-6);
+    CHECK(relative_error(y, exact) < 2e-6);
     const auto expected = torch::autograd::grad({exact}, wide, {upstream.to(at::kDouble)});
     const auto gradients = torch::autograd::grad({y}, {x, up, down}, {upstream});
-    for (int i = 0; i < 3; ++i) CHECK(difference(gradients[i], expected[i]) < 5e-6);
+    for (int i = 0; i < 3; ++i) CHECK(relative_error(gradients[i], expected[i]) < 5e-6);
 
     const Tensor whole = net->forward(x);
     lora::merge(*net);
@@ -105,7 +102,7 @@ TEST_CASE("VeRA trains vectors around two matrices that all layers share", "[lor
   const Tensor W =
       net->up->weight + (own["vera_lambda_b"].unsqueeze(1) * own["vera_B"])
                             .mm(own["vera_lambda_d"].unsqueeze(1) * own["vera_A"].narrow(1, 0, 64));
-  CHECK(difference(net->up(x), at::linear(x, W, net->up->bias)) < 2e-6);
+  CHECK(relative_error(net->up(x), at::linear(x, W, net->up->bias)) < 2e-6);
   const Tensor y = net->forward(x);
   net->to(at::kCPU);
   CHECK(at::equal(std::dynamic_pointer_cast<NetImpl>(net->clone())->forward(x), y));
@@ -139,13 +136,13 @@ TEST_CASE("embeddings take on LoRA and DoRA", "[lora]") {
             (own["lora_magnitude_vector"].detach().to(at::kDouble) / sum.detach().norm(2, 1)).unsqueeze(1);
     const Tensor exact = sum.t().index_select(0, ids.flatten()).view({3, 4, 8}), y = layer(ids),
                  upstream = torch::randn_like(y);
-    CHECK(difference(y, exact) < 2e-6);
-    // The layer gives lora_embedding_A no gradient for the padding index, but the reference does. A zero
-    // upstream gradient at that index makes both agree.
+    CHECK(relative_error(y, exact) < 2e-6);
+    // The embedding layer ignores the padding index in the gradient of lora_embedding_A; the reference
+    // computation does not. The upstream gradient is set to zero there, so that both give the same gradient.
     const Tensor kept = (ids != 2).to(at::kFloat).unsqueeze(-1);
     const auto gradients = torch::autograd::grad({y}, inputs, {upstream * kept});
     const auto expected = torch::autograd::grad({exact}, wide, {(upstream * kept).to(at::kDouble)});
-    for (int i = 0; i < 2; ++i) CHECK(difference(gradients[i], expected[i]) < 5e-6);
+    for (int i = 0; i < 2; ++i) CHECK(relative_error(gradients[i], expected[i]) < 5e-6);
 
     CHECK(
         at::equal(std::dynamic_pointer_cast<shoestring::nn::EmbeddingImpl>(layer->clone())->forward(ids), y));
@@ -183,7 +180,8 @@ TEST_CASE("a copy of a module is trained whole, beside its original", "[lora]") 
   const Tensor a = train();
   CHECK_FALSE(at::equal(net->head->weight, weight));
   lora::apply(*net, options("b"));
-  CHECK(at::equal(net->head->weight, weight));  // the new copy of the head starts from the original weight
+  // adapter "b" has its own copy of the head, which starts from the original weight
+  CHECK(at::equal(net->head->weight, weight));
   const Tensor b = train();
   {
     const lora::DisableAdapterGuard guard(*net);
@@ -193,12 +191,13 @@ TEST_CASE("a copy of a module is trained whole, beside its original", "[lora]") 
   CHECK(at::equal(net->forward(x), b));
   lora::set_adapter(*net, {"a"});
   CHECK(at::equal(net->forward(x), a));
-  CHECK_THROWS_WITH(lora::set_adapter(*net, {"a", "b"}),
-                    Contains("expected one with a trained copy of head, received a, b"));
+  CHECK_THROWS_WITH(
+      lora::set_adapter(*net, {"a", "b"}),
+      Contains("expected at most one adapter with a trained copy (modules_to_save) of head, received a, b"));
   CHECK_THROWS_WITH(lora::AdaptersPerRowGuard(*net, {"a", "b"}),
-                    Contains("which has a trained copy of head"));
+                    Contains("which has a trained copy (modules_to_save) of head"));
 
-  // save_model writes the base weights, whichever adapter is in use.
+  // save_model writes the base weights of the model, whichever adapter is active.
   Folder directory;
   shoestring::save_model(*net, directory.path);
   CHECK(at::equal(shoestring::load_safetensors(directory / "model.safetensors")["head.weight"], weight));
@@ -224,7 +223,8 @@ TEST_CASE("backward of a trained copy under another adapter is right or an error
     const torch::NoGradGuard no_grad;
     net->head->weight.mul_(2);
   }
-  // The second loss saves the trained weight itself for backward.
+  // Backward of `loss` must also work while adapters are disabled. The backward of `square` must raise an
+  // error: it needs the trained weight, which DisableAdapterGuard modifies in place.
   const Tensor loss = net->forward(x).sum(), square = (net->head->weight * net->head->weight).sum();
   const Tensor expected = torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true)[0];
   {

@@ -1,4 +1,5 @@
 #include "catch.h"
+#include "relative_error.h"
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/serialize.h>
@@ -34,7 +35,8 @@ Net several(const char* quantize = "none") {
   return net;
 }
 
-// Returns the layer's output in fp64: the base's output plus what each adapter adds on its own.
+// Computes a layer's output in fp64: the output of the base layer, plus the contribution of each named
+// adapter.
 Tensor exact(Linear& layer, const Tensor& x, const std::vector<std::string>& names) {
   const Tensor W = layer->dense_weight().to(at::kDouble), X = x.detach().to(at::kDouble);
   Tensor y = at::linear(X, W, layer->bias.to(at::kDouble));
@@ -50,10 +52,6 @@ Tensor exact(Linear& layer, const Tensor& x, const std::vector<std::string>& nam
   return y.detach();
 }
 
-double difference(const Tensor& received, const Tensor& expected) {
-  return ((received.detach() - expected).norm() / expected.norm()).item<double>();
-}
-
 }  // namespace
 
 TEST_CASE("adapters are used alone, added, and not at all", "[lora]") {
@@ -66,7 +64,7 @@ TEST_CASE("adapters are used alone, added, and not at all", "[lora]") {
     for (const auto& names : choices) {
       lora::set_adapter(*net, names);
       CAPTURE(quantize, names);
-      CHECK(difference(net->up(x), exact(net->up, x, names)) < 2e-6);
+      CHECK(relative_error(net->up(x), exact(net->up, x, names)) < 2e-6);
       for (auto& item : net->up->adapters) {
         const bool used = std::find(names.begin(), names.end(), item.key()) != names.end();
         for (const auto& tensor : item.value()->parameters()) CHECK(tensor.requires_grad() == used);
@@ -75,9 +73,9 @@ TEST_CASE("adapters are used alone, added, and not at all", "[lora]") {
     lora::set_adapter(*net, {"a", "c"});
     {
       const lora::DisableAdapterGuard guard(*net);
-      CHECK(difference(net->up(x), exact(net->up, x, {})) < 2e-6);
+      CHECK(relative_error(net->up(x), exact(net->up, x, {})) < 2e-6);
     }
-    CHECK(difference(net->up(x), exact(net->up, x, {"a", "c"})) < 2e-6);
+    CHECK(relative_error(net->up(x), exact(net->up, x, {"a", "c"})) < 2e-6);
   }
 }
 
@@ -97,7 +95,7 @@ TEST_CASE("gradients of several adapters are those of their sum", "[lora]") {
       wide[0], W + 2 * wide[2].mm(wide[1]) + sum * (wide[5] / sum.detach().norm(2, 1)).unsqueeze(1) - W);
   const auto expected = torch::autograd::grad({y}, wide, {upstream.to(at::kDouble)});
   const auto gradients = torch::autograd::grad({net->up(x)}, inputs, {upstream});
-  for (size_t i = 0; i < inputs.size(); ++i) CHECK(difference(gradients[i], expected[i]) < 5e-6);
+  for (size_t i = 0; i < inputs.size(); ++i) CHECK(relative_error(gradients[i], expected[i]) < 5e-6);
 }
 
 TEST_CASE("each row of the batch has an adapter of its own", "[lora]") {
@@ -107,16 +105,17 @@ TEST_CASE("each row of the batch has an adapter of its own", "[lora]") {
     {
       const lora::AdaptersPerRowGuard guard(*net, {"a", std::nullopt, "c", "b"});
       const Tensor y = net->up(x);
-      CHECK(difference(y[0], exact(net->up, x[0], {"a"})) < 2e-6);
-      CHECK(difference(y[1], exact(net->up, x[1], {})) < 2e-6);
-      CHECK(difference(y[2], exact(net->up, x[2], {"c"})) < 2e-6);
-      CHECK(difference(y[3], exact(net->up, x[3], {"b"})) < 2e-6);
-      CHECK(difference(net->up(x.select(1, 0)), y.select(1, 0)) < 2e-6);
-      CHECK_THROWS_WITH(net->up(x.narrow(0, 0, 3)),
-                        Contains("expected one for each of the 3 rows of the batch that reached a layer, "
-                                 "received 4"));
+      CHECK(relative_error(y[0], exact(net->up, x[0], {"a"})) < 2e-6);
+      CHECK(relative_error(y[1], exact(net->up, x[1], {})) < 2e-6);
+      CHECK(relative_error(y[2], exact(net->up, x[2], {"c"})) < 2e-6);
+      CHECK(relative_error(y[3], exact(net->up, x[3], {"b"})) < 2e-6);
+      CHECK(relative_error(net->up(x.select(1, 0)), y.select(1, 0)) < 2e-6);
+      CHECK_THROWS_WITH(
+          net->up(x.narrow(0, 0, 3)),
+          Contains("expected one name for each of the 3 rows of the batch that reached a layer, "
+                   "received 4"));
     }
-    CHECK(difference(net->up(x), exact(net->up, x, {"c"})) < 2e-6);
+    CHECK(relative_error(net->up(x), exact(net->up, x, {"c"})) < 2e-6);
   }
 }
 
@@ -162,7 +161,7 @@ TEST_CASE("a merge into 4 bits says what it lost", "[lora]") {
   CHECK(net->up->is_quantized());
   CHECK(report.error > 1e-3);
   CHECK(report.error < 1);
-  CHECK(difference(net->forward(x), y) < 0.3);
+  CHECK(relative_error(net->forward(x), y) < 0.3);
   lora::unmerge(*net);
   CHECK(at::equal(net->forward(x), y));
 }
@@ -193,9 +192,9 @@ TEST_CASE("adapters are deleted, cloned and saved by name", "[lora]") {
   lora::delete_adapter(*net, "b");
   CHECK(at::equal(net->forward(x), y));
   lora::delete_adapter(*net, "a");
-  CHECK(difference(net->up(x), exact(net->up, x, {"c"})) < 2e-6);
+  CHECK(relative_error(net->up(x), exact(net->up, x, {"c"})) < 2e-6);
   lora::delete_adapter(*net, "c");
-  CHECK(difference(net->up(x), exact(net->up, x, {})) < 2e-6);
+  CHECK(relative_error(net->up(x), exact(net->up, x, {})) < 2e-6);
   CHECK(net->up->children().empty());
   CHECK_THROWS_WITH(lora::delete_adapter(*net, "c"),
                     Contains("expected names of this module's adapters, none; received 'c'"));

@@ -14,7 +14,8 @@ using shoestring::AttentionOptions;
 
 namespace {
 
-// Computes causal attention with a left window, a bias and sinks. All scores are in memory, in fp64.
+// Computes the reference for causal attention with a sliding window, a bias and attention sinks: in fp64,
+// with all scores in memory.
 Tensor exact(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const Tensor& sinks,
              int64_t left) {
   const int64_t queries = q.size(2), keys = k.size(2), group = q.size(1) / k.size(1);
@@ -80,7 +81,7 @@ TEST_CASE("attention refuses what does not fit, in words", "[attention]") {
   CHECK_THROWS_WITH(shoestring::attention(q, k, k),
                     Catch::Matchers::Contains("attention: k: expected a number of heads"));
   CHECK_THROWS_WITH(shoestring::attention(q, q, q, AttentionOptions().dropout_p(0.5)),
-                    Catch::Matchers::Contains("attention: seed: expected one with dropout"));
+                    Catch::Matchers::Contains("attention: seed: expected a seed with dropout"));
 }
 
 TEST_CASE("pack_sequences fills bins with the longest first", "[attention]") {

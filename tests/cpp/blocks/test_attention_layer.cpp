@@ -22,7 +22,7 @@ nn::AttentionInput rotated(int64_t tokens, int64_t rotary_dim) {
   return nn::AttentionInput().cos(angles.cos()).sin(angles.sin());
 }
 
-// Computes the module's output with PyTorch's operators.
+// Computes the output of nn::Attention with PyTorch's operators.
 Tensor plain(const nn::Attention& module, const Tensor& x, const nn::AttentionInput& input) {
   const auto& o = module->options;
   const auto heads = [&](nn::Linear layer) {
@@ -93,7 +93,7 @@ TEST_CASE("Attention of packed sequences, and to another source", "[nn]") {
   const Tensor source = torch::randn({2, 3, 20}), queries = torch::randn({2, 5, 48});
   const auto input = nn::AttentionInput().source(source);
   CHECK(cross(queries, input).sizes() == at::IntArrayRef({2, 5, 48}));
-  // The result does not depend on the order of the keys, because this attention is not causal.
+  // Without a causal mask, cross-attention does not depend on the order of the tokens that it attends to.
   CHECK(at::allclose(cross(queries, input), cross(queries, nn::AttentionInput().source(source.flip(1))), 1e-5,
                      1e-6));
 }
@@ -166,6 +166,6 @@ TEST_CASE("Attention and GatedMLP refuse what does not fit", "[nn]") {
   CHECK_THROWS_WITH(cross(x, nn::AttentionInput().source(x)),
                     Contains("source: expected (batch, keys, 20), received [2, 5, 48]"));
   CHECK_THROWS_WITH(module(x, nn::AttentionInput().cos(table)), Contains("cos and sin: expected both"));
-  CHECK_THROWS_WITH(module(x, rotated(5, 12).source(x)), Contains("cos: expected none with a source"));
+  CHECK_THROWS_WITH(module(x, rotated(5, 12).source(x)), Contains("cos: expected no table with a source"));
   CHECK_THROWS_WITH(nn::GatedMLP(20, 28)->forward(x), Contains("x: expected (..., 20), received [2, 5, 48]"));
 }

@@ -49,7 +49,7 @@ TEST_CASE("safetensors refuses bad and hostile files in words", "[safetensors]")
       {file(R"({"a":{"shape":{}}})", 0), "tensor \"a\": shape: unexpected an object"},
       {file(R"({"a":{"shape":null}})", 0), "tensor \"a\": shape: unexpected null"},
       {file("{" + tensor("a", "F4", "[2]", "[0,1]") + "}", 1),
-       "tensor \"a\": dtype: PyTorch has none that is \"F4\""},
+       "tensor \"a\": dtype: PyTorch has no dtype \"F4\""},
       {file("{" + tensor("a", "F32", "[-2]", "[0,8]") + "}", 8), "tensor \"a\": shape: unexpected -2"},
       {file("{" + tensor("a", "F32", "[2.0]", "[0,8]") + "}", 8), "tensor \"a\": shape: unexpected \"2.0\""},
       {file("{" + tensor("a", "F32", "[9223372036854775808]", "[0,8]") + "}", 8),

@@ -1,4 +1,5 @@
 #include "catch.h"
+#include "relative_error.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -11,7 +12,7 @@ using shoestring::LinearCrossEntropyStats;
 
 namespace {
 
-// Computes the loss and its statistics from the full logits in memory.
+// Computes the loss and its statistics as a reference, with all logits in memory.
 LinearCrossEntropyStats reference(const Tensor& hidden, const Tensor& weight, Tensor target,
                                   const Tensor& bias, const LinearCrossEntropyOptions& options) {
   Tensor logits = options.logit_scale() * at::linear(hidden, weight, bias);
@@ -48,11 +49,8 @@ LinearCrossEntropyStats reference(const Tensor& hidden, const Tensor& weight, Te
   return out;
 }
 
-double error(const Tensor& a, const Tensor& b) {
-  return (a.to(at::kDouble) - b).norm().item<double>() / (b.norm().item<double>() + 1e-30);
-}
-
-// Holds random inputs for one set of options, and the same inputs and their exact results in fp64.
+// Random inputs for one set of options, as leaves of the tested dtype and of fp64, and the exact results in
+// fp64.
 struct Case {
   Case(at::IntArrayRef tokens, int64_t features, int64_t vocab, const LinearCrossEntropyOptions& options,
        at::ScalarType dtype)
@@ -70,21 +68,21 @@ struct Case {
     exact = reference(exact_leaves[0], exact_leaves[1], target, exact_leaves[2], options);
   }
 
-  // Checks an output and its gradients against the exact ones in fp64.
+  // Compares an output and its gradients with the exact output and gradients in fp64.
   void check(const Tensor& output, const Tensor& expected, double tolerance,
              double gradient_tolerance) const {
     REQUIRE(output.sizes() == expected.sizes());
-    CHECK(error(output, expected) < tolerance);
+    CHECK(relative_error(output, expected) < tolerance);
     const Tensor upstream = at::randn_like(output);
     const auto gradients = torch::autograd::grad({output}, leaves, {upstream}, /*retain_graph=*/true);
     const auto truth =
         torch::autograd::grad({expected}, exact_leaves, {upstream.to(at::kDouble)}, /*retain_graph=*/true);
-    for (int i = 0; i < 3; ++i) CHECK(error(gradients[i], truth[i]) < gradient_tolerance);
+    for (int i = 0; i < 3; ++i) CHECK(relative_error(gradients[i], truth[i]) < gradient_tolerance);
   }
 
   LinearCrossEntropyOptions options;
   Tensor target;
-  std::vector<Tensor> leaves, exact_leaves;  // hidden, weight and bias
+  std::vector<Tensor> leaves, exact_leaves;  // each list holds hidden, weight and bias, in this order
   LinearCrossEntropyStats exact;
 };
 
@@ -120,8 +118,8 @@ TEST_CASE("linear_cross_entropy agrees with fp64 on every capability", "[linear_
 
 TEST_CASE("linear_cross_entropy has every option, and statistics with gradients of their own",
           "[linear_cross_entropy]") {
-  // On the CPU, 4103 classes exceed the block in which sums are folded. On a GPU they are several tiles of
-  // one thread block.
+  // The CPU sums over blocks of classes, and a thread block on a GPU computes tiles of classes. 4103 classes
+  // are more than one block and several tiles.
   constexpr int64_t kVocab = 4103;
   Tensor class_weights = at::rand({kVocab}, at::kDouble), token_weights = at::rand({3, 5}, at::kDouble) + 0.1;
   class_weights.slice(0, 0, kVocab, 3).zero_();
@@ -168,10 +166,10 @@ TEST_CASE("linear_cross_entropy has quantised heads with LoRA", "[linear_cross_e
     for (const Tensor& t : {hidden, low, up}) leaves.push_back(t.detach().to(at::kDouble).requires_grad_());
     const Tensor logits = at::linear(leaves[0], dense.to(at::kDouble)) + at::linear(leaves[1], leaves[2]);
     const Tensor exact = at::cross_entropy_loss(logits, target);
-    CHECK(error(loss.detach(), exact.detach()) < 1e-6);
+    CHECK(relative_error(loss.detach(), exact.detach()) < 1e-6);
     const auto ours = torch::autograd::grad({loss}, {hidden, low, up}),
                theirs = torch::autograd::grad({exact}, leaves);
-    for (int i = 0; i < 3; ++i) CHECK(error(ours[i], theirs[i]) < 2e-6);
+    for (int i = 0; i < 3; ++i) CHECK(relative_error(ours[i], theirs[i]) < 2e-6);
   }
 }
 

@@ -1,5 +1,5 @@
-// Tests the vocabulary-parallel loss against linear_cross_entropy with all classes. Each shard of the classes
-// runs in a thread that stands for a process.
+// Compares the vocabulary-parallel loss with linear_cross_entropy over all classes. The loss of each shard of
+// the classes is computed in a thread of its own, which stands for a process.
 
 #include <ATen/ATen.h>
 #include <shoestring/ops.h>
@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "catch.h"
+#include "relative_error.h"
 
 using at::Tensor;
 using shoestring::LinearCrossEntropyOptions;
@@ -23,14 +24,11 @@ using shoestring::VocabParallelOptions;
 
 namespace {
 
-constexpr int64_t kTokens = 13, kFeatures = 24, kVocab = 61, kFirst = 25;  // two shards, of 25 and 36 classes
+// the classes are divided into two shards, of 25 and 36 classes
+constexpr int64_t kTokens = 13, kFeatures = 24, kVocab = 61, kFirst = 25;
 
-double error(const Tensor& a, const Tensor& b) {
-  return (a.to(at::kDouble) - b).norm().item<double>() / b.norm().item<double>();
-}
-
-// An all-reduce between two threads: each thread waits for the other's tensor. Outside the all-reduce only
-// the thread that holds `turn` runs, because the emulator runs one kernel at a time.
+// An all-reduce between two threads: each thread waits for the other thread's tensor. Outside the all-reduce,
+// only the thread that holds `turn` runs, because the emulator runs one kernel at a time.
 class Meeting {
  public:
   std::unique_lock<std::mutex> begin_turn() { return std::unique_lock(mutex_); }
@@ -61,7 +59,7 @@ struct Leaves {
     target = at::randint(kVocab, {kTokens}, at::kLong);
     target[3] = -100;
   }
-  // Returns the shard of the classes [first, first + count). All its tensors require gradients.
+  // Returns the inputs for a shard with the classes [first, first + count). All of them require gradients.
   Leaves shard(int64_t first, int64_t count) const {
     Leaves part = *this;
     for (Tensor* t : {&part.weight, &part.bias, &part.lora_B}) *t = t->narrow(0, first, count);
@@ -126,14 +124,15 @@ TEST_CASE("linear_cross_entropy over processes that share the classes", "[vocab_
   const double bound = dtype == at::kDouble ? 1e-12 : 2e-6;
   for (int rank = 0; rank < 2; ++rank) {
     if (failed[rank]) std::rethrow_exception(failed[rank]);
-    CHECK(error(loss[rank], expected) < bound);
+    CHECK(relative_error(loss[rank], expected) < bound);
     const int64_t count = first[rank + 1] - first[rank];
     for (int i = 0; i < 5; ++i) {
       CAPTURE(rank, i);
-      const bool shared = i == 0 || i == 3;  // hidden and lora_A are not sharded
+      // hidden and lora_A are not sharded; every process has all of them
+      const bool shared = i == 0 || i == 3;
       const Tensor mine =
           shared ? expected_gradients[i] : expected_gradients[i].narrow(0, first[rank], count);
-      CHECK(error(gradients[rank][i], mine) < bound);
+      CHECK(relative_error(gradients[rank][i], mine) < bound);
     }
   }
   CHECK(at::equal(loss[0], loss[1]));
@@ -154,12 +153,12 @@ TEST_CASE("linear_cross_entropy_shard: the parts make the whole", "[vocab_parall
     at_target = at_target + part.target_logit;
   }
   const Tensor loss = (total - at_target).masked_fill(counted.logical_not(), 0);
-  CHECK(error(loss, stats.token_loss) < 1e-13);
+  CHECK(relative_error(loss, stats.token_loss) < 1e-13);
   const auto gradient = [&](const Tensor& of) {
     return torch::autograd::grad({of.sum()}, {whole.hidden, whole.weight, whole.bias});
   };
   const auto ours = gradient(loss), expected = gradient(stats.token_loss);
-  for (int i = 0; i < 3; ++i) CHECK(error(ours[i], expected[i]) < 1e-12);
+  for (int i = 0; i < 3; ++i) CHECK(relative_error(ours[i], expected[i]) < 1e-12);
 }
 
 TEST_CASE("vocab_parallel_linear_cross_entropy refuses a target that is nobody's", "[vocab_parallel]") {

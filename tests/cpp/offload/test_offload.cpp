@@ -1,5 +1,5 @@
-// Tests optimizers with state in host memory or on a disk: results must not depend on the timing or splitting
-// of transfers.
+// Tests optimizers whose state is in host memory or in a file on disk. The results must not depend on how
+// long transfers take, or how they are split.
 
 #include "catch.h"
 
@@ -13,7 +13,7 @@
 
 #include "child.h"
 #include "folder.h"
-#include "offload/disturb.h"
+#include "offload/disturbed.h"
 #include "offload/state.h"
 #include "optim/optimizers.h"
 
@@ -24,11 +24,6 @@ using shoestring::offload::Offload;
 using shoestring::offload::State;
 
 namespace {
-
-struct Disturbed {
-  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
-  ~Disturbed() { shoestring::offload::io::disturb({}); }
-};
 
 Groups groups_of(const std::vector<Tensor>& p) { return {{{p[2], p[0]}}, {{p[1], p[3]}}}; }
 
@@ -112,8 +107,9 @@ TEST_CASE("sums of micro-batches and steps within backward, offloaded", "[offloa
   for (const bool in_backward : {false, true}) {
     for (const std::string place : {std::string("cpu"), std::string("stream"), "nvme:" + folder.path}) {
       CAPTURE(in_backward, place);
-      // Offload to "cpu" clips by the norm of all gradients. In steps within backward the other places clip
-      // by the norm of the previous step.
+      // With offload to "cpu", gradients are clipped by the norm of all gradients of the step. With offload
+      // to "stream" or to a file, and with step_in_backward, they are clipped by the norm of the previous
+      // step's gradients.
       const bool exact = place == "cpu";
       const auto device = parameters(), offloaded = parameters();
       AdEMAMix one(groups_of(device)), other(groups_of(offloaded));
@@ -143,8 +139,8 @@ TEST_CASE("sums of micro-batches and steps within backward, offloaded", "[offloa
 
 TEST_CASE("a step that fails can be repeated, with its own gradients alone", "[offload]") {
   const Folder folder;
-  // The step fails after this many reads and writes. Its two groups have 4 parts, and some parts take 8
-  // transfers.
+  // The step fails after `after` reads and writes of the swap file. It needs more of them than the largest
+  // value of `after`.
   for (const int after : {0, 3, 6, 9, 14}) {
     CAPTURE(after);
     const auto device = parameters(), offloaded = parameters();
@@ -259,7 +255,7 @@ TEST_CASE("after a backward that failed another one goes on, or says what to loa
         const std::string saved = archived(opt);
         {
           const auto sums = in_sums ? opt.accumulate() : nullptr;
-          // Backward visits the failing function last, because it was recorded first.
+          // The backward of the autograd function Failing runs last, because its forward ran first.
           const Tensor head = Failing::apply(params[0].clone()).sum();
           CHECK_THROWS_WITH((head + loss_of(params, 1)).backward(), Contains("no gradient"));
         }
@@ -299,12 +295,13 @@ TEST_CASE("a forked child drops an optimizer whose state is offloaded, and canno
     const Disturbed slow({.max_delay_us = 2000});
     for (int i = 0; i < 4; ++i) {
       loss_of(params, i).backward();
-      const int status = in_child([&] {  // forks while transfers are running
+      // the process forks while transfers of the optimizer state are in progress
+      const int status = in_child([&] {
         int refused = 0;
         try {
           opt->step();
         } catch (const c10::Error& error) {
-          refused += std::string(error.what()).find("offload: expected the process") != std::string::npos;
+          refused += std::string(error.what()).find("offload: expected process") != std::string::npos;
         }
         opt.reset();
         return refused == 1 ? 0 : 2;
@@ -367,7 +364,7 @@ TEST_CASE("chunks of state are what was put, in any order", "[offload]") {
     for (const bool splits : {false, true}) {
       CAPTURE(place, splits);
       const auto offload = c10::make_intrusive<Offload>("test", place, c10::Device(c10::kCPU));
-      // Each block has 2 KiB of state and a scale, so a chunk has 4096 blocks.
+      // A block consists of 2 KiB of state and a scale, so a chunk holds 4096 blocks.
       State state(offload, {at::kFloat, at::kFloat}, {512, 1}, blocks, splits);
       const auto all = state.chunks(0, std::ssize(blocks));
       CHECK(all.size() == 4);
@@ -387,9 +384,10 @@ TEST_CASE("chunks of state are what was put, in any order", "[offload]") {
       for (int step = 0; step < 5; ++step) {
         auto order = all;
         std::shuffle(order.begin(), order.end(), random);
-        // The chunks that are read ahead may differ from the chunks that are taken.
+        // `plan` is the order in which chunks are read ahead. In odd steps, take() is called in another
+        // order.
         const auto plan = step % 2 == 0 ? order : all;
-        // Take two of the chunks a second time.
+        // In even steps, the loop below takes and updates the first two chunks again after the last chunk.
         if (step % 2 == 0) order.insert(order.end(), order.begin(), order.begin() + 2);
         state.start(plan);
         for (const int64_t chunk : order) {

@@ -1,5 +1,5 @@
-// Tests optimizer steps on the CPU for parameters on a device: gradients are copied to host memory, and
-// weights are copied back while backward runs.
+// Tests optimizers that step on the CPU while the parameters are on a device. Gradients are copied to host
+// memory, and new weights are copied back while backward runs.
 
 #include "catch.h"
 
@@ -11,7 +11,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "offload/disturb.h"
+#include "offload/disturbed.h"
 #include "optim/optimizers.h"
 
 using at::Tensor;
@@ -20,12 +20,7 @@ using namespace shoestring::optim;
 
 namespace {
 
-struct Disturbed {
-  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
-  ~Disturbed() { shoestring::offload::io::disturb({}); }
-};
-
-// Returns parameters of which three are larger than a bucket of 8 MiB, and two are small.
+// Returns five parameters: three are larger than a bucket of 8 MiB, and two are small.
 std::vector<Tensor> large(int64_t seed = 3) {
   at::manual_seed(static_cast<uint64_t>(seed));
   std::vector<Tensor> params;
@@ -40,7 +35,8 @@ Tensor loss_of(const std::vector<Tensor>& params, double scale) {
   return loss;
 }
 
-// An identity function whose backward waits until `ready` returns true, and records whether that happened.
+// An identity function whose backward waits until `ready` returns true; `came` records whether `ready`
+// returned true in time.
 struct WaitFor : torch::autograd::Function<WaitFor> {
   static inline std::function<bool()> ready;
   static inline bool came = false;
@@ -62,7 +58,7 @@ TEST_CASE("buckets are stepped before backward has ended", "[offload]") {
   opt.set_offload("cpu");
   opt.set_step_in_backward(true);
   const auto before = params[4].detach().clone();
-  // The gradients of params[0] to params[3] wait until the weights of params[4] have changed.
+  // Backward computes the gradients of params[0] to params[3] only after the optimizer has changed params[4].
   WaitFor::ready = [&] { return !at::equal(params[4].detach(), before); };
   WaitFor::came = false;
   const Tensor others = WaitFor::apply(loss_of({params[0], params[1], params[2], params[3]}, 1));

@@ -1,4 +1,5 @@
-// Tests the layers below offloaded optimizers: swap files, and the allocator of host memory.
+// Tests the two classes that store offloaded optimizer state: SwapFile for a disk, and HostMemory, the
+// allocator of host memory.
 
 #include "catch.h"
 
@@ -20,7 +21,7 @@
 
 #include "child.h"
 #include "folder.h"
-#include "offload/disturb.h"
+#include "offload/disturbed.h"
 #include "offload/host_memory.h"
 #include "offload/swap_file.h"
 
@@ -34,11 +35,6 @@ namespace {
 constexpr int64_t kPage = SwapFile::kAlignment;
 const c10::Device kHost(c10::kCPU);
 
-struct Disturbed {
-  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
-  ~Disturbed() { shoestring::offload::io::disturb({}); }
-};
-
 at::Tensor random_bytes(HostMemory& memory, int64_t size, uint64_t seed) {
   at::Tensor bytes = memory.empty({size}, at::kByte);
   std::mt19937_64 random(seed);
@@ -49,7 +45,8 @@ at::Tensor random_bytes(HostMemory& memory, int64_t size, uint64_t seed) {
   return bytes;
 }
 
-// Writes and reads random extents, many at a time, and compares them with a copy in memory.
+// Writes and reads random extents of a swap file, with many transfers in flight, and compares the data with a
+// copy in memory.
 void shadow(SwapFile& file, uint64_t seed) {
   constexpr int64_t kPages = 64;
   HostMemory memory("test", kHost);
@@ -59,7 +56,7 @@ void shadow(SwapFile& file, uint64_t seed) {
   const at::Tensor zeros = memory.empty({kPages * kPage}, at::kByte).zero_();
   file.wait(file.write(base, zeros.data_ptr(), zeros.numel()));
   for (int round = 0; round < 6; ++round) {
-    // Tickets of writes to parts that do not overlap.
+    // Writes in flight to parts of the file that do not overlap, and the tensors that they write.
     std::vector<std::pair<SwapFile::Ticket, at::Tensor>> writes;
     for (int64_t page = 0; page < kPages;) {
       const auto pages = std::min<int64_t>(kPages - page, 1 + random() % 9);
@@ -77,7 +74,7 @@ void shadow(SwapFile& file, uint64_t seed) {
       at::Tensor bytes;
     };
     std::vector<Read> reads;
-    for (int i = 0; i < 80; ++i) {  // more reads than the ring takes at a time
+    for (int i = 0; i < 80; ++i) {  // more reads than io_uring's ring holds at a time
       const auto page = static_cast<int64_t>(random() % kPages);
       const auto pages = 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(kPages - page));
       at::Tensor bytes = memory.empty({pages * kPage}, at::kByte);
@@ -112,7 +109,8 @@ TEST_CASE("a swap file is memory, with either back end, and whatever transfers d
   }
 }
 
-// CI's kernel allows io_uring. Without this test, every machine could silently use the fallback.
+// The kernel of the CI machines allows io_uring. Without this test, a bug could silently make every machine
+// use the slower fallback, a thread pool.
 TEST_CASE("io_uring is used where the kernel allows it", "[offload]") {
   const Folder folder;
   char allowed = '2';
@@ -147,7 +145,8 @@ TEST_CASE("several threads share a swap file", "[offload]") {
     }
     for (std::thread& thread : threads) thread.join();
     CHECK(bad == 0);
-    CHECK(file.size() <= 32 * kPage);  // extents are reused; without reuse the file would have some 300 pages
+    // freed extents are reused; without reuse the file would have about 300 pages
+    CHECK(file.size() <= 32 * kPage);
   }
 }
 
@@ -210,7 +209,8 @@ TEST_CASE("a disk that is full is said before anything is written, and grows wit
     CHECK_THROWS_WITH(file.allocate(1 << 20),
                       Contains("expected room for 1048576 bytes on the disk, received 524288 free"));
     file.free(at, 1 << 19);
-    CHECK(file.allocate(1 << 20) == 0);  // the free extent at the end of the file is extended
+    // the free extent at the end of the file is reused, and the file grows behind it
+    CHECK(file.allocate(1 << 20) == 0);
     CHECK(file.size() == 1 << 20);
     const at::Tensor a = random_bytes(memory, 1 << 20, 5), b = memory.empty({1 << 20}, at::kByte);
     file.wait(file.write(0, a.data_ptr(), a.numel()));
@@ -242,7 +242,8 @@ TEST_CASE("space is reserved before it is allocated, also where the file system 
     other.reserve(1 << 18);
     struct stat info{};
     REQUIRE(::fstat(other.descriptor(), &info) == 0);
-    CHECK(info.st_blocks * 512 == 1 << 18);  // the file is not sparse
+    // all blocks of the file are allocated on the disk: the file is not sparse
+    CHECK(info.st_blocks * 512 == 1 << 18);
   }
   ::umount(folder.path.c_str());
 }
@@ -278,7 +279,7 @@ TEST_CASE("a forked child drops a swap file, and cannot use it", "[offload]") {
     const Disturbed slow({.max_delay_us = 3000});
     for (int i = 0; i < 8; ++i) {
       const auto ticket = file->write(at, out.data_ptr(), size);
-      const int status = in_child([&] {  // forks while the write is running
+      const int status = in_child([&] {  // the process forks while the write is in progress
         int refused = 0;
         const auto refuses = [&](auto&& use) {
           try {
@@ -311,14 +312,15 @@ TEST_CASE("host memory is exact, and used again", "[offload]") {
   CHECK(memory.bytes() == 10 * kPage);
   CHECK(a.sum().item<int64_t>() == 0);
   CHECK_FALSE(memory.is_pinned());
-  at::Tensor b = memory.empty({7, 1024}, at::kFloat);  // 7 pages, exactly the space that is left in the slab
+  // this tensor takes 7 pages, exactly the space that is left in the slab (memory block) of the allocator
+  at::Tensor b = memory.empty({7, 1024}, at::kFloat);
   CHECK(memory.bytes() == 10 * kPage);
   for (const at::Tensor& t : {a, b}) CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % kPage == 0);
   b.fill_(1);
   const at::Tensor view = a.narrow(0, 5, 7);
   void* first = a.data_ptr();
   a = at::Tensor();
-  // The view still holds the memory of `a`, so the new tensor needs another slab.
+  // A view still holds the memory of the former tensor `a`, so a new tensor needs another slab.
   CHECK(memory.empty({kPage}, at::kByte).data_ptr() != first);
   CHECK(memory.bytes() == 11 * kPage);
   memory.trim();

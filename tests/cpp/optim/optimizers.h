@@ -1,6 +1,6 @@
 #pragma once
 
-// Helpers for the tests of the optimizers.
+// Helpers for the tests of all optimizers.
 
 #include <functional>
 #include <memory>
@@ -15,7 +15,8 @@
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-// Returns parameters whose sizes cover a partial register, a partial block, several blocks and no elements.
+// Returns four parameters. The first has fewer elements than a SIMD register, and the last has none. The
+// second fills one quantisation block and a part of another one; the third has many blocks.
 inline std::vector<at::Tensor> parameters(at::ScalarType dtype = at::kFloat) {
   at::manual_seed(3);
   std::vector<at::Tensor> params;
@@ -23,7 +24,7 @@ inline std::vector<at::Tensor> parameters(at::ScalarType dtype = at::kFloat) {
   return params;
 }
 
-// Returns the same parameters as matrices.
+// Returns the tensors of parameters() as matrices.
 inline std::vector<at::Tensor> matrices(at::ScalarType dtype = at::kFloat) {
   std::vector<at::Tensor> params;
   for (const at::Tensor& p : parameters()) {
@@ -43,6 +44,17 @@ inline void train(torch::optim::Optimizer& opt, const std::vector<at::Tensor>& p
     opt.step();
   }
 }
+
+inline std::vector<at::Tensor> clones(const std::vector<at::Tensor>& params) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& p : params) all.push_back(p.detach().clone());
+  return all;
+}
+
+inline at::Tensor number(double x) { return at::full({}, x, at::kFloat); }
+
+// Splits the four parameters of parameters() or matrices() into two groups.
+inline Groups two_groups(const std::vector<at::Tensor>& p) { return {{{p[0], p[1]}}, {{p[2], p[3]}}}; }
 
 inline void copy(const std::vector<at::Tensor>& from, const std::vector<at::Tensor>& to) {
   for (size_t i = 0; i < from.size(); ++i) to[i].detach().copy_(from[i].detach());
@@ -73,8 +85,8 @@ inline void load_archive(torch::optim::Optimizer& opt, const std::string& bytes)
   opt.load(in);
 }
 
-// Makes an optimizer with options that all differ from the defaults, and one of the same class with the
-// defaults.
+// Builds optimizers of one class: one with options that all differ from their defaults, and one with default
+// options.
 struct RuleCase {
   using Make = std::function<std::unique_ptr<shoestring::optim::LowMemoryOptimizer>(const Groups&)>;
   std::string name;

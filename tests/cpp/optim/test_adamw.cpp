@@ -71,7 +71,7 @@ TEST_CASE("adamw with 8-bit state follows fp32 state", "[adamw]") {
   const auto& state = state_of(opt, params[2]);
   CHECK(state["exp_avg"].scalar_type() == at::kByte);
   CHECK(state["exp_avg_scale"].numel() == (5000 + 255) / 256);
-  // The codes of all parameters in a group share one allocation.
+  // The moments' codes of all parameters in a group share one allocation.
   CHECK(state["exp_avg"].storage().nbytes() == 256 * (1 + 2 + 20));
 }
 
@@ -82,8 +82,9 @@ TEST_CASE("adamw clips to the norm of all groups' gradients and leaves them alon
   };
   AdamW opt(groups(clipped)), other(groups(plain));
   opt.set_max_grad_norm(0.5);
-  for (double size : {1.0, 1e-4}) {  // the gradients are clipped in the first pass only
-    for (int i : {0, 1, 3}) {        // params[2] has no gradient
+  // gradients of 1.0 have a norm above max_grad_norm and are clipped; gradients of 1e-4 are not
+  for (double size : {1.0, 1e-4}) {
+    for (int i : {0, 1, 3}) {  // params[2] has no gradient in this test
       clipped[i].mutable_grad() = at::full_like(clipped[i], size);
       plain[i].mutable_grad() = clipped[i].grad() * std::min(1.0, 0.5 / (size * std::sqrt(301.0) + 1e-6));
     }
@@ -114,7 +115,7 @@ TEST_CASE("adamw: groups, closures, schedules and parameters without a gradient"
     return sum;
   });
   CHECK(loss.item<float>() > 0);
-  CHECK(at::equal(params[2], still));  // this group's lr is 0
+  CHECK(at::equal(params[2], still));  // params[2] does not change, because its group has lr = 0
   CHECK(at::equal(params[0], first));
   CHECK(opt.state().count(params[0].unsafeGetTensorImpl()) == 0);
 
@@ -122,8 +123,8 @@ TEST_CASE("adamw: groups, closures, schedules and parameters without a gradient"
   params[0].mutable_grad() = at::ones({1});
   params[1].mutable_grad() = Tensor();
   opt.param_groups()[0].options().set_lr(0.5);
-  // params[0] now has a gradient for the first time. The group's state moves to a larger allocation, with the
-  // old values.
+  // params[0] gets its first gradient. The state of its group moves to a larger allocation, which must keep
+  // the state of params[1].
   opt.step();
   CHECK(at::equal(state_of(opt, params[1])["exp_avg"], codes));
   CHECK(state_of(opt, params[1])["step"].item<float>() == 1);
@@ -146,10 +147,10 @@ TEST_CASE("adamw refuses what does not fit, and changes nothing", "[adamw]") {
   CHECK_THROWS_WITH(AdamW(params, AdamWOptions().min_quantize_size(-1)),
                     Contains("AdamW: min_quantize_size: expected a whole number of at least 0, received -1"));
   CHECK_THROWS_WITH(AdamW({params[0], params[1], params[0]}),
-                    Contains("AdamW: params[2]: expected each parameter once, received one again"));
+                    Contains("AdamW: params[2]: expected each parameter once, received a duplicate"));
   CHECK_THROWS_WITH(
       AdamW(parameters(at::kHalf), AdamWOptions().weights("remainder")),
-      Contains("AdamW: params[0]: expected bf16 (or fp32, which it leaves as they are) with weights="));
+      Contains("AdamW: params[0]: expected bf16 (or fp32, on which the option has no effect) with weights="));
 
   Tensor wide = at::zeros({3}, at::kDouble).requires_grad_();
   CHECK_THROWS_WITH(AdamW({params[0], wide}),

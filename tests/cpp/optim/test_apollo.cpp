@@ -1,5 +1,5 @@
-// Tests APOLLO's behaviour. tests/python/optim/test_optimizer_files.py compares its numbers with those of
-// Python.
+// Tests the behaviour of the optimizer APOLLO. Whether its results equal those of Python is tested in
+// tests/python/optim/test_optimizer_files.py.
 
 #include "catch.h"
 
@@ -15,13 +15,7 @@ using namespace shoestring::optim;
 
 namespace {
 
-APOLLOOptions rank_8() { return APOLLOOptions().rank(8).update_proj_gap(3).scale(0.5); }
-
-std::vector<Tensor> clones(const std::vector<Tensor>& params) {
-  std::vector<Tensor> all;
-  for (const Tensor& p : params) all.push_back(p.detach().clone());
-  return all;
-}
+APOLLOOptions apollo_of_rank_8() { return APOLLOOptions().rank(8).update_proj_gap(3).scale(0.5); }
 
 }  // namespace
 
@@ -32,14 +26,14 @@ TEST_CASE("APOLLO scales gradients, by channel or as a whole, and lets their nor
       const auto params = low_rank_parameters();
       const double lr = 0.01, decay = 0.2, clip = 5;
       APOLLO<AdamW> opt(params, AdamWOptions(lr).weight_decay(decay).state("fp32").maximize(maximize),
-                        mini ? APOLLOOptions::mini() : rank_8());
+                        mini ? APOLLOOptions::mini() : apollo_of_rank_8());
       opt.set_max_grad_norm(clip);
       int limited = 0;
       const double scale = mini ? std::sqrt(128.0) : 0.5;
       std::vector<double> last(params.size());
       for (int step = 0; step < 5; ++step) {
         const auto before = clones(params);
-        // From step 2 on the gradients stay the same, so that the update grows.
+        // From step 2 on, all steps have the same gradients, so that the norm of the update grows.
         new_gradients(params, std::min(step, 2));
         opt.step();
         double squares = 0;
@@ -70,7 +64,7 @@ TEST_CASE("APOLLO scales gradients, by channel or as a whole, and lets their nor
 TEST_CASE("APOLLO: what is not projected steps as by the base alone, with its state; the rest has little",
           "[apollo]") {
   const auto ours = low_rank_parameters(at::kBFloat16), theirs = low_rank_parameters(at::kBFloat16);
-  APOLLO<AdamW> a(ours, AdamWOptions(0.01), rank_8());
+  APOLLO<AdamW> a(ours, AdamWOptions(0.01), apollo_of_rank_8());
   AdamW b(theirs, AdamWOptions(0.01));
   train(a, ours, 0, 5);
   train(b, theirs, 0, 5);
@@ -92,8 +86,9 @@ TEST_CASE("APOLLO resumes bit for bit from an archive", "[apollo]") {
       for (const bool mini : {false, true}) {
         CAPTURE(dtype, state, mini);
         const auto make = [&](const std::vector<Tensor>& params, const AdamWOptions& options, int64_t seed) {
-          return APOLLO<AdamW>(params, options,
-                               (mini ? APOLLOOptions::mini() : rank_8()).update_proj_gap(3).seed(seed));
+          return APOLLO<AdamW>(
+              params, options,
+              (mini ? APOLLOOptions::mini() : apollo_of_rank_8()).update_proj_gap(3).seed(seed));
         };
         const auto through = low_rank_parameters(dtype), resumed = low_rank_parameters(dtype);
         auto opt = make(through, AdamWOptions(3e-3).weight_decay(0.1).state(state), 4);
@@ -114,7 +109,7 @@ TEST_CASE("APOLLO resumes bit for bit from an archive", "[apollo]") {
 
 TEST_CASE("APOLLO: a parameter without a gradient, and one that is zero", "[apollo]") {
   const auto params = low_rank_parameters();
-  APOLLO<AdamW> opt(params, AdamWOptions(0.1).weight_decay(0), rank_8());
+  APOLLO<AdamW> opt(params, AdamWOptions(0.1).weight_decay(0), apollo_of_rank_8());
   const auto before = clones(params);
   params[1].mutable_grad() = at::zeros_like(params[1]);
   opt.step();
@@ -136,7 +131,8 @@ TEST_CASE("APOLLO refuses what does not fit", "[apollo]") {
                     Contains("APOLLO: weight_decay: expected 0 with SGD, where it is an L2 penalty"));
   CHECK_THROWS_WITH(APOLLO<AdamW>(params, AdamWOptions().weights("stochastic")),
                     Contains("APOLLO: weights: expected \"plain\" (or no rank), received \"stochastic\""));
-  APOLLO<AdamW> opt(params, {}, rank_8()), mini(params, {}, rank_8().scale_type("tensor"));
+  APOLLO<AdamW> opt(params, {}, apollo_of_rank_8()),
+      mini(params, {}, apollo_of_rank_8().scale_type("tensor"));
   GaLore<AdamW> galore(params, {}, GaLoreOptions().rank(8));
   train(opt, params, 0, 1);
   CHECK_THROWS_WITH(

@@ -16,7 +16,7 @@ using namespace shoestring::optim;
 
 namespace {
 
-GaLoreOptions rank_8() { return GaLoreOptions().rank(8).update_proj_gap(3).scale(0.5); }
+GaLoreOptions galore_of_rank_8() { return GaLoreOptions().rank(8).update_proj_gap(3).scale(0.5); }
 
 }  // namespace
 
@@ -28,7 +28,7 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
       const double lr = 0.01, decay = 0.2, clip = 5;
       GaLore<AdamW> opt(params,
                         AdamWOptions(lr).weight_decay(decay).eps(1e-4).state("fp32").maximize(maximize),
-                        rank_8().projection(side));
+                        galore_of_rank_8().projection(side));
       opt.set_max_grad_norm(clip);
       std::vector<Tensor> exact, last(params.size());
       std::vector<Adam64> adams(params.size());
@@ -57,7 +57,8 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
           const Tensor matrix = g.flatten(1);
           const bool left = basis.size(0) == matrix.size(0) &&
                             (std::string(side) != "right" || matrix.size(0) == matrix.size(1));
-          // The optimizer has computed a new projection.
+          // If this step has changed the basis of the projection, compare the new basis with an SVD of the
+          // gradient.
           if (!last[i].defined() || !at::equal(basis, last[i])) {
             const auto [u, s, vh] = at::linalg_svd(matrix, false);
             const double captured =
@@ -97,14 +98,15 @@ TEST_CASE("GaLore: full rank is the dense step", "[galore]") {
 TEST_CASE("GaLore: what is not projected steps as by the base alone, with its state; the rest has little",
           "[galore]") {
   auto ours = low_rank_parameters(at::kBFloat16), theirs = low_rank_parameters(at::kBFloat16);
-  GaLore<Lion> a(ours, LionOptions(0.01), rank_8());
+  GaLore<Lion> a(ours, LionOptions(0.01), galore_of_rank_8());
   Lion b(theirs, LionOptions(0.01));
   train(a, ours, 0, 5);
   train(b, theirs, 0, 5);
   for (size_t i = 0; i < ours.size(); ++i) CHECK((at::equal(ours[i], theirs[i]) == (i >= kProjected)));
   CHECK(a.projection(ours[1]).sizes() == at::IntArrayRef({24, 8}));
   CHECK(a.projection(ours[1]).scalar_type() == at::kBFloat16);
-  // Between steps the virtual low-rank parameters keep their shapes but have no memory.
+  // Between steps, the low-rank parameters of GaLore's base optimizer keep their shapes but occupy at most 4
+  // bytes each.
   const auto& low = a.base().param_groups()[1].params();
   REQUIRE(low.size() == kProjected);
   CHECK(low[1].sizes() == at::IntArrayRef({40, 8}));
@@ -114,7 +116,7 @@ TEST_CASE("GaLore: what is not projected steps as by the base alone, with its st
 TEST_CASE("GaLore rounds 16-bit weights once", "[galore]") {
   auto params = low_rank_parameters(at::kBFloat16), wide = low_rank_parameters();
   const auto options = AdamWOptions(0.01).weight_decay(0.3).eps(1e-4).state("fp32");
-  GaLore<AdamW> opt(params, options, rank_8().scale(1));
+  GaLore<AdamW> opt(params, options, galore_of_rank_8().scale(1));
   std::vector<Tensor> before;
   for (const Tensor& p : params) before.push_back(p.detach().to(at::kDouble));
   train(opt, params, 0, 1);
@@ -135,7 +137,8 @@ TEST_CASE("GaLore resumes bit for bit from an archive", "[galore]") {
     for (const char* state : {"8bit", "fp32"}) {
       CAPTURE(dtype, state);
       auto through = low_rank_parameters(dtype), resumed = low_rank_parameters(dtype);
-      GaLore<AdamW> opt(through, AdamWOptions(3e-3).weight_decay(0.1).state(state), rank_8().seed(4));
+      GaLore<AdamW> opt(through, AdamWOptions(3e-3).weight_decay(0.1).state(state),
+                        galore_of_rank_8().seed(4));
       train(opt, through, 0, 5);
       opt.param_groups()[0].options().set_lr(1e-3);
       const std::string bytes = archived(opt);
@@ -173,7 +176,7 @@ TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
   groups.emplace_back(std::vector<Tensor>{params[0]});
   groups.emplace_back(std::vector<Tensor>{params[2]},
                       std::make_unique<AdamWOptions>(AdamWOptions(0).state("fp32")));
-  GaLore<AdamW> opt(groups, AdamWOptions(0.1), rank_8());
+  GaLore<AdamW> opt(groups, AdamWOptions(0.1), galore_of_rank_8());
   opt.add_param_group({std::vector<Tensor>{params[1]}, std::make_unique<AdamWOptions>(0.5)},
                       GaLoreOptions().rank(std::nullopt));
   AdamW dense({theirs[1]}, AdamWOptions(0.5));
@@ -190,8 +193,9 @@ TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
     schedule.step();
     other.step();
   }
-  CHECK(at::equal(params[1], theirs[1]));  // follows its schedule, and is not projected
-  CHECK(at::equal(params[2], still));      // this group's lr is 0
+  // params[1] is not projected, and follows the learning rate schedule of its group
+  CHECK(at::equal(params[1], theirs[1]));
+  CHECK(at::equal(params[2], still));  // params[2] does not change, because its group has lr = 0
   CHECK(opt.param_groups()[2].options().get_lr() == 0.125);
   CHECK(opt.projection(params[2]).defined());
   CHECK(!opt.projection(params[1]).defined());
@@ -219,14 +223,15 @@ TEST_CASE("GaLore refuses what does not fit, and changes nothing", "[galore]") {
   std::vector<Tensor> doubles{at::zeros({200, 200}, at::kDouble).requires_grad_()};
   CHECK_THROWS_WITH(GaLore<AdamW>(doubles), Contains("params: expected fp32, bf16 or fp16, received Double"));
 
-  GaLore<AdamW> opt(params, AdamWOptions(0.25), rank_8()), twin_opt(params, AdamWOptions(0.25), rank_8());
+  GaLore<AdamW> opt(params, AdamWOptions(0.25), galore_of_rank_8()),
+      twin_opt(params, AdamWOptions(0.25), galore_of_rank_8());
   CHECK_THROWS_WITH(opt.set_max_grad_norm(0), Contains("max_grad_norm: expected a number above 0"));
   train(opt, params, 0, 2);
   const std::string good = archived(opt);
   AdamW plain(params);
   CHECK_THROWS_WITH(load_archive(opt, archived(plain)),
                     Contains("expected an archive of GaLore of AdamW, format_version 1"));
-  GaLore<Lion> lion(params, {}, rank_8());
+  GaLore<Lion> lion(params, {}, galore_of_rank_8());
   CHECK_THROWS_WITH(load_archive(opt, archived(lion)),
                     Contains("received GaLore of Lion's, format_version 1"));
   GaLore<AdamW> larger(params, {}, GaLoreOptions().rank(10));
@@ -259,7 +264,7 @@ TEST_CASE("Optimizers at low rank refuse an offloaded base, and go on where it l
     CHECK_FALSE(equal(params, before));
   };
   const auto one = low_rank_parameters(), other = low_rank_parameters();
-  GaLore<AdamW> galore(one, AdamWOptions(0.25), rank_8());
+  GaLore<AdamW> galore(one, AdamWOptions(0.25), galore_of_rank_8());
   check(galore, one);
   APOLLO<AdamW> apollo(other, AdamWOptions(0.25), APOLLOOptions().rank(8));
   check(apollo, other);

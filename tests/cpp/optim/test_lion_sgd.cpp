@@ -25,7 +25,8 @@ double grad_norm(const std::vector<Tensor>& params) {
   return std::sqrt(squares);
 }
 
-// Returns the distance of `params` from `exact`, relative to how far `exact` has moved from the start.
+// Returns the norm of the difference between `params` and `exact`, divided by the norm of the change of
+// `exact` since the start.
 double distance(const std::vector<Tensor>& params, const std::vector<Tensor>& exact) {
   const auto start = parameters();
   double off = 0, moved = 0;
@@ -54,14 +55,14 @@ void check_groups() {
     return sum;
   });
   CHECK(at::equal(loss, moves.sum() + still.sum()));
-  CHECK(at::equal(params[2], still));  // this group's lr is 0
+  CHECK(at::equal(params[2], still));  // params[2] does not change, because its group has lr = 0
   CHECK(at::equal(params[0], unused));
-  // For a gradient of ones, the first step of Lion and of SGD is lr.
+  // For a gradient of ones, the first step of Lion and of SGD subtracts lr from each weight.
   CHECK(at::allclose(params[1], moves - 0.125));
   CHECK(opt.state().count(params[0].unsafeGetTensorImpl()) == 0);
   CHECK(opt.state().count(params[2].unsafeGetTensorImpl()) == 1);
 
-  // Clipping uses one norm over the gradients of both groups.
+  // Clipping uses one norm over the gradients of both parameter groups.
   params[1].mutable_grad() = at::full({300}, 3.0f);
   params[2].mutable_grad() = at::full({5000}, 4.0f);
   opt.set_max_grad_norm(1.0);
@@ -105,7 +106,7 @@ TEST_CASE("optim::SGD follows LibTorch's", "[sgd]") {
       CHECK(state["momentum_buffer"].scalar_type() == at::kByte);
       CHECK(state["momentum_buffer_scale"].numel() == 2);
       CHECK(state["step"].item<float>() == 10);
-      // The codes of all parameters share one allocation.
+      // The momentum's codes of all parameters share one allocation.
       CHECK(state["momentum_buffer"].storage().nbytes() == 256 * (1 + 2 + 20));
     }
   }
@@ -122,7 +123,7 @@ TEST_CASE("optim::Lion agrees with fp64", "[lion]") {
     }
     const auto options = LionOptions(0.01).betas({0.8, 0.95}).weight_decay(0.2).maximize(maximize);
     Lion opt(fp32, LionOptions(options).state("fp32")), small(coded, options);
-    if (maximize) {  // Clip in this pass too; clipping changes the moment.
+    if (maximize) {  // If maximize is set, this test also clips the gradients, which changes the moment.
       opt.set_max_grad_norm(0.5);
       small.set_max_grad_norm(0.5);
     }
@@ -136,9 +137,10 @@ TEST_CASE("optim::Lion agrees with fp64", "[lion]") {
         m[i] = 0.95 * m[i] + 0.05 * g;
       }
     }
-    CHECK(distance(fp32, exact) < 2e-5);  // a single wrong sign would give 7e-3
-    // The quantised moment may change the sign of an update near zero. A few weights are then off by twice
-    // the step.
+    // with a single weight update of the wrong sign, the distance to the exact weights would be 7e-3
+    CHECK(distance(fp32, exact) < 2e-5);
+    // Quantisation of the moment may change the sign of an update near zero. A few weights then differ from
+    // the exact ones by twice the learning rate.
     const double far = distance(coded, exact);
     CHECK(far < 0.15);
     CHECK(far > 1e-4);
@@ -177,6 +179,7 @@ TEST_CASE("Lion and SGD refuse what does not fit, and change nothing", "[lion][s
 
   Groups foreign;
   foreign.emplace_back(params, std::make_unique<torch::optim::SGDOptions>(0.1));
-  CHECK_THROWS_WITH(SGD(foreign),
-                    Contains("expected shoestring::optim::SGDOptions in every group, received those of"));
+  CHECK_THROWS_WITH(
+      SGD(foreign),
+      Contains("expected shoestring::optim::SGDOptions in every group, received the options of"));
 }

@@ -1,4 +1,4 @@
-// Tests that the optimizer classes pass every option to their operators under the right name.
+// Tests that each optimizer class passes every option to its operator under the right name.
 
 #include "catch.h"
 #include "operators.h"
@@ -10,14 +10,15 @@ using namespace shoestring::optim;
 
 namespace {
 
-// Compares three steps of the class with three calls of its operator, whose arguments are written out below.
-// The operator's state is in fp32; the caller gives the names of the moments.
+// Compares three steps of an optimizer class with three calls of its operator with fp32 state. `arguments`
+// are the operator's arguments for `options`, and `moments` the names of the operator's moments.
 template <class Optimizer, class Options>
 void check_same(const std::string& op, const Options& options, const NamedArguments& arguments,
                 const std::vector<std::string>& moments, const NamedArguments& extra = {}) {
   CAPTURE(op);
   at::manual_seed(4);
-  const Tensor ours = at::randn({16, 32}).requires_grad_();  // exactly two quantisation blocks of 256
+  // 512 elements are exactly two quantisation blocks
+  const Tensor ours = at::randn({16, 32}).requires_grad_();
   const std::vector<Tensor> theirs{ours.detach().clone()};
   Optimizer opt(std::vector<Tensor>{ours}, Options(options).state("fp32").maximize(true));
   NamedArguments state{
@@ -121,11 +122,11 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
       Contains("AdEMAMix: betas: expected three numbers in [0, 1), received 0.9 and 0.99 and 1"));
   CHECK_THROWS_WITH(AdEMAMix(params, AdEMAMixOptions().t_alpha(0)),
                     Contains("AdEMAMix: t_alpha: expected a number above 0, received 0"));
-  CHECK_THROWS_WITH(
-      AdEMAMix(params, AdEMAMixOptions().betas({0.9, 0.99, 0.5}).t_beta3(3)),
-      Contains("AdEMAMix: betas: expected a third of at least the first, and that above 0, with t_beta3"));
+  CHECK_THROWS_WITH(AdEMAMix(params, AdEMAMixOptions().betas({0.9, 0.99, 0.5}).t_beta3(3)),
+                    Contains("AdEMAMix: betas: expected a third number of at least the first, and the first "
+                             "above 0, with t_beta3"));
   CHECK_THROWS_WITH(ScheduleFreeAdamW(params, ScheduleFreeAdamWOptions().betas({0, 0.9})),
-                    Contains("ScheduleFreeAdamW: betas: expected a first above 0, received 0"));
+                    Contains("ScheduleFreeAdamW: betas: expected a first number above 0, received 0"));
   CHECK_THROWS_WITH(
       ScheduleFreeAdamW(params, ScheduleFreeAdamWOptions().warmup_steps(-1)),
       Contains("ScheduleFreeAdamW: warmup_steps: expected a whole number of at least 0, received -1"));
@@ -136,8 +137,8 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
   CHECK_THROWS_WITH(Adafactor(params, AdafactorOptions().beta2_decay(0.5)),
                     Contains("Adafactor: beta2_decay: expected a number of at most 0, received 0.5"));
   CHECK_THROWS_WITH(CAME(params, CAMEOptions().betas({0, 0.9, 0.9})),
-                    Contains("CAME: betas: expected a first above 0, without which there is no instability, "
-                             "received 0"));
+                    Contains("CAME: betas: expected a first number above 0, since the instability is 0 "
+                             "without a mean, received 0"));
   CHECK_THROWS_WITH(CAME(params, CAMEOptions().eps({0, 1e-16})),
                     Contains("CAME: eps: expected two numbers above 0, received 0 and 1e-16"));
   CHECK_THROWS_WITH(Muon(params, MuonOptions().ns_coefficients({1, 2})),

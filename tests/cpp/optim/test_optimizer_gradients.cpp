@@ -1,5 +1,5 @@
-// Tests what happens to gradients before a step: sums over micro-batches, steps within backward, and clipping
-// of both.
+// Tests how optimizers treat gradients before a step: sums over micro-batches, steps within the backward
+// pass, and gradient clipping combined with one of these.
 
 #include "catch.h"
 
@@ -16,7 +16,7 @@ using namespace shoestring::optim;
 
 namespace {
 
-// Returns the random gradient of parameter `p` in micro-batch `micro` of a step.
+// Returns a random gradient of parameter `p`; it depends only on the step, the micro-batch and the size of p.
 Tensor gradient(const Tensor& p, int step, int micro) {
   at::manual_seed(1000 * step + micro + p.numel());
   return at::randn(p.sizes()).to(p.scalar_type());
@@ -35,8 +35,6 @@ AdamWOptions options(at::ScalarType dtype) {
       .min_quantize_size(10);
 }
 
-Groups two_groups(const std::vector<Tensor>& p) { return {{{p[0], p[1]}}, {{p[2], p[3]}}}; }
-
 constexpr int kSteps = 4;
 
 }  // namespace
@@ -44,7 +42,9 @@ constexpr int kSteps = 4;
 TEST_CASE("micro-batches add up within the step", "[optim]") {
   for (bool clip : {false, true}) {
     for (bool in_backward : {false, true}) {
-      if (clip && in_backward) continue;  // steps within backward clip by another norm
+      // steps within the backward pass clip by the norm of the previous step's gradients, so the results
+      // differ
+      if (clip && in_backward) continue;
       CAPTURE(clip, in_backward);
       const auto summed = parameters(), whole = parameters();
       AdamW opt(two_groups(summed), options(at::kFloat)), other(two_groups(whole), options(at::kFloat));
@@ -84,10 +84,10 @@ TEST_CASE("sums are kept in the dtype that was asked for", "[optim]") {
         torch::autograd::backward({loss}, {});
       }
     }
-    opt.step();  // this step has no new gradient and uses the sum of the micro-batches
+    opt.step();  // there is no new gradient, so this step uses the accumulated sum of the micro-batches
     CHECK(state_of(opt, p)["momentum_buffer"].item<double>() == (dtype == at::kFloat ? 1 + 1.0 / 512 : 1));
     const Tensor before = p.detach().clone();
-    opt.step();  // the sum was used up by the previous step, so nothing changes
+    opt.step();  // the previous step has used up the accumulated sum, so nothing changes
     CHECK(at::equal(p, before));
   }
   const auto params = parameters();
@@ -180,7 +180,7 @@ TEST_CASE("an optimizer may move, and be gone before its parameters", "[optim]")
       other.step();
     }
     CHECK(equal(params, plain));
-    AdamW second(params);  // a second optimizer with hooks on the same parameters
+    AdamW second(params);  // a second optimizer, which registers its hooks on the same parameters
     const auto micro = second.accumulate();
     moved.set_step_in_backward(false);
     backward(params, 2, 0);

@@ -1,4 +1,4 @@
-// Tests the optimizers' operators as a C++ program calls them, through PyTorch's dispatcher.
+// Tests the operators of the optimizers as a C++ program calls them through PyTorch's dispatcher.
 
 #include <cmath>
 
@@ -10,11 +10,7 @@
 
 using at::Tensor;
 
-namespace {
-
-Tensor number(double x) { return at::full({}, x, at::kFloat); }
-
-}  // namespace
+namespace {}  // namespace
 
 TEST_CASE("adamw_ takes numbers that a device holds", "[adamw]") {
   const NamedArguments plain{
@@ -69,7 +65,8 @@ TEST_CASE("lion_ moves every weight by lr", "[lion]") {
   const Tensor exact = run(false, 1, {});
   const double keep = 1 - 0.125 * 0.5;
   CHECK(at::allclose(exact, start * keep * keep - (1 + keep) * 0.125 * g.sign(), 1e-5, 1e-6));
-  // The gradients do not change, so the signs of the moments are those of the gradients.
+  // All steps have the same gradients. So the quantised moments, too, have the signs of the gradients, and
+  // Lion's updates are exact.
   CHECK(at::allclose(run(true, 1, {}), exact, 1e-6, 1e-6));
   const NamedArguments scaled{{"lr", 9.0}, {"lr_tensor", number(0.125)}, {"grad_scale", number(64)}};
   CHECK(at::allclose(run(true, 64, scaled), exact, 1e-6, 1e-6));

@@ -1,4 +1,4 @@
-// Tests steps with gradients of a scaled loss, as torch.amp.GradScaler takes them in Python.
+// Tests optimizer steps with gradients of a scaled loss, as torch.amp.GradScaler does them in Python.
 
 #include "catch.h"
 
@@ -14,11 +14,7 @@ using namespace shoestring::optim;
 
 namespace {
 
-constexpr double kScale = 1024;  // a power of two, so that scaling does not round
-
-Tensor number(double x) { return at::full({}, x, at::kFloat); }
-
-Groups two_groups(const std::vector<Tensor>& p) { return {{{p[0], p[1]}}, {{p[2], p[3]}}}; }
+constexpr double kScale = 1024;  // loss scale; a power of two, so that scaling does not round
 
 std::vector<Tensor> everything(LowMemoryOptimizer& opt, const std::vector<Tensor>& params) {
   std::vector<Tensor> all;
@@ -57,7 +53,7 @@ TEST_CASE("a scaled step is the step", "[optim]") {
             if (clip) CHECK(at::equal(opt->grad_norm(), other->grad_norm()));
           }
           CHECK(equal(everything(*opt, ours), everything(*other, theirs)));
-          new_gradients(ours, 3);  // the next step without a scale is a plain step
+          new_gradients(ours, 3);  // after scaled steps, a step without a scale uses gradients as they are
           new_gradients(theirs, 3);
           opt->step();
           other->step();
@@ -88,7 +84,7 @@ TEST_CASE("a gradient that is not finite skips the step for all parameters, and 
           CHECK(equal(everything(*opt, params), before));
         }
         new_gradients(params, 2);
-        // The caller's own found_inf skips the step.
+        // A nonzero found_inf of the caller skips the step, although all gradients are finite.
         CHECK(opt->scaled_step(number(kScale), number(1)).item<float>() == 1);
         CHECK(equal(everything(*opt, params), before));
         CHECK(opt->scaled_step(number(kScale), at::zeros({1})).item<float>() == 0);
@@ -105,7 +101,8 @@ TEST_CASE("gradients that are finite are not taken for others", "[optim]") {
   CHECK(opt.scaled_step(number(1e30)).item<float>() == 0);
   CHECK(p.count_nonzero().item<int64_t>() == 300);
   p.mutable_grad() = Tensor();
-  CHECK(opt.scaled_step(number(1)).item<float>() == 0);  // there is no gradient to step with
+  // no parameter has a gradient, so scaled_step() reports no infinite gradient
+  CHECK(opt.scaled_step(number(1)).item<float>() == 0);
 }
 
 TEST_CASE("sums of micro-batches are scaled, looked at, and dropped", "[optim]") {
@@ -133,7 +130,8 @@ TEST_CASE("sums of micro-batches are scaled, looked at, and dropped", "[optim]")
   CHECK(step(std::numeric_limits<double>::infinity(), 1) == 1);
   CHECK(equal(params, whole));
   other.step();
-  CHECK(step(0.5 * kScale, 0.25 * kScale) == 0);  // the infinite sum of the skipped step is gone
+  // the skipped step has dropped the accumulated sum, which was infinite
+  CHECK(step(0.5 * kScale, 0.25 * kScale) == 0);
   CHECK(equal(params, whole));
 }
 
@@ -148,7 +146,8 @@ TEST_CASE("the scale falls after a skipped step and rises after others", "[optim
     at::_amp_update_scale_(scale, tracker, opt.scaled_step(scale), 2.0, 0.5, 2);
     scales.push_back(scale.item<double>());
   }
-  // Twice 32768 overflows fp16.
+  // The gradients are twice the loss scale. With a scale of 32768 or more they overflow fp16, and the scale
+  // is halved.
   CHECK(scales == std::vector<double>{32768, 16384, 16384, 32768, 16384, 16384});
   CHECK(state_of(opt, p)["step"].item<float>() == 3);
 }
@@ -163,5 +162,5 @@ TEST_CASE("what is no scale is refused", "[optim]") {
                     Contains("AdamW: found_inf: expected one fp32 number, or none, received Bool"));
   opt.set_step_in_backward(true);
   CHECK_THROWS_WITH(opt.scaled_step(at::ones({})),
-                    Contains("AdamW: scaled_step: expected no steps within backward"));
+                    Contains("AdamW: scaled_step: expected an optimizer without step_in_backward"));
 }

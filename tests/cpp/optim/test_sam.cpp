@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "catch.h"
+#include "optim/optimizers.h"
 
 using at::Tensor;
 using Catch::Contains;
@@ -26,7 +27,7 @@ using shoestring::optim::SAMOptions;
 
 namespace {
 
-std::vector<Tensor> parameters(at::ScalarType dtype = at::kFloat) {
+std::vector<Tensor> network(at::ScalarType dtype = at::kFloat) {
   at::manual_seed(3);
   std::vector<Tensor> params{at::randn({12, 20}).to(dtype), at::randn({20}).to(dtype),
                              at::randn({20, 1}).to(dtype)};
@@ -63,12 +64,6 @@ void train(SAM& opt, const std::vector<Tensor>& params, int begin, int end) {
   }
 }
 
-std::vector<Tensor> copies(const std::vector<Tensor>& params) {
-  std::vector<Tensor> all;
-  for (const Tensor& p : params) all.push_back(p.detach().clone());
-  return all;
-}
-
 bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
   for (size_t i = 0; i < a.size(); ++i) {
     if (!at::equal(a[i], b[i])) return false;
@@ -92,7 +87,7 @@ std::unique_ptr<torch::optim::Optimizer> sgd(const std::vector<Tensor>& params, 
 TEST_CASE("SAM agrees with fp64", "[sam]") {
   for (bool adaptive : {false, true}) {
     CAPTURE(adaptive);
-    auto params = parameters();
+    auto params = network();
     SAM opt(sgd(params, 0.05), SAMOptions(0.2).adaptive(adaptive));
     std::vector<Tensor> exact, momentum;
     for (const Tensor& p : params) {
@@ -117,9 +112,8 @@ TEST_CASE("SAM agrees with fp64", "[sam]") {
       half(params, step);
       opt.first_step();
       if (step == 0)
-        CHECK(
-            ((params[0].detach() - up[0]).norm() / (parameters()[0].detach() - up[0]).norm()).item<double>() <
-            1e-4);
+        CHECK(((params[0].detach() - up[0]).norm() / (network()[0].detach() - up[0]).norm()).item<double>() <
+              1e-4);
       opt.zero_grad();
       half(params, step);
       opt.second_step();
@@ -134,8 +128,8 @@ TEST_CASE("SAM: weights come back to the bit", "[sam]") {
   for (auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
     for (bool adaptive : {false, true}) {
       CAPTURE(dtype, adaptive);
-      auto params = parameters(dtype);
-      const auto before = copies(params);
+      auto params = network(dtype);
+      const auto before = clones(params);
       SAM opt(sgd(params, 0), SAMOptions(0.3).adaptive(adaptive));
       for (int step = 0; step < 3; ++step) {
         half(params, step);
@@ -155,11 +149,11 @@ TEST_CASE("SAM: weights come back to the bit", "[sam]") {
 
 TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure up there leaves the weights",
           "[sam]") {
-  auto ours = parameters(), theirs = parameters(), parts = parameters();
+  auto ours = network(), theirs = network(), parts = network();
   SAM a(std::make_unique<AdamW>(ours, AdamWOptions(1e-2)), SAMOptions(0.2));
   SAM b(std::make_unique<AdamW>(theirs, AdamWOptions(1e-2)), SAMOptions(0.2));
   SAM c(std::make_unique<torch::optim::AdamW>(parts, torch::optim::AdamWOptions(1e-2)), SAMOptions(0.2));
-  auto whole = parameters();
+  auto whole = network();
   SAM d(std::make_unique<torch::optim::AdamW>(whole, torch::optim::AdamWOptions(1e-2)), SAMOptions(0.2));
   for (int step = 0; step < 3; ++step) {
     std::vector<double> losses;
@@ -186,7 +180,7 @@ TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure u
       CHECK(((parts[i] - whole[i]).norm() / whole[i].norm()).item<double>() < 1e-4);
   }
   CHECK(same(ours, theirs));
-  const auto before = copies(ours);
+  const auto before = clones(ours);
   int calls = 0;
   a.zero_grad();
   const auto fails = [&]() -> Tensor {
@@ -195,11 +189,11 @@ TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure u
   };
   CHECK_THROWS_WITH(a.step(fails), Contains("no second pass"));
   CHECK(same(ours, before));
-  train(a, ours, 5, 6);  // the failed step left no partial state
+  train(a, ours, 5, 6);  // training continues normally after the failed step
 }
 
 TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
-  auto through = parameters(), resumed = parameters();
+  auto through = network(), resumed = network();
   const auto make = [](std::vector<Tensor>& params, double lr) {
     return std::make_unique<GaLore<AdamW>>(params, AdamWOptions(lr),
                                            GaLoreOptions().rank(8).update_proj_gap(2));
@@ -207,7 +201,8 @@ TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
   SAM opt(make(through, 1e-2), SAMOptions(0.2).adaptive(true)), other(make(resumed, 1), SAMOptions(0.7));
   torch::optim::StepLR schedule(opt, 1, 0.5);
   train(opt, through, 0, 3);
-  for (int i = 0; i < 2; ++i) schedule.step();  // LibTorch's first schedule.step() changes nothing
+  // the first call of schedule.step() does not change lr in LibTorch
+  for (int i = 0; i < 2; ++i) schedule.step();
   std::stringstream file;
   torch::serialize::OutputArchive out;
   opt.save(out);
@@ -226,7 +221,7 @@ TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
 }
 
 TEST_CASE("SAM of an offloaded optimizer does the same", "[sam]") {
-  const auto device = parameters(at::kBFloat16), host = parameters(at::kBFloat16);
+  const auto device = network(at::kBFloat16), host = network(at::kBFloat16);
   const auto make = [](const std::vector<Tensor>& params, const std::optional<std::string>& where) {
     auto base = std::make_unique<AdamW>(params, AdamWOptions(0.1).weights("remainder"));
     base->set_offload(where);
@@ -241,8 +236,8 @@ TEST_CASE("SAM of an offloaded optimizer does the same", "[sam]") {
 }
 
 TEST_CASE("SAM refuses what is not due, and does not go up along what is not finite", "[sam]") {
-  auto params = parameters();
-  const auto before = copies(params);
+  auto params = network();
+  const auto before = clones(params);
   SAM opt(sgd(params, 0));
   CHECK_THROWS_WITH(opt.second_step(),
                     Contains("SAM: second_step: expected first_step() before, received none"));

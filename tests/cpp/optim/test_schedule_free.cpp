@@ -12,12 +12,6 @@ using namespace shoestring::optim;
 
 namespace {
 
-std::vector<Tensor> copies(const std::vector<Tensor>& params) {
-  std::vector<Tensor> found;
-  for (const Tensor& p : params) found.push_back(p.detach().clone());
-  return found;
-}
-
 ScheduleFreeAdamWOptions options() {
   return ScheduleFreeAdamWOptions(0.05).betas({0.8, 0.95}).warmup_steps(3);
 }
@@ -30,14 +24,14 @@ TEST_CASE("eval makes weights the average, and train takes them back", "[optim]"
       CAPTURE(state, dtype);
       const auto params = parameters(dtype);
       ScheduleFreeAdamW opt(params, options().state(state));
-      opt.eval();  // must work before there is any state
+      opt.eval();  // eval() must work before the optimizer has any state
       opt.train();
       train(opt, params, 0, 5);
-      const auto y = copies(params);
+      const auto y = clones(params);
       opt.train();
       CHECK(equal(params, y));
       opt.eval();
-      const auto x = copies(params);
+      const auto x = clones(params);
       opt.eval();
       CHECK(equal(params, x));
       opt.train();
@@ -45,7 +39,8 @@ TEST_CASE("eval makes weights the average, and train takes them back", "[optim]"
       for (size_t i = 0; i < params.size(); ++i) {
         const Tensor average = y[i].to(at::kFloat) - state_of(opt, params[i])["offset"].to(at::kFloat) * 0.25;
         CHECK(at::allclose(x[i].to(at::kFloat), average, eps / 2, 1e-9));
-        // X and y may differ by one unit in the last place.
+        // After eval() and train(), the weights may differ from y, the weights before eval(), by one unit in
+        // the last place.
         CHECK(at::allclose(params[i].detach(), y[i], eps, eps / 8));
       }
       CHECK(!at::equal(x[2], y[2]));
@@ -85,7 +80,7 @@ TEST_CASE("no steps are taken in eval mode", "[optim]") {
   ScheduleFreeAdamW opt(params, options());
   train(opt, params, 0, 2);
   opt.eval();
-  const auto x = copies(params);
+  const auto x = clones(params);
   const std::string message =
       "shoestring::optim::ScheduleFreeAdamW: step: expected train mode, received eval mode; call train() "
       "before "

@@ -1,4 +1,5 @@
 #include "catch.h"
+#include "relative_error.h"
 
 #include <sstream>
 
@@ -12,20 +13,13 @@ using at::Tensor;
 using shoestring::nn::QuantizedLinear;
 using shoestring::nn::QuantizedLinearOptions;
 
-namespace {
-
-double error(const Tensor& a, const Tensor& b) {
-  return (a.to(at::kDouble) - b).norm().item<double>() / (b.norm().item<double>() + 1e-30);
-}
-
-}  // namespace
-
 TEST_CASE("QuantizedLinear agrees with its dequantised weight in fp64", "[quantized_linear]") {
   const std::string before = shoestring::cpu_capability();
   for (const char* capability : {"plain", "avx2", "avx512"}) {
     if (!shoestring::set_cpu_capability(capability)) continue;
     for (bool nested : {false, true}) {
-      // 100: blocks span two rows. 2048: the weight needs more than one panel of 1 MiB.
+      // With 100 input features, quantisation blocks span two rows of the weight. With 2048, the dense weight
+      // needs more than one panel of 1 MiB.
       for (int64_t in : {100, 2048}) {
         torch::manual_seed(3);
         CAPTURE(capability, nested, in);
@@ -35,13 +29,13 @@ TEST_CASE("QuantizedLinear agrees with its dequantised weight in fp64", "[quanti
                bias = layer->bias.detach().to(at::kDouble);
         Tensor x = torch::randn({2, 5, in}).requires_grad_();
         Tensor y = layer->forward(x), upstream = torch::randn_like(y);
-        CHECK(error(y, at::linear(x.detach().to(at::kDouble), weight, bias)) < 1e-6);
+        CHECK(relative_error(y, at::linear(x.detach().to(at::kDouble), weight, bias)) < 1e-6);
         auto gradients = torch::autograd::grad({y}, {x, layer->bias}, {upstream});
-        CHECK(error(gradients[0], at::matmul(upstream.to(at::kDouble), weight)) < 1e-6);
-        CHECK(error(gradients[1], upstream.to(at::kDouble).sum(at::IntArrayRef{0, 1})) < 1e-6);
+        CHECK(relative_error(gradients[0], at::matmul(upstream.to(at::kDouble), weight)) < 1e-6);
+        CHECK(relative_error(gradients[1], upstream.to(at::kDouble).sum(at::IntArrayRef{0, 1})) < 1e-6);
         Tensor half = layer->forward(x.detach().to(at::kBFloat16));
         CHECK(half.scalar_type() == at::kBFloat16);
-        CHECK(error(half, y.detach().to(at::kDouble)) < 1e-2);
+        CHECK(relative_error(half, y.detach().to(at::kDouble)) < 1e-2);
       }
     }
   }
@@ -57,9 +51,9 @@ TEST_CASE("QuantizedLinear of int8 agrees with its dequantised weight in fp64", 
   Tensor weight = layer->dequantize(at::kFloat).to(at::kDouble), bias = layer->bias.detach().to(at::kDouble);
   Tensor x = torch::randn({2, 5, 100}).requires_grad_();
   Tensor y = layer->forward(x), upstream = torch::randn_like(y);
-  CHECK(error(y, at::linear(x.detach().to(at::kDouble), weight, bias)) < 1e-6);
+  CHECK(relative_error(y, at::linear(x.detach().to(at::kDouble), weight, bias)) < 1e-6);
   auto gradients = torch::autograd::grad({y}, {x}, {upstream});
-  CHECK(error(gradients[0], at::matmul(upstream.to(at::kDouble), weight)) < 1e-6);
+  CHECK(relative_error(gradients[0], at::matmul(upstream.to(at::kDouble), weight)) < 1e-6);
 
   auto copy = std::dynamic_pointer_cast<shoestring::nn::QuantizedLinearImpl>(layer->clone());
   CHECK(at::equal(copy->forward(x), y));
@@ -86,7 +80,7 @@ TEST_CASE("QuantizedLinear clones, converts, saves and prints", "[quantized_line
     torch::load(other, stream);
     CHECK(at::equal(other->forward(x), y));
 
-    layer->to(at::kBFloat16);  // only the bias changes its dtype; codes and scales do not
+    layer->to(at::kBFloat16);  // changes the dtype of the bias only; codes and scales keep theirs
     CHECK(layer->packed.scalar_type() == at::kByte);
     CHECK(at::equal(layer->dequantize(at::kFloat), other->dequantize(at::kFloat)));
     CHECK(layer->bias.scalar_type() == at::kBFloat16);

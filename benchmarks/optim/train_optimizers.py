@@ -1,12 +1,12 @@
 """Compare low-memory optimizer states and 16-bit weights by training the same small GPT with each.
 
 A Llama of 0.7 M parameters learns the source of Python's standard library, as in `shoestring demo`. For each
-seed, every variant sees the same initial weights and batches as fp32. The table shows the mean validation
-loss over the seeds and its difference from fp32. Weights stored in 16 bits are widened for the matrix
-products, which are fp32 for all variants.
+seed, all variants start from the same initial weights and see the same batches. The table shows each
+variant's mean validation loss over the seeds, and its difference from the variant in fp32. Weights that are
+stored in 16 bits are converted to fp32 for the matrix products, so these are in fp32 for all variants.
 
-The first command trains all runs, one after the other, and continues unfinished runs. The second prints the
-table of the finished runs.
+The first command below trains all runs, one after the other, and continues unfinished runs. The second
+command prints the table of the finished runs.
 
     python -m benchmarks.optim.train_optimizers --out FOLDER
     python -m benchmarks.optim.train_optimizers --out FOLDER --table
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.common import cpu_model
+from shoestring.cli.config import Source
 from shoestring.cli.demo_data import standard_library
 from shoestring.cli.tokenize import tokenize
 from shoestring.data.batches import Blocks, split_blocks
@@ -47,15 +48,16 @@ BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to train: the state of AdamW, and the storage of the weights.
+    """A combination to train with: a kind of AdamW's state, and a way to store the weights.
 
-    With "master", the weights are stored in fp32 and rounded to bf16 for the products.
+    With weights="master", the weights are stored in fp32 and rounded to bf16 for the matrix products.
     """
 
     state: str
     weights: str = "fp32"
-    limit: float | None = None  # largest allowed excess over the mean loss of fp32, as a share
-    same_as: str | None = None  # the variant whose losses must all be equal, bit for bit
+    # maximum difference between the mean losses of this variant and of fp32, as a fraction of the latter
+    limit: float | None = None
+    same_as: str | None = None  # name of another variant, whose losses must equal this one's bit for bit
 
     def optimizer(self, groups: Iterable[Any], seed: int) -> torch.optim.Optimizer:
         weights = self.weights if self.weights in ("stochastic", "remainder") else "plain"
@@ -79,15 +81,16 @@ REFERENCE = "fp32"
 
 
 def config_of(seed: int, steps: int, lr: float) -> LoopConfig:
-    """Return the settings of a run. Clipping is off, because norms of bf16 and fp32 gradients differ."""
+    """Return the settings of a run. Gradients are not clipped: their norms in bf16 and in fp32 differ."""
     return LoopConfig(seq_len=64, batch_size=8, steps=steps, lr=lr, warmup=100, clip=0.0, seed=seed,
-                      eval_every=max(1, steps // 4), eval_batches=64)  # fmt: skip
+                      eval_every=max(1, steps // 4), eval_batches=64,
+                      checkpoint_every=max(1, steps // 10))  # fmt: skip
 
 
 class Rounded(torch.autograd.Function):
-    """Round an fp32 master weight to bf16, with halves away from zero as in the exact split.
+    """Round an fp32 master weight to bf16, ties away from zero, like the bf16 part with weights="remainder".
 
-    The gradient is rounded to bf16 too, as that of a bf16 weight.
+    The gradient is rounded to bf16, too, like the gradient of a bf16 weight.
     """
 
     @staticmethod
@@ -100,7 +103,7 @@ class Rounded(torch.autograd.Function):
 
 
 def loss_of(model: nn.Module, variant: Variant) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the sum of cross-entropies, computed in fp32 for any storage of the weights."""
+    """Return a function that computes the summed cross-entropy in fp32, however the weights are stored."""
     widen: Callable[[Tensor], Tensor] = Rounded.apply if variant.weights == "master" else Tensor.float
 
     def loss(inputs: Tensor, labels: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ def loss_of(model: nn.Module, variant: Variant) -> Callable[[Tensor, Tensor], Te
 
 
 class Quiet:
-    """Progress display that prints one line per validation."""
+    """A progress display that prints one line per validation."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -123,7 +126,7 @@ class Quiet:
 
 
 def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:
-    """Train one run, from its newest checkpoint if there is one, and write result.json."""
+    """Train one run, from its newest checkpoint if there is one, and write its result.json."""
     variant, seed, steps = VARIANTS[name], config.seed, config.steps
     run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     if (run / "result.json").is_file():
@@ -132,7 +135,7 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
     remove_partial(run / "checkpoints")
     torch.manual_seed(seed)
     model = build_llama(SHAPE, VOCABULARY, config.seq_len, end_of_text)
-    if variant.weights != "fp32":  # an fp32 master also starts from values rounded to bf16
+    if variant.weights != "fp32":  # with weights="master", training also starts from values rounded to bf16
         for p in model.parameters():
             p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)
     groups = parameter_groups(model, config.weight_decay)
@@ -140,7 +143,7 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
     else:
         optimizer = variant.optimizer(groups, seed)
-    trainer = Trainer(config, model, loss_of(model, variant), optimizer, *data, run, max(1, steps // 10),
+    trainer = Trainer(config, model, loss_of(model, variant), optimizer, *data, run,
                       Quiet(f"{name}, seed {seed}"), Fingerprint.of(config, variant=name).values)  # fmt: skip
     start = 0
     if existing := checkpoints(run):
@@ -162,7 +165,7 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
 
 
 def results(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return the results by variant and seed, in the order of VARIANTS."""
+    """Return the contents of all result.json files by variant and seed, in the order of VARIANTS."""
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in VARIANTS}
     for path in sorted(folder.glob("*/result.json")):
         result = json.loads(path.read_text())
@@ -171,7 +174,7 @@ def results(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
-    """Return a Markdown table; means and differences use the seeds that both a variant and fp32 have."""
+    """Return a Markdown table. A variant is compared with fp32 over the seeds that both have finished."""
     lines = ["| state and weights | validation loss, mean of the seeds | over fp32 | seed by seed | limit |"]
     lines.append("| --- | --- | --- | --- | --- |")
     reference = found.get(REFERENCE, {})
@@ -198,7 +201,7 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
 
 
 def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
-    """Tokenise the text of the demo with a vocabulary that suits the small model.
+    """Tokenise Python's standard library, the text of the demo, with a small vocabulary.
 
     Returns:
         ((training blocks, validation blocks), id of the end-of-text token).
@@ -207,7 +210,7 @@ def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
     if not tokens.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         standard_library(folder / "stdlib.jsonl")
-        tokenize([folder / "stdlib.jsonl"], "*", tokens, None, VOCABULARY)
+        tokenize(Source(data=[folder / "stdlib.jsonl"]), tokens, None, VOCABULARY)
     data = split_blocks(read_token_file(tokens)[0], config_of(0, 1, 1.0).seq_len, 0.02)
     return data, load_tokenizer(folder / "tokens-tokenizer").eos_token_id
 

@@ -12,7 +12,8 @@ import torch
 import shoestring
 from build_folder import BUILD, REPOSITORY
 
-ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}  # spinning threads are slow on a busy machine
+# on a busy machine, OpenMP threads that spin while they wait are slow
+ENVIRONMENT = os.environ | {"OMP_WAIT_POLICY": "passive"}
 
 
 def build_example(name: str) -> Path:
@@ -22,8 +23,9 @@ def build_example(name: str) -> Path:
     """
     build = BUILD / name
     configure = ["cmake", "-S", REPOSITORY / "examples/cpp" / name, "-B", build, "-DCMAKE_BUILD_TYPE=Release",
-                 # without optimisation, since the time is spent in the libraries
-                 "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+                 # The example is compiled without optimisation, because it spends its time in PyTorch and
+                 # shoestring.
+                 "-DCMAKE_CXX_FLAGS_RELEASE=-O0", "-DCMAKE_UNITY_BUILD=ON",
                  f"-DCMAKE_PREFIX_PATH={shoestring.cmake_prefix_path}", f"-DTorch_ROOT={Path(torch.__file__).parent}"]  # fmt: skip
     if shutil.which("ccache"):
         configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
@@ -34,7 +36,10 @@ def build_example(name: str) -> Path:
 
 
 def learnable_tokens(count: int, vocab_size: int) -> np.ndarray:
-    """Return tokens of which every second one follows from the one before; 30 steps suffice to learn that."""
+    """Return tokens in which the token at each odd position is determined by the token before it.
+
+    A model learns this in 30 steps.
+    """
     generator = np.random.default_rng(0)
     tokens, follower = generator.integers(0, vocab_size, count), generator.permutation(vocab_size)
     tokens[1::2] = follower[tokens[0::2] % 32]
@@ -43,9 +48,9 @@ def learnable_tokens(count: int, vocab_size: int) -> np.ndarray:
 
 
 def token_file(path: Path, tokens: np.ndarray, **header: int | bytes) -> Path:
-    """Write a token file in the format of ``shoestring tokenize``.
+    """Write ``tokens`` to a file in the format of ``shoestring tokenize``.
 
-    ``header`` overrides the fields magic, vocab, width and count.
+    ``header`` overrides the fields magic, vocab, width and count of the file's header.
     """
     fields = {"magic": b"shoetok\x01", "vocab": 512, "width": 2, "count": len(tokens)} | header
     path.write_bytes(struct.pack("<8sIIQ40x", *fields.values()) + tokens.astype("<u2").tobytes())

@@ -63,7 +63,7 @@ def test_files_go_to_peft_and_back(tmp_path: Path, rslora: bool) -> None:
         other = shoestring.lora.apply(llama(), rank=4, alpha=1)
         own = next(p for p in other.parameters() if p.requires_grad)
         assert (
-            # load_adapter keeps the parameters' objects, so an optimizer that holds them stays valid.
+            # load_adapter keeps the parameter objects, so an optimizer that holds the parameters stays valid.
             logits(shoestring.lora.load_adapter(other, tmp_path / adapter)) - expected
         ).abs().max() <= 1e-6
         assert own is next(p for p in other.parameters() if p.requires_grad)
@@ -71,12 +71,12 @@ def test_files_go_to_peft_and_back(tmp_path: Path, rslora: bool) -> None:
 
 @pytest.mark.parametrize("quantize", ["nf4", "int4", "int8"])
 def test_an_adapter_of_peft_over_a_quantised_base(tmp_path: Path, quantize: str) -> None:
-    """An adapter that PEFT trained works the same over quantised weights as over their dequantised values."""
+    """An adapter of PEFT gives the same logits over quantised weights as over their dequantised values."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules="all-linear", use_dora=True)
     base = llama()
     shoestring.lora.apply(base, rank=1, quantize=quantize)
-    # lora_B is zero, so merging leaves the dequantised values of the codes in the weights.
+    # lora_B is zero, so merging replaces each quantised weight by its dequantised values.
     shoestring.lora.merge(base, reversible=False)
     theirs = randomise(peft.get_peft_model(base, config)).eval()
     theirs.save_pretrained(str(tmp_path))
@@ -102,11 +102,12 @@ def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
 def test_minimal_old_file(tmp_path: Path) -> None:
     ours = randomise(shoestring.lora.apply(llama(), rank=4, alpha=8, target_modules=["v_proj"]))
     shoestring.lora.save_adapter(ours, tmp_path)
-    # PEFT's default for lora_alpha is 8.
+    # The configuration does not contain lora_alpha; PEFT's default is 8.
     minimal = {"peft_type": "LORA", "r": 4, "target_modules": ["v_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(minimal))
     weights = tmp_path / "adapter_model.safetensors"
-    save_file(load_file(weights), weights)  # removes the digest of the configuration from the metadata
+    # save_file without metadata removes the digest of the configuration from the weights file
+    save_file(load_file(weights), weights)
     assert torch.equal(logits(shoestring.lora.load_adapter(llama(), tmp_path)), logits(ours))
 
 
@@ -124,8 +125,8 @@ def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dt
         shoestring.lora.merge(model)
         assert type(layer) is nn.Linear and layer.weight.dtype == dtype
         assert not any("lora" in key or "absmax" in key for key in model.state_dict())
-        # The result is rounded once, by half a unit in the last place. The fp32 sum before that has its own
-        # error.
+        # The merged weight is rounded once, by at most half a unit in the last place. The fp32 sum before the
+        # rounding has a small error too.
         unit = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
         assert ((layer.weight.double() - exact).abs() <= unit * exact.abs() + 1e-6 * exact.abs().max()).all()
         if dtype == torch.float32:
@@ -136,7 +137,7 @@ def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dt
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert torch.equal(logits(model), expected)
     shoestring.lora.merge(model, reversible=False)
-    with pytest.raises(ValueError, match="lora.unmerge: model: expected one merged"):
+    with pytest.raises(ValueError, match="lora.unmerge: model: expected a model that was merged"):
         shoestring.lora.unmerge(model)
 
 
@@ -176,9 +177,9 @@ def test_compiles_whole(quantize: str | None) -> None:
 
 
 def test_dropout() -> None:
-    """Training drops elements of lora_A's input, by a seed from PyTorch's generator.
+    """In training, dropout zeroes elements of lora_A's input, by a seed from PyTorch's random generator.
 
-    Evaluation drops nothing.
+    In evaluation, there is no dropout.
     """
     torch.manual_seed(2)
     layer = nn.Sequential(nn.Linear(16, 12))
@@ -259,11 +260,11 @@ def test_errors(tmp_path: Path) -> None:
         apply(nn.Sequential(nn.Linear(64, 4)).double(), quantize="nf4")
     model = apply(llama(), rank=2, target_modules=["q_proj"])
     with pytest.raises(
-        ValueError, match="adapter_name: expected a new one, but the model has an adapter 'default'"
+        ValueError, match="adapter_name: expected a new name, but the model has an adapter 'default'"
     ):
         apply(model)
     for function in (shoestring.lora.merge, lambda m: shoestring.lora.save_adapter(m, tmp_path / "no")):
-        with pytest.raises(ValueError, match="expected one with adapters, received one without"):
+        with pytest.raises(ValueError, match="expected a model with adapters, received one without"):
             function(llama())
     assert not (tmp_path / "no").exists()
 

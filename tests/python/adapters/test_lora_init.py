@@ -1,4 +1,4 @@
-"""Test PiSSA, OLoRA, LoftQ and EVA: initial values against PEFT, quantised bases, and saved files."""
+"""Test PiSSA, OLoRA, LoftQ and EVA: initial values against PEFT, quantised base weights, saved adapters."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from shoestring.nn import QuantizedLinear
 
 
 def linear(rows: int = 24, columns: int = 64) -> nn.Sequential:
-    """Build a layer whose singular values fall quickly, so that a randomised SVD finds the largest ones."""
+    """Build a layer whose weight's singular values fall quickly, so that a randomised SVD is accurate."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(columns, rows, bias=False))
     u, values, v = torch.linalg.svd(model[0].weight.detach(), full_matrices=False)
@@ -31,7 +31,7 @@ def test_values_are_pefts(init: str, rslora: bool) -> None:
     theirs = peft.get_peft_model(linear(), config).base_model.model[0]
     ours = lora.apply(linear(), config)[0]
     A, B = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
-    # The randomised SVD of "niter" has converged up to this tolerance.
+    # "pissa_niter_16" uses a randomised SVD, which is less exact, so the tolerance is larger.
     tolerance = 1e-4 if "niter" in init else 1e-5
     torch.testing.assert_close(ours.weight, theirs.base_layer.weight, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(
@@ -49,8 +49,8 @@ def test_files_are_for_the_original_base(init: str, tmp_path: Path) -> None:
     randomise(model)
     assert (logits(model) - base).abs().max() > 1e-2
     assert_files_agree(model, tmp_path)
-    # The file also loads onto the model that it was saved from. The part of the weight that the
-    # initialisation moved into the adapter is restored first.
+    # The saved adapter also loads onto a model that already has an adapter of PiSSA or OLoRA, which have
+    # changed its base weights. load_adapter first restores the original base weights.
     again = lora.load_adapter(lora.apply(llama(), rank=4, alpha=6, init=init), tmp_path / "ours")
     assert (logits(again) - logits(model)).abs().max() <= 1e-5
     twin = lora.apply(llama(), rank=4, alpha=6, init=init)
@@ -94,7 +94,11 @@ def test_the_base_is_what_it_was_when_the_adapter_is_not_in_use() -> None:
 @pytest.mark.parametrize("quantize", ["nf4", "int4", "int8"])
 @pytest.mark.parametrize("init", ["pissa", "olora", "loftq"])
 def test_over_quantised_bases(init: str, quantize: str) -> None:
-    """The residual is quantised, so base plus adapter is closer to the weight than the quantised weight."""
+    """With LoftQ, base plus adapter is closer to the dense weight than the quantised weight alone.
+
+    With PiSSA and OLoRA, the distance of base plus adapter from the dense weight is at most twice the
+    distance of the quantised weight.
+    """
     dense = linear(48)[0].weight.detach()
     model = lora.apply(
         linear(48), rank=8, alpha=16, init=init, quantize=quantize, loftq_iterations=3, target_modules=["0"]
@@ -102,11 +106,12 @@ def test_over_quantised_bases(init: str, quantize: str) -> None:
     plain = lora.apply(linear(48), rank=8, quantize=quantize, target_modules=["0"])[0]
     own = model[0]
     error = (own.merged(["default"])["weight"] - dense).norm()
-    # Single values of OLoRA's residual can be larger than those of the weight, so its bound is wider.
+    # PiSSA and OLoRA quantise the residual of the weight, and elements of OLoRA's residual can be larger than
+    # those of the weight, so the bound on the error is wider.
     assert error < (plain.dense_weight() - dense).norm() * (1 if init == "loftq" else 2)
     x = torch.randn(3, 64)
     torch.testing.assert_close(model(x), x @ own.merged(["default"])["weight"].T, rtol=1e-4, atol=1e-4)
-    # Without the adapter, the base is the original weight up to quantisation error.
+    # Without the adapter, the model computes with the original weight up to quantisation error.
     with lora.disable_adapter(model):
         assert (model(x) - x @ dense.T).norm() < 2 * (x @ (plain.dense_weight() - dense).T).norm()
 
@@ -171,7 +176,7 @@ def test_eva_follows_what_the_layers_read(
     batches = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
     for batch, m in zip(batches, mask, strict=True):
         batch["labels"] = batch["input_ids"].clone()
-        batch["labels"][:, :5] = -100  # EVA skips tokens with an ignored label, as it skips padding
+        batch["labels"][:, :5] = -100  # EVA must skip tokens with an ignored label, as it skips padding
         m[:, :5] = 0
         batch["attention_mask"] = m.clone()
         batch["attention_mask"][:, :5] = 1
@@ -189,7 +194,7 @@ def test_eva_follows_what_the_layers_read(
     assert own.adapters["default"].rank == rank and own.adapters["default"].scaling == 2
     rows = torch.cat([x[m.bool()] for x, m in zip(inputs, mask, strict=True)])
     exact = torch.linalg.svd(rows - rows.mean(0), full_matrices=False)[2][0]
-    # The directions are truncated after each batch, so they are close to the exact ones but not equal.
+    # EVA truncates the principal directions after each batch, so they are only close to the exact directions.
     assert (own.lora_A["default"][0] @ exact).abs() > 0.9
     assert all(p.requires_grad for p in own.tensors("default").values())
     assert_files_agree(randomise(model), tmp_path)
@@ -197,7 +202,7 @@ def test_eva_follows_what_the_layers_read(
 
 def test_errors() -> None:
     for options, message in [
-        ({"init": "loftq"}, "init: expected 'loftq' with quantize, .* received quantize=None"),
+        ({"init": "loftq"}, "init: expected quantize with 'loftq', .* received quantize=None"),
         (
             {"init": "pissa", "rank": 65},
             r"rank: expected at most 24 for 'pissa', the smaller side of 0; received 65",
@@ -220,13 +225,14 @@ def test_errors() -> None:
         lora.apply(model, rank=2, init="olora", target_modules=["0"], adapter_name="b")
     model = randomise(lora.apply(llama(), rank=2))
     with pytest.raises(
-        ValueError, match="initialize_eva: model: expected lora_B of zeros, received others in model.layers"
+        ValueError,
+        match="initialize_eva: model: expected lora_B of zeros, as before training, received other values",
     ):
         lora.initialize_eva(model, [])
     with pytest.raises(ValueError, match="expected linear layers with an adapter 'b', received none"):
         lora.initialize_eva(model, [], "b")
     model = lora.apply(llama(), rank=4)
     with pytest.raises(
-        ValueError, match="batches: expected at least 8 directions in what .* reads, received 0"
+        ValueError, match="batches: expected at least 8 directions in the inputs of .*, received 0"
     ):
         lora.initialize_eva(model, [])

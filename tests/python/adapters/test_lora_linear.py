@@ -9,12 +9,13 @@ from shoestring.ops import LoraWeight, lora_linear_reference, lora_weight_norm_r
 pytestmark = pytest.mark.device
 
 OPERATOR = torch.ops.shoestring.lora_linear.default
-# Shapes (tokens, in, out, rank): one token; odd sizes; rows that straddle quantisation blocks; a weight that
-# needs more than one panel of 1 MiB.
+# Shapes (tokens, in_features, out_features, rank): one token; odd sizes; rows that end inside quantisation
+# blocks; a weight that the operator converts in more than one panel of 1 MiB.
 SHAPES = [(1, 64, 32, 4), (3, 5, 7, 2), (33, 100, 70, 16), (40, 2048, 300, 8)]
 
 
-# The optional arguments of each case besides x, the weight and the adapter. With `seed` the case has dropout.
+# For each test case, the optional arguments of lora_linear besides x, the weight and the adapter. A case with
+# `seed` has dropout.
 CASES = {
     "plain": ("bias",),
     "no adapter": ("bias", "gain"),
@@ -45,7 +46,7 @@ def make(
 
 
 def split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Return the tensors that require gradients, and the other arguments."""
+    """Return the arguments of lora_linear that require gradients, and the other arguments."""
     rest: dict[str, object] = {k: v for k, v in tensors.items() if k in ("low_scale", "seed")}
     if "seed" in rest:
         rest["dropout"] = 0.3
@@ -67,21 +68,21 @@ def base_weight(base: str, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int4", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], base: str, case: str) -> None:
-    """The output and all gradients are about as close to fp64 as those of eager PyTorch."""
+    """The output and all gradients are about as close to fp64 results as those of eager PyTorch."""
     if case not in ("plain", "all") and (base in ("nested", "int4") or shape != SHAPES[2]):
         pytest.skip("each case over one shape, and none or all of them over every shape, are enough")
     if capability == "simt" and shape[1] > 1000:
-        # The emulator is slow, so this weight must be smaller than 600,000 elements.
-        shape = (*shape[:2], 70, shape[3])
-    # A 16-bit base with fp32 adapters is the usual case.
+        # The emulator of GPU kernels is slow, so make the largest weight smaller.
+        shape = (*shape[:2], 24, shape[3])
+    # Pairs of the dtypes of weight and adapter; a 16-bit weight with an fp32 adapter is the usual case.
     for dtype, adapter in ((torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2):
         leaves, rest = split(make(shape, dtype, adapter, case))
         weight = base_weight(base, (torch.randn(shape[2], shape[1]) / shape[1] ** 0.5).to(dtype))
         dense = weight if base == "dense" else weight.dequantize(torch.float32)
         upstream = torch.randn(shape[0], shape[2]).to(dtype)
         results = []
-        # On CUDA the matrix products are in dtype. The avx512 kernels multiply bf16 in bf16 if the CPU has
-        # units for it; all other products on the CPU are in fp32.
+        # On CUDA the matrix products are computed in `dtype`. The avx512 kernels multiply bf16 in bf16 if the
+        # CPU has units for it; all other products on the CPU are in fp32.
         narrow = capability in ("cuda", "simt") or (dtype, capability) == (torch.bfloat16, "avx512")
         eager_dtype = dtype if narrow else torch.float32
         for compute in (None, torch.float64, eager_dtype):
@@ -95,8 +96,9 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], 
             results.append((y, *torch.autograd.grad(y, tuple(these.values()), upstream.to(y.dtype))))
         for name, ours, exact, eager in zip(("y", *leaves), *results, strict=True):
             assert ours.shape == exact.shape
-            # The product of SwiGLU is rounded to dtype once, and so is the output that the gradient of the
-            # gain reads. In the small shape there are too few elements for these roundings to average out.
+            # The operator rounds silu(gate) * x to dtype once. It also rounds the output from which the
+            # gradient of the output factor `gain` is computed. With few tokens there are too few elements for
+            # the rounding errors to average out.
             ulp = (
                 torch.finfo(dtype).eps * (0.5 if shape[0] > 10 else 1.5)
                 if {"gate", "gain"} & set(leaves)
@@ -125,9 +127,9 @@ def test_gradcheck(base: str, case: str) -> None:
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_group(dtype: torch.dtype, dropout: bool) -> None:
-    """Layers in a group give what each gives alone.
+    """lora_linear_group returns for each layer what lora_linear returns for that layer alone.
 
-    They are dense, quantised, without an adapter, or unused.
+    The layers are dense, quantised or without an adapter, and the output of one layer gets no gradient.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = torch.randn(2, 5, 64).to(dtype)
@@ -167,16 +169,16 @@ def test_group(dtype: torch.dtype, dropout: bool) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for ours, expected in zip(*gradients, strict=True):
-        if expected is None:  # this gradient belongs to the layer whose output is not used
+        if expected is None:  # a parameter of the layer whose output gets no gradient
             assert ours is None or not ours.any()
         else:
             torch.testing.assert_close(ours, expected, rtol=close, atol=close)
 
 
 def test_mask_is_the_seeds() -> None:
-    """Dropout with a seed equals dropout by hand in forward and backward.
+    """Dropout with a seed equals seeded_dropout of lora_A's input, in forward and backward.
 
-    Without a seed, PyTorch's generator draws one.
+    Without a seed argument, PyTorch's random generator draws a seed.
     """
     x, weight = torch.randn(6, 64), torch.randn(10, 64)
     A, B = torch.randn(4, 64, requires_grad=True), torch.randn(10, 4, requires_grad=True)
@@ -215,7 +217,7 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.parametrize("base", ["dense", "nf4", "nested", "int4", "int8"])
-# The weight of the last shape needs several panels of 1 MiB.
+# The operator converts a weight in panels of 1 MiB; the weight of the last shape needs several.
 @pytest.mark.parametrize("shape", [(1, 64, 4), (7, 5, 2), (300, 5000, 16)], ids=str)
 def test_weight_norm(capability: str, base: str, shape: tuple[int, int, int]) -> None:
     rows, columns, rank = (40, 600, 16) if capability == "simt" and shape[0] > 100 else shape
@@ -230,13 +232,14 @@ def test_weight_norm(capability: str, base: str, shape: tuple[int, int, int]) ->
         exact = lora_weight_norm_reference(dense.double(), A.double(), B.double(), scaling=0.3)
         assert ours.dtype == wide and not ours.requires_grad
         assert relative_error(ours, exact) <= (1e-14 if dtype == torch.float64 else 1e-6)
-    opposite = torch.randn(3, 2, 8)  # W = -B A, so W + B A is zero up to rounding
+    # with the weight W = -B A, the adapted weight W + B A is zero up to rounding
+    opposite = torch.randn(3, 2, 8)
     A, B = opposite[0], opposite[1].t().contiguous()
     assert (shoestring.lora_weight_norm(-B @ A, A, B) < 1e-2).all()
 
 
 def test_only_what_is_needed() -> None:
-    """Only the required gradients are computed and x is saved once; strided inputs and empty batches work."""
+    """lora_linear saves x once, computes only the required gradients, and accepts strided and empty x."""
     t = make((6, 64, 10, 4), torch.float32, torch.float32, "plain")
     weight, A, B = torch.randn(10, 64), t["lora_A"].requires_grad_(), t["lora_B"].requires_grad_()
     x = torch.randn(64, 6).t()
@@ -301,7 +304,7 @@ def test_errors() -> None:
     ):
         shoestring.lora_linear(x, weight.detach(), A, B, dropout=1.0)
     with pytest.raises(
-        RuntimeError, match="lora_linear: seed: expected one with dropout, and none without it"
+        RuntimeError, match="lora_linear: seed: expected a seed with dropout, and none without it"
     ):
         shoestring.lora_linear(x, weight.detach(), A, B, seed=torch.tensor([1]))
     with pytest.raises(RuntimeError, match="lora_linear: seed: expected one int64"):

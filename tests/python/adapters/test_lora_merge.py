@@ -1,6 +1,7 @@
-"""Test merging and exact unmerging.
+"""Test merging of adapters into weights, and exact unmerging.
 
-16-bit weights are rounded once; for quantised weights, merge reports the error.
+Merged 16-bit weights are rounded once. If merge quantises a merged weight again, it reports the quantisation
+error.
 """
 
 import pytest
@@ -58,7 +59,7 @@ def test_requantising_tells_its_error(quantize: str, nested: bool) -> None:
     assert 0.001 < report.error < 3
     quantised = logits(model)
     lora.unmerge(model)
-    # Without requantize the weight becomes fp32, which holds the merged value almost exactly.
+    # Without requantize, merging stores the weight as an fp32 tensor, with almost no rounding error.
     assert lora.merge(model).error < 1e-6
     assert (logits(model) - quantised).abs().max() < 1
 
@@ -79,7 +80,9 @@ def test_merges_in_sixteen_bits() -> None:
         report = lora.merge(model, reversible=False)
         assert model[0].weight.dtype == model[0].bias.dtype == dtype and 0 < report.error < 1
         assert torch.equal(model[0].weight, exact["weight"].to(dtype))
-        with pytest.raises(ValueError, match="lora.unmerge: model: expected one merged with reversible=True"):
+        with pytest.raises(
+            ValueError, match="lora.unmerge: model: expected a model that was merged with reversible=True"
+        ):
             lora.unmerge(model)
 
 
@@ -88,4 +91,4 @@ def test_a_new_adapter_closes_the_way_back() -> None:
     lora.merge(model)
     lora.apply(model, rank=2, target_modules=["0"])
     assert "unmerged" not in model[0].__dict__
-    assert lora.merge(model).error == 0  # lora_B is zero, so merging changes nothing
+    assert lora.merge(model).error == 0  # lora_B is zero, so merging does not change the weight

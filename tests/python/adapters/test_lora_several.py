@@ -1,4 +1,4 @@
-"""Test several adapters in one model: switching, adding, one per row of the batch, deleting, saving."""
+"""Test several adapters in a model: active adapters, sums, one per batch row, deletion, saved files."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ def test_switched_and_added_as_peft_does(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b" / "adapter_config.json").read_text())["use_rslora"]
     theirs = peft.PeftModel.from_pretrained(llama(), str(tmp_path)).eval()
     theirs.load_adapter(str(tmp_path / "b"), "b")
-    # The adapter that was added last is active.
+    # Only the adapter that was added last is active and trainable.
     assert trained(model) == {"b"} and lora.adapter_names(model) == ["default", "b"]
     base = logits(llama())
     for names in ("default", "b", ["default", "b"], ["b", "default"]):
@@ -53,7 +53,7 @@ def test_switched_and_added_as_peft_does(tmp_path: Path) -> None:
         assert (logits(model) - base).abs().max() <= 1e-6
     assert (logits(model) - logits(theirs)).abs().max() <= 1e-6
 
-    # Load the folder that PEFT wrote, and load one adapter under another name.
+    # Load the adapters that PEFT saved, and load one of shoestring's adapters under another name.
     theirs.save_pretrained(str(tmp_path / "theirs"))
     again = lora.load_adapter(lora.load_adapter(llama(), tmp_path / "theirs"), tmp_path / "theirs", "b")
     lora.set_adapter(again, ["b", "default"])
@@ -97,13 +97,15 @@ def test_a_different_adapter_for_each_row(kind: str) -> None:
     with lora.adapters_per_row(model, rows):
         mixed = model(ids).logits
         with pytest.raises(
-            ValueError, match="expected one for each of the 3 rows of the batch that reached a layer, rec"
+            ValueError,
+            match="expected one name for each of the 3 rows of the batch that reached a layer, rec",
         ):
             model(ids[:3])
     gradients = torch.autograd.grad(
         mixed[0].sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
     )
-    assert all(g is not None for g in gradients)  # row 0 uses "b", and only "b" is trainable
+    # row 0 of the batch uses "b", the only trainable adapter
+    assert all(g is not None for g in gradients)
     for row, name in enumerate(rows):
         if name is None:
             with lora.disable_adapter(model):
@@ -163,7 +165,8 @@ def test_copies_and_state_dicts() -> None:
 
 
 def test_several_compile_whole() -> None:
-    torch.compiler.reset()  # graphs of other tests count towards the limit of recompilations
+    # Drop graphs of other tests, which count towards torch.compile's limit of recompilations.
+    torch.compiler.reset()
     model = lora.apply(nn.Sequential(nn.Linear(16, 8)), rank=4, target_modules=["0"], quantize=None)
     lora.apply(model, rank=2, target_modules=["0"], adapter_name="b")
     randomise(randomise(model), "b")
@@ -213,7 +216,8 @@ def test_errors(tmp_path: Path) -> None:
     lora.apply(mixed, rank=2, target_modules=["0"], adapter_name="b")
     lora.set_adapter(mixed, ["default", "b"])
     with pytest.raises(
-        ValueError, match=r"dropout: expected the same of all active adapters in training, rec.*0.0, 0.5"
+        ValueError,
+        match=r"dropout: expected the same dropout for all active adapters in training, rec.*0.0, 0.5",
     ):
         mixed.train()(torch.ones(1, 4))
     assert shoestring.lora.adapter_names(mixed) == ["default", "b"]

@@ -69,7 +69,7 @@ def test_files_copies_and_generation(kind: str, tmp_path: Path) -> None:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False, pad_token_id=0
     )
     text = ids
-    for _ in range(5):  # generates the same tokens without a key-value cache
+    for _ in range(5):  # generate the tokens without a key-value cache, for comparison
         text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(made, text)
     with lora.disable_adapter(model):
@@ -83,7 +83,7 @@ def test_files_copies_and_generation(kind: str, tmp_path: Path) -> None:
 
 
 def test_prefix_is_attended_to_as_keys_and_values() -> None:
-    """A prefix that is made of the keys and values of some tokens has the same effect as these tokens."""
+    """A prefix of keys and values of some tokens has the same effect as these tokens before the input."""
     model, text = llama(), torch.randint(97, (1, 8))
     cache = model(text[:, :3], use_cache=True).past_key_values
     expected = model(text).logits[:, 3:]
@@ -138,7 +138,7 @@ def test_errors(tmp_path: Path) -> None:
     for call, message in [
         (
             lambda: lora.set_adapter(model, ["default", "b"]),
-            "expected one with virtual tokens, received default, b",
+            "expected at most one adapter with virtual tokens, received default, b",
         ),
         (
             lambda: lora.merge(model),
@@ -174,7 +174,8 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected the weights that were saved with .*adapter_config.json"):
         lora.load_adapter(llama(), tmp_path / "b")
     weights = tmp_path / "b" / "adapter_model.safetensors"
-    save_file(load_file(weights), weights)  # removes the digest of the configuration from the metadata
+    # save_file without metadata removes the digest of the configuration from the weights file
+    save_file(load_file(weights), weights)
     with pytest.raises(
         ValueError,
         match=r"expected \{'prompt_embeddings': \(4, 128\)\} of floating point, received .*\(5, 128\)",

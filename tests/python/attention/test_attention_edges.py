@@ -1,4 +1,4 @@
-"""Test what PyTorch expects of an operator, applied to attention, and which arguments attention refuses."""
+"""Test attention with gradcheck, opcheck, torch.compile and autocast, and test its error messages."""
 
 import subprocess
 import sys
@@ -97,7 +97,7 @@ print(run(8192) - before)
 
 
 def test_memory_is_linear_in_tokens() -> None:
-    """The memory grows linearly with the tokens.
+    """The memory of attention grows linearly with the number of tokens.
 
     For 8,192 tokens the scores alone would take 256 MiB. Attention needs ten tensors of 1 MiB, 8 MiB
     for partial gradients of q, and buffers.
@@ -117,21 +117,25 @@ def test_refusals() -> None:
     refused("k: expected fp32, fp64, bf16 or fp16, and q's dtype", q, k.double(), v)
     refused("k: expected q's 8 features", q, k[..., :4], v)
     refused("v: expected k's tokens and heads", q, k, v[:, :, :3])
-    refused("a multiple of, received 3", q, k[:, :3], v[:, :3])
+    refused("a number of heads that divides q's, 4, received 3", q, k[:, :3], v[:, :3])
     refused("expected q's batch", q, k[:1], v[:1])
     refused("window: expected", q, k, v, window=(-2, 0))
     refused("window: expected two numbers", q, k, v, window=(3,))
     refused("softcap: expected", q, k, v, softcap=-1.0)
     refused(r"bias: expected \(batch, heads, queries, keys\)", q, k, v, bias=torch.randn(5, 5))
     refused("bias: expected fp32", q, k, v, bias=torch.randn(1, 1, 5, 5, dtype=torch.float64))
-    refused("bias: expected floating-point", q, k, v, bias=torch.ones(1, 1, 5, 5, dtype=torch.int64))
+    refused("bias: expected a floating-point tensor", q, k, v, bias=torch.ones(1, 1, 5, 5, dtype=torch.int64))
     refused(r"sinks: expected \(heads\)", q, k, v, sinks=torch.randn(3))
     refused("alibi_slopes: expected", q, k, v, alibi_slopes=torch.randn(3))
     refused(
-        "alibi_slopes: expected no requires_grad", q, k, v, alibi_slopes=torch.randn(4, requires_grad=True)
+        "alibi_slopes: expected a tensor without requires_grad",
+        q,
+        k,
+        v,
+        alibi_slopes=torch.randn(4, requires_grad=True),
     )
     refused("dropout: expected a probability", q, k, v, dropout_p=1.0, seed=torch.tensor([1]))
-    refused("seed: expected one with dropout", q, k, v, dropout_p=0.1)
+    refused("seed: expected a seed with dropout", q, k, v, dropout_p=0.1)
     starts = torch.tensor([0, 5], dtype=torch.int32)
     refused("cu_seqlens_k: expected cu_seqlens_q", q, k, v, cu_seqlens_k=starts)
     refused("with cu_seqlens_q", q, k, v, cu_seqlens_q=starts)

@@ -1,4 +1,4 @@
-"""Test offload_activations: compression, full disks, streams and arguments."""
+"""Test offload_activations with compression, full disks, CUDA streams and invalid arguments."""
 
 import contextlib
 import gc
@@ -40,7 +40,7 @@ def test_compression(offload_device: str, delay: int, compression: str, dtype: t
     elif compression == "8bit" and dtype in (torch.float32, torch.bfloat16, torch.float16):
         flat = nn.functional.pad(expected[0].flatten().double().abs(), (0, -elements % 256)).view(-1, 256)
         bound = 0.00704 * flat.amax(1, keepdim=True).expand_as(flat).flatten()[:elements].view_as(error)
-        # The decoded value is rounded once more, to the tensor's dtype.
+        # Decoding 8-bit values gives fp32 values, which are rounded once more to the tensor's dtype.
         bound = bound + expected[0].abs().double() * torch.finfo(dtype).eps
         assert (error <= bound).all() and error.max() > 0
         assert packed <= elements * 65 / 64 + 256
@@ -83,7 +83,8 @@ def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(offload_device: st
     expected = gradients(net, x, contextlib.nullcontext())
     context = offload(offload_device, folder=str(tmp_path))
     assert_same(gradients(net, x, context), expected)
-    disturb_offload(0, 3, 28)  # the fourth write from here fails with ENOSPC (28)
+    # From now on, three reads or writes of offload files succeed, and the fourth fails with ENOSPC (28).
+    disturb_offload(0, 3, 28)
     with pytest.raises(
         RuntimeError, match=rf"offload_activations: {tmp_path}/.* cannot write .* free some space"
     ):
@@ -163,7 +164,10 @@ def test_options(options: dict[str, object], message: str) -> None:
 
 
 def test_host_limit_without_a_folder() -> None:
-    with pytest.raises(ValueError, match="host_bytes: expected a folder for the rest, received 5 and none"):
+    with pytest.raises(
+        ValueError,
+        match="host_bytes: expected a folder for tensors beyond this limit, received 5 and no folder",
+    ):
         offload_activations(host_bytes=5)
 
 
@@ -190,4 +194,5 @@ def test_the_link_is_measured(offload_device: str, host_bytes: int, tmp_path: Pa
     assert 1e6 < link["out_bytes_per_second"] < 1e13 and 1e6 < link["in_bytes_per_second"] < 1e13
     assert 0 <= link["copy_share"] <= 1 and link["prefetch"] == 3
     seen = context.statistics()
-    assert seen["stored"] == seen["host"] == seen["disk"] == 0  # the measurement leaves no memory allocated
+    # measuring the bandwidth leaves no memory allocated
+    assert seen["stored"] == seen["host"] == seen["disk"] == 0

@@ -1,4 +1,4 @@
-"""Gradients under checkpoint_model are the same, before or after DDP and FSDP2 and before torch.compile."""
+"""checkpoint_model changes no gradient if applied before or after DDP and FSDP2, or before torch.compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> nn.Module:
 
 def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
     grads: list[Tensor] = []
-    for _ in range(2):  # the second step uses the hooks and shards again
+    for _ in range(2):  # the second step tests that hooks and shards still work after a backward pass
         net.zero_grad()
         net(x).square().mean().backward()
         grads += [p.grad for p in net.parameters() if p.grad is not None]
@@ -97,7 +97,7 @@ def _keeps_a_budget(rank: int, kind: str, first: str) -> None:
             step().backward()
             peaks.append(meter.peak())
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    # The peak includes the gathered weights and their gradients besides the activations.
+    # Besides the activations, the measured peak includes the gathered weights and their gradients.
     weights = sum(p.numel() for p in model().parameters()) * 4
     assert peaks[1] <= budget + 2 * weights
     assert abs(report.plan.peak_bytes - peaks[1]) <= 0.05 * peaks[1] + 2 * weights
@@ -115,7 +115,7 @@ def _refuses_shards_within_blocks(rank: int) -> None:
         fully_shard(block.up)
         fully_shard(block)
     with pytest.raises(
-        ValueError, match="blocks: 0.up is sharded by itself inside 0: make the plan before fully_shard"
+        ValueError, match="blocks: 0.up is sharded separately inside 0: make the plan before fully_shard"
     ):
         shoestring.checkpoint_model(
             net, [Block], budget="1MiB", example=lambda: net(torch.randn(4, 32)).sum()
@@ -128,7 +128,8 @@ def test_shards_within_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [(), ("products",)], ids=str)
 def test_compiled(keep: tuple[str, ...]) -> None:
-    torch.compiler.reset()  # graphs of other tests count towards the limit of recompilations
+    # torch.compile limits the number of recompilations. The reset keeps those of other tests from counting.
+    torch.compiler.reset()
     net, x = model(), torch.randn(4, 32)
     expected = gradients(net, x)
     shoestring.checkpoint_model(net, [Block], keep=keep)

@@ -1,6 +1,6 @@
-"""Test tiled layers.
+"""Test shoestring.tiled and tiled_features against the same layers without tiles.
 
-Tiles add in another order, so tolerances are those of fp32 sums of some hundred terms.
+Tiling changes the order of sums, so the tolerances are those of fp32 sums of some hundred terms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from shoestring.checkpoint.measure import metered
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-@pytest.mark.parametrize("tiles", [1, 3, 7])  # one tile, tiles of different sizes, and one token per tile
+# 7 tokens in one tile, in three tiles of different sizes, and in one tile per token.
+@pytest.mark.parametrize("tiles", [1, 3, 7])
 def test_tokens(tiles: int) -> None:
     mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     x = torch.randn(2, 7, 16, requires_grad=True)
@@ -39,7 +40,7 @@ def test_features(dtype: torch.dtype) -> None:
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     y = shoestring.tiled_features(mlp, x, [(up, 0), (down, 1)], tiles=3)
     exact = mlp(*wide)
-    # The error may be at most twice that of the untiled layer.
+    # The largest error of the tiled result may be twice that of the result without tiles.
     bound = 2 * (mlp(*leaves).double() - exact).abs().max() + 1e-6
     assert (y.double() - exact).abs().max() <= bound
     grads = torch.autograd.grad(y.square().sum(), leaves)
@@ -64,8 +65,8 @@ def test_memory_is_that_of_a_tile() -> None:
 
     inner = 512 * 1024 * 4
     whole, eighth = peak(0), peak(8)
-    # The untiled model allocates the results of the linear layer and of GELU, and their gradients. The tiled
-    # one holds the same for one tile, and the gradients of the weights.
+    # Without tiles, the model allocates the outputs of its first linear layer and of GELU, and their
+    # gradients. With tiles, it allocates these tensors for one tile only, and the gradients of the weights.
     assert whole >= 3 * inner
     assert eighth <= 4 * inner / 8 + 4 * 2 * 1024 * 32 * 4 + 6 * x.nbytes
 
@@ -73,12 +74,12 @@ def test_memory_is_that_of_a_tile() -> None:
 def test_errors() -> None:
     x, w = torch.randn(3, 4), torch.randn(4, 4)
     with pytest.raises(
-        ValueError, match=r"tiled: tiles: expected 1 to the number of places along dim \(3\), received 4"
+        ValueError, match=r"tiled: tiles: expected 1 to the number of elements along dim \(3\), received 4"
     ):
         shoestring.tiled(torch.exp, x, tiles=4)
-    with pytest.raises(ValueError, match="tiled: fn: expected a result of 3 places along dim -2"):
+    with pytest.raises(ValueError, match="tiled: fn: expected a result of 3 elements along dim -2"):
         shoestring.tiled(lambda t: t[:1], x, tiles=1)
-    with pytest.raises(ValueError, match="tiled_features: weights: expected the same length"):
+    with pytest.raises(ValueError, match="tiled_features: weights: expected weights of the same size"):
         shoestring.tiled_features(mlp, x, [(w, 0), (x, 0)], tiles=2)
     with pytest.raises(ValueError, match="tiled_features: tiles: expected 1 to the number of features"):
         shoestring.tiled_features(mlp, x, [(w, 0)], tiles=5)

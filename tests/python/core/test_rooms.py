@@ -1,4 +1,8 @@
-"""Dependencies between rooms have no cycle, and each include and import is allowed by the list below."""
+"""Dependencies between source folders have no cycle, and LIBRARY and APPLICATION allow each of them.
+
+A "room" is a component of the project, such as gemm, with folders in csrc, cuda and python/shoestring. It
+depends on another room if it includes headers or imports modules of that room.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from pathlib import Path
 
 from build_folder import REPOSITORY
 
-# Each room, and the rooms that it may use. Rooms are listed after all rooms that they use.
+# The library's rooms (top-level source folders such as csrc/gemm), and the rooms that each may use. A room is
+# listed after all rooms that it uses.
 LIBRARY: dict[str, tuple[str, ...]] = {
     "core": (),
     "files": ("core",),
@@ -25,7 +30,8 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "checkpoint": ("core", "offload"),
     "integrations": ("adapters", "attention", "core", "files", "layers", "losses", "quantization"),
 }
-# The application uses every room of the library. No room of the library uses the application.
+# Rooms (source folders) of the command-line application. They may use every room of the library, and no room
+# of the library uses them.
 APPLICATION: dict[str, tuple[str, ...]] = {
     "data": (*LIBRARY,),
     "training": (*LIBRARY, "data"),
@@ -33,7 +39,8 @@ APPLICATION: dict[str, tuple[str, ...]] = {
 }
 ROOMS = LIBRARY | APPLICATION
 
-# The room that each installed header belongs to. Headers that are not listed only include others.
+# The room (folder such as csrc/gemm) that each installed header belongs to. Installed headers that only
+# include other headers are in COLLECTIONS.
 HEADERS = {
     "export.h": "core",
     "placeholder.h": "core",
@@ -52,6 +59,7 @@ HEADERS = {
     "optim/low_rank.h": "optim",
     "optim/rules.h": "optim",
     "optim_wrappers.h": "optim",
+    "autograd.h": "checkpoint",
     "checkpoint.h": "checkpoint",
     "checkpoint_plan.h": "checkpoint",
     "checkpoint_sequence.h": "checkpoint",
@@ -59,7 +67,8 @@ HEADERS = {
     "model_files.h": "integrations",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
-# Python modules outside of the rooms: the public names, and the module that loads the libraries.
+# Python modules that belong to no room (folder such as python/shoestring/gemm). PUBLIC modules only collect
+# public names, and _load loads the C++ libraries.
 PUBLIC = {"", "_public", "__main__", "lora", "nn", "ops"}
 CORE_MODULES = {"_load"}
 
@@ -73,7 +82,7 @@ def cpp_files() -> list[str]:
 
 
 def includes(files: Iterable[str]) -> Edges:
-    """Return the files of this repository that each file includes."""
+    """Return for each C++ or CUDA file the files of this repository that it includes."""
     known = set(files)
     edges: Edges = {}
     for file in known:
@@ -86,7 +95,7 @@ def includes(files: Iterable[str]) -> Edges:
 
 
 def cpp_room(file: str) -> str | None:
-    """Return the room of a C++ or CUDA file, or None for a header that only includes others."""
+    """Return the room (source folder) of a C++ or CUDA file; None for a header that only includes headers."""
     header = file.removeprefix("csrc/include/shoestring/")
     if header == file:
         return file.split("/")[1]
@@ -103,7 +112,7 @@ def python_modules() -> dict[str, Path]:
 
 
 def imports(modules: dict[str, Path], everywhere: bool) -> Edges:
-    """Return the modules of the package that each module imports, also inside functions if ``everywhere``."""
+    """Return the shoestring modules that each module imports, also inside functions if ``everywhere``."""
     edges: Edges = {}
 
     def visit(module: str, node: ast.AST) -> None:
@@ -140,7 +149,7 @@ def python_room(module: str) -> str | None:
 
 
 def circle(edges: Edges) -> list[str]:
-    """Return a cycle of edges, or an empty list."""
+    """Return the nodes of one cycle in the dependency graph, or an empty list if there is none."""
     done: set[str] = set()
 
     def search(node: str, path: list[str]) -> list[str]:
@@ -200,7 +209,7 @@ def test_imports_follow_the_list() -> None:
 
 
 def test_every_arrow_is_used() -> None:
-    """A dependency in the list that neither C++ nor Python uses any more must be removed."""
+    """LIBRARY lists no dependency between source folders that neither C++ nor Python uses any more."""
     used: set[tuple[str | None, str | None]] = set()
     for node, targets in includes(cpp_files()).items():
         used |= {(cpp_room(node), cpp_room(target)) for target in targets}

@@ -1,4 +1,4 @@
-"""Packed batches: how full they are, and that a model learns from them what it learns from the sequences alone."""
+"""Packed batches are nearly full, and have the same loss and gradients as separate sequences."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ from shoestring.training.models import can_pack, fused_loss
 
 
 def lengths(count: int) -> torch.Tensor:
-    """Like those of text: most are short, a few as long as a batch."""
+    """Return random sequence lengths like those of texts: most are short, a few have up to 2048 tokens."""
     return (torch.randn(count).mul(0.9).exp() * 120).long().clamp(1, 2048)
 
 
@@ -25,7 +25,9 @@ def test_first_fit_decreasing() -> None:
     bins = torch.ops.shoestring.pack_sequences(sizes, 2048)
     filled = torch.zeros(int(bins.max()) + 1, dtype=torch.int64).index_add(0, bins, sizes)
     assert filled.max() <= 2048 and (filled > 0).all()
-    room: list[int] = []  # the rule, in its plain form
+    # The number of free tokens in each bin (row of a packed batch), computed by first-fit decreasing in plain
+    # Python.
+    room: list[int] = []
     for i in sizes.argsort(descending=True, stable=True).tolist():
         size = int(sizes[i])
         place = next((b for b, left in enumerate(room) if left >= size), len(room))
@@ -41,7 +43,7 @@ def test_an_epoch_has_every_sequence_once_and_little_waste() -> None:
     first = list(sampler)
     assert sorted(i for batch in first for i in batch) == list(range(20000)) and len(sampler) == len(first)
     assert all(int(sampler.lengths[batch].sum()) <= 2048 for batch in first)
-    assert sampler.efficiency() > 0.99  # in the order of arrival some 0.93 are filled
+    assert sampler.efficiency() > 0.99  # without sorting by length, about 0.93 of each batch would be filled
     assert list(sampler) == first and list(MultipackBatchSampler(sampler.lengths, 2048, seed=3)) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
@@ -64,7 +66,7 @@ def test_refusals() -> None:
         MultipackBatchSampler([3], 8, num_replicas=2, rank=2)
     with pytest.raises(RuntimeError, match="capacity: expected"):
         torch.ops.shoestring.pack_sequences(torch.tensor([1]), 0)
-    with pytest.raises(ValueError, match="PackingCollator: labels: expected one for each"):
+    with pytest.raises(ValueError, match="PackingCollator: labels: expected one label for each"):
         PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
 
 
@@ -94,7 +96,10 @@ def test_loss_and_gradients_are_those_of_the_sequences(patched: bool) -> None:
 
 
 def test_packed_examples_train_as_padded_ones() -> None:
-    """What ``shoestring finetune`` does with examples; one that is longer than its neighbours, and one of a single token."""
+    """Packed examples of different lengths give the same loss and gradients as padded ones.
+
+    ``shoestring finetune`` uses packed batches if the model supports them, and otherwise padded ones.
+    """
     model = build()
     assert not can_pack(model)
     loss = fused_loss(model, 8)
@@ -116,7 +121,7 @@ def test_packed_examples_train_as_padded_ones() -> None:
 
 
 def test_what_cannot_keep_sequences_apart_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose attention is never told where sequences begin."""
+    """can_pack() is false for a model that does not pass the sequence boundaries on to its attention."""
     model = build()
     fused_loss(model, 8)
     forward = type(model).forward

@@ -1,4 +1,4 @@
-"""Checkpoints of quantised models, ours and those of transformers over bitsandbytes, read by either."""
+"""shoestring loads the quantised checkpoints that transformers with bitsandbytes saves, and vice versa."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ KINDS = [
 
 
 def assert_same(theirs: torch.nn.Module, ours: torch.nn.Module) -> None:
-    # With gradients: without them bitsandbytes takes bf16 products on a CPU that has them.
+    # The models run without no_grad: under no_grad, bitsandbytes would multiply in bf16 on a CPU with bf16
+    # units.
     torch.testing.assert_close(theirs(TOKENS).logits, ours(TOKENS).logits, rtol=0, atol=1e-6)
 
 
@@ -44,7 +45,8 @@ def test_a_round_trip_keeps_every_bit(tmp_path: Path, options: dict[str, Any], t
 @pytest.mark.parametrize("tied", [False, True])
 def test_bitsandbytes_reads_ours(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
     pytest.importorskip("bitsandbytes")
-    # 256: its CPU kernel misplaces the scales of blocks that go on in the next row (0.50.2).
+    # With 256 columns, no quantisation block spans two rows of a weight. The CPU kernel of bitsandbytes
+    # 0.50.2 uses wrong scales for blocks that span two rows.
     folder = write_model(tmp_path / "dense", tie_word_embeddings=tied, intermediate_size=256)
     model = shoestring.load_quantized(folder, dtype=torch.float32, **options)
     shoestring.save_quantized(model, tmp_path / "saved", max_shard_bytes=100_000)
@@ -61,7 +63,9 @@ def test_bitsandbytes_reads_our_int8(tmp_path: Path) -> None:
     model = shoestring.load_quantized(write_model(tmp_path / "dense"), quant_type="int8", dtype=torch.float32)
     shoestring.save_quantized(model, tmp_path / "saved")
     theirs = dense(tmp_path / "saved", torch.float32)
-    for name, layer in model.named_modules():  # its layer also rounds the input to 8 bits, so logits differ
+    # Linear8bitLt of bitsandbytes also rounds its input to 8 bits, so logits differ. The test compares the
+    # weights.
+    for name, layer in model.named_modules():
         if isinstance(layer, shoestring.nn.QuantizedLinear):
             other = theirs.get_submodule(name)
             assert type(other).__name__ == "Linear8bitLt"
@@ -154,7 +158,7 @@ def test_damaged_codes_are_refused(tmp_path: Path) -> None:
 def test_models_that_no_config_describes(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "dense")
     with pytest.raises(
-        ValueError, match="expected nf4, fp4 or int8 layers, received int4, which bitsandbytes has not"
+        ValueError, match="expected nf4, fp4 or int8 layers, received int4, which bitsandbytes does not have"
     ):
         shoestring.save_quantized(shoestring.load_quantized(folder, quant_type="int4"), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
@@ -203,7 +207,8 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="save_quantized: directory: expected a folder, received a file"):
         shoestring.save_quantized(model, tmp_path / "file")
-    shoestring.save_quantized(model, folder)  # empty
+    # save_quantized may write into this existing folder, because it is empty.
+    shoestring.save_quantized(model, folder)
 
 
 def test_files_one_by_one_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +218,15 @@ def test_files_one_by_one_only_on_request(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "mine").write_text("mine")
     monkeypatch.chdir(folder)
     with pytest.raises(
-        ValueError, match="holds, the current directory; .* or overwrite=True .* neither model"
+        ValueError, match="holds, the current directory; .* or overwrite=True .* without a complete model"
     ):
         shoestring.save_quantized(model, ".")
     inode = (folder / "model.safetensors").stat().st_ino
     assert (folder / "mine").read_text() == "mine"
     shoestring.save_quantized(model, ".", overwrite=True)
     assert (folder / "model.safetensors").stat().st_ino != inode and (folder / "mine").read_text() == "mine"
-    (folder / "config.json").unlink()  # as after a crash
+    # After a crash while files are replaced, a folder may have no config.json.
+    (folder / "config.json").unlink()
     with pytest.raises(ValueError, match="no config.json"):
         shoestring.save_quantized(model, ".")
     shoestring.save_quantized(model, ".", overwrite=True)

@@ -7,7 +7,8 @@ from shoestring.ops import geglu_reference
 
 pytestmark = pytest.mark.device
 
-# Element counts: none, less than one SIMD vector, several vectors and a remainder, enough for two threads.
+# Element counts: none, less than one SIMD vector, several vectors and a remainder, and enough for two
+# threads.
 SIZES = [0, 3, 77, 33000]
 KINDS = ["tanh", "none"]
 
@@ -34,7 +35,11 @@ def test_no_worse_than_eager(capability: str, size: int, dtype: torch.dtype, app
 
 @pytest.mark.parametrize("approximate", KINDS)
 def test_digits_far_below_zero(capability: str, approximate: str) -> None:
-    """The relative error of each element is at most 5e-7 plus 2e-7 times the magnitude of the exponent."""
+    """Far below zero, the relative error of geglu is at most 5e-7 + 2e-7 times the magnitude of an exponent.
+
+    GELU contains the exponential of this number. With approximate="none" the exponent is -x^2 / 2. With
+    "tanh" GELU is x * sigmoid(2u), and the exponent is 2u.
+    """
     gate = torch.linspace(-12 if approximate == "none" else -7, 9, 4001)
     x = gate.double()
     exponent = 2 * (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
@@ -97,10 +102,11 @@ def test_gradcheck_opcheck_and_compiled(approximate: str) -> None:
 
 def test_errors() -> None:
     with pytest.raises(
-        RuntimeError, match="geglu: gate: expected the shape, dtype and device of what it multiplies"
+        RuntimeError,
+        match="geglu: gate: expected the shape, dtype and device of the tensor that it multiplies",
     ):
         shoestring.geglu(torch.ones(3), torch.ones(4))
     with pytest.raises(RuntimeError, match="geglu: approximate: expected 'tanh' or 'none', received 'erf'"):
         shoestring.geglu(torch.ones(3), torch.ones(3), "erf")
-    with pytest.raises(RuntimeError, match="geglu: x: expected fp32, fp64, bf16 or fp16, received Int"):
+    with pytest.raises(RuntimeError, match="geglu: up: expected fp32, fp64, bf16 or fp16, received Int"):
         shoestring.geglu(torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32))

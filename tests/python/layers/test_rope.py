@@ -10,8 +10,8 @@ from shoestring.ops import rope_reference
 
 pytestmark = pytest.mark.device
 
-# Shapes (batch, query heads, key heads, tokens, head_dim, rotary_dim; None rotates the whole head).
-# They cover an empty batch, odd sizes, whole SIMD vectors, partial rotation, and a head wider than a warp.
+# Shapes (batch, query heads, key heads, tokens, head_dim, rotary_dim; None rotates the whole head). They
+# cover an empty batch, odd sizes, whole SIMD vectors, partial rotation, and a head wider than a warp.
 SHAPES = [
     (0, 2, 1, 3, 8, None),
     (1, 1, 1, 1, 2, None),
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def tables(tokens: int, width: int, interleaved: bool = False, twice: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the fp32 cosine and sine tables of the angles, laid out as in transformers."""
+    """Return fp32 tables of the cosines and sines of rotary angles, in the layout of transformers."""
     angles = torch.arange(tokens)[:, None] * torch.logspace(0, -2, max(1, width // 2))[: width // 2]
     if twice:
         angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
@@ -32,7 +32,7 @@ def tables(tokens: int, width: int, interleaved: bool = False, twice: bool = Tru
 
 
 def heads(batch: int, count: int, tokens: int, head_dim: int) -> Tensor:
-    """Return random heads (batch, count, tokens, head_dim) with the strides of a transposed projection."""
+    """Return ``count`` random heads, (batch, count, tokens, head_dim), as a transposed view."""
     return torch.randn(batch, tokens, count, head_dim).transpose(1, 2)
 
 
@@ -73,7 +73,7 @@ def test_no_worse_than_eager(capability: str, dtype: torch.dtype, interleaved: b
                 if a.numel():
                     few = (
                         8e-7 if head_dim == 2 else 2e-7
-                    )  # The gradient of a norm over two elements suffers from cancellation.
+                    )  # The gradient of a norm over a head of two elements suffers from cancellation.
                     assert relative_error(a, b) <= 1.1 * relative_error(c, b) + few
 
 
@@ -120,7 +120,7 @@ def test_strides_are_kept_and_nothing_is_copied(capability: str) -> None:
     turned = shoestring.rope(*plain, cos, sin)
     assert turned[0].is_contiguous()
     torch.testing.assert_close(turned, expected)
-    across = torch.randn(2, 4, 16, 5).transpose(2, 3)  # The elements of a head are not contiguous.
+    across = torch.randn(2, 4, 16, 5).transpose(2, 3)  # `across` has heads whose elements are not contiguous
     torch.testing.assert_close(
         shoestring.rope(across, across, cos, sin)[0], rope_reference(across, across, cos, sin)[0]
     )
@@ -230,7 +230,7 @@ def test_errors() -> None:
     cos, sin = tables(5, 8)
     for message, arguments, options in (
         (r"rope: q: expected \(batch, heads, tokens, head_dim\)", (q[0, 0], k, cos, sin), {}),
-        (r"rope: k: expected q's shape but for its heads", (q, k[:, :, :4], cos, sin), {}),
+        (r"rope: k: expected q's shape \(except the number of heads\)", (q, k[:, :, :4], cos, sin), {}),
         (r"rope: cos, sin: expected one shape", (q, k, cos, sin[:3]), {}),
         (
             r"rope: cos: expected \(tokens, width\) with width 8 or 4 for rotary_dim 8 and 5 tokens, received \[4, 8\]",

@@ -7,7 +7,8 @@ from shoestring.ops import swiglu_reference
 
 pytestmark = pytest.mark.device
 
-# Element counts: none, less than one SIMD vector, several vectors and a remainder, enough for two threads.
+# Element counts: none, less than one SIMD vector, several vectors and a remainder, and enough for two
+# threads.
 SIZES = [0, 3, 77, 33000]
 
 
@@ -70,8 +71,9 @@ def test_gradcheck_and_opcheck() -> None:
 
 def test_errors() -> None:
     with pytest.raises(
-        RuntimeError, match="swiglu: gate: expected the shape, dtype and device of what it multiplies"
+        RuntimeError,
+        match="swiglu: gate: expected the shape, dtype and device of the tensor that it multiplies",
     ):
         shoestring.swiglu(torch.ones(3), torch.ones(4))
-    with pytest.raises(RuntimeError, match="swiglu: x: expected fp32, fp64, bf16 or fp16, received Int"):
+    with pytest.raises(RuntimeError, match="swiglu: up: expected fp32, fp64, bf16 or fp16, received Int"):
         shoestring.swiglu(torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32))

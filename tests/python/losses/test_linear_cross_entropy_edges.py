@@ -1,4 +1,4 @@
-"""What linear_cross_entropy makes of unusual values and wrong arguments, and the memory it takes."""
+"""Test linear_cross_entropy with unusual values and wrong arguments, and the memory that it uses."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_huge_logits_do_not_overflow() -> None:
 
 
 def test_classes_that_a_bias_rules_out() -> None:
-    """Whole registers and tiles of logits are -inf, and the others count as ever."""
+    """Classes with a bias of -inf, which fill whole registers and tiles, do not change loss and gradients."""
     hidden, weight, bias, target = make(3, 4, 5000)
     with torch.no_grad():
         bias[5:4990] = -float("inf")
@@ -77,13 +77,18 @@ def test_the_likeliest_class_is_the_first_of_equals(dtype: torch.dtype) -> None:
         return shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias).argmax.item()
 
     assert argmax() == 0
-    bias[[2999, 1040, 1039, 1037]] = 1  # of one thread of a GPU, of the next, and of another warp
+    # On a GPU, one thread reads classes 1037 and 1039, the next thread 1040, and another warp 2999.
+    bias[[2999, 1040, 1039, 1037]] = 1
     assert argmax() == 1037
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fresh_memory_does_not_show(dtype: torch.dtype) -> None:
-    """What the allocator hands out is NaN: in the emulator always, on a GPU after this."""
+    """No result of linear_cross_entropy depends on uninitialised memory.
+
+    In the emulator new memory always holds NaN. On a GPU, the allocator reuses the memory of a freed tensor
+    of NaN.
+    """
     poison = torch.full((1 << 24,), float("nan"))
     del poison
     hidden, weight, bias, target = make(70, 6, 1003, dtype)
@@ -93,7 +98,10 @@ def test_fresh_memory_does_not_show(dtype: torch.dtype) -> None:
 
 
 def test_small_gradients_survive_fp16() -> None:
-    """A mean over 300 tokens: the gradients of most logits are 2e-6, where fp16 has steps of 6e-8."""
+    """fp16 gradients of the weight are accurate for a mean over 300 tokens.
+
+    For most classes, the gradients of the logits are 2e-6, where neighbouring fp16 numbers are 6e-8 apart.
+    """
     hidden = (30 * torch.randn(300, 4)).half()
     weight = (torch.randn(2000, 4) / 1000).half().requires_grad_()
     target = torch.randint(4, (300,))
@@ -120,7 +128,10 @@ def test_small_gradients_survive_fp16() -> None:
         ({"reduction": "average"}, "reduction: expected 'mean', 'sum' or 'none', received 'average'"),
         ({"label_smoothing": 1.0}, "label_smoothing: expected a number"),
         ({"softcap": -1.0}, "softcap: expected 0"),
-        ({"workspace_mb": -1}, "workspace_mb: expected MiB, or 0 for the device.s default, received -1"),
+        (
+            {"workspace_mb": -1},
+            "workspace_mb: expected a number of MiB, or 0 for the device.s default, received -1",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -144,7 +155,8 @@ torch.cuda.synchronize()
 
 @pytest.mark.parametrize("target", [9, -1])
 def test_a_target_out_of_range_is_refused(backend: str, target: int) -> None:
-    if backend == "cuda":  # an assertion on the device, after which the process has no GPU
+    # A failed device assertion makes the GPU unusable for its process, so this test needs a new process.
+    if backend == "cuda":
         command = [sys.executable, "-c", OUT_OF_RANGE.format(target=target)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode != 0
@@ -160,7 +172,10 @@ def test_a_target_out_of_range_is_refused(backend: str, target: int) -> None:
 
 
 def test_memory_is_the_gradients_and_the_workspace(backend: str) -> None:
-    """Peak over the inputs: grad_hidden + grad_weight + workspace (+ a few chunks of (tokens, features))."""
+    """Beyond the inputs, linear_cross_entropy needs memory for two gradients and the workspace.
+
+    The gradients are grad_hidden and grad_weight. A few small buffers come on top.
+    """
     if backend != "cpu":
         pytest.skip("the process's memory; test_linear_cross_entropy_cuda.py has the GPU's")
     tokens, features, vocab, workspace = 4096, 128, 32768, 32

@@ -1,4 +1,4 @@
-"""Heads of linear_cross_entropy that are more than a weight: with a LoRA adapter, quantised, with a gradient kept elsewhere."""
+"""Test linear_cross_entropy with LoRA adapters, quantised weights, and gradients added to a buffer."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ from shoestring.ops import linear_cross_entropy_reference
 
 pytestmark = pytest.mark.device
 
-TOKENS, FEATURES, VOCAB = 300, 64, 1003  # two chunks of 1 MiB in fp32: 256 tokens fit
+# A workspace of 1 MiB holds the fp32 logits of 256 tokens, so 300 tokens are two chunks.
+TOKENS, FEATURES, VOCAB = 300, 64, 1003
 
 
 def adapter(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def test_adapted_and_quantised_heads(
     exact = linear_cross_entropy_reference(
         h, w, target, b, lora_A=lora_A, lora_B=lora_B, scaling=0.5, **options
     )
-    # Two or three roundings to 16 bits, each of at most half a unit in the last place; low is rounded on CUDA, too.
+    # Results in 16 bits are rounded two or three times, each time by at most half a unit in the last place.
+    # CUDA also rounds the low-rank product of hidden and lora_A.
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
     assert relative_error(ours, exact) < max(tolerance / 4, 2e-6)
     upstream = torch.linspace(0.5, 2, ours.numel(), dtype=torch.float64).view(ours.shape)
@@ -81,8 +83,9 @@ def test_an_adapted_head_in_fp64() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grad_scale", [None, 0.25])
 def test_the_weight_s_gradient_is_added_to_a_buffer(dtype: torch.dtype, grad_scale: float | None) -> None:
-    """Two micro-batches, whose loss counts a quarter each."""
-    buffer = torch.randn(VOCAB, FEATURES) / 1000  # as small as what is added
+    """Two micro-batches add their weight gradients to one buffer, with or without a factor of 0.25."""
+    # random values that are as small as the gradients added to them
+    buffer = torch.randn(VOCAB, FEATURES) / 1000
     before = buffer.clone()
     exact = before.double()
     weight = (torch.randn(VOCAB, FEATURES) / FEATURES**0.5).to(dtype).requires_grad_()
@@ -105,7 +108,7 @@ def test_the_weight_s_gradient_is_added_to_a_buffer(dtype: torch.dtype, grad_sca
 
 
 def test_a_buffer_is_a_tied_embedding_s_gradient() -> None:
-    """The head's share goes straight into .grad, and the embedding's is added as ever, bit for bit what it is without."""
+    """For a tied weight, the operator adds the head's gradient to .grad; autograd adds the embedding's."""
     table = torch.randn(VOCAB, FEATURES, requires_grad=True)
     tokens = torch.randint(VOCAB, (20,))
     hidden = torch.nn.functional.embedding(tokens, table).tanh()
@@ -123,7 +126,7 @@ def test_a_buffer_alone_is_added_to_once_and_never_without_gradients() -> None:
     with torch.no_grad():
         shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer, grad_scale=1.0)
     assert (buffer == 0).all()
-    with pytest.raises(RuntimeError, match="weight_grad: expected something that requires a gradient"):
+    with pytest.raises(RuntimeError, match="weight_grad: expected an input that requires a gradient"):
         shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer)
     shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer, grad_scale=2.0)
     leaf = weight.clone().requires_grad_()
@@ -150,7 +153,10 @@ def test_a_buffer_alone_is_added_to_once_and_never_without_gradients() -> None:
         ),
         ({"weight_grad": torch.ones(9, 5)}, r"weight_grad: expected Float of weight's shape, \[9, 4\]"),
         ({"weight_grad": torch.ones(9, 4).bfloat16()}, "weight_grad: expected Float"),
-        ({"grad_scale": 1.0}, "grad_scale: expected None, or with weight_grad a number that is not 0"),
+        (
+            {"grad_scale": 1.0},
+            "grad_scale: expected None, or a finite number that is not 0 together with weight_grad",
+        ),
         (
             {"weight_grad": torch.ones(9, 4), "grad_scale": 1.0, "reduction": "none"},
             "grad_scale: expected None with",
@@ -166,7 +172,8 @@ def test_errors_name_the_option(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("quant_type", ["nf4", "int8"])
 def test_a_quantised_head_of_odd_size_and_no_gradient(quant_type: str) -> None:
-    hidden, weight, _, target = make(7, 5, 33)  # 165 codes: of nf4 the last byte has one
+    # The weight has 165 codes of 4 bits in nf4, so the last byte holds only one.
+    hidden, weight, _, target = make(7, 5, 33)
     head = quantized(weight.detach(), quant_type)
     loss = shoestring.linear_cross_entropy(hidden, head, target.clamp_min(0))
     expected = linear_cross_entropy_reference(hidden, head.dequantize(), target.clamp_min(0))
@@ -175,7 +182,7 @@ def test_a_quantised_head_of_odd_size_and_no_gradient(quant_type: str) -> None:
 
 
 def peaky(tokens: int, features: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """hidden, weight, bias and target of a confident model: almost all probability is on a few classes of each token."""
+    """Return hidden, weight, bias and target of a model that gives each token a few probable classes."""
     weight = torch.randn(vocab, features) / features**0.5
     target = torch.randint(vocab // 20, (tokens,))
     hidden = 12 * weight[target] + torch.randn(tokens, features) / 10
@@ -210,12 +217,15 @@ def test_filtering_errs_by_no_more_than_it_says(dtype: torch.dtype, reduction: s
 
     exact, ours = run(0.0), run(eps)
     assert torch.equal(exact[0], ours[0])
-    assert (ours[2] == 0).all(1).sum() > VOCAB / 2  # there was something to leave out
-    # Each entry of the logits' gradient errs by less than eps times the upstream gradient, 3 or 3 / tokens.
+    # the weight gradients of most classes are zero, because filter_eps skips the classes of low probability
+    assert (ours[2] == 0).all(1).sum() > VOCAB / 2
+    # The filter (filter_eps) changes each element of the logits' gradient by less than eps times the upstream
+    # gradient. The upstream gradient is 3, or 3 / TOKENS for a mean.
     share = eps * 3 / (TOKENS if reduction == "mean" else 1)
     bounds = share * weight.abs().sum(0), share * hidden.abs().sum(0), share * TOKENS
     for a, b, bound in zip(exact[1:], ours[1:], bounds):
-        # Each of the two rounds its sum to dtype, by half a unit in the last place; and sums of fp32 have their order.
+        # Gradients with and without filter are each rounded to dtype, by half a unit in the last place. The
+        # order of their sums differs.
         rounding = a.abs() * torch.finfo(dtype).eps * (dtype != torch.float32)
         assert ((a - b).abs() <= bound + rounding + 1e-6).all()
     for a, b in zip(exact[1:], ours[1:]):
@@ -223,7 +233,7 @@ def test_filtering_errs_by_no_more_than_it_says(dtype: torch.dtype, reduction: s
 
 
 def test_a_filtered_gradient_is_added_to_a_buffer() -> None:
-    """Also from several chunks, one of whose classes are another's, too."""
+    """With filter_eps, chunks of tokens add gradients to one buffer, also for a class in several chunks."""
     hidden, weight, bias, target = peaky(TOKENS, FEATURES, VOCAB, torch.float32)
     buffer = torch.ones(VOCAB, FEATURES)
     for options in ({}, {"weight_grad": buffer, "grad_scale": 1.0}):

@@ -1,4 +1,4 @@
-"""linear_distillation against plain PyTorch in fp64: numbers, gradients, unusual values, wrong arguments and memory."""
+"""Test linear_distillation against fp64: results, gradients, unusual values, wrong arguments, memory."""
 
 import subprocess
 import sys
@@ -21,19 +21,24 @@ DIVERGENCES = [
     {"divergence": "jsd"},
     {"divergence": "jsd", "beta": 0.1},
 ]
-# tokens, features, teacher features, vocab
+# Shapes (tokens, features, teacher features, vocab)
 SHAPES = [
-    (1, 1, 2, 2),  # the smallest that has a gradient
-    (7, 5, 3, 3),  # less than a register
-    (33, 64, 48, 257),  # one past a multiple of every register
-    (70, 8, 24, 4099),  # several chunks of 1 MiB, and past the block in which sums are folded
+    # (1, 1, 2, 2) is the smallest shape that has a gradient: with one class, its probability is always 1.
+    (1, 1, 2, 2),
+    (7, 5, 3, 3),  # all sizes are below a SIMD register width
+    (33, 64, 48, 257),  # one class more than a multiple of every SIMD register width
+    # With 4099 classes, a workspace of 1 MiB needs several chunks, and the CPU kernel several partial sums.
+    (70, 8, 24, 4099),
 ]
 
 
 def make(
     tokens: int, features: int, teacher_features: int, vocab: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """The student's hidden, weight and bias (leaves), the teacher's, and target, a fifth of it ignored."""
+    """Return hidden, weight and bias of the student (as leaves), those of the teacher, and targets.
+
+    About a fifth of the targets is -100, so these tokens are ignored.
+    """
 
     def head(width: int) -> list[Tensor]:
         parts = torch.randn(tokens, width), torch.randn(vocab, width) / width**0.5, torch.randn(vocab)
@@ -71,7 +76,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 def test_no_worse_than_eager(
     capability: str, shape: tuple[int, int, int, int], divergence: dict, reduction: str
 ) -> None:
-    """Each result's distance from fp64 is at most a little over that of eager PyTorch with fp32 logits."""
+    """The errors of loss and gradients are at most slightly above those of eager PyTorch with fp32 logits."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         student, teacher, target = make(*shape, dtype)
         options = {
@@ -87,7 +92,8 @@ def test_no_worse_than_eager(
         eager_leaves = [t.detach().float().requires_grad_() for t in student]
         logits = F.linear(*eager_leaves)
         on_gpu = capability in ("cuda", "simt")
-        if on_gpu:  # there the gradient of the logits is rounded as in eager mode
+        # CUDA kernels round the gradient of the logits to 16 bits, as eager PyTorch in 16 bits does.
+        if on_gpu:
             logits.register_hook(lambda gradient: gradient.to(dtype).float())
         eager = distillation_reference(
             logits, F.linear(*[t.float() for t in teacher]), target=target, **options
@@ -149,7 +155,7 @@ def test_targets_all_ignored_and_no_tokens() -> None:
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_token_shows_and_an_ignored_one_does_not(divergence: dict, bad: float) -> None:
-    for part in (0, 1):  # the student's, the teacher's
+    for part in (0, 1):  # part 0 is the student, part 1 the teacher
         student, teacher, target = make(6, 4, 3, 19)
         with torch.no_grad():
             (student, teacher)[part][0][2] = bad
@@ -166,7 +172,7 @@ def test_a_bad_token_shows_and_an_ignored_one_does_not(divergence: dict, bad: fl
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 def test_classes_that_both_biases_rule_out(divergence: dict) -> None:
-    """Whole registers of logits are -inf, and the divergence is that of the others."""
+    """Classes whose student and teacher logits are -inf, in whole registers, do not change the divergence."""
     student, teacher, target = make(3, 4, 5, 5000)
     kept = torch.cat([torch.arange(5), torch.arange(4990, 5000)])
     for head in (student, teacher):
@@ -201,7 +207,7 @@ def test_classes_that_one_side_alone_rules_out() -> None:
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 def test_a_student_that_is_its_teacher(divergence: dict) -> None:
-    """Also one whose logits are huge: nothing is left of them but their differences."""
+    """A student that equals its teacher has no loss and no gradient, even if the logits are huge."""
     student, _, _ = make(9, 4, 4, 1003)
     for scale in (1, 1e4):
         head = [student[0] * scale, *student[1:]]
@@ -270,7 +276,10 @@ def test_autocast_takes_the_linear_layer_s_dtype() -> None:
     [
         ({"weight": torch.zeros(9, 5)}, r"weight: expected shape \(vocab, 4\)"),
         ({"weight": torch.zeros(9, 4, dtype=torch.float64)}, "weight: expected hidden's dtype"),
-        ({"teacher_hidden": torch.zeros(5, 3)}, "teacher_hidden: expected hidden's shape but for the last"),
+        (
+            {"teacher_hidden": torch.zeros(5, 3)},
+            "teacher_hidden: expected hidden's shape except for the last",
+        ),
         ({"teacher_weight": torch.zeros(8, 3)}, r"teacher_weight: expected shape \(9, 3\)"),
         ({"teacher_weight": torch.zeros(9, 3).half()}, "teacher_weight: expected teacher_hidden's dtype"),
         ({"bias": torch.zeros(8)}, r"bias: expected shape \(9\)"),
@@ -281,7 +290,10 @@ def test_autocast_takes_the_linear_layer_s_dtype() -> None:
         ({"divergence": "jsd", "beta": 1.0}, r"beta: expected a number in \(0, 1\), received 1"),
         ({"temperature": 0.0}, "temperature: expected a positive number, received 0"),
         ({"reduction": "batchmean"}, "reduction: expected 'mean', 'sum' or 'none', received 'batchmean'"),
-        ({"workspace_mb": -1}, "workspace_mb: expected MiB, or 0 for the device.s default, received -1"),
+        (
+            {"workspace_mb": -1},
+            "workspace_mb: expected a number of MiB, or 0 for the device.s default, received -1",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -295,7 +307,10 @@ def test_errors_name_the_argument(change: dict, message: str) -> None:
 
 
 def test_memory_is_the_gradients_and_the_workspace(backend: str) -> None:
-    """Peak over the inputs: grad_hidden + grad_weight + workspace (+ a few chunks of (tokens, features))."""
+    """Beyond the inputs, linear_distillation needs memory for two gradients and the workspace.
+
+    The gradients are grad_hidden and grad_weight. A few small buffers come on top.
+    """
     if backend != "cpu":
         pytest.skip("the process's memory")
     tokens, features, vocab, workspace = 2048, 64, 32768, 32
@@ -316,4 +331,4 @@ print(run({tokens}, {vocab}))
     )
     gradients_mb = 4 * features * (tokens + vocab) / 2**20
     assert used < gradients_mb + workspace + 12, (used, gradients_mb)
-    assert used < 4 * tokens * vocab / 2**20 / 4  # a quarter of one side's logits
+    assert used < 4 * tokens * vocab / 2**20 / 4  # less memory than a quarter of the student's fp32 logits

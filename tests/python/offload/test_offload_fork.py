@@ -1,4 +1,7 @@
-"""Forked children of a process that offloads: they drop what they have inherited, uses raise, the parent goes on."""
+"""Test forks of a process that offloads. Child processes can drop inherited optimizers, but not use them.
+
+The parent process continues undisturbed.
+"""
 
 import gc
 import os
@@ -27,7 +30,8 @@ PLACES = ["cpu", "stream", "nvme"]
 @pytest.fixture(autouse=True)
 def undisturbed() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
+        # Ignore Python's warning about forks of processes with threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         yield
     disturb_offload()
 
@@ -48,12 +52,13 @@ def backward(params: list[nn.Parameter], step: int) -> None:
 
 
 def in_child(task: Callable[[], None], seconds: float = 60) -> None:
-    """Runs a task in a forked child, which must end by itself."""
+    """Run a task in a forked child process. Fail if the child does not end within ``seconds``."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            torch.set_num_threads(1)  # as in a worker of a DataLoader: OpenMP's threads do not come along
+            # A fork does not copy the threads of OpenMP, so use one thread, as DataLoader workers do.
+            torch.set_num_threads(1)
             task()
             status = 0
         except BaseException:
@@ -75,7 +80,10 @@ def in_child(task: Callable[[], None], seconds: float = 60) -> None:
 @pytest.mark.parametrize("between", ["steps", "backward and step"])
 @pytest.mark.parametrize("place", PLACES)
 def test_children_of_an_optimizer(place: str, between: str, tmp_path: Path) -> None:
-    """With transfers under way as well: a child drops its copy, its steps raise, and a new optimizer steps there."""
+    """A forked child may drop an inherited optimizer that offloads, or use a new one, but not step it.
+
+    The parent forks while its copies and writes of optimizer state may be running.
+    """
     within = between == "backward and step"
     expected, plain = made(None, False)
     params, opt = made(where(place, tmp_path), within)
@@ -89,7 +97,9 @@ def test_children_of_an_optimizer(place: str, between: str, tmp_path: Path) -> N
         gc.collect()
 
     def use() -> None:
-        message = r"AdamW: offload: expected the process \d+ that made it, received its forked child \d+"
+        message = (
+            r"AdamW: offload: expected process \d+, which created this object, received its forked child \d+"
+        )
         for p in params:
             p.grad = torch.ones_like(p)
         with pytest.raises(RuntimeError, match=message):
@@ -127,7 +137,7 @@ def test_children_of_an_optimizer(place: str, between: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_data_loader_with_forked_workers(place: str, tmp_path: Path) -> None:
-    """Workers that start within steps, and end or are stopped, while the optimizer lives."""
+    """While an optimizer offloads its state, DataLoader workers may be forked, and may end or be stopped."""
     params, opt = made(where(place, tmp_path), True)
     data = list(torch.arange(8))
     for step in range(2):
@@ -146,7 +156,7 @@ def test_a_data_loader_with_forked_workers(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", [False, True], ids=["host", "disk"])
 def test_children_of_offloaded_activations(folder: bool, tmp_path: Path) -> None:
-    """Between forward and backward, whose copies and writes are under way."""
+    """With offloaded activations, a process may fork between forward and backward, while copies still run."""
     disturb_offload(3000)
     x = torch.randn(64, 256, requires_grad=True)
 
@@ -164,10 +174,10 @@ def test_children_of_offloaded_activations(folder: bool, tmp_path: Path) -> None
         def child(use: bool = use, held: list = held) -> None:
             if use:
                 with pytest.raises(
-                    RuntimeError, match="offload_activations: expected the process .* its forked child"
+                    RuntimeError, match="offload_activations: expected process .* its forked child"
                 ):
                     held[1].backward()
-                with pytest.raises(RuntimeError, match="expected the process"), held[0]:
+                with pytest.raises(RuntimeError, match="expected process"), held[0]:
                     chain(x)
             held.clear()
             gc.collect()

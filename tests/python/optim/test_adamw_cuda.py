@@ -1,4 +1,4 @@
-"""AdamW where only a GPU can tell: full sizes, CUDA graphs, nothing that waits, tensors on other devices."""
+"""Tests of AdamW that need a GPU: large tensors, CUDA graphs, side streams, tensors on other devices."""
 
 import copy
 
@@ -20,11 +20,18 @@ def gpu(backend: str) -> None:
         pytest.skip("needs a GPU")
 
 
-# Past what 32 bits can count, too. The last block is partly filled, and so is its warp.
+# Element counts. The second exceeds the range of 32-bit indices. Both end with a partly filled state block
+# and a partly filled warp.
 @pytest.mark.parametrize("size", [2**27 + 1033, 2**31 + 1033])
 def test_full_size(size: int) -> None:
-    """Pairs of blocks from all over the tensor, and the last two, against the same blocks alone."""
-    if torch.cuda.mem_get_info()[0] < 12 * size + GIB:  # 2 + 2 + 2.03, a clone, and room for random numbers
+    """AdamW steps on a large tensor give the same bits as steps on copies of small parts of the tensor.
+
+    The parts are pairs of 256-element blocks, spread over the tensor, and the last blocks. The test compares
+    weights and 8-bit codes.
+    """
+    # The test needs 12 bytes per element: 2 for the weight, 2 for the gradient, 2.03 for the state, 2 for a
+    # copy, and the rest for random numbers.
+    if torch.cuda.mem_get_info()[0] < 12 * size + GIB:
         pytest.skip(f"needs {(12 * size + GIB) / GIB:.0f} GiB of free memory")
     param = torch.empty(size, dtype=torch.bfloat16).normal_()
     grad = torch.empty_like(param).normal_()
@@ -45,15 +52,17 @@ def test_full_size(size: int) -> None:
 
 @pytest.mark.parametrize("state", ["8bit", "fp32"])
 def test_graph_replays_are_steps(state: str) -> None:
-    """Steps, learning rate and found_inf are read when the graph runs."""
+    """A replayed CUDA graph of step() reads gradients, step counts, learning rate and found_inf anew."""
     sizes = [(64, 100), (1001,), (16, 8, 3, 3)]
     ours = [Parameter(torch.randn(s)) for s in sizes]
-    ours[2].data = ours[2].data.contiguous(memory_format=torch.channels_last)  # is stepped in a copy
+    # This parameter is not contiguous, so the optimizer steps a contiguous copy of it.
+    ours[2].data = ours[2].data.contiguous(memory_format=torch.channels_last)
     for p in ours:
         p.grad = torch.randn_like(p)
     opt = AdamW(ours, lr=torch.tensor(1e-2), state=state)
     opt.found_inf = torch.zeros(())
-    opt.step()  # makes the state
+    # The first step allocates the optimizer's state, which must exist before the graph is captured.
+    opt.step()
     plain = [Parameter(p.detach().clone()) for p in ours]
     twin = AdamW(plain, lr=1e-2, state=state)
     twin.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -93,7 +102,7 @@ def test_nothing_waits() -> None:
 
 
 def test_a_stream_of_its_own() -> None:
-    """A step waits for what its stream has queued, and for nothing else."""
+    """An optimizer step on a side stream uses the gradient that earlier work on this stream has written."""
     stream = torch.cuda.Stream()
     p, plain = torch.zeros(1 << 20), torch.zeros(1 << 20)
     g = torch.zeros(1 << 20)
@@ -112,7 +121,8 @@ def test_other_devices_are_refused() -> None:
     p, g = torch.zeros(20), torch.ones(20)
     far, state = torch.zeros(20, device="cpu"), ADAMW.arenas([20, 20], "8bit")
     with pytest.raises(
-        RuntimeError, match="adamw_: params\\[1\\]: expected .* device of all, cuda:0, received .* cpu"
+        RuntimeError,
+        match="adamw_: params\\[1\\]: expected .* device of all parameters, cuda:0, received .* cpu",
     ):
         adamw_([p, far], [g, far], *state, **ADAMW.hyper)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What GaLore and APOLLO share: the base optimizer, groups, clipping, state dicts, memory."""
+"""Tests of what GaLore and APOLLO share: base optimizer, groups, clipping, state dicts and memory."""
 
 import copy
 import io
@@ -20,7 +20,11 @@ OPTIONS = {
 
 
 def plain(cls: type) -> list[int]:
-    """The parameters that are not projected: those with rows for a rank of one are."""
+    """Return the indices of the parameters that `cls` does not project.
+
+    GaLore and APOLLO have rank 8 in the tests, so they do not project the matrix with 4 rows. APOLLOMini has
+    rank 1 and projects it.
+    """
     return [4, 5] if cls is APOLLOMini else [3, 4, 5]
 
 
@@ -52,9 +56,11 @@ def plain(cls: type) -> list[int]:
 )
 @pytest.mark.parametrize("cls", CLASSES)
 def test_any_base_optimizer(cls: type, base: type, options: dict) -> None:
-    """What is not projected steps as by the base alone, to the bit; the state of the rest is the base's, but small.
+    """Parameters without a projection step exactly as with the base optimizer alone.
 
-    But for state that is rounded stochastically, by bits that depend on what else the optimizer has.
+    Projected parameters have the base optimizer's state entries, in the shape of the projected gradient.
+    4-bit and bf16 state is rounded stochastically, and the random bits depend on the parameters in the
+    optimizer. With such state, steps are compared with a tolerance.
     """
     exact = options.get("state") not in ("4bit", "bf16")
     ours, theirs = parameters(), parameters()
@@ -71,7 +77,7 @@ def test_any_base_optimizer(cls: type, base: type, options: dict) -> None:
             assert b.state[q].keys() <= a.state[p].keys() or "min_quantize_size" in options
     rank = 1 if cls is APOLLOMini else 8
     name = "momentum_buffer" if "SGD" in base.__name__ else "exp_avg"
-    if options.get("state") == "4bit":  # is flat
+    if options.get("state") == "4bit":  # 4-bit state is stored flat, so there is no shape to check.
         return
     shapes = [tuple(a.state[ours[i]][name].shape) for i in PROJECTED]
     assert shapes == [(rank, 40), (40, rank), (rank, 27), (rank, 48)]
@@ -81,7 +87,10 @@ def test_any_base_optimizer(cls: type, base: type, options: dict) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_bitwise_resume(cls: type, dtype: torch.dtype) -> None:
-    """Between two projections, and over the next; by a state dict, a deep copy and a pickle."""
+    """An optimizer restored from a state dict, a deep copy or a pickle continues with the same bits.
+
+    The copy is made between two projections, and the steps after it include a new projection.
+    """
     through = parameters(dtype)
     options = dict(**OPTIONS[cls], lr=1e-2, max_grad_norm=3.0)
     opt = cls(through, AdamW, **options, seed=7)
@@ -91,7 +100,9 @@ def test_bitwise_resume(cls: type, dtype: torch.dtype) -> None:
     torch.save(opt.state_dict(), file := io.BytesIO())
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     resumed = [Parameter(p.clone()) for p in before]
-    other = cls(resumed, AdamW, **options, seed=8)  # the seed is in the state
+    # The loaded state dict holds the seeds, so the seed given to the constructor of the resumed optimizer
+    # must have no effect.
+    other = cls(resumed, AdamW, **options, seed=8)
     other.load_state_dict(saved)
     for p, q in zip(through, resumed, strict=True):
         a, b = opt.state[p], other.state[q]
@@ -114,26 +125,25 @@ def test_results_depend_on_the_seed_alone(cls: type) -> None:
     for seed in (1, 1, 2):
         params = parameters()
         train(cls(params, AdamW, **OPTIONS[cls], seed=seed), params, range(5))
-        torch.randn(3)  # the global generator has no part in it
+        torch.randn(3)  # Advance PyTorch's global random generator, which must not influence the projections.
         runs.append(params)
     assert same(runs[0], runs[1])
     equal = [torch.equal(p, q) for p, q in zip(runs[0], runs[2], strict=True)]
     assert [i for i, e in enumerate(equal) if e] == plain(cls)
-    a, b = (
-        Parameter(torch.zeros(16, 20)) for _ in range(2)
-    )  # two parameters of one size have two projections
+    # Two parameters of equal shape get projections from different seeds.
+    a, b = (Parameter(torch.zeros(16, 20)) for _ in range(2))
     opt = cls([a, b], AdamW, **OPTIONS[cls])
     a.grad = b.grad = torch.randn(16, 20)
     opt.step()
     assert opt.state[a]["seed"] != opt.state[b]["seed"]
-    if cls is not GaLore:  # which finds the same vectors from any start
+    if cls is not GaLore:  # GaLore is not compared, since it finds the same singular vectors from any seed.
         assert not torch.equal(a, b)
 
 
 @pytest.mark.device
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_norm_that_clips_is_of_full_gradients(cls: type) -> None:
-    """As if they had been clipped before, and the gradients stay as they are."""
+    """Clipping uses the norm of the gradients before projection, and leaves the gradients unchanged."""
     ours, theirs = parameters(), parameters()
     a = cls(ours, AdamW, **OPTIONS[cls], state="fp32", max_grad_norm=2.0, eps=1e-3)
     b = cls(theirs, AdamW, **OPTIONS[cls], state="fp32", eps=1e-3)
@@ -171,10 +181,10 @@ def test_groups_schedulers_and_late_parameters(cls: type, lr: float | torch.Tens
         dense.step()
         for schedule in schedules:
             schedule.step()
-    assert torch.equal(params[1], twins[1])  # without a projection, and on schedule
-    assert (
-        same(params[2:], still[2:]) and params[4] not in opt.state
-    )  # a learning rate of zero; not in the optimizer
+    # params[1] has rank=None and steps as with AdamW. params[2:4] have a learning rate of 0, and the
+    # parameters after them are not in the optimizer.
+    assert torch.equal(params[1], twins[1])
+    assert same(params[2:], still[2:]) and params[4] not in opt.state
     assert [opt.state[p]["step"].item() for p in params[:4]] == [2, 4, 4, 4]
     assert opt.state[params[0]]["projection_age"] == 2 and not torch.equal(params[0], still[0])
 
@@ -186,7 +196,7 @@ def test_grad_scaler_skips_and_unscales(cls: type, base: type) -> None:
     ours, theirs = parameters(), parameters()
     a, b = (cls(p, base, **OPTIONS[cls], max_grad_norm=1.0) for p in (ours, theirs))
     scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**10, growth_interval=100)
-    scaler.scale(torch.ones(1))  # makes the scale
+    scaler.scale(torch.ones(1))  # GradScaler creates its scale tensor in the first call of scale().
     for step in range(5):
         gradients(theirs, step)
         gradients(ours, step, scaler.get_scale())
@@ -337,6 +347,8 @@ def test_bad_parameters_and_gradients(cls: type) -> None:
     assert len(opt.param_groups) == 1
     opt.param_groups[0]["rank"] = 5
     p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=f"{cls.__name__}: rank: expected what the group was made with"):
+    with pytest.raises(
+        ValueError, match=f"{cls.__name__}: rank: expected the rank that the group was created with"
+    ):
         opt.step()
     assert not p.any()

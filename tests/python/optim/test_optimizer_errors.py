@@ -1,4 +1,4 @@
-"""What the optimizers' operators refuse, each in words."""
+"""Tests that the optimizer operators refuse bad arguments with an error that names the argument."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ BAD = {
     "params\\[1\\]: expected fp32, bf16 or fp16": lambda a: a["params"].__setitem__(
         1, torch.zeros(20).double()
     ),
-    "params\\[1\\]: expected a tensor of its own": lambda a: a["params"].__setitem__(
+    "params\\[1\\]: expected a tensor without overlapping memory": lambda a: a["params"].__setitem__(
         1, torch.zeros(1).expand(20)
     ),
     "step: expected a contiguous Float tensor of shape \\(2\\)": lambda a: a.update(step=torch.zeros(3)),
@@ -87,7 +87,7 @@ BAD_OWN = [
 
 
 def check_refused(rule: Rule, message: str, change: Callable[[dict], object]) -> None:
-    """A bad argument changes nothing."""
+    """Assert that a bad argument raises an error with `message` and leaves parameters and state unchanged."""
     params = [torch.ones(300), torch.ones(20)]
     state = dict(zip(rule.arena_names(), rule.arenas([300, 20], "8bit"), strict=True))
     arguments = {"params": list(params), "grads": [torch.ones(300), torch.ones(20)], **state, **rule.hyper}

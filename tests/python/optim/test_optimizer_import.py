@@ -1,4 +1,4 @@
-"""State dicts of torch.optim.AdamW and of bitsandbytes, taken over, and given back to torch."""
+"""Tests of loading state dicts of torch.optim.AdamW and bitsandbytes, and of exporting to torch.optim."""
 
 import copy
 from typing import Any
@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from shoestring.ops import dequantize_8bit, quantize_8bit
 from shoestring.optim import AdamW
 
-SIZES = [(20, 250), (1,), (4099,), (300,)]  # bitsandbytes quantises from 4,096 elements on
+SIZES = [(20, 250), (1,), (4099,), (300,)]  # bitsandbytes quantises only tensors of 4,096 elements or more
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
@@ -20,7 +20,10 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[Parameter]:
 
 
 def gradients(params: list[Parameter], step: int) -> None:
-    """Magnitudes spread over seven decades in every block, second moments over more than a map has."""
+    """Set gradients whose magnitudes spread over seven decades within every 256-element block.
+
+    The second moments then spread over more decades than the values of an 8-bit quantisation map.
+    """
     generator = torch.Generator(torch.get_default_device()).manual_seed(step)
     for p in params:
         spread = (torch.arange(p.numel()) % 64 * 0.375 - 12).exp2().view(p.shape)
@@ -72,18 +75,22 @@ def test_torch_state(state: str, dtype: torch.dtype) -> None:
             else:
                 assert torch.equal(entry[name], other[name].float())
 
-    if state == "fp32" and dtype == torch.float32:  # the same optimizer from here on
+    # State in fp32 is loaded and exported without loss, so further steps agree.
+    if state == "fp32" and dtype == torch.float32:
         train(a, ours, range(3, 6))
         train(b, theirs, range(3, 6))
         for p, q in zip(ours, theirs, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-7)
-    b.load_state_dict(before)  # which the load has left as it was
+    b.load_state_dict(before)
 
 
 @pytest.mark.device
 @pytest.mark.parametrize("state", ["8bit", "fp32"])
 def test_back_to_torch(state: str) -> None:
-    """Its next step is ours: 8-bit moments are quantised after a step, not before."""
+    """torch.optim.AdamW loads torch_state_dict() of shoestring's AdamW and then takes the same step.
+
+    The steps agree for 8-bit state too, since moments are quantised after a step and not before it.
+    """
     ours = parameters()
     a = AdamW(ours, lr=3e-3, state=state, weight_decay=0.1)
     train(a, ours, range(3))
@@ -102,9 +109,9 @@ def bitsandbytes_state(params: list[Parameter], kind: str = "AdamW8bit", **optio
     optimizer = getattr(bnb.optim, kind)(params, lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, **options)
     train(optimizer, params, range(4))
     saved = optimizer.state_dict()
-    for entry in saved[
-        "state"
-    ].values():  # the least second moments become zero on a GPU; its CPU kernel gives them 7
+    # Make the codes those of bitsandbytes' GPU kernel, which gives the smallest second moments code 0 (the
+    # value zero). The CPU kernel gives them code 7.
+    for entry in saved["state"].values():
         tensors = entry["__bnb_optimizer_quant_state__"]
         if tensors["state2"].dtype == torch.uint8:
             assert (tensors["state2"] == 7).sum() > 100
@@ -113,7 +120,11 @@ def bitsandbytes_state(params: list[Parameter], kind: str = "AdamW8bit", **optio
 
 
 def plain_moments(entry: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The fp32 moments of bitsandbytes' entry, in plain PyTorch; of a v rounded to zero the next value of the map."""
+    """Return the fp32 moments of one parameter from bitsandbytes' state, dequantised in plain PyTorch.
+
+    If bitsandbytes rounded a second moment to zero, it gets the smallest nonzero value of the quantisation
+    map.
+    """
     tensors = entry["__bnb_optimizer_quant_state__"]
     moments = [tensors[f"state{i}"] for i in (1, 2)]
     if moments[0].dtype == torch.float32:
@@ -139,7 +150,8 @@ def test_bitsandbytes_state(state: str, kind: str) -> None:
         tensors, entry = saved["state"][i]["__bnb_optimizer_quant_state__"], a.state[p]
         m, v = plain_moments(saved["state"][i])
         assert entry["step"] == 4
-        if state == "8bit" and tensors["state1"].dtype == torch.uint8:  # their bytes
+        # 8-bit codes of bitsandbytes are loaded unchanged.
+        if state == "8bit" and tensors["state1"].dtype == torch.uint8:
             assert torch.equal(entry["exp_avg"], tensors["state1"])
             assert torch.equal(entry["exp_avg_scale"], tensors["absmax1"])
             assert torch.equal(entry["exp_avg_sq_scale"], tensors["absmax2"])
@@ -152,7 +164,7 @@ def test_bitsandbytes_state(state: str, kind: str) -> None:
             torch.testing.assert_close(entry["exp_avg"], m, rtol=1e-5, atol=0)
             torch.testing.assert_close(entry["exp_avg_sq"], v, rtol=1e-5, atol=0)
 
-    # torch's step from the same moments, at which ours arrives with the 8-bit ones as well
+    # torch.optim.AdamW, started from the dequantised moments, must take the same step as shoestring's AdamW.
     b = torch.optim.AdamW(exact, lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1)
     entries = {
         i: {"step": torch.tensor(4.0)}
@@ -164,7 +176,9 @@ def test_bitsandbytes_state(state: str, kind: str) -> None:
     train(b, exact, range(4, 5))
     for p, q, r in zip(ours, exact, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-7)
-        assert (p - r).detach().abs().max() < 10 * 3e-3  # with zeros it would be 4,000 learning rates
+        # No weight moves far from its value in the bitsandbytes run. Second moments of zero would move
+        # weights by 4,000 times the learning rate.
+        assert (p - r).detach().abs().max() < 10 * 3e-3
 
 
 def test_another_map_is_quantised_again() -> None:
@@ -182,7 +196,7 @@ def test_another_map_is_quantised_again() -> None:
 
 
 def test_our_state_without_a_version() -> None:
-    """As the distributed checkpoints of PyTorch hand it over, which keep the state and the groups alone."""
+    """shoestring's state dicts load without format_version, which distributed checkpoints do not keep."""
     params = parameters()
     a = AdamW(params, min_quantize_size=257)
     train(a, params, range(2))
@@ -217,7 +231,7 @@ def changed(state: dict[str, Any], change: Any) -> dict[str, Any]:
         (lambda p: torch_state(p, amsgrad=True), "amsgrad: expected False, received True"),
         (
             lambda p: torch_state(p, torch.optim.Adam, weight_decay=0.1),
-            "expected a decoupled one, received 0.1 as L2",
+            "expected decoupled weight decay, received 0.1 as L2",
         ),
         (
             lambda p: torch_state(p, torch.optim.SGD, lr=1),

@@ -1,4 +1,4 @@
-"""The optimizers' operators on weights and gradients of any kind: rounding, remainders, mixed dtypes, accumulation."""
+"""Tests of weight rounding, remainders, mixed dtypes and gradient accumulation in optimizer operators."""
 
 import math
 
@@ -23,7 +23,9 @@ from shoestring.optim.optimizer import join, random_bits, round_stochastically, 
 
 pytestmark = pytest.mark.device
 
-SIZES = [700, 3, 256, 1]  # a tail, less than a register, a whole block, one
+# Element counts: several blocks of 256 with a partial last block, less than a SIMD register, one whole block,
+# and one element.
+SIZES = [700, 3, 256, 1]
 EACH = [ADAMW, LION, SGD, NESTEROV, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA]
 RULES = pytest.mark.parametrize("rule", EACH, ids=lambda r: r.name)
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
@@ -38,7 +40,7 @@ def pairs(a: list[Tensor | None], b: list[Tensor | None]) -> list[tuple[Tensor, 
 
 
 def remainders(params: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """bf16 weights and the arena of their remainders."""
+    """Split fp32 parameters into bf16 weights and one flat tensor of their remainders."""
     weights, arena, begin = [], torch.zeros(total([p.numel() for p in params]), dtype=torch.int16), 0
     for p in params:
         weight, arena[begin : begin + p.numel()] = split(p)
@@ -58,7 +60,10 @@ def whole(weights: list[Tensor], arena: Tensor) -> list[Tensor]:
 @RULES
 @STATES
 def test_a_remainder_is_an_fp32_weight(rule: Rule, capability: str, state: str) -> None:
-    """Bit for bit, state included, over steps on the same fp32 gradients, and then on bf16 ones."""
+    """bf16 weights with remainders get the same bits and state as fp32 weights that take the same steps.
+
+    The test takes steps with fp32 gradients and then with bf16 gradients.
+    """
     masters = [torch.randn(n) for n in SIZES]
     masters[0][:5] = torch.tensor([0.0, -0.0, 1e-40, 3e38, 1 + 2**-8])
     weights, arena = remainders(masters)
@@ -75,7 +80,10 @@ def test_a_remainder_is_an_fp32_weight(rule: Rule, capability: str, state: str) 
 
 
 def test_splitting_is_exact_for_every_half() -> None:
-    """All 2^16 lower halves, under exponents and mantissas that differ, of both signs; infinity, and NaN."""
+    """Splitting an fp32 number into bf16 and remainder, and joining both, returns the number.
+
+    The test covers all 2^16 lower halves for several upper halves of both signs, infinity, and NaN.
+    """
     lower = torch.arange(2**16)
     for upper in (0x0000, 0x0001, 0x3F80, 0x3FFF, 0x7F7F, 0x8000, 0xBF80, 0xFF7F):
         x = ((upper << 16) + lower).to(torch.int32).view(torch.float32)
@@ -104,7 +112,10 @@ def test_special_weights_stay(capability: str, kind: str, special: float) -> Non
 @RULES
 @STATES
 def test_stochastic_rounding_is_the_references(rule: Rule, capability: str, state: str) -> None:
-    """Sums rounded in another order may differ in their last bit, which rarely is what the draw was about."""
+    """An operator's stochastic rounding agrees with that of its reference in 99 % of the weights.
+
+    The reference adds in another order. The last bit may then differ, which rarely changes the rounding.
+    """
     start = [torch.randn(n).bfloat16() for n in SIZES]
     params, expected = [p.clone() for p in start], [p.clone() for p in start]
     ours, theirs = rule.arenas(SIZES, state), rule.arenas(SIZES, state)
@@ -121,7 +132,7 @@ def test_stochastic_rounding_is_the_references(rule: Rule, capability: str, stat
 
 
 def test_bits_are_those_of_the_place(capability: str) -> None:
-    """A parameter in a call of its own, its number given, is rounded as among others."""
+    """A parameter stepped alone, with its index in `numbers`, is rounded as in a call with all parameters."""
     sizes = [300, 700, 40]
     start = [torch.randn(n).bfloat16() for n in sizes]
     grads = [torch.randn(n).bfloat16() for n in sizes]
@@ -138,9 +149,9 @@ def test_bits_are_those_of_the_place(capability: str) -> None:
 
 
 def test_stochastic_rounding_is_right_in_the_mean(capability: str, backend: str) -> None:
-    """An update of a 16th of the weights' spacing moves one weight in 16, and of 8,192 weights within 5 sigma."""
+    """Stochastic rounding applies an update of 1/16 of bf16's spacing to one weight in 16, within 5 sigma."""
     n = 2**13 if backend == "simt" else 2**16
-    spacing = 2.0**-7  # of bf16 in [1, 2)
+    spacing = 2.0**-7  # distance between neighbouring bf16 numbers in [1, 2)
     p = torch.ones(n, dtype=torch.bfloat16)
     options = dict(lr=spacing / 16, beta1=0.0, beta2=0.0, weight_decay=0.0)
     LION.step([p], [-torch.ones(n)], *LION.arenas([n], "fp32"), **options, stochastic_rounding=True, seed=3)
@@ -149,11 +160,15 @@ def test_stochastic_rounding_is_right_in_the_mean(capability: str, backend: str)
     assert abs(moved - n / 16) < 5 * math.sqrt(n * 15) / 16
     q = torch.ones(n, dtype=torch.bfloat16)
     LION.step([q], [-torch.ones(n)], *LION.arenas([n], "fp32"), **options)
-    assert (q == 1).all()  # to nearest, nothing ever happens
+    assert (q == 1).all()  # rounding to nearest loses an update of 1/16 of the spacing
 
 
 def test_random_bits_are_uniform_and_their_own() -> None:
-    """Of neighbouring steps, parameters, streams, seeds and places; each of 16 bits set in half of 2^15 draws, within 5 sigma."""
+    """Random bits for rounding are uniform, and differ between steps, parameters, elements and seeds.
+
+    They also differ between random streams (one for the weights and one for each moment). Each of 16 bits is
+    set in half of 2^15 draws, within 5 sigma.
+    """
     n = 2**15
     draws = [random_bits(1, 1, 0, 0, 2 * n)[:n], random_bits(1, 2, 0, 0, n), random_bits(1, 1, 1, 0, n)]
     draws += [random_bits(1, 1, 0, 1, n), random_bits(2, 1, 0, 0, n), random_bits(1, 1, 0, 0, 2 * n)[n:]]
@@ -166,7 +181,10 @@ def test_random_bits_are_uniform_and_their_own() -> None:
 
 @pytest.mark.parametrize("value", [1.0, -1.0, 3e38, 1e-40, 0.0])
 def test_rounding_by_hand(value: float) -> None:
-    """Zero bits cut off; all bits, up unless nothing is cut off."""
+    """Stochastic rounding rounds magnitudes down if all random bits are 0, and up if all are 1.
+
+    A value that bf16 represents exactly does not change.
+    """
     x = torch.tensor([value, value])
     low, high = round_stochastically(x, torch.tensor([0, 0xFFFF])).view(torch.int16).int()
     bits = x.view(torch.int32)[0] >> 16
@@ -177,7 +195,7 @@ def test_rounding_by_hand(value: float) -> None:
 @STATES
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_another_dtype(rule: Rule, capability: str, weight: torch.dtype, state: str) -> None:
-    """The same bits as with the gradient in fp32, which is what a weight's own dtype becomes."""
+    """A gradient of any dtype gives the same bits as its copy in fp32, for weights of any dtype."""
     start = [torch.randn(n).to(weight) for n in SIZES]
     for other in (torch.bfloat16, torch.float16, torch.float32):
         grads = [torch.randn(n).to(other) for n in SIZES]
@@ -194,7 +212,10 @@ def test_gradients_of_another_dtype(rule: Rule, capability: str, weight: torch.d
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sum_", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_accumulated_gradients(rule: Rule, capability: str, weight: torch.dtype, sum_: torch.dtype) -> None:
-    """As with their sum in fp32; the arena is zero afterwards where there was a gradient, and as it was elsewhere."""
+    """A step adds the accumulated gradient sums to the gradients in fp32.
+
+    Afterwards the sums are zero for parameters with a gradient, and unchanged for the other parameters.
+    """
     start = [torch.randn(n).to(weight) for n in SIZES]
     accumulated = torch.randn(total(SIZES)).to(sum_)
     before = accumulated.clone()
@@ -229,7 +250,11 @@ def test_a_skipped_step_drops_what_was_accumulated(capability: str) -> None:
 
 
 def test_a_second_moment_in_bf16_can_decay(capability: str) -> None:
-    """To nearest it could not: a step of 0.1 % is less than half of a bf16's spacing. After 1,000 steps, e^-1."""
+    """A bf16 second moment decays to 0.999^1000 in 1,000 steps with zero gradients.
+
+    With rounding to nearest the moment would stay constant, because 0.1 % is less than half the spacing of
+    bf16.
+    """
     p, arenas = torch.zeros(2048), ADAMW.arenas([2048], "bf16")
     arenas[3].fill_(1.0)
     for _ in range(1000):
@@ -246,7 +271,7 @@ BAD = {
     "accumulated: expected a contiguous Float tensor of shape \\(768\\)": dict(accumulated=torch.zeros(512)),
     "accumulated: expected a contiguous Float": dict(accumulated=torch.zeros(768).half()),
     "numbers: expected none or one for each of 2 parameters, received 1": dict(numbers=[1]),
-    "numbers: expected some in \\[0, 2\\^20\\), received 1048576": dict(numbers=[0, 2**20]),
+    "numbers: expected numbers in \\[0, 2\\^20\\), received 1048576": dict(numbers=[0, 2**20]),
     "stochastic_rounding: expected False with weight_remainder": dict(
         weight_remainder=torch.zeros(768, dtype=torch.int16), stochastic_rounding=True
     ),

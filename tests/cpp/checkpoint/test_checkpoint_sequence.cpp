@@ -114,7 +114,10 @@ TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are
         // The measured peak may exceed the budget by 2%: in a small model, allocations that the plan ignores
         // are a larger fraction of the peak.
         CHECK(peak <= 1.02 * budget);
-        CHECK(std::abs(peak - plan.peak_bytes) <= 0.05 * plan.peak_bytes);
+        CHECK(peak <= 1.05 * plan.peak_bytes);
+        // Copies that are quicker than those that the plan measured free their bytes earlier than planned.
+        // Slow copies keep as many bytes pending as the plan allows.
+        if (delay > 0) CHECK(peak >= 0.95 * plan.peak_bytes);
         const auto received = gradients();
         for (size_t i = 0; i < expected.size(); ++i) CHECK(at::equal(received[i], expected[i]));
       }

@@ -156,7 +156,10 @@ def test_a_budget_with_offload(
     for peak, gradients in steps:
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
         assert report.plan is not None and report.budget is not None
-        assert peak <= report.budget and abs(peak - report.plan.peak_bytes) <= 0.05 * report.plan.peak_bytes
+        assert peak <= report.budget and peak <= 1.05 * report.plan.peak_bytes
+        # Copies that are quicker than those that the plan measured free their bytes earlier than planned. Slow
+        # copies keep as many bytes pending as the plan allows.
+        assert delay == 0 or peak >= 0.95 * report.plan.peak_bytes
 
 
 def test_examples() -> None:

@@ -4,6 +4,7 @@
 // library.
 
 #include <link.h>
+#include <pthread.h>
 
 #include <cstdio>
 #include <cstring>
@@ -49,6 +50,10 @@ struct Memory {
 // runs.
 auto& memories = *new std::map<uintptr_t, Memory>;
 auto& memories_lock = *new std::mutex;
+// Holds the lock while the process forks. Otherwise the child could inherit a lock that a thread of the
+// parent holds, and wait for it forever.
+[[maybe_unused]] const int held_at_fork = pthread_atfork(
+    [] { memories_lock.lock(); }, [] { memories_lock.unlock(); }, [] { memories_lock.unlock(); });
 uintptr_t last_begin = 1, last_end = 0;
 Cell* last_cells = nullptr;
 

@@ -2,6 +2,8 @@
 // this kernel in the emulator if it is called with CPU tensors. The kernels work directly in the memory of
 // these tensors.
 
+#include <pthread.h>
+
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
@@ -23,7 +25,10 @@ const shoestring::cuda::Runtime kRuntime{[](int) -> void* { return nullptr; },
 // allocation ensures that an access out of bounds does not hit another tensor.
 class TrackedAllocator final : public c10::Allocator {
  public:
-  explicit TrackedAllocator(c10::Allocator* below) : below_(below) {}
+  explicit TrackedAllocator(c10::Allocator* below) : below_(below) {
+    // A forked child must not inherit a lock that a thread of the parent holds (as in memory.cpp).
+    pthread_atfork([] { lock_.lock(); }, [] { lock_.unlock(); }, [] { lock_.unlock(); });
+  }
 
   c10::DataPtr allocate(size_t size) override {
     if (size == 0) return {nullptr, c10::Device(c10::kCPU)};

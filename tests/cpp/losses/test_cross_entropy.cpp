@@ -3,6 +3,7 @@
 #include <shoestring/ops.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "capabilities.h"
 #include "catch.h"
 #include "relative_error.h"
 
@@ -37,9 +38,7 @@ TEST_CASE("cross_entropy agrees with fp64, with its gradient in place of the log
   CrossEntropyOptions capped, weighted;
   capped.softcap(3).logit_scale(-0.5).label_smoothing(0.1);
   weighted.class_weights(at::rand({vocab}, at::kDouble) + 0.1);
-  const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* capability) {
     for (const bool inplace : {false, true}) {
       for (const auto& given : {CrossEntropyOptions(), capped, weighted}) {
         for (const char* reduction : {"mean", "sum", "none"}) {
@@ -67,8 +66,7 @@ TEST_CASE("cross_entropy agrees with fp64, with its gradient in place of the log
         }
       }
     }
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("cross_entropy in place takes the logits' memory, and nobody gets a gradient for logits",

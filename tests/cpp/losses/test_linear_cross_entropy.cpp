@@ -1,3 +1,4 @@
+#include "capabilities.h"
 #include "catch.h"
 #include "relative_error.h"
 
@@ -98,9 +99,7 @@ void compare(int64_t tokens, int64_t features, int64_t vocab, const LinearCrossE
 }  // namespace
 
 TEST_CASE("linear_cross_entropy agrees with fp64 on every capability", "[linear_cross_entropy]") {
-  const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* /*capability*/) {
     for (const char* reduction : {"mean", "sum", "none"}) {
       LinearCrossEntropyOptions options;
       options.reduction(reduction).workspace_mb(1);
@@ -112,8 +111,7 @@ TEST_CASE("linear_cross_entropy agrees with fp64 on every capability", "[linear_
       compare(300, 24, 1003, LinearCrossEntropyOptions(options).label_smoothing(0.1), at::kFloat, 2e-6);
       compare(300, 24, 1003, LinearCrossEntropyOptions(options).softcap(5), at::kFloat, 2e-6);
     }
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("linear_cross_entropy has every option, and statistics with gradients of their own",
@@ -126,9 +124,7 @@ TEST_CASE("linear_cross_entropy has every option, and statistics with gradients 
   LinearCrossEntropyOptions weighted, other, plain;
   weighted.class_weights(class_weights).token_weights(token_weights).label_smoothing(0.2).z_loss(0.1);
   other.logit_scale(-0.5).softcap(3).z_loss(1e-3).token_weights(token_weights).shift(true).reduction("none");
-  const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* capability) {
     for (const auto& options : {plain, weighted, other}) {
       for (const auto dtype : {at::kFloat, at::kDouble}) {
         CAPTURE(capability, options.z_loss(), options.reduction(), dtype);
@@ -143,8 +139,7 @@ TEST_CASE("linear_cross_entropy has every option, and statistics with gradients 
         CHECK(ours.argmax.equal(c.exact.argmax));
       }
     }
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("linear_cross_entropy has quantised heads with LoRA", "[linear_cross_entropy]") {

@@ -2,6 +2,7 @@
 #include <shoestring/ops.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "capabilities.h"
 #include "catch.h"
 #include "relative_error.h"
 
@@ -35,11 +36,9 @@ Tensor reference(const Tensor& logits, const Tensor& teacher_logits, const Linea
 
 TEST_CASE("linear_distillation agrees with fp64 on every capability", "[linear_distillation]") {
   at::manual_seed(7);
-  const std::string before = shoestring::cpu_capability();
   // The logits need more than one chunk of 1 MiB, and 1003 is not a multiple of a vector register's width.
   const int64_t tokens = 300, vocab = 1003;
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* capability) {
     for (const char* divergence : {"forward_kl", "reverse_kl", "jsd"}) {
       CAPTURE(capability, divergence);
       Tensor target = at::zeros({tokens}, at::kLong);
@@ -66,8 +65,7 @@ TEST_CASE("linear_distillation agrees with fp64 on every capability", "[linear_d
       CHECK(relative_error(loss, expected) < 1e-6);
       for (int i = 0; i < 3; ++i) CHECK(relative_error(gradients[i], expected_gradients[i]) < 2e-6);
     }
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("linear_distillation of 4-bit heads, the student's with an adapter", "[linear_distillation]") {

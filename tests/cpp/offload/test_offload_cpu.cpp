@@ -11,6 +11,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "emulated.h"
 #include "offload/disturbed.h"
 #include "optim/optimizers.h"
 
@@ -20,7 +21,9 @@ using namespace shoestring::optim;
 
 namespace {
 
-// Returns five parameters: three are larger than a bucket of 8 MiB, and two are small.
+// Returns five parameters: three are larger than a bucket of 8 MiB, and two are small. The emulated
+// suite leaves out the tests with these parameters, because they would take minutes there. Tests with small
+// parameters run the same kernels.
 std::vector<Tensor> large(int64_t seed = 3) {
   at::manual_seed(static_cast<uint64_t>(seed));
   std::vector<Tensor> params;
@@ -53,6 +56,7 @@ struct WaitFor : torch::autograd::Function<WaitFor> {
 }  // namespace
 
 TEST_CASE("buckets are stepped before backward has ended", "[offload]") {
+  if (is_emulated()) return;
   const auto params = large();
   SGD opt(params, SGDOptions(0.1).state("fp32"));
   opt.set_offload("cpu");
@@ -69,6 +73,7 @@ TEST_CASE("buckets are stepped before backward has ended", "[offload]") {
 }
 
 TEST_CASE("changes of parameters between steps are seen", "[offload]") {
+  if (is_emulated()) return;
   const auto device = large(), offloaded = large();
   AdamW one(device), other(offloaded);
   other.set_offload("cpu");
@@ -87,6 +92,7 @@ TEST_CASE("changes of parameters between steps are seen", "[offload]") {
 }
 
 TEST_CASE("within backward, clipping is that of all gradients", "[offload]") {
+  if (is_emulated()) return;
   const Disturbed slow({.max_delay_us = 300});
   const auto device = large(), offloaded = large();
   AdamW one(device, AdamWOptions(1e-2).state("fp32")), other(offloaded, AdamWOptions(1e-2).state("fp32"));
@@ -114,6 +120,7 @@ TEST_CASE("within backward, clipping is that of all gradients", "[offload]") {
 }
 
 TEST_CASE("a second backward without a step is refused", "[offload]") {
+  if (is_emulated()) return;
   const auto params = large();
   for (const bool clip : {false, true}) {
     CAPTURE(clip);

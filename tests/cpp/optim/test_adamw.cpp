@@ -9,6 +9,7 @@
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 
+#include "capabilities.h"
 #include "optim/optimizers.h"
 
 using at::Tensor;
@@ -16,9 +17,7 @@ using shoestring::optim::AdamW;
 using shoestring::optim::AdamWOptions;
 
 TEST_CASE("8-bit codes decode to their values and back", "[adamw]") {
-  const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* capability) {
     CAPTURE(capability);
     Tensor codes = at::arange(256).to(at::kByte);
     for (bool is_signed : {true, false}) {
@@ -30,8 +29,7 @@ TEST_CASE("8-bit codes decode to their values and back", "[adamw]") {
       CHECK(at::equal(again, codes));
       CHECK(at::equal(scale, values.slice(0, 255)));
     }
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("adamw with fp32 state agrees with fp64", "[adamw]") {

@@ -4,13 +4,13 @@
 
 #include <shoestring/ops.h>
 
+#include "capabilities.h"
+
 using at::Tensor;
 using shoestring::QuantizeOptions;
 
 TEST_CASE("quantize_4bit gives the documented bytes on every capability", "[quantize_4bit]") {
-  const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* capability) {
     CAPTURE(capability);
     // Expected NF4 codes: 1 has code 15, -1 has code 0, and 0 has code 7. An element with even index is in
     // the upper four bits of its byte. If the number of elements is odd, the last byte also holds the code of
@@ -24,8 +24,7 @@ TEST_CASE("quantize_4bit gives the documented bytes on every capability", "[quan
     Tensor fp4 = std::get<0>(
         shoestring::quantize_4bit(at::tensor({12.f, -12.f, 8.f, 0.f}), QuantizeOptions().quant_type("fp4")));
     CHECK(at::equal(fp4, at::tensor({0x3b, 0x20}, at::kByte)));
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("dequantize_4bit agrees between capabilities, dtypes and forms", "[quantize_4bit]") {

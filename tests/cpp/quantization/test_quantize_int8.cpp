@@ -4,12 +4,12 @@
 
 #include <shoestring/ops.h>
 
+#include "capabilities.h"
+
 using at::Tensor;
 
 TEST_CASE("quantize_int8 gives the documented bytes on every capability", "[quantize_int8]") {
-  const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* capability) {
     CAPTURE(capability);
     // The scale of a row is 1/127 of its largest absolute value. Numbers half way between two codes round to
     // the even code.
@@ -30,8 +30,7 @@ TEST_CASE("quantize_int8 gives the documented bytes on every capability", "[quan
         CHECK(at::equal(shoestring::dequantize_int8(codes, scales, dtype), y.to(dtype)));
       }
     }
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("int8 operators refuse what does not fit", "[quantize_int8]") {

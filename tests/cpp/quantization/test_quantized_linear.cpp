@@ -1,3 +1,4 @@
+#include "capabilities.h"
 #include "catch.h"
 #include "relative_error.h"
 
@@ -14,9 +15,7 @@ using shoestring::nn::QuantizedLinear;
 using shoestring::nn::QuantizedLinearOptions;
 
 TEST_CASE("QuantizedLinear agrees with its dequantised weight in fp64", "[quantized_linear]") {
-  const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
-    if (!shoestring::set_cpu_capability(capability)) continue;
+  for_each_capability([&](const char* capability) {
     for (bool nested : {false, true}) {
       // With 100 input features, quantisation blocks span two rows of the weight. With 2048, the dense weight
       // needs more than one panel of 1 MiB.
@@ -38,8 +37,7 @@ TEST_CASE("QuantizedLinear agrees with its dequantised weight in fp64", "[quanti
         CHECK(relative_error(half, y.detach().to(at::kDouble)) < 1e-2);
       }
     }
-  }
-  shoestring::set_cpu_capability(before);
+  });
 }
 
 TEST_CASE("QuantizedLinear of int8 agrees with its dequantised weight in fp64", "[quantized_linear]") {

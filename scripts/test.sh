@@ -79,6 +79,13 @@ add_pytest fuzz
 ! wants consumer || add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 ! wants gates || add gates "$(sum gates '[0-9]+ passed')" "$(sum gates '[0-9]+ failed')"
 ! wants gates || sed -n 's/^skipped/gates skipped/p' "$logs/gates"
+# Repeat what failed, because the totals follow thousands of lines.
+for log in "$logs"/*; do
+  grep -qE ': FAILED|^(FAILED|ERROR|not ok) ' "$log" || continue
+  echo "== failed in $(basename "$log")"
+  grep -E -B 10 -A 10 ': FAILED' "$log" | head -n 60
+  grep -E '^(FAILED|ERROR|not ok) ' "$log" | head -n 40
+done
 # A suite that crashed before it printed how many tests passed also counts as a failure.
 [ $status = 0 ] || [ $failed -gt 0 ] || failed=1
 echo "$passed passed, $failed failed"

@@ -1,10 +1,17 @@
-"""Fixtures and options of all Python test suites: the random seed, and tests that run in a new process."""
+"""Fixtures and options of all Python test suites: the random seed, tiers, and tests that run in a new process.
+
+``make test`` leaves out tests that are marked ``nightly``, and runs ``n`` cases of a test that is marked
+``sample(n)``. The seed draws these cases. ``--all-cases`` (``make nightly``) runs everything.
+"""
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -15,6 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent / "python"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=1234, help="the seed of all random tests")
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="also run tests marked nightly, and all cases of tests marked sample",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# Of each file with tests marked fresh that has run: the outputs of its failed tests.
+FAILURES = pytest.StashKey[dict[Path, dict[str, str]]]()
 
 # Test files that `make check` leaves out: they train, start many processes, or repeat a grid at length.
 SLOW = {
@@ -52,10 +67,26 @@ SLOW = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in SLOW:
             item.add_marker(pytest.mark.slow)
+    # A test that is named on the command line runs whole.
+    if config.getoption("--all-cases") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("nightly")]
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in functions.items():
+        marker = cases[0].get_closest_marker("sample")
+        assert marker is not None
+        draw = random.Random(f"{config.getoption('--seed')} {name}")
+        left_out += draw.sample(cases, max(0, len(cases) - marker.args[0]))
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(autouse=True)
@@ -67,22 +98,37 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+def run_fresh(config: pytest.Config, items: list[pytest.Item]) -> dict[str, str]:
+    """Run tests in one new pytest process; return the output of each failed test by its node ID."""
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        command = [sys.executable, "-m", "pytest", "-p", "no:xdist", f"--junit-xml={report.name}"]
+        command += [f"--seed={config.getoption('--seed')}", *(item.nodeid for item in items)]
+        environment = os.environ | {"SHOESTRING_FRESH": "1"}
+        done = subprocess.run(command, cwd=config.rootpath, env=environment, capture_output=True, text=True)
+        text = Path(report.name).read_text()
+    output = done.stdout[-4000:] + done.stderr[-1000:]
+    # A process that crashes writes no report.
+    cases = ElementTree.fromstring(text).iter("testcase") if text else []
+    passed = {case.get("name") for case in cases if case.find("failure") is None and case.find("error") is None}
+    return {item.nodeid: output for item in items if item.name not in passed}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked ``fresh`` in a new pytest process of its own."""
+    """Run a test that is marked ``fresh``, and the others of its file, in a new pytest process.
+
+    The first of these tests waits for the process, the others only report how they ended there.
+    """
     if pyfuncitem.get_closest_marker("fresh") is None or "SHOESTRING_FRESH" in os.environ:
         return None
-    config = pyfuncitem.config
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:xdist",
-        f"--seed={config.getoption('--seed')}",
-        pyfuncitem.nodeid,
-    ]
-    environment = os.environ | {"SHOESTRING_FRESH": "1"}
-    done = subprocess.run(command, cwd=config.rootpath, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    failures = pyfuncitem.session.stash.setdefault(FAILURES, {})
+    if pyfuncitem.path not in failures:
+        items = [
+            item
+            for item in pyfuncitem.session.items
+            if item.path == pyfuncitem.path and item.get_closest_marker("fresh")
+        ]
+        failures[pyfuncitem.path] = run_fresh(pyfuncitem.config, items)
+    output = failures[pyfuncitem.path].get(pyfuncitem.nodeid)
+    assert output is None, output
     return True

@@ -78,9 +78,10 @@ Bound::Bound(const Model& model, int64_t budget)
       bytes = std::max(bytes, double(choice.held + choice.link));
       longest = std::max(longest, double(choice.in));
     }
-    // Copies back that wait for one another can take longer than the longest copy, so the levels of rounded
-    // times go up to twice the time of the longest copy. The last level stands for all longer times.
   }
+  // The levels cover the times that place() rounds, from 0 to twice the time of the longest copy to the
+  // device. A copy that waits for another copy ends later than the longest copy alone would. The last level
+  // stands for all longer times.
   level_ = std::max(1.0, 2 * longest / levels_);
   for (int j = 0; j < prefetch_; ++j) places_ *= levels_;
   const State start;

@@ -19,7 +19,8 @@ constexpr const char* kKernels = "norm";
 constexpr int64_t kGrain = int64_t{1} << 14;  // minimum number of elements per thread
 // On the CPU, sums over rows are computed in at most kParts parts of at least kLeastRows rows. This division
 // does not depend on the number of threads. Within a part, kShort rows are summed before their sum is added
-// to the total. This keeps the rounding error as small as in a sum of kShort terms.
+// to the total. A total of R rows thus has the rounding error of about kShort + R / kShort fp32 additions
+// instead of R.
 constexpr int64_t kParts = 64, kShort = 128, kLeastRows = 16;
 // Number of additions up to which one thread adds the partial sums, because so few additions take less time
 // than waking another thread.

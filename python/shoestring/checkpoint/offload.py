@@ -96,7 +96,7 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         self._store.mark()
 
     def wait(self, bytes: int) -> None:
-        """Wait until at most ``bytes`` bytes of ended layers have not yet been freed on the device."""
+        """Wait until layers whose forward has ended hold at most ``bytes`` bytes on the device."""
         self._store.wait(bytes)
 
     def measure_link(self, bytes: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ HEADER = struct.Struct("<8sIIQ40x")
 def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
     """Tokenise ``files`` in the given order and write the tokens to ``path``; return the token count.
 
-    Each document ends with the end-of-text token.
+    Each file is a document, or holds several. Each document ends with the end-of-text token.
     """
     vocab_size = len(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -1,1 +1,4 @@
-"""Cross-entropy of logits, and cross-entropy and distillation of linear layers without storing the logits."""
+"""Cross-entropy of logits, and cross-entropy and distillation losses of a linear layer's output.
+
+The losses of a linear layer never store all of its logits.
+"""

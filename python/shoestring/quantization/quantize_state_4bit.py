@@ -34,13 +34,14 @@ def quantize_state_4bit(x: Tensor, *, signed: bool, step: int | None = None) -> 
         signed: True for the map of an optimizer's first moments, False for the map of second moments.
         step: number of the optimizer step, for dithered rounding: over many steps, an element between two
             codes rounds up in proportion to its position between them. Without dithering, a change of less
-            than half a code per step would be lost. None: round to the nearest code. Signed codes are then
-            rounded 0.075 of a code distance towards zero, which minimises the error of the update.
+            than half a code per step would be lost. None: round to the nearest code. The magnitude of a signed
+            element is then lowered by 0.075 of a code distance before it is rounded, which minimises the
+            error of the update.
 
     Returns:
         codes (uint8, flat, 128 bytes per block of 256 elements; element 2 i is in the lower nibble of byte i)
         and scale (fp32, flat; 8 scales per block if signed, else 2). A partial last block is padded with
-        codes of zeros.
+        elements of value 0 before it is quantised.
 
     Raises:
         RuntimeError: x is not fp32.

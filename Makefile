@@ -1,6 +1,6 @@
-# make test    everything that continuous integration runs, set-up included
+# make test    everything that continuous integration runs, set-up included; of large grids a drawn sample of cases
 # make check   the tests for daily work, at most 5 minutes: layout, types, C++ and the Python tests that are not slow
-# make nightly   everything long: sanitizers, all crash points, random kills, fuzzers, 20 seeds, other builds
+# make nightly   everything long: all cases of all grids, sanitizers, all crash points, random kills, fuzzers, 20 seeds, other builds
 # make test-newest   build and test against the newest PyTorch
 # make test-asan   the C++ suite and all CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    layout, lint and types; make format mends what the tools can mend
@@ -44,12 +44,13 @@ test: build-tests
 check: build-tests
 	scripts/test.sh $(BUILD) lint C++ check
 
+nightly: export PYTEST_ADDOPTS += --all-cases
 nightly: test test-asan
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-separate -DSHOESTRING_UNITY=OFF && cmake --build build-separate
-	for seed in $(SEEDS); do python -m pytest -n 2 --dist loadfile --seed $$seed || exit; done
+	for seed in $(SEEDS); do PYTEST_ADDOPTS="--seed $$seed" scripts/test.sh $(BUILD) Python Python-emulated || exit; done
 
 # Without lint: mypy reads the types of the PyTorch that constraints.txt pins.
 test-newest:

@@ -1,7 +1,8 @@
 """Fixtures and options of all Python test suites: the random seed, tiers, and tests that run in a new process.
 
-``make test`` leaves out tests that are marked ``nightly``, and runs ``n`` cases of a test that is marked
-``sample(n)``. The seed draws these cases. ``--all-cases`` (``make nightly``) runs everything.
+``make test`` leaves out tests that are marked ``nightly``. Of a test that is marked ``sample(n)``, it runs ``n``
+cases, which the seed draws; ``sample(simt=n)`` does so in the emulator only. ``--all-cases`` (``make nightly``)
+runs everything.
 """
 
 import os
@@ -77,13 +78,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("nightly")]
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sample"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in functions.items():
-        marker = cases[0].get_closest_marker("sample")
-        assert marker is not None
-        draw = random.Random(f"{config.getoption('--seed')} {name}")
-        left_out += draw.sample(cases, max(0, len(cases) - marker.args[0]))
+        sample = cases[0].get_closest_marker("sample")
+        if sample is None:
+            continue
+        count = sample.args[0] if sample.args else sample.kwargs.get(config.getoption("--backend", "cpu"))
+        if count is not None and count < len(cases):
+            draw = random.Random(f"{config.getoption('--seed')} {name}")
+            left_out += draw.sample(cases, len(cases) - count)
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
@@ -109,7 +112,9 @@ def run_fresh(config: pytest.Config, items: list[pytest.Item]) -> dict[str, str]
     output = done.stdout[-4000:] + done.stderr[-1000:]
     # A process that crashes writes no report.
     cases = ElementTree.fromstring(text).iter("testcase") if text else []
-    passed = {case.get("name") for case in cases if case.find("failure") is None and case.find("error") is None}
+    passed = {
+        case.get("name") for case in cases if case.find("failure") is None and case.find("error") is None
+    }
     return {item.nodeid: output for item in items if item.name not in passed}
 
 

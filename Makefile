@@ -59,7 +59,7 @@ test-newest:
 
 test-asan: $(VENV)/.ready
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-asan -DSHOESTRING_TESTS=ON -DSHOESTRING_SANITIZE=ON
-	cmake --build build-asan --target shoestring shoestring_tests
+	cmake --build build-asan --target shoestring shoestring_tests offload_faults
 	scripts/test_asan.sh build-asan
 
 lint: $(VENV)/.ready

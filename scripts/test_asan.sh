@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=$(realpath "$1")
+export SHOESTRING_BUILD=$build  # the tests load libraries from this folder
 # LibTorch is not instrumented. Its operators and Python do not free all memory at exit.
 export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0
 export UBSAN_OPTIONS=print_stacktrace=1

@@ -22,6 +22,7 @@ struct Float {
   static SHOESTRING_METHOD void store_pair(float* p, Pair x) { store(p, x.first, x.second); }
   static SHOESTRING_METHOD Pair as_pair(Pair x) { return x; }
   static SHOESTRING_METHOD Pair in_order(Pair x) { return x; }
+  static SHOESTRING_METHOD F32 widen(F32 x) { return x; }
   static SHOESTRING_METHOD F32 load(const float* p) { return load_as<F32>(p); }
   static SHOESTRING_METHOD void store(float* p, F32 x, F32 y) {
     __builtin_memcpy(p, &x, sizeof x);
@@ -52,7 +53,8 @@ struct BFloat16 {
     return {__builtin_shuffle(x.first, x.second, both),
             __builtin_shuffle(x.first, x.second, both + kLanes / 2)};
   }
-  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_bf16(load_as<U16>(p)); }
+  static SHOESTRING_METHOD F32 widen(U16 x) { return from_bf16(x); }
+  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return widen(load_as<U16>(p)); }
   static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
     store_upper_halves(p, rounded_bf16(x), rounded_bf16(y));
   }
@@ -63,22 +65,38 @@ struct Half {
   static SHOESTRING_METHOD void store_pair(uint16_t* p, Pair x) { store(p, x.first, x.second); }
   static SHOESTRING_METHOD Pair as_pair(Pair x) { return x; }
   static SHOESTRING_METHOD Pair in_order(Pair x) { return x; }
-  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return from_fp16(load_as<U16>(p)); }
+  static SHOESTRING_METHOD F32 widen(U16 x) { return from_fp16(x); }
+  static SHOESTRING_METHOD F32 load(const uint16_t* p) { return widen(load_as<U16>(p)); }
   static SHOESTRING_METHOD void store(uint16_t* p, F32 x, F32 y) {
     const U16 both[2] = {to_fp16(x), to_fp16(y)};
     __builtin_memcpy(p, both, sizeof both);
   }
 };
 
-// Loads the first n elements, n < kLanes, into a register and sets its other lanes to zero. n may be 0 or
-// negative. The function is not inlined, because inlined copies made up most of the machine code of rms_norm
-// and layer_norm.
+// load_rest() loads the first n elements, n < kLanes, into a register and sets its other lanes to zero. n may
+// be 0 or negative.
+#if defined(__AVX512F__)
+SHOESTRING_INLINE uint32_t first_lanes(int64_t n) { return n > 0 ? (1u << n) - 1 : 0; }
+SHOESTRING_INLINE F32 masked_load(const float* p, int64_t n) {
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>(first_lanes(n)), p);
+}
+SHOESTRING_INLINE U16 masked_load(const uint16_t* p, int64_t n) {
+  return (U16)_mm256_maskz_loadu_epi16(static_cast<__mmask16>(first_lanes(n)), p);
+}
+template <class E>
+SHOESTRING_INLINE F32 load_rest(const typename E::Type* p, int64_t n) {
+  return E::widen(masked_load(p, n));
+}
+#else
+// This function is not inlined, because inlined copies made up most of the machine code of rms_norm and
+// layer_norm.
 template <class E>
 __attribute__((noinline)) F32 load_rest(const typename E::Type* p, int64_t n) {
   typename E::Type some[kLanes] = {};
   if (n > 0) __builtin_memcpy(some, p, n * sizeof some[0]);
   return E::load(some);
 }
+#endif
 
 // Loads the first n elements into a register and sets its other lanes to zero. n may be 0, and may exceed the
 // number of lanes.

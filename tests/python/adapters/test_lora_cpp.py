@@ -138,6 +138,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(6)
 def test_a_seed_trains_the_same_and_files_go_both_ways(
     kind: str, run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -190,6 +191,7 @@ PEFT: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", PEFT)
+@pytest.mark.sample(5)
 def test_cpp_loads_what_peft_saves(kind: str, run: Callable[..., Any], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     name, options = PEFT[kind]

@@ -19,6 +19,7 @@ def held(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("requantize", [False, True])
 @pytest.mark.parametrize("quantize", [None, "nf4", "int4", "int8"])
+@pytest.mark.sample(3)
 def test_a_thousand_cycles_leave_every_byte(quantize: str | None, requantize: bool) -> None:
     options = {"rank": 2, "target_modules": ["0"], "lora_bias": True}
     model = randomise(lora.apply(nn.Sequential(nn.Linear(64, 8)), quantize=quantize, **options))

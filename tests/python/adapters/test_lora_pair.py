@@ -115,6 +115,7 @@ def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Pa
     ],
     ids=range(5),
 )  # fmt: skip
+@pytest.mark.sample(3)
 def test_both_languages_read_every_value_alike(changes: dict[str, Any], run: Run, tmp_path: Path) -> None:
     lora.save_adapter(adapted(), tmp_path)
     edit(tmp_path, **changes)

@@ -219,6 +219,7 @@ def test_dropout_in_training_alone() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(4)
 def test_compiled(case: str) -> None:
     module, inputs = make(case)
     torch._dynamo.reset()

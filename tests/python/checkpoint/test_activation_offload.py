@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.device, pytest.mark.usefixtures("one_thread")]
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("place", ["host", "disk", "both"])
 @pytest.mark.parametrize(("prefetch", "max_pending"), [(1, 2), (0, 0), (4, 1)])
+@pytest.mark.sample(18)
 def test_gradients_are_the_same_bits(
     offload_device: str, delay: int, marks: bool, place: str, prefetch: int, max_pending: int, tmp_path: Path
 ) -> None:

@@ -32,7 +32,15 @@ def plan(model: nn.Module, budget: int, monkeypatch: pytest.MonkeyPatch) -> tupl
     return report, rows[0]
 
 
-@pytest.mark.parametrize(("depth", "width"), [(2, 80), (3, 64), (3, 96), (3, 128), (4, 48)], ids=str)
+@pytest.mark.parametrize(
+    ("depth", "width"),
+    [
+        (2, 80),
+        (3, 64),
+        *(pytest.param(*size, marks=pytest.mark.nightly) for size in [(3, 96), (3, 128), (4, 48)]),
+    ],
+    ids=str,
+)
 def test_no_other_plan_is_better(depth: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(depth, width)
     free = step(model)[0]

@@ -58,6 +58,7 @@ KEEP = [[], ["aten::exp"], ["products"], ["aten::mm", "aten::native_dropout"]]
 @pytest.mark.parametrize("how", ["plain", "create", "retain"])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.sample(8)
 def test_backward_inside(seed: int, depth: int, early_stop: bool, how: str) -> None:
     weights = [(torch.randn(4, 4) * 0.5).requires_grad_() for _ in range(depth)]
     x = torch.randn(4, 4, requires_grad=True)

@@ -57,6 +57,7 @@ def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:
 
 @pytest.mark.parametrize("kind", ["text", "completion", "chat"])
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.sample(3)
 def test_twins_learn_the_same(
     model: Path, data: dict[str, Path], tmp_path: Path, kind: str, quantize: str
 ) -> None:

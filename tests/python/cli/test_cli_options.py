@@ -58,6 +58,7 @@ class Began(Exception):
 
 
 @pytest.mark.parametrize(("command", "option"), options(numbers=True))
+@pytest.mark.sample(16)
 def test_numbers_out_of_range(
     command: str, option: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("command", "option"), options(numbers=False))
+@pytest.mark.sample(14)
 def test_strange_text(
     command: str, option: Any, given: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -137,6 +139,7 @@ def test_strange_text(
 @pytest.mark.parametrize(
     "option", ["vocab_size", "workspace_mb", "rank", "threads", "clip", "weight_decay", "eval_batches"]
 )
+@pytest.mark.sample(3)
 def test_the_largest_values_work(
     option: str, given: dict[str, str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

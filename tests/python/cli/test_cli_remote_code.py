@@ -125,7 +125,7 @@ def test_a_tokenizer_with_code(
     assert mark.exists()
 
 
-@pytest.mark.parametrize("stdin", ["closed", "yes"])
+@pytest.mark.parametrize("stdin", [pytest.param("closed", marks=pytest.mark.nightly), "yes"])
 def test_nothing_is_asked(directory: Path, tmp_path: Path, mark: Path, stdin: str) -> None:
     """The command does not ask for consent: it refuses remote code even if "y" is typed on a terminal."""
     master, slave = pty.openpty()

@@ -134,6 +134,7 @@ def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: P
 
 
 @pytest.mark.parametrize("where", ["cpu", "stream", "nvme"])
+@pytest.mark.sample(2)
 def test_offloaded_state_changes_nothing_else(
     data: Path, twins: tuple[Path, Path], tmp_path: Path, where: str
 ) -> None:
@@ -214,6 +215,8 @@ sys.exit(main(arguments))
 """
 
 
+# tests/crash kills training runs at random times.
+@pytest.mark.nightly
 def test_killed_run_continues_bit_for_bit(data: Path, twins: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = [str(argument) for argument in command(data, out, "--resume")]

@@ -70,7 +70,7 @@ def item(found: Estimate, place: str, name: str) -> int:
 
 
 def configured(**options: Any) -> EstimateConfig:
-    """Return the options of `estimate` for a model that the test passes as a module, not as a folder."""
+    """Return options of `estimate` without a model folder, because the test passes the model as a module."""
     return EstimateConfig(model="", **options)
 
 
@@ -101,6 +101,7 @@ def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str,
 @pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sample(36)
 def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, weights: str) -> None:
     config = configured(optimizer=optimizer, state=state, weights=weights, device="cpu")
     model, optimizers, found = made(optimizer, config, torch.bfloat16)
@@ -122,6 +123,7 @@ def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, wei
 @pytest.mark.parametrize("place", ["stream", "nvme"])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sample(24)
 def test_offloaded_state_and_its_traffic_to_the_byte(
     optimizer: str, state: str, place: str, tmp_path: Path
 ) -> None:
@@ -191,6 +193,7 @@ def test_chunks_are_those_of_the_offload(seed: int) -> None:
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sample(14)
 def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
     config = configured(optimizer=optimizer, state=state, weights="remainder", offload="cpu", device="cpu")
     model, optimizers, found = made(optimizer, config, torch.bfloat16, offload="cpu")

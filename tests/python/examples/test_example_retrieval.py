@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,14 @@ async def alone():
 @pytest.fixture(autouse=True)
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples/python"))
+
+
+@functools.cache
+def library() -> tuple[list[Any], list[Any]]:
+    """Return the pairs of Python's standard library, whose files are read once for all tests."""
+    from finetune_retrieval import standard_library
+
+    return standard_library()
 
 
 @pytest.fixture
@@ -65,19 +75,17 @@ def test_pairs_are_docstrings_and_the_code_without_them(tmp_path: Path) -> None:
 
 
 def test_modules_are_held_out() -> None:
-    from finetune_retrieval import standard_library
-
-    pairs, held_out = standard_library()
+    pairs, held_out = library()
     assert len(pairs) > 2 * len(held_out) > 500
     assert not {pair.doc for pair in pairs} & {pair.doc for pair in held_out}
 
 
 def test_it_learns_to_tell_functions_apart(encoder: Path) -> None:
-    from finetune_retrieval import Encoder, recall, standard_library, train
+    from finetune_retrieval import Encoder, recall, train
 
     import shoestring
 
-    pairs = standard_library()[0][:24]
+    pairs = library()[0][:24]
     net = Encoder(encoder)
     before = recall(net, pairs)
     shoestring.lora.apply(net.model, rank=8, alpha=64, quantize="nf4")
@@ -85,8 +93,11 @@ def test_it_learns_to_tell_functions_apart(encoder: Path) -> None:
     assert recall(net, pairs)["recall@1"] > before["recall@1"] + 0.1
 
 
-def test_it_runs(encoder: Path, tmp_path: Path) -> None:
+def test_it_runs(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from finetune_retrieval import main
+
+    pairs = library()
+    monkeypatch.setattr("finetune_retrieval.standard_library", lambda: pairs)
 
     report = tmp_path / "report.json"
     results = main(["--quick", "--threads", "1", "--model", str(encoder), "--json", str(report)])

@@ -265,6 +265,7 @@ def without(name: str) -> Callable[[Path], object]:
         (without("model.norm.weight"), "\"model.norm.weight\": expected a tensor of shape [64], received none"),
     ],
 )  # fmt: skip
+@pytest.mark.sample(6)
 def test_bad_models(
     program: Path,
     models: dict[str, Path],
@@ -305,6 +306,7 @@ def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
         (["--lr", "1e30", "--clip", "0", "--steps", "3"], "; training stopped before the weights changed"),
     ],
 )
+@pytest.mark.sample(4)
 def test_bad_options(
     program: Path, models: dict[str, Path], data: Path, tmp_path: Path, options: list[str], part: str
 ) -> None:

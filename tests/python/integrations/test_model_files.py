@@ -152,6 +152,7 @@ def test_types_of_what_stays_dense(tmp_path: Path) -> None:
         ({"state": (b"ed_blocksize\": 256", b"ed_blocksize\": 128")}, "nested_blocksize: expected 256, received 128"),
     ],
 )  # fmt: skip
+@pytest.mark.sample(5)
 def test_damaged_keys(change: dict[str, Any], part: str, tmp_path: Path) -> None:
     state = quantized(dense(torch.float32), quant_type="nf4", nested=True).state_dict()
     for name, value in change.items():

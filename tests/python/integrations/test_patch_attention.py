@@ -120,6 +120,7 @@ def test_no_mask_of_tokens_by_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss"])
+@pytest.mark.sample(1)
 def test_compiled_models_have_their_windows(name: str) -> None:
     """Compiled models pass the size of a sliding window as a number, without a mask of (tokens, tokens).
 

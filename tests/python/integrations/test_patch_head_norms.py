@@ -124,6 +124,7 @@ def test_norms_that_something_else_reads() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+@pytest.mark.sample(1)
 def test_joined_head_norms_elsewhere(name: str) -> None:
     """Fused head norms work with torch.compile, checkpointing, copies, and generation with a cache."""
     model = make(name)

@@ -55,6 +55,7 @@ def expect_same(a: nn.Module, b: nn.Module, opt_a: LowMemoryOptimizer, opt_b: Lo
 @pytest.mark.parametrize("weights", ["plain", "remainder"])
 @pytest.mark.parametrize("state", ["8bit", "fp32"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "in backward"])
+@pytest.mark.sample(4)
 def test_fifty_steps(in_backward: bool, state: str, weights: str) -> None:
     """Fifty steps with offload="cpu" give the same results bit for bit as without offload.
 

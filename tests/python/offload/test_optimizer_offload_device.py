@@ -45,7 +45,7 @@ def test_streamed_state_is_the_same(place: str, state: str, tmp_path: Path) -> N
         opt = AdamW(
             model.parameters(), lr=1e-3, state=state, weights="remainder", max_grad_norm=0.1, offload=where
         )
-        train(opt, model, torch.bfloat16, 5)
+        train(opt, model, torch.bfloat16, 3)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -65,7 +65,7 @@ def test_the_cpu_steps_as_the_device_does(dtype: torch.dtype, in_backward: bool)
             offload=where,
             step_in_backward=in_backward and where is not None,
         )
-        train(opt, model, dtype, 5)
+        train(opt, model, dtype, 3)
         assert all(entry["exp_avg"].device.type == "cpu" for entry in opt.state.values()) or where is None
     for p, q, start in zip(models[0].parameters(), models[1].parameters(), before, strict=True):
         # CPU and device implement the same update rule, but their sums and square roots differ in the last

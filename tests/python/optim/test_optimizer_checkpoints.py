@@ -94,6 +94,7 @@ def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
         (dict(state="fp32", weights="remainder"), True),
     ],
 )
+@pytest.mark.sample(3)
 def test_checkpoints_of_two_processes(options: dict, named: bool, tmp_path: Path) -> None:
     run(2, tmp_path, _save, str(tmp_path / "saved"), options, named)
     for world in (2, 1, 4) if named and options["state"] == "8bit" else (2, 4):

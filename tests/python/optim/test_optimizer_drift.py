@@ -16,6 +16,8 @@ SHAPE = (64, 256)
 STEPS, LAST = 2000, 100  # number of all steps, and of those at the end whose updates are compared
 BETAS = (0.9, 0.999)
 BENIGN, STRESSED = 0.4, 1.0
+# Tests of a property on both kinds of gradients run with BENIGN ones only in `make nightly`, except test_drift.
+SIGMAS = pytest.mark.parametrize("sigma", [pytest.param(BENIGN, marks=pytest.mark.nightly), STRESSED])
 
 # For each state format, the allowed squared error of updates relative to fp64, on BENIGN and on STRESSED
 # gradients.
@@ -111,7 +113,9 @@ def test_drift(state: str, sigma: float, seed: int) -> None:
 
 
 @STATES
-@pytest.mark.parametrize("scale", [1e-4, 1e-6, 1e-8, 1e-9])
+@pytest.mark.parametrize(
+    "scale", [1e-4, *(pytest.param(scale, marks=pytest.mark.nightly) for scale in (1e-6, 1e-8)), 1e-9]
+)
 def test_the_scale_of_gradients_does_not_matter(state: str, scale: float, seed: int) -> None:
     """The error does not depend on the scale of the gradients, since small magnitudes are not lost.
 
@@ -122,7 +126,7 @@ def test_the_scale_of_gradients_does_not_matter(state: str, scale: float, seed: 
 
 
 @STATES
-@pytest.mark.parametrize("sigma", [BENIGN, STRESSED])
+@SIGMAS
 def test_gradients_that_drop_tenfold(state: str, sigma: float, seed: int) -> None:
     """AdamW follows fp64 after all gradients drop tenfold.
 
@@ -136,7 +140,7 @@ def error(x: Tensor, exact: Tensor) -> float:
     return ((x - exact).square().sum() / exact.square().sum()).item()
 
 
-@pytest.mark.parametrize("sigma", [BENIGN, STRESSED])
+@SIGMAS
 def test_a_slow_mean_is_followed(sigma: float, seed: int) -> None:
     """The slow moment of AdEMAMix, which is stored in bf16 when other moments are quantised, follows fp64.
 
@@ -166,7 +170,7 @@ def test_a_slow_mean_is_followed(sigma: float, seed: int) -> None:
 AVERAGE = {"fp32": (1e-9, 1e-9), "bf16": (6e-4, 6e-4), "8bit": (4e-3, 2e-2), "4bit": (4e-2, 8e-2)}
 
 
-@pytest.mark.parametrize("sigma", [BENIGN, STRESSED])
+@SIGMAS
 def test_an_average_is_followed(sigma: float, seed: int) -> None:
     """The evaluation weights of ScheduleFreeAdamW follow x, the paper's average of weights, in fp64."""
     lr, beta2, eps = 1e-3, BETAS[1], 1e-12

@@ -80,6 +80,7 @@ def test_parameters_that_are_replaced_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(("kind", "bf16"), [(AdamW, False), (AdamW, True), (ScheduleFreeAdamW, False)])
+@pytest.mark.sample(2)
 def test_hugging_face_trainer(kind: type[AdamW | ScheduleFreeAdamW], bf16: bool, tmp_path: Path) -> None:
     """transformers' Trainer accumulates, clips and resumes with the same bits, using shoestring's optimizers.
 

@@ -41,6 +41,8 @@ def test_the_formula_counts_what_is_there(tmp_path: Path, benchmarks: None) -> N
     assert memory.optimizer_bytes(optimizer) == pytest.approx(parts["AdamW's 8-bit state"], rel=0.01)
 
 
+# test_the_formula_counts_what_is_there covers the numbers that this benchmark prints.
+@pytest.mark.nightly
 def test_it_runs(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [

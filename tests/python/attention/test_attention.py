@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from conftest import relative_error
+from rounding import rounding_errors
 from shoestring import attention
 from shoestring.ops import attention_reference
 
@@ -94,7 +95,7 @@ def make(
 
 def run(
     function: Any, inputs: list[Tensor], named: dict[str, Any], dtype: torch.dtype, upstream: list[Tensor]
-) -> list[Tensor | None]:
+) -> list[Tensor]:
     """Return out, lse, and the gradients of (upstream[0] * out).sum() + (upstream[1] * lse).sum()."""
     leaves = [t.detach().clone().to(dtype).requires_grad_() for t in inputs]
     others = {}
@@ -129,16 +130,22 @@ def compare(dtype: torch.dtype, inputs: list[Tensor], named: dict[str, Any]) -> 
         for name, value in named.items()
         if name == "sinks" or (name == "bias" and value.dtype != torch.bool)
     ]
-    for name, a, b, c in zip(["out", "lse", "q", "k", "v", *leaves], exact, ours, eager, strict=True):
-        assert a is not None and b is not None and c is not None
+    expected: list[float] = []
+    for i, name in enumerate(["out", "lse", "q", "k", "v", *leaves]):
+        a, b, c = exact[i], ours[i], eager[i]
         if a.numel() == 0:
             continue
         assert torch.isfinite(b).all(), name
-        error, theirs = relative_error(b, a), relative_error(c, a)
+        error, theirs, size = relative_error(b, a), relative_error(c, a), 1.0
         if name == "sinks":
-            size = a.double().norm() / sink_terms(exact[0], exact[1], named, upstream).norm()
-            error, theirs = error * size.item(), theirs * size.item()
-        assert error <= max(2 * theirs, floor), f"{name}: {error:.2e}, eager {theirs:.2e}"
+            size = (a.double().norm() / sink_terms(exact[0], exact[1], named, upstream).norm()).item()
+        bound = max(2 * theirs * size, floor)
+        if error * size > bound:  # eager PyTorch may have been lucky
+            expected = expected or rounding_errors(
+                lambda: run(attention_reference, inputs, named, torch.float64, upstream), exact, dtype
+            )
+            bound = max(bound, expected[i] * size)
+        assert error * size <= bound, f"{name}: {error:.2e}, eager {theirs:.2e}, bound {bound / size:.2e}"
 
 
 def sink_terms(out: Tensor, lse: Tensor, named: dict[str, Any], upstream: list[Tensor]) -> Tensor:
@@ -160,8 +167,15 @@ def dtypes(backend: str) -> list[torch.dtype]:
     return [torch.float32, torch.bfloat16, torch.float16] + ([torch.float64] if backend == "cpu" else [])
 
 
+def and_fp64(dtype: torch.dtype, backend: str) -> list[torch.dtype]:
+    """Return the dtypes of a test case: ``dtype``, and on the CPU also fp64 in the cases with fp32."""
+    return [dtype, torch.float64] if dtype == torch.float32 and backend == "cpu" else [dtype]
+
+
+@pytest.mark.sample(simt=26)
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_in_every_dtype(option: str, capability: str, backend: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_option_in_every_dtype(dtype: torch.dtype, option: str, capability: str, backend: str) -> None:
     # The emulator of GPU kernels needs a second for 10^7 memory accesses. It therefore gets fewer heads, and
     # keys that fill one tile and a part of the next.
     size = (
@@ -169,9 +183,9 @@ def test_every_option_in_every_dtype(option: str, capability: str, backend: str)
         if backend == "simt"
         else {"queries": 70, "keys": 90}
     )
-    for dtype in dtypes(backend):
-        inputs, named = make(dtype, dim=32, options=OPTIONS[option], **size)
-        compare(dtype, inputs, named)
+    for each in and_fp64(dtype, backend):
+        inputs, named = make(each, dim=32, options=OPTIONS[option], **size)
+        compare(each, inputs, named)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -198,43 +212,49 @@ def test_a_bias_that_all_keys_share(packed: bool, capability: str) -> None:
     assert torch.equal(to_bias.view(2, 9)[:, rest], expected[:, rest])
 
 
+@pytest.mark.sample(26)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_lengths(queries: int, keys: int, causal: bool, capability: str, backend: str) -> None:
+def test_lengths(
+    queries: int, keys: int, causal: bool, dtype: torch.dtype, capability: str, backend: str
+) -> None:
     if backend == "simt" and queries * keys > 23000:
         pytest.skip("too many scores for the emulator")
-    for dtype in dtypes(backend)[:2]:
-        heads = 1 if queries * keys > 200000 else 2  # with two heads, attention_reference would take a second
-        inputs, named = make(dtype, queries, keys, 64, {"causal": causal}, heads=heads, kv_heads=1, batch=1)
-        compare(dtype, inputs, named)
+    heads = 1 if queries * keys > 200000 else 2  # with two heads, attention_reference would take a second
+    inputs, named = make(dtype, queries, keys, 64, {"causal": causal}, heads=heads, kv_heads=1, batch=1)
+    compare(dtype, inputs, named)
 
 
 # Pairs of head_dim and value_dim, from 3 to 256. Some are no multiple of the width of a vector register, and
 # in some pairs the two differ.
+@pytest.mark.sample(simt=14)
 @pytest.mark.parametrize(
     ("dim", "value_dim"),
     [(32, 32), (40, 24), (64, 128), (80, 80), (96, 64), (128, 128), (192, 128), (256, 256), (3, 5)],
 )
-def test_dimensions(dim: int, value_dim: int, capability: str, backend: str) -> None:
-    for dtype in dtypes(backend)[:2]:
-        inputs, named = make(
-            dtype, 50, 77, dim, {"causal": True}, value_dim=value_dim, heads=2, kv_heads=1, batch=1
-        )
-        compare(dtype, inputs, named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dimensions(dtype: torch.dtype, dim: int, value_dim: int, capability: str) -> None:
+    inputs, named = make(
+        dtype, 50, 77, dim, {"causal": True}, value_dim=value_dim, heads=2, kv_heads=1, batch=1
+    )
+    compare(dtype, inputs, named)
 
 
+@pytest.mark.sample(simt=16)
 @pytest.mark.parametrize("option", ["plain", "causal", "sliding", "sinks", "alibi", "softcap", "bias"])
-def test_packed_sequences(option: str, capability: str, backend: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_packed_sequences(dtype: torch.dtype, option: str, capability: str, backend: str) -> None:
     lengths_q, lengths_k = [7, 0, 64, 33, 1], [20, 3, 64, 12, 0]
     starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k)]
     size = {"dim": 24, "heads": 2, "kv_heads": 1} if backend == "simt" else {"dim": 48}
-    for dtype in dtypes(backend):
+    for each in and_fp64(dtype, backend):
         options = {k: v for k, v in OPTIONS[option].items() if k != "bias"}
-        (q, k, v), named = make(dtype, sum(lengths_q), sum(lengths_k), options=options, batch=1, **size)
+        (q, k, v), named = make(each, sum(lengths_q), sum(lengths_k), options=options, batch=1, **size)
         packed = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
         if option == "bias":
-            named["bias"] = torch.randn(q.size(1), sum(lengths_q), max(lengths_k), dtype=dtype)
-        compare(dtype, packed, named | {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]})
+            named["bias"] = torch.randn(q.size(1), sum(lengths_q), max(lengths_k), dtype=each)
+        compare(each, packed, named | {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]})
 
 
 def test_strides(capability: str, backend: str) -> None:
@@ -248,6 +268,7 @@ def test_strides(capability: str, backend: str) -> None:
     assert torch.equal(attention(every_second, k, v), attention(every_second.contiguous(), k, v))
 
 
+@pytest.mark.sample(simt=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_is_a_function_of_the_seed(dtype: torch.dtype, capability: str, backend: str) -> None:
     queries, keys = (130, 300) if backend != "simt" else (40, 70)

@@ -87,22 +87,25 @@ def test_which_calls_it_takes(name: str, capability: str, backend: str) -> None:
 
 @pytest.mark.device
 @pytest.mark.each_gpu
+@pytest.mark.sample(simt=45)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 3)}], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 127), (128, 257), (300, 70)])
-def test_edges_of_tiles(queries: int, keys: int, dim: int, capability: str, backend: str) -> None:
+def test_edges_of_tiles(
+    queries: int, keys: int, dim: int, options: dict[str, Any], capability: str, backend: str
+) -> None:
     """Results are right and repeatable near the tile size of 128, and with more tiles than buffers."""
     if backend == "simt" and dim > 64 and queries * keys > (30000 if dim == 128 else 9000):
         pytest.skip("too many scores for the emulator")
     inputs = make(queries, keys, dim, torch.float16, heads=1)
-    for options in ({}, {"causal": True}, {"window": (70, 3)}):
-        out, lse = attention(*inputs, return_lse=True, **options)
-        exact, exact_lse = attention_reference(*(t.double() for t in inputs), **options)
-        assert relative_error(out, exact) < 6e-4
-        seen = exact_lse > -math.inf
-        assert torch.equal(seen, lse > -math.inf) and (out[~seen] == 0).all()
-        if seen.any():
-            assert (lse[seen] - exact_lse[seen]).abs().max() < 1e-5
-        assert torch.equal(out, attention(*inputs, **options))
+    out, lse = attention(*inputs, return_lse=True, **options)
+    exact, exact_lse = attention_reference(*(t.double() for t in inputs), **options)
+    assert relative_error(out, exact) < 6e-4
+    seen = exact_lse > -math.inf
+    assert torch.equal(seen, lse > -math.inf) and (out[~seen] == 0).all()
+    if seen.any():
+        assert (lse[seen] - exact_lse[seen]).abs().max() < 1e-5
+    assert torch.equal(out, attention(*inputs, **options))
 
 
 @pytest.mark.device
@@ -134,10 +137,12 @@ def test_an_upstream_gradient_that_no_copy_takes(capability: str, backend: str) 
 
 @pytest.mark.device
 @pytest.mark.each_gpu
+@pytest.mark.sample(simt=45)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 5.0}, {"window": (70, 3)}], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 97), (300, 70), (97, 129)])
 def test_gradients_at_edges_of_tiles(
-    queries: int, keys: int, dim: int, capability: str, backend: str
+    queries: int, keys: int, dim: int, options: dict[str, Any], capability: str, backend: str
 ) -> None:
     """Gradients are right and repeatable near the edges of tiles, and with more tiles than buffers for them.
 
@@ -153,22 +158,19 @@ def test_gradients_at_edges_of_tiles(
         make(queries, keys, dim, torch.float16, heads),
         torch.randn(1, heads, queries, dim).half(),
     )
-    for options in ({}, {"causal": True, "softcap": 5.0}, {"window": (70, 3)}):
-        found = gradients(attention, inputs, upstream, **options)
-        exact = gradients(attention_reference, inputs, upstream.double(), **options)
-        for name, a, b in zip("qkv", found, exact):
-            # With one key, the exact gradients of q and k are zero, so the results are rounding errors.
-            scale = max(b.abs().max().item(), 1e-3)
-            assert (a.double() - b).abs().max().item() < 2e-3 * scale + (1e-3 if keys == 1 else 0), (
-                name,
-                options,
-            )
-        for a, b in zip(found, gradients(attention, inputs, upstream, **options)):
-            assert torch.equal(a, b)
+    found = gradients(attention, inputs, upstream, **options)
+    exact = gradients(attention_reference, inputs, upstream.double(), **options)
+    for name, a, b in zip("qkv", found, exact):
+        # With one key, the exact gradients of q and k are zero, so the results are rounding errors.
+        scale = max(b.abs().max().item(), 1e-3)
+        assert (a.double() - b).abs().max().item() < 2e-3 * scale + (1e-3 if keys == 1 else 0), name
+    for a, b in zip(found, gradients(attention, inputs, upstream, **options)):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.device
 @pytest.mark.each_gpu
+@pytest.mark.sample(simt=4)
 @pytest.mark.parametrize("window", [(65, 0), (0, 65)])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_last_row_that_passes_is_alone_in_its_tile(
@@ -190,6 +192,7 @@ def test_the_last_row_that_passes_is_alone_in_its_tile(
 
 @pytest.mark.device
 @pytest.mark.each_gpu
+@pytest.mark.sample(simt=10)
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
 @pytest.mark.parametrize("dim", [64, 192])
 def test_gradients_of_some(wanted: str, dim: int, capability: str) -> None:
@@ -242,6 +245,7 @@ def test_what_another_sequence_holds_does_not_matter(dim: int, capability: str) 
 
 @pytest.mark.device
 @pytest.mark.each_gpu
+@pytest.mark.sample(simt=3)
 @pytest.mark.parametrize("dim", [64, 192])
 @pytest.mark.parametrize("wrong", [math.inf, math.nan])
 def test_what_another_sequence_holds_does_not_matter_to_gradients(

@@ -326,6 +326,7 @@ def test_deterministic_follows_pytorch(stand_ins: StandIns) -> None:
         torch.use_deterministic_algorithms(before)
 
 
+@pytest.mark.sample(simt=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("queries", "keys", "dim"), [(64, 64, 64), (100, 100, 128), (33, 70, 64)])
 def test_by_default_as_exact_as_our_kernels(

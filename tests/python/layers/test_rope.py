@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -165,8 +166,15 @@ def test_weights_of_other_dtypes_and_offsets(capability: str) -> None:
     ours = results(shoestring.rope, leaves, angles, grads, None, eps=1e-3, offset=1.0)
     exact = results(rope_reference, leaves, angles, grads, torch.float64, eps=1e-3, offset=1.0)
     assert [t.dtype for t in ours[4:]] == [torch.float32] * 2
-    for a, b in zip(ours, exact, strict=True):
+    for a, b in zip(ours[:4], exact[:4], strict=True):
         assert relative_error(a, b) <= torch.finfo(a.dtype).eps
+    # The gradient of an element of a weight is a sum over all heads and tokens. Its terms have random signs, so
+    # the k-th partial sum is about sqrt(k) times as large as a term. The roundings of n partial sums add up to
+    # sqrt(1 + ... + n) terms, which is sqrt(n / 2) times the sum. Each term itself has about 8 independent
+    # roundings, whose errors add up to 3.
+    for a, b, leaf in zip(ours[4:], exact[4:], leaves[:2], strict=True):
+        terms = leaf.numel() // leaf.size(-1)
+        assert relative_error(a, b) <= (math.sqrt(terms / 2) + 3) * torch.finfo(a.dtype).eps / 2
     frozen = shoestring.rope(
         leaves[0].requires_grad_(),
         leaves[1],

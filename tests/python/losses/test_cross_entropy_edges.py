@@ -81,6 +81,7 @@ def test_huge_logits_do_not_overflow(inplace: bool) -> None:
     assert torch.equal(torch.autograd.grad(loss, leaf)[0], torch.tensor([[1.0, -1.0]]))
 
 
+@pytest.mark.sample(simt=2)
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 def test_small_gradients_survive_fp16(inplace: bool, upstream: float) -> None:
     """fp16 gradients of a mean over 300 tokens are accurate, with and without a loss scale of 65536.

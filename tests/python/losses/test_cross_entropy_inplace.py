@@ -250,6 +250,7 @@ print(run(2048, 16384))
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", ["", "reduction='none', softcap=3.0, label_smoothing=0.1"])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

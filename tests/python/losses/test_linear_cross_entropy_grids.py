@@ -244,10 +244,11 @@ def test_liger_grid(own_backend: str, backend: str, dtype: torch.dtype) -> None:
     errors = Errors(own_backend)
     # several random draws, because the error of few and small cases is noisy
     for _ in range(8 if backend == "cpu" else 1):
-        run_liger_grid(errors, (4 * 47, 31, 123), dtype, [False, True])
+        run_liger_grid(errors, (47 if backend == "simt" else 4 * 47, 31, 123), dtype, [False, True])
     errors.assert_bar()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # fp32 and bf16, the dtypes of Liger Kernel's tests
 def test_liger_grid_at_size(own_backend: str, dtype: torch.dtype) -> None:
     errors = Errors(own_backend)
@@ -268,8 +269,9 @@ def test_liger_other_shapes(
     tokens, features, vocab = shape
     errors = Errors(own_backend)
     options = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "class_weights": torch.rand(vocab)}
-    # Small cases are repeated with new random numbers, because the error of a single one is too noisy.
-    repeats = range(1 if tokens > 100 else 4)
+    # Small cases are repeated with new random numbers, because the error of a single one is too noisy. In the
+    # emulator, errors are not compared with those of eager PyTorch.
+    repeats = range(1 if tokens > 100 or backend == "simt" else 4)
     for reduction, bias, extra, _ in itertools.product(
         ["mean", "sum"], [False, True], [{}, options], repeats
     ):

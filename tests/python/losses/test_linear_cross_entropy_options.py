@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import shoestring
 from conftest import relative_error
+from rounding import assert_no_worse
 from shoestring.losses.linear_cross_entropy import LinearCrossEntropyStats, cross_entropy_reference
 
 pytestmark = pytest.mark.device
@@ -44,8 +45,9 @@ def resolved(
     found = dict(options)
     if options.get("class_weights"):
         found["class_weights"] = torch.rand(vocab, dtype=dtype)
-        found["class_weights"][:: max(1, vocab // 5)] = 0
-        found["class_weights"][-1] = 3  # at least one class weight is not zero
+        found["class_weights"][:: max(2, vocab // 5)] = 0
+        # Tests give the last class to a token that counts, since a mean over weights of 0 is NaN.
+        found["class_weights"][-1] = 3
     if options.get("token_weights"):
         found["token_weights"] = torch.rand(target.shape, dtype=dtype) * 2
         found["token_weights"].view(-1)[-1] = 0
@@ -63,6 +65,7 @@ def upstream_of(output: Tensor) -> Tensor:
     return torch.linspace(-0.5, 2, output.numel(), dtype=torch.float64).view(output.shape).to(output.dtype)
 
 
+@pytest.mark.sample(simt=16)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_stats_and_their_gradients_are_no_worse_than_eager(
@@ -81,16 +84,24 @@ def test_stats_and_their_gradients_are_no_worse_than_eager(
     assert torch.equal(ours.argmax, eager.argmax)
     slack = 1e-6 if capability in ("cuda", "simt") else 3e-7
     for name in ("loss", "token_loss", "lse", "entropy"):
-        a, b, reference = getattr(ours, name), getattr(eager, name), getattr(exact, name)
-        assert relative_error(a, reference) <= 1.5 * relative_error(b, reference) + slack, name
-        gradients = [
-            torch.autograd.grad(value, inputs, upstream_of(value), retain_graph=True)
-            for value, inputs in ((a, leaves), (b, leaves), (reference, exact_leaves))
+
+        def with_gradients(value: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return value, *torch.autograd.grad(value, inputs, upstream_of(value), retain_graph=True)
+
+        sides = [
+            with_gradients(getattr(stats, name), inputs)
+            for stats, inputs in ((ours, leaves), (eager, leaves), (exact, exact_leaves))
         ]
-        for of, mine, theirs, truth in zip(("hidden", "weight", "bias"), *gradients):
-            assert relative_error(mine, truth) <= 1.5 * relative_error(theirs, truth) + 2 * slack, (name, of)
+
+        def exact_results() -> tuple[Tensor, ...]:
+            stats = stats_of(*exact_leaves, target, **options)
+            return with_gradients(getattr(stats, name), exact_leaves)
+
+        names = (name, *(f"gradient of {name} in {leaf}" for leaf in ("hidden", "weight", "bias")))
+        assert_no_worse(names, *sides, exact_results, 1.5, slack)
 
 
+@pytest.mark.sample(simt=5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradcheck_of_all_statistics_together(options: dict[str, Any]) -> None:
     hidden, weight, bias, target = make(5, 3, 7, torch.float64)
@@ -211,6 +222,7 @@ def test_opcheck_and_compile_with_everything() -> None:
     options = resolved(
         {"class_weights": True, "token_weights": True, "z_loss": 0.1, "label_smoothing": 0.1}, target, 9
     )
+    target[0] = 8  # resolved() gives the last class a weight, so the mean does not divide by 0
     op = torch.ops.shoestring.linear_cross_entropy_with_stats.default
     torch.library.opcheck(op, (hidden, weight, target, bias), options)
     compiled = torch.compile(
@@ -218,6 +230,7 @@ def test_opcheck_and_compile_with_everything() -> None:
     )
     for tokens in (6, 11):
         hidden, weight, bias, target = make(tokens, 4, 9)
+        target[1] = 8  # the option shift leaves out the first target
         options = resolved({"class_weights": True, "token_weights": True, "z_loss": 0.1}, target, 9)
         results = [
             f(hidden, weight, target, bias, shift=True, **options)

@@ -53,6 +53,7 @@ def packed(weight: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     return codes, codes.dequantize(weight.dtype)
 
 
+@pytest.mark.sample(simt=5)
 @pytest.mark.parametrize(("kind", "teacher_kind", "options"), CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_adapted_and_quantised_heads(

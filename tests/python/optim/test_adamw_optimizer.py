@@ -96,7 +96,9 @@ def test_bitsandbytes_tolerances(
             if synchronised:
                 exact.copy_(values)
         if synchronised:
-            assert (error / (theirs.detach().abs() + 1e-9)).mean() < relative
+            # The weights have a density above 0 at 0, so the mean of 1 / |weight| has no limit. Single weights
+            # near 0 would decide the result, so weights below 1e-4 count as 1e-4. That is about one in 1000.
+            assert (error / theirs.detach().abs().clamp_min(1e-4)).mean() < relative
             theirs.data.copy_(ours.data)
     if not synchronised and dtype == torch.float32:
         assert error.mean() < 0.025 * (theirs - weight).abs().mean()

@@ -14,6 +14,7 @@ from shoestring.optim.optimizer import join, split
 pytestmark = pytest.mark.device
 
 
+@pytest.mark.sample(simt=36)
 @RULES
 @STATES
 @DTYPES
@@ -132,7 +133,10 @@ def test_numbers_in_tensors(rule: Rule, capability: str, state: str) -> None:
     ):
         assert relative_error(a, b) < 1e-3
     for p, q, s in zip(ours.params, theirs.params, start, strict=True):
-        assert relative_error(p - s, q - s) < product_error(rule) + 1e-5
+        # Both new parameters are rounded, with errors of at most half a unit in the last place each. So the
+        # change of a parameter has a large relative error if it is tiny, such as the change of a mean.
+        rounding = torch.finfo(p.dtype).eps * p.norm() / (q - s).norm().clamp_min(1e-6)
+        assert relative_error(p - s, q - s) < product_error(rule) + 1e-5 + rounding
 
 
 @RULES
@@ -185,6 +189,7 @@ def test_runs_agree_bitwise_and_versions_rise(rule: Rule) -> None:
     assert all(p._version >= 2 for p in runs[0].params)
 
 
+@pytest.mark.sample(3)
 @RULES
 def test_opcheck_and_compile(rule: Rule) -> None:
     operator = getattr(torch.ops.shoestring, f"{rule.name}_").default

@@ -139,20 +139,16 @@ def test_full_rank_is_the_dense_step(dtype: torch.dtype) -> None:
 def test_solves_a_low_rank_problem(state: str) -> None:
     """GaLore with rank 6 learns a linear map of rank 4, with an eighth of the optimizer state of AdamW."""
     target, x = torch.randn(48, 4) @ torch.randn(4, 64), torch.randn(256, 48)
-    losses = []
-    for optimizer, options in ((GaLore, {"rank": 6, "update_proj_gap": 20, "scale": 1.0}), (AdamW, {})):
-        weight = Parameter(torch.zeros(48, 64))
-        opt = optimizer([weight], lr=0.4, weight_decay=0.0, state=state, **options)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 300)
-        for _ in range(300):
-            opt.zero_grad()
-            loss = (x @ (weight - target)).square().mean()
-            loss.backward()
-            opt.step()
-            schedule.step()
-        losses.append(loss.item() / (x @ target).square().mean().item())
-    print(f"share of the loss that is left: GaLore {losses[0]:.1e}, AdamW {losses[1]:.1e}")
-    assert losses[0] < 1e-3
+    weight = Parameter(torch.zeros(48, 64))
+    opt = GaLore([weight], lr=0.4, weight_decay=0.0, state=state, rank=6, update_proj_gap=20, scale=1.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 300)
+    for _ in range(300):
+        opt.zero_grad()
+        loss = (x @ (weight - target)).square().mean()
+        loss.backward()
+        opt.step()
+        schedule.step()
+    assert loss.item() < 1e-3 * (x @ target).square().mean().item()
 
 
 @pytest.mark.device

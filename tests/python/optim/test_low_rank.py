@@ -84,6 +84,7 @@ def test_any_base_optimizer(cls: type, base: type, options: dict) -> None:
 
 
 @pytest.mark.device
+@pytest.mark.sample(simt=5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_bitwise_resume(cls: type, dtype: torch.dtype) -> None:

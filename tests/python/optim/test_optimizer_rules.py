@@ -13,7 +13,7 @@ pytestmark = pytest.mark.device
 
 # Element counts: less than a SIMD register, counts around one block of 256 and around 16 blocks, and none.
 SMALL_SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0]
-LARGE = 2**20 + 3  # number of elements that makes the operator use several threads
+LARGE = 2**18 + 3  # number of elements that makes the operator use several threads
 TENSORS = 1000  # number of tensors that one CUDA launch can step
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 EACH = [ADAMW, LION, SGD, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA]
@@ -22,6 +22,7 @@ ONE_EACH = pytest.mark.parametrize("rule", EACH, ids=lambda r: r.name)
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 
 
+@pytest.mark.sample(60)
 @RULES
 @STATES
 @DTYPES
@@ -134,6 +135,7 @@ def test_state_at_an_odd_address(rule: Rule, backend: str) -> None:
     assert (param == 0).all() and state[0].item() == 0
 
 
+@pytest.mark.sample(5)
 @ONE_EACH
 @pytest.mark.parametrize("count", [TENSORS, TENSORS + 1, 2 * TENSORS + 1])
 def test_more_tensors_than_a_launch_holds(rule: Rule, count: int) -> None:
@@ -158,18 +160,20 @@ def test_more_tensors_than_a_launch_holds(rule: Rule, count: int) -> None:
     rule.step(params, grads, *together, **rule.hyper)
     rule.step([whole], [whole_grad], *alone, **rule.hyper)
     assert together[0].tolist() == [0.0 if i in absent else 1.0 for i in range(count)]
+    used, stepped = torch.zeros(2, total, dtype=torch.bool)
     begin = 0
     for i, n in enumerate(sizes):
         codes = slice(begin, begin + n)
+        used[codes], stepped[codes] = True, i not in absent
         assert torch.equal(params[i], before[i] if i in absent else whole[codes])
-        for name, ours, theirs in zip(rule.arena_names(), together, alone, strict=True):
-            if name not in rule.moments:
-                continue
-            expected = torch.zeros_like(theirs[codes]) if i in absent else theirs[codes]
-            # The random bits of bf16 moments depend on the index of the parameter in the call.
-            rtol = torch.finfo(torch.bfloat16).eps if name in rule.long else 0
-            torch.testing.assert_close(ours[codes], expected, rtol=rtol, atol=0)
         begin += 256 * blocks(n)
+    for name, ours, theirs in zip(rule.arena_names(), together, alone, strict=True):
+        if name not in rule.moments:
+            continue
+        # The random bits of bf16 moments depend on the index of the parameter in the call.
+        rtol = torch.finfo(torch.bfloat16).eps if name in rule.long else 0
+        expected = torch.where(stepped, theirs, torch.zeros_like(theirs))
+        torch.testing.assert_close(ours[used], expected[used], rtol=rtol, atol=0)
 
 
 @RULES
@@ -207,8 +211,17 @@ def test_numbers_in_tensors(rule: Rule, capability: str, dtype: torch.dtype, sta
     rule.reference(expected, steps[0], *theirs, **rule.hyper, **tensors)
     for a, b in zip(clipped, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    # The reference multiplies by the clip factor in another order, so a moment may fall on the other side of the
+    # boundary between two codes. Many bf16 gradients are equal, and quotients of two of them often are such a
+    # boundary, so up to 2 % of the moments may be one code apart. The codes that are farthest apart differ by
+    # 0.9 / 64 of the largest moment of a block in 8 bits, by at most a quarter of it in 4 bits, and by 2^-8 of it
+    # in bf16.
+    code = {"8bit": 0.9 / 64, "4bit": 0.25, "bf16": 2**-8}.get(state, 0)
     for a, b in zip(rule.values(sizes, ours), rule.values(sizes, theirs), strict=True):
-        assert relative_error(a, b) < 1e-3
+        other = (a - b).abs() > 1e-3 * b.abs().max()
+        assert other.sum() <= (0.02 * a.numel() if code else 0)
+        assert relative_error(a[~other], b[~other]) < 1e-3
+        assert (a - b).abs().max() <= (code + 1e-3) * b.abs().max()
 
 
 @ONE_EACH
@@ -244,14 +257,15 @@ def test_a_bad_gradient_stays_in_its_block(rule: Rule, capability: str, bad: flo
         assert torch.equal(ours[others], theirs[others])
 
 
+@pytest.mark.sample(10)
 @ONE_EACH
-def test_opcheck(rule: Rule) -> None:
+@STATES
+def test_opcheck(rule: Rule, state: str) -> None:
     operator = getattr(torch.ops.shoestring, f"{rule.name}_").default
     params = [torch.randn(300), torch.randn(4, 5)]
     grads = [torch.randn(300), None]
-    for state in ("8bit", "4bit", "bf16", "fp32"):
-        numbers = {"lr_tensor": torch.tensor(1e-3), "found_inf": torch.zeros(1)}
-        torch.library.opcheck(operator, (params, grads, *rule.arenas([300, 20], state)), rule.hyper | numbers)
+    numbers = {"lr_tensor": torch.tensor(1e-3), "found_inf": torch.zeros(1)}
+    torch.library.opcheck(operator, (params, grads, *rule.arenas([300, 20], state)), rule.hyper | numbers)
 
 
 @ONE_EACH

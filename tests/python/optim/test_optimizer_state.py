@@ -28,7 +28,7 @@ from shoestring.optim import (
 
 pytestmark = pytest.mark.device
 
-SIZES = ((3, 100), (1,), (257,), (64, 64), (0,))
+SIZES = ((3, 100), (1,), (257,), (20, 40), (0,))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ LOW_RANK: dict[str, Any] = dict(
     stepped=lambda shape: (RANK, max(shape)) if projected(shape) else shape,
     weights=("fp32", "plain"),
 )
-MATRICES = ((3, 100), (64, 64), (1, 257), (0, 3))
+MATRICES = ((3, 100), (20, 40), (1, 257), (0, 3))
 
 
 def factored(shape: tuple[int, ...], item: int) -> int:
@@ -133,6 +133,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: rang
         optimizer.step()
 
 
+@pytest.mark.sample(70)
 @EVERY
 def test_bitwise_resume(rule: Rule, state: str, weights: str) -> None:
     """Optimizers from a saved file, a deep copy or a pickle continue with the same weights and state."""
@@ -167,13 +168,16 @@ def formula(rule: Rule, state: str, weights: str, shape: tuple[int, ...]) -> int
     return blocks * block + 4 + rule.extra(shape, 4 if weights == "fp32" else 2)
 
 
+@pytest.mark.sample(70)
 @EVERY
 def test_memory_is_the_formula(rule: Rule, state: str, weights: str, backend: str) -> None:
     """The bytes of an optimizer's state tensors equal the documented formula.
 
-    The memory that the first step leaves allocated is within 1 % of the formula.
+    The memory that the first step leaves allocated is within 1 % of the formula. Only for this comparison, one
+    parameter is so large that the other memory of the step does not matter. The CUDA emulator's allocator adds
+    a gap after each allocation, so there the memory is not compared.
     """
-    sizes = ((512, 512), *rule.sizes)
+    sizes = rule.sizes if backend == "simt" else ((512, 512), *rule.sizes)
     params = parameters(sizes, weights)
     optimizer = made(rule, params, state, weights)
     for p in params:
@@ -189,7 +193,6 @@ def test_memory_is_the_formula(rule: Rule, state: str, weights: str, backend: st
     ]
     assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == expected
     if backend == "simt":
-        # The CUDA emulator's allocator adds a gap after each allocation, so the memory is not compared.
         return
     device = "self_device_memory_usage" if backend == "cuda" else "self_cpu_memory_usage"
     left = sum(getattr(event, device) for event in memory.key_averages())

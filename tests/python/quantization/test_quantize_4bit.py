@@ -1,5 +1,6 @@
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -164,10 +165,12 @@ NF4_ERROR = {
 def test_error_table(block: int) -> None:
     x = torch.randn(1024, 1024)
     error = (shoestring.quantize_4bit(x, block_size=block).dequantize() - x).abs()
-    absolute, relative = NF4_ERROR[block]
-    # The mean error varies with the random numbers; 7 standard deviations are about 0.3 %.
-    assert error.mean() < absolute * 1.005
-    assert (error / x.abs().clamp_min(1e-8)).mean() < relative * 1.02
+    # The mean error varies with the random numbers, mostly with the largest number of each block. The blocks
+    # are independent, so the standard deviation of the mean follows from that of the blocks.
+    for errors, published in zip((error, error / x.abs().clamp_min(1e-8)), NF4_ERROR[block], strict=True):
+        of_blocks = errors.view(-1, block).mean(1)
+        deviation = of_blocks.std() / math.sqrt(len(of_blocks))
+        assert errors.mean() < published + 5 * deviation
 
 
 @pytest.mark.device

@@ -67,11 +67,12 @@ def assert_is_reference(x: Tensor, block: int) -> None:
 
 
 @pytest.mark.device
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block", BLOCK_SIZES)
-def test_bytes_are_the_references(capability: str, block: int) -> None:
-    for dtype in DTYPES:
-        for n in sizes(block):
-            assert_is_reference(values(n, dtype, block), block)
+def test_bytes_are_the_references(capability: str, block: int, dtype: torch.dtype) -> None:
+    for n in sizes(block):
+        assert_is_reference(values(n, dtype, block), block)
 
 
 @pytest.mark.device
@@ -113,11 +114,13 @@ def test_constants_are_near_and_zeros_exact(capability: str) -> None:
     [(0.0, 0.82, 0.955), (0.005, 0.84, 0.945)],
     ids=["normal", "outliers"],
 )
-def test_error_is_below_nf4s(outliers: float, squared: float, absolute: float) -> None:
+def test_error_is_below_nf4s(outliers: float, squared: float, absolute: float, backend: str) -> None:
     """The mean squared error of int4 is 0.81 times that of NF4, and the mean absolute error 0.95 times.
 
     If some elements are outliers, the factors are 0.83 and 0.94.
     """
+    if backend == "simt":
+        pytest.skip("the bytes are those of the CPU, and fewer elements have other mean errors")
     x = 0.02 * torch.randn(2048 * 64)
     x[torch.rand(x.shape) < outliers] *= 6
     errors = [shoestring.quantize_4bit(x, kind).dequantize() - x for kind in ("int4", "nf4")]

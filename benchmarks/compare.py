@@ -143,6 +143,9 @@ def main() -> None:
     arguments = parser.parse_args()
     builds = []
     for package in (arguments.before, arguments.after):
+        if not os.path.exists(os.path.join(package, "shoestring", "__init__.py")):
+            parser.error(f"expected a folder that contains the package shoestring, got {package}")
+    for package in (arguments.before, arguments.after):
         command = [sys.executable, "-c", "import sys; sys.path.pop(0); from compare import serve; serve()"]
         path = os.pathsep.join([os.path.abspath(package), os.path.dirname(os.path.abspath(__file__))])
         environment = os.environ | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
@@ -166,11 +169,12 @@ def main() -> None:
         return float(answer(build))
 
     names = [answer(build).rstrip("\n").split("\t") for build in builds][1]
+    names = [name for name in names if any(part in name for part in arguments.only)]
+    if not names:
+        parser.error(f"--only: expected a part of a case's name, got {' '.join(arguments.only)}")
     print(f"{'case':36} {'before ms':>10} {'after ms':>10} {'ratio':>7}")
     ratios = []
     for name in names:
-        if not any(part in name for part in arguments.only):
-            continue
         times: list[list[float]] = [[], []]
         for i in range(arguments.rounds):
             # The build that runs first changes from round to round.

@@ -80,7 +80,8 @@ add_pytest fuzz
 ! wants gates || add gates "$(sum gates '[0-9]+ passed')" "$(sum gates '[0-9]+ failed')"
 ! wants gates || sed -n 's/^skipped/gates skipped/p' "$logs/gates"
 # Repeat what failed, because the totals follow thousands of lines.
-for log in "$logs"/*; do
+for ran in "$logs"/*.time; do
+  log=${ran%.time}
   grep -qE ': FAILED|^(FAILED|ERROR|not ok) ' "$log" || continue
   echo "== failed in $(basename "$log")"
   grep -E -B 10 -A 10 ': FAILED' "$log" | head -n 60

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Of each file with tests marked fresh that has run: the outputs of its failed tests.
+# The dictionary holds the outputs of failed tests by node ID, for each file whose tests marked fresh have run.
 FAILURES = pytest.StashKey[dict[Path, dict[str, str]]]()
 
 # Test files that `make check` leaves out: they train, start many processes, or repeat a grid at length.

@@ -17,7 +17,8 @@ class Block(nn.Module):
             nn.LayerNorm(width),
         )
         self.register_buffer("gain", torch.rand(width))
-        self.frozen = nn.Parameter(torch.rand(width, width), requires_grad=False)
+        # Saturated tanh units would have gradients that depend on the last bits of their saved outputs.
+        self.frozen = nn.Parameter(torch.randn(width, width) / width**0.5, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(torch.relu_(self.up(self.norm(x))))

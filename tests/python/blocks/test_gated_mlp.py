@@ -130,8 +130,13 @@ def test_adapters(activation: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         joined = module(x)
     assert sum(size == 18 * 56 for size in sizes.values()) == (2 if activation == "silu" else 3)
-    expected = module.down_proj(ACTIVATIONS[activation](module.gate_proj(x)) * module.up_proj(x))
-    torch.testing.assert_close(joined, expected, rtol=1e-4, atol=1e-4)
+
+    def plain(module: Any, x: Tensor) -> Tensor:
+        result: Tensor = module.down_proj(ACTIVATIONS[activation](module.gate_proj(x)) * module.up_proj(x))
+        return result
+
+    exact = plain(copy.deepcopy(module).double(), x.double())
+    assert relative_error(joined, exact) <= 2 * relative_error(plain(module, x), exact)
 
 
 def test_errors() -> None:

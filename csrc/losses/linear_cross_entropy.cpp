@@ -63,6 +63,21 @@ LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall&
   return r;
 }
 
+template <bool kStats>
+void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
+  keep_hardest(call);
+  const Reduction reduction(call);
+  reduction.balance(call);
+  const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, {}, {});
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::push(*stack, reduction.apply(r.loss));
+  if constexpr (kStats)
+    torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
+}
+template void linear_cross_entropy_without_gradients<false>(const c10::OperatorHandle&, torch::jit::Stack*);
+template void linear_cross_entropy_without_gradients<true>(const c10::OperatorHandle&, torch::jit::Stack*);
+
 namespace {
 
 using at::Tensor;
@@ -81,21 +96,6 @@ LinearCrossEntropyResult linear_cross_entropy_rows_meta(const LinearCrossEntropy
     r.gradients[i] = at::empty_symint(inputs[i]->sym_sizes(), inputs[i]->options());
   }
   return r;
-}
-
-// Implements linear_cross_entropy and linear_cross_entropy_with_stats for calls that need no gradient. One
-// implementation serves every device.
-template <bool kStats>
-void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
-  keep_hardest(call);
-  const Reduction reduction(call);
-  reduction.balance(call);
-  const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, {}, {});
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, reduction.apply(r.loss));
-  if constexpr (kStats)
-    torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {

@@ -62,6 +62,11 @@ struct LinearCrossEntropyCall : Head, TokenCall {
 /// loss, lse and entropy: shape (), target's shape, or undefined for no gradient.
 LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
                                                    const std::array<Tensor, 3>& upstream, const Mask& mask);
+
+/// Boxed kernel of linear_cross_entropy, and with kStats of linear_cross_entropy_with_stats, for calls that
+/// need no gradient. It serves every device.
+template <bool kStats>
+void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 inline void keep_hardest(LinearCrossEntropyCall& call) {
   keep_hardest(call, [&] { return linear_cross_entropy_rows(call, {}, {}).loss; });
 }

@@ -122,7 +122,9 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
   const bool recorded = at::GradMode::is_enabled() && any(require_grad(call));
   if (!weighted && !recorded && !adds) {
     at::AutoDispatchBelowADInplaceOrView below;
-    op.callBoxed(stack);
+    // A call of the operator itself would appear in the graphs of torch.compile. Inductor of PyTorch 2.11
+    // fails on operators that may change an argument and return a single tensor.
+    linear_cross_entropy_without_gradients<kStats>(op, stack);
     return;
   }
   TORCH_CHECK(!adds || recorded || call.grad_scale, kLinearCrossEntropyOp,

@@ -36,9 +36,11 @@ from shoestring.files.atomic import remove_partial, write_json
 from shoestring.optim import AdamW
 from shoestring.training.checkpoint import checkpoints, load_checkpoint
 from shoestring.training.config import Fingerprint, LoopConfig, Preset
-from shoestring.training.loop import Trainer, parameter_groups
+from shoestring.training.formulas import trained
+from shoestring.training.loop import Trainer
 from shoestring.training.metrics import read_metrics
 from shoestring.training.models import build_llama
+from shoestring.training.optimizers import parameter_groups
 
 SHAPE = Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384)
 VOCABULARY = 2048
@@ -138,16 +140,16 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
     if variant.weights != "fp32":  # with weights="master", training also starts from values rounded to bf16
         for p in model.parameters():
             p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(trained(model), config.weight_decay)
     if variant.state == "torch":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
     else:
         optimizer = variant.optimizer(groups, seed)
-    trainer = Trainer(config, model, loss_of(model, variant), optimizer, *data, run,
+    trainer = Trainer(config, model, torch.device("cpu"), loss_of(model, variant), [optimizer], *data, run,
                       Quiet(f"{name}, seed {seed}"), Fingerprint.of(config, variant=name).values)  # fmt: skip
     start = 0
     if existing := checkpoints(run):
-        state = load_checkpoint(existing[-1], model, optimizer)
+        state = load_checkpoint(existing[-1], model, [optimizer])
         Fingerprint.of(config, variant=name).require_equal(state["fingerprint"], str(run))
         start, trainer.val_loss, trainer.best_val_loss = (
             state["step"],

@@ -144,14 +144,14 @@ def save_run_checkpoint(folder: Path, value: int, steps: Sequence[int] = (3,)) -
     for step in (1, 2) if value == OLD else steps:
         model, optimizer = Model(value), make_optimizer(value)
         save_checkpoint(
-            folder, step, model, optimizer, {"val_loss": None, "best_val_loss": None, "value": value}
+            folder, step, model, [optimizer], {"val_loss": None, "best_val_loss": None, "value": value}
         )
 
 
 def load_run_checkpoint(folder: Path) -> float:
     newest = checkpoints(folder)[-1]
     model, optimizer = Model(), make_optimizer(5)
-    state = load_checkpoint(newest, model, optimizer)
+    state = load_checkpoint(newest, model, [optimizer])
     value = value_of([*model.parameters(), torch.tensor([float(state["value"])])])
     return value if optimizer.param_groups[0]["lr"] == 0.1 * value else float("nan")
 

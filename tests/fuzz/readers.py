@@ -226,13 +226,13 @@ def _make_tokenizer(folder: Path) -> None:
     train_bpe([folder / "text.txt"], 300).save_pretrained(folder)
 
 
-def _trainer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trainer() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     model = Small()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
-    return model, optimizer
+    return model, [optimizer]
 
 
 def _make_checkpoint(folder: Path) -> None:

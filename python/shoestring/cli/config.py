@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoestring.training.options import Model, Seed, TrustRemoteCode, within
+from shoestring.training.options import Device, Model, Seed, TrustRemoteCode, one_of, within
 
 RunFolder = Annotated[Path, typer.Option(help="Directory of the run; must be new or empty.")]
 
@@ -43,6 +43,11 @@ class GenerateConfig:
             callback=within(0, 1, "more than 0, at most 1", without=0),
         ),
     ] = 0.95
+    device: Device = "auto"
+    precision: Annotated[
+        str,
+        typer.Option(help="fp32, bf16 or fp16: of the weights.", callback=one_of("fp32", "bf16", "fp16")),
+    ] = "fp32"
     seed: Seed = 0
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message in the chat template.")

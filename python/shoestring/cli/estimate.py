@@ -16,15 +16,15 @@ from shoestring.data.tokenizer import quiet_transformers
 from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import PRESETS
+from shoestring.training.device import base_dtype, check_precision, weight_dtype
 from shoestring.training.estimate import Estimate, estimate
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.memory import parse_budget
 from shoestring.training.models import build_llama
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # In the JSON, these options describe the model. All other options describe the step.
 MODEL_OPTIONS = (
-    "model", "vocab_size", "dtype", "rank", "quantize", "target_modules", "trust_remote_code",
+    "model", "vocab_size", "rank", "quantize", "target_modules", "trust_remote_code",
 )  # fmt: skip
 
 
@@ -35,17 +35,12 @@ def check(config: EstimateConfig) -> None:
         if not good:
             raise InputError(f"--{name}: expected {expected}, got {received}")
 
-    expect(
-        config.dtype != "fp16" or config.weights == "plain",
-        "weights",
-        "plain with --dtype fp16",
-        config.weights,
-    )
+    check_precision(config, torch.device(config.device))
     expect(is_place(config.place), "offload", PLACES, config.offload)
     expect(
-        config.memory_budget is None or not config.gradient_checkpointing,
+        config.memory_budget is None or config.activations != "recompute",
         "memory-budget",
-        "no --gradient-checkpointing beside it",
+        "no --activations recompute beside it",
         "both",
     )
     parse_budget(config.memory_budget)
@@ -55,13 +50,12 @@ def load(config: EstimateConfig) -> nn.Module:
     """Build the model on the meta device, with LoRA adapters if a rank is given."""
     quiet_transformers()
     model: nn.Module
+    dtype = weight_dtype(config) if config.rank is None else base_dtype(config)
     with torch.device("meta"):
         if config.model in PRESETS:
-            model = build_llama(PRESETS[config.model], config.vocab_size, config.seq_len, 0).to(
-                DTYPES[config.dtype]
-            )
+            model = build_llama(PRESETS[config.model], config.vocab_size, config.seq_len, 0, dtype=dtype)
         else:
-            model = _from_config(Path(config.model), DTYPES[config.dtype], config.trust_remote_code)
+            model = _from_config(Path(config.model), dtype, config.trust_remote_code)
     if config.rank is None:
         if config.quantize != "none":
             raise InputError(

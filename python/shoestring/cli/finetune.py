@@ -19,8 +19,9 @@ from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
-from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter
+from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter, trained_to
 from shoestring.training.config import FinetuneConfig, Fingerprint
+from shoestring.training.device import find_device, model_dtype, weight_dtype
 from shoestring.training.models import (
     can_pack,
     check_model_directory,
@@ -57,13 +58,13 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
     else:
         segments = read_segments(files, kind, tokenizer)
     fingerprint = Fingerprint.of(config, data=file_list(files), model_files=_model_files(folder))
-    base_dtype = torch.bfloat16 if config.dtype == "bf16" and not config.full else torch.float32
+    device, dtype = find_device(config.device), model_dtype(config)
     with run_folder(config, out, "finetune", fingerprint) as run:
         rows = _rows(run, files, segments, kind, tokenizer, config)
         memory.import_models()
-        baseline = memory.resident_bytes()
+        baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
-        model = load_model(folder, base_dtype, None if config.plain else config.frozen_format, trust)
+        model = load_model(folder, dtype, None if config.plain else config.frozen_format, trust, device)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"
@@ -72,10 +73,11 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
         packed = fused is not None and config.pack and kind != TEXT and can_pack(model)
         if not config.full:
             model = apply_lora(model, config)
+            trained_to(model, weight_dtype(config))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         how = "" if kind == TEXT else ", packed" if packed else ", padded"
         say(
-            f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps"
+            f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on {device}"
         )
 
         def save(target: Path) -> None:
@@ -93,6 +95,7 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
                 run,
                 fingerprint,
                 model,
+                device,
                 lambda: loss,
                 rows,
                 console,
@@ -104,7 +107,7 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
         if config.merge:
             del model
             base = merge_adapter(
-                load_model(folder, base_dtype, trust_remote_code=trust), run / "adapter", config.plain
+                load_model(folder, dtype, trust_remote_code=trust), run / "adapter", config.plain
             )
             with atomic_directory(run / "model") as partial:
                 base.save_pretrained(partial)

@@ -13,6 +13,7 @@ from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import encode_batch, load_tokenizer
 from shoestring.files.read_file import read_json
+from shoestring.training.device import DTYPES, find_device
 from shoestring.training.models import load_model, locate_model
 
 # lowest temperature: dividing logits by less overflows, and the likeliest token is certain anyway
@@ -23,9 +24,12 @@ def generate(config: GenerateConfig) -> str:
     """Return the model's continuation of the prompt, or with ``chat`` its answer to the prompt."""
     if config.adapter is not None:
         check_adapter(config.adapter)
+    device = find_device(config.device)
     folder = locate_model(config.model, config.trust_remote_code)
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
-    model = load_model(folder, torch.float32, trust_remote_code=config.trust_remote_code)
+    model = load_model(
+        folder, DTYPES[config.precision], trust_remote_code=config.trust_remote_code, device=device
+    )
     if config.adapter is not None:
         from shoestring import lora
 
@@ -59,7 +63,7 @@ def generate(config: GenerateConfig) -> str:
     options: dict[str, Any] = {"do_sample": sample}
     if sample:
         options |= {"temperature": config.temperature, "top_p": config.top_p}
-    inputs = torch.tensor([ids])
+    inputs = torch.tensor([ids], device=device)
     options |= {"max_new_tokens": config.max_new_tokens, "pad_token_id": tokenizer.eos_token_id}
     try:
         with torch.no_grad(), working("generating"):

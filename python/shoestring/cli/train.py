@@ -17,6 +17,7 @@ from shoestring.data.tokenizer import load_tokenizer, train_bpe
 from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
 from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
+from shoestring.training.device import find_device, model_dtype
 from shoestring.training.models import build_llama, fused_loss, plain_loss
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, file_list, run_folder
@@ -46,12 +47,20 @@ def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
         tokens, vocab_size = read_token_file(run / "tokens.bin")
         rows = split_blocks(tokens, config.seq_len, config.val_fraction)
         memory.import_models()
-        baseline = memory.resident_bytes()
+        device = find_device(config.device)
+        baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
-        model = build_llama(PRESETS[config.preset], vocab_size, config.seq_len, tokenizer.eos_token_id)
+        model = build_llama(
+            PRESETS[config.preset],
+            vocab_size,
+            config.seq_len,
+            tokenizer.eos_token_id,
+            dtype=model_dtype(config),
+            device=device,
+        )
         size = sum(p.numel() for p in model.parameters())
         say(
-            f"{size / 1e6:.1f} M parameters, vocabulary {vocab_size}, {len(tokens):,} tokens, {config.steps} steps"
+            f"{size / 1e6:.1f} M parameters, vocabulary {vocab_size}, {len(tokens):,} tokens, {config.steps} steps on {device}"
         )
 
         def save(target: Path) -> None:
@@ -63,7 +72,7 @@ def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
         )
         with Console(config.steps) as console:
             summary = execute(
-                config, run, fingerprint, model, make_loss, rows, console, baseline, save, "model"
+                config, run, fingerprint, model, device, make_loss, rows, console, baseline, save, "model"
             )
         write_report(run)
     return summary

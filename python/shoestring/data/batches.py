@@ -56,6 +56,11 @@ def packed_arguments(lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def labelled(labels: Tensor) -> int:
+    """Return the number of labels, on the host, that count in the loss."""
+    return int(np.count_nonzero(labels.numpy() != IGNORE))
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A data set whose rows are consecutive blocks of a flat token array; every token has a label."""
@@ -182,7 +187,7 @@ class BatchOrder:
     seed: int
 
     def __post_init__(self) -> None:
-        self._pass, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+        self._pass, self._permutation = -1, np.empty(0, np.int64)
 
     def step(self, step: int) -> list[list[int]]:
         """Return the row indices of each micro-batch of a step; ``step`` counts from 0."""
@@ -194,5 +199,6 @@ class BatchOrder:
         number, place = divmod(position, self.rows)
         if number != self._pass:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
-            self._pass, self._permutation = number, torch.randperm(self.rows, generator=generator)
+            self._pass = number
+            self._permutation = torch.randperm(self.rows, generator=generator).numpy()
         return int(self._permutation[place])

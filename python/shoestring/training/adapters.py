@@ -28,6 +28,13 @@ def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
         raise InputError(f"--target-modules {config.targets}, --rank {config.rank}: {error}") from None
 
 
+def trained_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the trained parameters of a model to ``dtype``."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     from shoestring import lora
 
@@ -76,6 +83,7 @@ def quantize_with_bitsandbytes(model: Any) -> None:
             "--plain --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`"
         ) from None
     head = model.get_output_embeddings()
+    device = next(model.parameters()).device
     layers = [
         (name, layer)
         for name, layer in model.named_modules()
@@ -88,7 +96,7 @@ def quantize_with_bitsandbytes(model: Any) -> None:
         )  # fmt: skip
         packed.weight = Params4bit(  # type: ignore[misc]  # the overloads of `to` expect another class
             layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed
-        ).to("cpu")  # bitsandbytes quantises the weight when `.to` moves the layer
+        ).to(device)  # bitsandbytes quantises the weight when `.to` moves the layer
         packed.bias = layer.bias
         # In eval mode, Linear4bit repacks its weight permanently on CPUs with AVX512-BF16. Training continues
         # after a validation, so disable the repacking.

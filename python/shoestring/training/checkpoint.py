@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
 
+CPU = torch.device("cpu")
 KEEP = 2  # number of checkpoints kept: the newest one and the one before it
 # Name of the JSON file that maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints
 # of older versions have no such file.
@@ -32,12 +34,33 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
 def save_checkpoint(
-    run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    run: Path,
+    step: int,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    state: dict[str, Any],
+    *,
+    scaler: GradScaler | None = None,
+    device: torch.device = CPU,
 ) -> Path:
     """Write the checkpoint folder ``run/checkpoints/step-N`` and keep the newest two checkpoints.
 
-    The checkpoint holds the trained weights, the optimizer state, the random state, and ``state`` as JSON.
+    The checkpoint holds the trained weights, the optimizer state, the state of the loss scaling, the random
+    states of the CPU and of ``device``, and ``state`` as JSON.
     The files are written to a temporary folder and synced to disk, and then the folder is renamed. If the
     process is killed meanwhile, the previous checkpoint stays intact.
     """
@@ -51,7 +74,14 @@ def save_checkpoint(
         )
         # Pass an open file, because torch.save with a path hides the error message of the file system.
         with open(partial / "optimizer.pt", "wb") as file:
-            torch.save({"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, file)
+            torch.save(
+                {
+                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                    "scaler": {} if scaler is None else scaler.state_dict(),
+                    "rng": _random_states(device),
+                },
+                file,
+            )
         (partial / "state.json").write_text(json.dumps({"step": step, **state}))
         sums = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
         (partial / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
@@ -78,8 +108,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restore weights, optimizer and random state in place; return the saved ``state`` with the step.
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    scaler: GradScaler | None = None,
+    device: torch.device = CPU,
+) -> dict[str, Any]:
+    """Restore weights, optimizers, loss scaling and random states in place; return the saved ``state``.
 
     Raises:
         InputError: a file is damaged or missing, or the checkpoint belongs to another model.
@@ -104,16 +141,23 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
                     )
                 tensor.copy_(saved)
         saved_state = torch.load(folder / "optimizer.pt", weights_only=True)
-        rng, optimizer_state = saved_state["rng"], saved_state["optimizer"]
-        torch.set_rng_state(rng)
+        scaling, optimizer_states = saved_state["scaler"], saved_state["optimizers"]
+        if len(optimizer_states) != len(optimizers):
+            raise ValueError(
+                f"optimizer.pt: expected {len(optimizers)} optimizers, got {len(optimizer_states)}"
+            )
+        _set_random_states(saved_state["rng"], device)
     except InputError:
         raise
     # The files are damaged. Only other programs can cause this: a killed save leaves no damaged checkpoint.
     except Exception as error:
         raise _damaged(folder, f"({type(error).__name__}: {error})") from None
     try:
-        optimizer.load_state_dict(optimizer_state)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        for optimizer, optimizer_state in zip(optimizers, optimizer_states, strict=True):
+            optimizer.load_state_dict(optimizer_state)
+        if scaler is not None and scaling:
+            scaler.load_state_dict(scaling)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _damaged(folder, f"(optimizer.pt: {type(error).__name__}: {error})") from None
     return state
 

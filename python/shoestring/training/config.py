@@ -18,15 +18,21 @@ from shoestring.training.options import (
     RANK,
     VOCABULARY,
     Accumulate,
+    Activations,
     BatchSize,
-    Checkpointing,
+    Device,
     LearningRate,
     MemoryBudget,
     Model,
     Offload,
+    OptimizerName,
+    OptimizerState,
+    Precision,
     Seed,
     SeqLen,
+    StepInBackward,
     TargetModules,
+    TrainedWeights,
     TrustRemoteCode,
     WeightDecay,
     Workspace,
@@ -63,14 +69,15 @@ PRESETS = {
 # Allowed values of command-line options. This module does not import PyTorch, so that parsing of options is
 # fast.
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
-DTYPES = ("fp32", "bf16")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
-ESTIMATE_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # name of a dtype -> bytes per element
-DEVICES = ("cuda", "cpu")
 QUANTIZE = ("nf4", "int4", "int8", "none")
-OPTIMIZERS = ("adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon")
-STATES = ("8bit", "4bit", "bf16", "fp32")
-WEIGHTS = ("plain", "stochastic", "remainder")
+# --weights -> how an optimizer updates the trained weights (its option `weights`)
+ROUNDING = {
+    "fp32": "plain",
+    "bf16": "plain",
+    "bf16-stochastic": "stochastic",
+    "bf16-remainder": "remainder",
+}
 
 
 # Metadata of fields whose value may differ when a run is resumed. The values of all other fields must be
@@ -79,15 +86,42 @@ MAY_CHANGE = {"may_change": True}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class StepConfig:
+    """Options that decide the memory of a training step, and that `estimate` shares with training."""
+
+    batch_size: BatchSize = 8
+    seq_len: SeqLen = 512
+    accumulate: Accumulate = 1
+    precision: Precision = "fp32"
+    weights: TrainedWeights = "fp32"
+    optimizer: OptimizerName = "adamw"
+    optimizer_state: OptimizerState = "8bit"
+    step_in_backward: StepInBackward = False
+    offload: Offload = field(default="none", metadata=MAY_CHANGE)
+    activations: Activations = field(default="keep", metadata=MAY_CHANGE)
+    memory_budget: MemoryBudget = field(default=None, metadata=MAY_CHANGE)
+    workspace_mb: Workspace = 64
+    trust_remote_code: TrustRemoteCode = field(default=False, metadata=MAY_CHANGE)
+
+    @property
+    def place(self) -> str | None:
+        """The value of --offload: where the optimizer state is stored; None if it stays on the device."""
+        return None if self.offload == "none" else self.offload
+
+    @property
+    def autocast(self) -> str | None:
+        """The 16-bit dtype of matrix products, "bf16" or "fp16"; None if they are not computed in 16 bits."""
+        return self.precision if self.precision in ("bf16", "fp16") else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(StepConfig):
     """Options of the training loop of the commands `train` and `finetune`.
 
-    Two runs with equal options and equal data give bitwise equal results.
+    Two runs with equal options and equal data on the same device give bitwise equal results.
     """
 
-    seq_len: SeqLen = 512
-    batch_size: BatchSize = 8
-    accumulate: Accumulate = 1
+    device: Device = field(default="auto", metadata=MAY_CHANGE)
     steps: Annotated[int, typer.Option(help="Optimizer steps.", callback=within(1, COUNT))] = 200
     lr: LearningRate = 1e-3
     warmup: Annotated[
@@ -96,10 +130,6 @@ class LoopConfig:
     schedule: Annotated[
         str, typer.Option(help="constant, linear, cosine or wsd.", callback=one_of(*SCHEDULES))
     ] = "cosine"
-    dtype: Annotated[
-        str,
-        typer.Option(help="fp32, or bf16 (autocast over fp32 trained weights).", callback=one_of(*DTYPES)),
-    ] = "fp32"
     clip: Annotated[
         float,
         typer.Option(help="Largest gradient norm; 0 does not clip.", callback=within(0, 1e30, "0 or more")),
@@ -124,13 +154,18 @@ class LoopConfig:
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints.", callback=within(1, COUNT))
     ] = field(default=50, metadata=MAY_CHANGE)
-    gradient_checkpointing: Checkpointing = False
-    memory_budget: MemoryBudget = field(default=None, metadata=MAY_CHANGE)
-    optimizer_state: Annotated[
-        str, typer.Option(help="8bit or fp32; plain runs always keep fp32.", callback=one_of("8bit", "fp32"))
-    ] = "8bit"
-    offload: Offload = field(default="none", metadata=MAY_CHANGE)
-    workspace_mb: Workspace = 64
+    optimizer_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, another option of the optimizer; may be given several times."),
+    ] = None
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False
+    log_every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps between reads of loss and norm from the device; by default 1 on the CPU, else 10.",
+            callback=within(1, COUNT),
+        ),
+    ] = field(default=None, metadata=MAY_CHANGE)
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit."),
@@ -140,7 +175,6 @@ class LoopConfig:
         int | None,
         typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
     ] = field(default=None, metadata=MAY_CHANGE)
-    trust_remote_code: TrustRemoteCode = field(default=False, metadata=MAY_CHANGE)
 
     def fixed(self) -> dict[str, Any]:
         """Return the settings that must be equal when a run is resumed, as JSON values."""

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from shoestring.core.errors import InputError
-from shoestring.optim import CAME, LAMB, SGD, Adafactor, AdamW, AdEMAMix, Lion, Muon, ScheduleFreeAdamW
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.host import BUCKET_BYTES
 from shoestring.training import formulas, memory
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.formulas import State, StateArena
-
-OPTIMIZERS: dict[str, type[LowMemoryOptimizer]] = {
-    "adamw": AdamW,
-    "lion": Lion,
-    "sgd": SGD,
-    "ademamix": AdEMAMix,
-    "schedule-free-adamw": ScheduleFreeAdamW,
-    "lamb": LAMB,
-    "adafactor": Adafactor,
-    "came": CAME,
-    "muon": Muon,  # the choice "muon" uses Muon for matrices of hidden layers, and AdamW for other parameters
-}
+from shoestring.training.optimizers import classes, stored_options
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
 # chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
@@ -70,26 +57,6 @@ class Estimate:
         return {place: sum(item.bytes or 0 for item in items) for place, items in self.memory.items()}
 
 
-def make_optimizers(model: nn.Module, config: EstimateConfig) -> list[LowMemoryOptimizer]:
-    """Build the optimizers of the model's trained parameters. Allocates on the parameters' device only."""
-    own: dict[str, Any] = {"state": config.state, "weights": config.weights}
-    trained = formulas.trained(model)
-    if config.optimizer != "muon":
-        return [OPTIMIZERS[config.optimizer](trained, **own)]
-    ends = [module.weight for module in _embeddings(model)]
-    matrices = [p for p in trained if p.ndim == 2 and not any(p is end for end in ends)]
-    others = [p for p in trained if not any(p is matrix for matrix in matrices)]
-    both = [(Muon, matrices), (AdamW, others)]
-    return [kind(params, **own) for kind, params in both if params]
-
-
-def _embeddings(model: Any) -> list[Any]:
-    found = [
-        getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")
-    ]
-    return [module for module in found if module is not None]
-
-
 def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
     """Return the chunk boundaries of offloaded optimizer state, as csrc/offload/state.cpp computes them.
 
@@ -118,6 +85,11 @@ def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
     return [*edges, total] if total > edges[-1] else edges
 
 
+def _optimizers(model: nn.Module, config: EstimateConfig) -> list[LowMemoryOptimizer]:
+    """Build the optimizers of the model's trained parameters. Allocates on the parameters' device only."""
+    return [kind(params, **stored_options(config)) for kind, params in classes(model, config.optimizer)]
+
+
 def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     """Estimate the memory and traffic of one training step of ``model``, which may be on the meta device.
 
@@ -127,7 +99,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     trained = formulas.trained(model)
     found = Estimate(_elements(model), sum(p.numel() for p in trained))
     on_host = config.place == "cpu"
-    states = [formulas.optimizer_state(optimizer) for optimizer in make_optimizers(model, config)]
+    states = [formulas.optimizer_state(optimizer) for optimizer in _optimizers(model, config)]
     arenas = [arena for state in states for arena in state.arenas]
     found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
     _gradients(found, arenas, config)
@@ -216,7 +188,7 @@ def _activations(found: Estimate, model: nn.Module, config: EstimateConfig) -> N
         )  # fmt: skip
 
     budget = memory.parse_budget(config.memory_budget)
-    known, least = formula(config.gradient_checkpointing), formula(True)
+    known, least = formula(config.activations == "recompute"), formula(True)
     if known is None or least is None:
         found.add("device", "activations", None, "not known for this architecture")
     elif budget is not None and budget < least.bytes + least.block:
@@ -228,7 +200,7 @@ def _activations(found: Estimate, model: nn.Module, config: EstimateConfig) -> N
         found.add("device", "activations", budget, "the budget: some blocks are computed again")
     else:
         found.add("device", "activations", known.bytes, known.formula)
-        if config.gradient_checkpointing:
+        if config.activations == "recompute":
             found.add(
                 "device", "a block computed again", known.block, "what backward needs of one block at a time"
             )

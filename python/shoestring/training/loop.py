@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from shoestring.core.errors import InputError
-from shoestring.data.batches import IGNORE, BatchOrder, Examples, Rows
-from shoestring.training import memory, signals
+from shoestring.data.batches import BatchOrder, Examples, Rows, labelled
+from shoestring.optim import ScheduleFreeAdamW
+from shoestring.training import device, memory, signals
 from shoestring.training.checkpoint import checkpoints, save_checkpoint
 from shoestring.training.config import LoopConfig
 from shoestring.training.metrics import MetricsLog
 from shoestring.training.models import Loss
+from shoestring.training.readings import Readings
 from shoestring.training.schedule import learning_rate
+
+LOG_EVERY = 10  # steps between reads from a device other than the CPU
 
 
 class Progress(Protocol):
@@ -36,14 +41,17 @@ class Trainer:
 
     config: LoopConfig
     model: Any  # a model of transformers or PEFT
+    device: torch.device
     loss: Loss
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]  # together they step all trained parameters
     train: Rows
     val: Rows
     run: Path
     progress: Progress
     fingerprint: dict[str, Any]
     packed: bool = False  # whether a micro-batch is one row of concatenated examples, without padding
+    # context of each forward, which offloads activations for --activations offload
+    offload: AbstractContextManager[Any] = field(default_factory=nullcontext)
     # bytes that autograd saved for backward in the first micro-batch of this process
     saved_activations: int = 0
     # bytes of saved activations that the plan for --memory-budget predicts
@@ -53,6 +61,10 @@ class Trainer:
     saved: int | None = None  # step of the last checkpoint that this process saved
     # the long waits, such as "a step", that have been announced on the terminal
     told: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        # It scales the loss for fp16, so that small gradients do not become zero; otherwise it does nothing.
+        self.scaler = GradScaler(self.device.type, enabled=self.config.precision == "fp16")
 
     def fit(self, start: int = 0) -> None:
         """Train from step ``start`` (counted from 0) to the last step of the configuration.
@@ -65,81 +77,139 @@ class Trainer:
         config = self.config
         order = BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.model.train()
-        with MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log, signals.deferred():
+        readings = Readings(self.device, self._interval(), config.accumulate, not self.scaler.is_enabled())
+        self._set_mode(training=True)
+        with (
+            MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log,
+            signals.deferred(),
+            device.float32_products(config),
+        ):
             if log.lost:
                 self.progress.note(
                     f"metrics.jsonl is damaged: {log.lost} of the {start} steps so far are not in it"
                 )
+            readings.restart_clock()
             for step in range(start, config.steps):
-                began = time.perf_counter()
                 lr = learning_rate(
                     step, lr=config.lr, steps=config.steps, warmup=config.warmup, schedule=config.schedule
                 )
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
-                loss, tokens = self._accumulate(step, order, first=step == start)
-                norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf).item()
-                self._require_finite(step, loss, norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-                seconds = time.perf_counter() - began
-                row = {
-                    "step": step + 1, "loss": loss, "lr": lr, "grad_norm": norm, "tokens": tokens, "seconds": seconds,
-                    "tokens_per_second": tokens / seconds, "rss": memory.resident_bytes(), "peak": memory.peak_bytes(),
-                }  # fmt: skip
-                self._tell_wait("a step", seconds)
-                self._after_step(step + 1, row, log)
+                for optimizer in self.optimizers:
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr
+                tokens = self._accumulate(step, order, readings, first=step == start)
+                self._step(parameters, readings)
+                readings.end_step({"step": step + 1, "lr": lr, "tokens": tokens} | memory.usage(self.device))
+                due = self._is_due(step + 1)
+                if readings.is_full or due:
+                    rows = readings.end_interval(wait=due)
+                    self._after_interval(rows, log)
+                    if due:
+                        self._after_step(step + 1, rows[-1], log)
+                    readings.restart_clock()
                 if signals.received():
+                    self._after_interval(readings.end_interval(wait=True), log)
                     self._save(step + 1, log)
                     break
 
-    def _accumulate(self, step: int, order: BatchOrder, first: bool) -> tuple[float, int]:
-        """Run forward and backward of all micro-batches of a step; return its loss and number of tokens.
+    def _interval(self) -> int:
+        return self.config.log_every or (1 if self.device.type == "cpu" else LOG_EVERY)
+
+    def _accumulate(self, step: int, order: BatchOrder, readings: Readings, first: bool) -> int:
+        """Run forward and backward of all micro-batches of a step; return its number of tokens.
 
         The loss is the mean over the labelled positions of all micro-batches.
         """
         drawn = order.step(step)
         batches = [self._batch(self.train, rows) for rows in drawn]
-        labelled = sum(int((labels != IGNORE).sum()) for _, labels, _ in batches)
-        total = 0.0
-        for number, (inputs, labels, more) in enumerate(batches):
+        count = sum(labelled(labels) for _, labels, _ in batches)
+        for number, batch in enumerate(batches):
+            inputs, labels, more = self._to_device(batch)
             saved = memory.SavedActivations(self.model)
-            with saved if first and number == 0 else nullcontext(), self.autocast():
-                loss = self.loss(inputs, labels, **more) / max(1, labelled)
-            if first and number == 0:
-                self.saved_activations = saved.bytes
-            value = loss.item()
-            if not math.isfinite(value):
-                self._require_finite(step, value, 0.0)
-            loss.backward()
-            total += value
-        return total, sum(self.train.count(rows) for rows in drawn)
+            begins = first and number == 0
+            with self._sums(number + 1 < len(batches)):
+                with saved if begins else nullcontext(), self.autocast(), self.offload:
+                    loss = self.loss(inputs, labels, **more) / max(1, count)
+                if begins:
+                    self.saved_activations = saved.bytes
+                readings.add_loss(loss)
+                if self.config.step_in_backward and not math.isfinite(loss.item()):
+                    self._require_finite(step + 1, {"loss": loss.item()})
+                self.scaler.scale(loss).backward()
+        return sum(self.train.count(rows) for rows in drawn)
+
+    def _sums(self, adds: bool) -> AbstractContextManager[Any]:
+        """Return a context in which an optimizer that steps in backward adds up gradients instead."""
+        if not adds or not self.config.step_in_backward:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self.optimizers[0].accumulate()  # type: ignore[attr-defined]
+        return context
+
+    def _step(self, parameters: list[Tensor], readings: Readings) -> None:
+        """Clip the gradients and step. The optimizers skip the step if ``readings.bad`` is set.
+
+        The host does not wait for the device, except with ``--step-in-backward``, where a loss that is not
+        finite must not reach backward.
+        """
+        if self.config.step_in_backward:
+            [own] = self.optimizers
+            own.step()
+            norm = own.grad_norm  # type: ignore[attr-defined]
+            readings.add_norm(norm)
+        else:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.clip or math.inf)
+            readings.add_norm(norm)
+            for optimizer in self.optimizers:
+                if self.scaler.is_enabled():
+                    for found in self.scaler._found_inf_per_device(optimizer).values():
+                        found += readings.bad
+                else:
+                    optimizer.found_inf = readings.bad  # type: ignore[attr-defined]
+                self.scaler.step(optimizer)
+            self.scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def _batch(self, data: Rows, rows: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return inputs, labels and further keyword arguments of the loss for the given rows of the data."""
+        """Return inputs, labels and further keyword arguments of the loss, on the host, for rows of the data."""
         if self.packed and isinstance(data, Examples):
             return data.packed(rows)
         return (*data.rows(rows), {})
+
+    def _to_device(
+        self, batch: tuple[Tensor, Tensor, dict[str, Any]]
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        inputs, labels, more = batch
+        moved = {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in more.items()
+        }
+        return inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True), moved
 
     def largest_batch(self) -> Tensor:
         """Return the loss of a micro-batch of the longest rows; no other micro-batch needs more memory."""
         rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[
             : self.config.batch_size
         ]
-        inputs, labels, more = self._batch(self.train, rows)
+        batch = self._batch(self.train, rows)
+        inputs, labels, more = self._to_device(batch)
         with self.autocast():
-            return self.loss(inputs, labels, **more) / max(1, int((labels != IGNORE).sum()))
+            return self.loss(inputs, labels, **more) / max(1, labelled(batch[1]))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return an autocast context for bf16 matrix products on fp32 weights, or a null context for fp32."""
-        return torch.autocast("cpu", torch.bfloat16) if self.config.dtype == "bf16" else nullcontext()
+        return device.autocast(self.config, self.device)
 
-    def _require_finite(self, step: int, loss: float, norm: float) -> None:
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
+    def _require_finite(self, step: int, row: dict[str, float]) -> None:
+        names = {"loss": "loss", "grad_norm": "gradient norm"}
+        if self.scaler.is_enabled():
+            del names["grad_norm"]
+        for key, name in names.items():
+            if key in row and not math.isfinite(row[key]):
+                changed = self.config.step_in_backward and key == "grad_norm"
                 raise InputError(
-                    f"step {step + 1}: the {name} is {value}; training stopped before the weights changed; "
+                    f"step {step}: the {name} is {row[key]}; training stopped "
+                    f"{'after' if changed else 'before'} the weights changed; "
                     f"lower --lr ({self.config.lr:g}) or set --clip{self._kept()}"
                 )
 
@@ -154,7 +224,24 @@ class Trainer:
                 f"{what} takes {seconds:.0f} s: Ctrl-C and SIGTERM wait for its end, a second one exits at once"
             )
 
+    def _is_due(self, step: int) -> bool:
+        """Return whether an evaluation or a checkpoint follows this step."""
+        config = self.config
+        evaluates = len(self.val) > 0 and step % config.eval_every == 0
+        return evaluates or step % config.checkpoint_every == 0 or step == config.steps
+
+    def _after_interval(self, rows: list[dict[str, Any]], log: MetricsLog) -> None:
+        """Check the rows that were read, and log those whose steps end without an evaluation or checkpoint."""
+        for row in rows:
+            self._require_finite(row["step"], row)
+            if not self._is_due(row["step"]):
+                log.add(row)
+                self.progress.step(row, self.val_loss)
+        if rows:
+            self._tell_wait("a step", rows[-1]["seconds"])
+
     def _after_step(self, step: int, row: dict[str, Any], log: MetricsLog) -> None:
+        """Evaluate, log the row of this step, and save a checkpoint."""
         config, last = self.config, step == self.config.steps
         if len(self.val) and (step % config.eval_every == 0 or last):
             began = time.perf_counter()
@@ -178,54 +265,34 @@ class Trainer:
             "best_val_loss": self.best_val_loss,
             "fingerprint": self.fingerprint,
         }
-        save_checkpoint(self.run, step, self.model, self.optimizer, state)
+        save_checkpoint(
+            self.run, step, self.model, self.optimizers, state, scaler=self.scaler, device=self.device
+        )
         self.saved = step
 
     def evaluate(self) -> float:
         """Return the mean loss over the first ``eval_batches`` batches of the validation rows."""
         size = self.config.batch_size
-        self.model.eval()
-        total, labelled = 0.0, 0
+        self._set_mode(training=False)
+        total, count = 0.0, 0
+        losses: list[Tensor] = []
         with torch.no_grad(), self.autocast():
             for first in range(0, min(len(self.val), size * self.config.eval_batches), size):
-                inputs, labels, more = self._batch(
-                    self.val, list(range(first, min(first + size, len(self.val))))
-                )
-                total += float(self.loss(inputs, labels, **more))
-                labelled += int((labels != IGNORE).sum())
-        self.model.train()
-        value = total / max(1, labelled)
+                batch = self._batch(self.val, list(range(first, min(first + size, len(self.val)))))
+                inputs, labels, more = self._to_device(batch)
+                losses.append(self.loss(inputs, labels, **more).float())
+                count += labelled(batch[1])
+        self._set_mode(training=True)
+        for loss in torch.stack(losses).tolist():
+            total += loss
+        value = total / max(1, count)
         if not math.isfinite(value):
             raise InputError(f"the validation loss is {value}; lower --lr ({self.config.lr:g}){self._kept()}")
         return value
 
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups with weight decay for matrices and without it for norms and biases."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def make_optimizer(model: nn.Module, config: LoopConfig) -> torch.optim.Optimizer:
-    """Build the AdamW optimizer of a run.
-
-    It is PyTorch's fused AdamW for plain runs. Otherwise it is shoestring's AdamW, whose state is stored in
-    ``config.offload``.
-    """
-    groups = parameter_groups(model, config.weight_decay)
-    if config.plain:
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    from shoestring.optim import AdamW
-
-    return AdamW(
-        groups,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        state=config.optimizer_state,
-        offload=None if config.offload == "none" else config.offload,
-    )
+    def _set_mode(self, training: bool) -> None:
+        """Set the mode of the model, and of optimizers whose weights for evaluation differ."""
+        self.model.train(training)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ScheduleFreeAdamW):
+                optimizer.train() if training else optimizer.eval()

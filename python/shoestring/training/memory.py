@@ -40,6 +40,25 @@ def resident_bytes() -> int:
     return _status("VmRSS:") or peak_bytes()
 
 
+def usage(device: torch.device) -> dict[str, int]:
+    """Return the memory of this process, and what the allocator of an accelerator reports, in bytes.
+
+    Keys: ``rss`` and ``peak`` of the process; for an accelerator ``device`` (allocated now), ``device_peak``
+    and ``device_reserved`` (held by the allocator).
+    """
+    found = {"rss": resident_bytes(), "peak": peak_bytes()}
+    if device.type != "cpu":
+        found["device"] = torch.accelerator.memory_allocated(device)
+        found["device_peak"] = torch.accelerator.max_memory_allocated(device)
+        found["device_reserved"] = torch.accelerator.memory_reserved(device)
+    return found
+
+
+def in_use(device: torch.device) -> int:
+    """Return the memory in use on a device: the allocator's, or on the CPU the process's resident memory."""
+    return resident_bytes() if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of ``tensors``; tied weights and views count once."""
     return sum(storages(tensors).values())

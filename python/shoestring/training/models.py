@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring.core.errors import InputError
 from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
-from shoestring.integrations.transformers.load import OtherTensorsError, load_quantized
+from shoestring.integrations.transformers.attention import no_padding
+from shoestring.integrations.transformers.load import OtherTensorsError, load_dense, load_quantized
 from shoestring.integrations.transformers.reader import read_config, stored_tensors
 from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.training.config import Preset
@@ -24,13 +26,22 @@ from shoestring.training.config import Preset
 Loss = Callable[..., Tensor]
 
 # files that are downloaded for a model on the Hub
+CPU = torch.device("cpu")
 WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 
-def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int) -> Any:
-    """Build a randomly initialised fp32 Llama.
+def build_llama(
+    preset: Preset,
+    vocab_size: int,
+    seq_len: int,
+    end_of_text: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Any:
+    """Build a randomly initialised Llama on ``device``, by default PyTorch's default device.
 
-    The weights are drawn from PyTorch's global random generator, so call ``torch.manual_seed`` first.
+    The weights are drawn from the global random generator of the device, so call ``torch.manual_seed`` first.
     """
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -49,7 +60,8 @@ def build_llama(preset: Preset, vocab_size: int, seq_len: int, end_of_text: int)
         eos_token_id=end_of_text,
         pad_token_id=end_of_text,
     )
-    return LlamaForCausalLM(config)
+    with nullcontext() if device is None else device:
+        return LlamaForCausalLM._from_config(config, dtype=dtype)
 
 
 def locate_model(name: str, trust_remote_code: bool = False) -> Path:
@@ -96,19 +108,23 @@ def is_quantized(folder: Path) -> bool:
 
 
 def load_model(
-    folder: Path, dtype: torch.dtype, quantize: str | None = None, trust_remote_code: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    quantize: str | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device = CPU,
 ) -> Any:
     """Load a causal language model from a directory; every weight must be present and fit config.json.
 
-    With ``quantize``, or for a checkpoint that is already quantised, each linear weight is quantised as soon
+    Tensors are read one by one and copied to ``device``. With ``quantize``, or for a checkpoint that is already quantised, each linear weight is quantised as soon
     as it is read. If the tensor names in the files differ from the model's, so that only transformers can map
-    them, the whole model is loaded first and stays dense. Code in the directory runs only with
+    them, the whole model is loaded into host memory first and stays dense. Code in the directory runs only with
     ``trust_remote_code``.
     """
     stored = check_model_directory(folder)
     quiet_transformers()
     with working(f"loading {folder}"):
-        return _load(folder, dtype, quantize, trust_remote_code, stored)
+        return _load(folder, dtype, quantize, trust_remote_code, device, stored)
 
 
 def _load(
@@ -116,16 +132,24 @@ def _load(
     dtype: torch.dtype,
     quantize: str | None,
     trust_remote_code: bool,
+    device: torch.device,
     stored: dict[str, tuple[int, ...]],
 ) -> Any:
     if quantize is not None or is_quantized(folder):
         try:
             return load_quantized(
-                folder, quant_type=quantize, dtype=dtype, trust_remote_code=trust_remote_code
+                folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code
             )
         except OtherTensorsError as error:
             if is_quantized(folder):
                 raise InputError(error) from None
+        except ValueError as error:
+            raise InputError(error) from None
+    if device != CPU and not is_quantized(folder):
+        try:
+            return load_dense(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        except OtherTensorsError:
+            pass
         except ValueError as error:
             raise InputError(error) from None
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -161,7 +185,12 @@ def _load(
         raise InputError(
             f"{folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}"
         )
-    return model
+    return model.to(device)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's parameters."""
+    return next(model.parameters()).device
 
 
 def plain_loss(model: Any) -> Loss:
@@ -183,11 +212,13 @@ def fused_loss(model: Any, workspace_mb: int) -> Loss:
     """
     from shoestring.integrations.transformers import patch
 
+    whole: dict[str, Any] = {}  # arguments of batches without padding
+
     def loss(inputs: Tensor, labels: Tensor, **more: Any) -> Tensor:
         # The labels are already shifted by one token. With num_items_in_batch=1, the model's loss is the sum
         # of all token losses.
         labels = labels.contiguous()
-        options = {"shift_labels": labels, "num_items_in_batch": 1, "use_cache": False, **more}
+        options = {"shift_labels": labels, "num_items_in_batch": 1, "use_cache": False, **whole, **more}
         result: Tensor = model(input_ids=inputs, labels=labels, **options).loss
         return result
 
@@ -196,6 +227,12 @@ def fused_loss(model: Any, workspace_mb: int) -> Loss:
         _check_same(loss, plain_loss(model), model)
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}; use --plain for this architecture") from None
+    if getattr(model.config, "_attn_implementation", None) == "shoestring":
+        whole = {"attention_mask": no_padding(device_of(model))}
+        try:
+            _check_same(loss, plain_loss(model), model)
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            whole = {}  # the model reads the mask itself
     return loss
 
 
@@ -205,7 +242,7 @@ def _check_same(fused: Loss, plain: Loss, model: Any) -> None:
     The losses differ if the model's code drops keyword arguments instead of passing them to its loss
     function.
     """
-    tokens = torch.arange(8)[None] % model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(8, device=device_of(model))[None] % model.get_input_embeddings().weight.shape[0]
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -226,9 +263,12 @@ def can_pack(model: Any) -> bool:
     """
     if getattr(model.config, "_attn_implementation", None) != "shoestring":
         return False
-    tokens = torch.arange(12)[None] % model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(12, device=device_of(model))[None] % model.get_input_embeddings().weight.shape[0]
     alone = [tokens[:, :7], tokens[:, 7:]]
-    together = packed_arguments([part.shape[1] for part in alone])
+    together = {
+        name: value.to(tokens.device) if isinstance(value, Tensor) else value
+        for name, value in packed_arguments([part.shape[1] for part in alone]).items()
+    }
     training = model.training
     model.eval()
     try:

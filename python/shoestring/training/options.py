@@ -9,6 +9,7 @@ import typer
 
 from shoestring.core.errors import InputError
 
+OPTIMIZERS = ("adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon")
 COUNT = 10**9  # maximum of options that count steps, or events that happen at most once per step
 
 
@@ -82,13 +83,50 @@ Seed = Annotated[
         callback=within(0, (1 << 32) - 1, "0 to 4294967295"),
     ),
 ]
-Checkpointing = Annotated[
-    bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
+Device = Annotated[
+    str, typer.Option(help="auto (the accelerator, if there is one), cpu, cuda, cuda:1 and so on.")
+]
+Precision = Annotated[
+    str,
+    typer.Option(
+        help="fp32, tf32, bf16 or fp16: of matrix products; fp16 scales the loss.",
+        callback=one_of("fp32", "tf32", "bf16", "fp16"),
+    ),
+]
+TrainedWeights = Annotated[
+    str,
+    typer.Option(
+        help="fp32, bf16, bf16-stochastic or bf16-remainder: how trained weights are stored and rounded.",
+        callback=one_of("fp32", "bf16", "bf16-stochastic", "bf16-remainder"),
+    ),
+]
+OptimizerName = Annotated[
+    str,
+    typer.Option(
+        help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon with adamw.",
+        callback=one_of(*OPTIMIZERS),
+    ),
+]
+STATE_CHECK = one_of("8bit", "4bit", "bf16", "fp32")
+OptimizerState = Annotated[
+    str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are stored.", callback=STATE_CHECK)
+]
+StepInBackward = Annotated[
+    bool,
+    typer.Option("--step-in-backward", help="Each parameter is stepped once its gradient is complete."),
+]
+Activations = Annotated[
+    str,
+    typer.Option(
+        help="keep, recompute or offload (to host memory): of each block, until its backward.",
+        callback=one_of("keep", "recompute", "offload"),
+    ),
 ]
 MemoryBudget = Annotated[
     str | None,
     typer.Option(
-        help="Largest memory for activations, such as 2GiB: as many blocks are recomputed as that needs."
+        help="Largest memory for activations, such as 2GiB: as many blocks are recomputed, or with "
+        "--activations offload copied to host memory, as that needs."
     ),
 ]
 Offload = Annotated[

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.model import CheckpointReport, checkpoint_model
+from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows
 from shoestring.files.atomic import PARTIAL, atomic_directory, remove_partial, write_json
@@ -22,8 +24,10 @@ from shoestring.optim.offload import PLACES, is_place
 from shoestring.training import memory
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, step_of
 from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
-from shoestring.training.loop import Progress, Trainer, make_optimizer
+from shoestring.training.device import check_precision, find_device
+from shoestring.training.loop import Progress, Trainer
 from shoestring.training.models import Loss
+from shoestring.training.optimizers import make_optimizers
 from shoestring.training.signals import Interrupted
 from shoestring.training.summary import summarise
 
@@ -32,18 +36,11 @@ def check_run(config: LoopConfig, out: Path) -> None:
     """Raise InputError if options contradict each other or if --out is unusable; writes nothing."""
     if config.memory_budget is not None:
         memory.parse_budget(config.memory_budget)
-        if config.plain or config.gradient_checkpointing:
-            other = "--plain" if config.plain else "--gradient-checkpointing"
-            raise InputError(
-                f"--memory-budget {config.memory_budget}: expected no {other}, received both; leave one of "
-                "them out"
-            )
     if config.offload != "none" and not is_place(config.offload):
         raise InputError(f"--offload: expected {PLACES}, got {config.offload}")
-    if config.offload != "none" and config.plain:
-        raise InputError(
-            f"--offload {config.offload}: expected no --plain, received both; leave one of them out"
-        )
+    for option, other in _conflicts(config):
+        raise InputError(f"{option}: expected no {other}, received both; leave one of them out")
+    check_precision(config, find_device(config.device))
     try:
         if out.exists() and not out.is_dir():
             raise InputError(f"--out {out}: exists and is not a directory")
@@ -53,6 +50,28 @@ def check_run(config: LoopConfig, out: Path) -> None:
             _check_folder(out, config.resume)
     except OSError as error:  # raised if a permission is missing, or a name is too long
         raise InputError(f"--out {out}: {error.strerror}") from None
+
+
+def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of given options that cannot be combined."""
+    plain = {
+        f"--offload {config.offload}": config.offload != "none",
+        f"--memory-budget {config.memory_budget}": config.memory_budget is not None,
+        f"--activations {config.activations}": config.activations == "offload",
+        f"--weights {config.weights}": config.weights not in ("fp32", "bf16"),
+        f"--optimizer {config.optimizer}": config.optimizer != "adamw",
+        "--optimizer-arg": bool(config.optimizer_arg),
+        "--step-in-backward": config.step_in_backward,
+    }
+    pairs = [(option, "--plain", given and config.plain) for option, given in plain.items()]
+    recomputes = config.memory_budget is not None and config.activations == "recompute"
+    pairs += [(f"--memory-budget {config.memory_budget}", "--activations recompute", recomputes)]
+    for option, given in (
+        ("--precision fp16", config.precision == "fp16"),  # loss scaling needs all gradients at once
+        ("--optimizer muon", config.optimizer == "muon"),  # two optimizers cannot share a gradient norm
+    ):
+        pairs += [(option, "--step-in-backward", given and config.step_in_backward)]
+    yield from ((option, other) for option, other, both in pairs if both)
 
 
 def _check_folder(out: Path, resume: bool) -> None:
@@ -163,11 +182,11 @@ def _offload_errors(offload: str) -> Iterator[None]:
         raise InputError(f"--offload {offload}: {str(error).splitlines()[0]}") from None
 
 
-def _fit_memory(trainer: Trainer, budget: str) -> CheckpointReport:
-    """Put as many blocks of the model under gradient checkpointing as the memory budget requires."""
+def _fit_memory(trainer: Trainer, budget: str, offload: offload_activations | None) -> CheckpointReport:
+    """Recompute or offload as many blocks of the model as the memory budget requires."""
     trainer.model.train()
     try:
-        return checkpoint_model(trainer.model, budget=budget, example=trainer.largest_batch)
+        return checkpoint_model(trainer.model, budget=budget, example=trainer.largest_batch, offload=offload)
     except (ValueError, RuntimeError) as error:
         reason = (
             str(error).splitlines()[0].removeprefix("checkpoint_model: ").removeprefix("checkpoint_plan: ")
@@ -180,6 +199,7 @@ def execute(
     run: Path,
     fingerprint: Fingerprint,
     model: Any,
+    device: torch.device,
     make_loss: Callable[[], Loss],
     data: tuple[Rows, Rows],
     progress: Progress,
@@ -192,29 +212,37 @@ def execute(
 
     Args:
         run: folder of the run.
-        baseline: resident memory in bytes before the model was made.
+        baseline: bytes of the device's memory that were in use before the model was made.
         save: function that fills the folder ``run/result``.
         packed: whether a micro-batch is one row of concatenated examples, without padding.
     """
     with _offload_errors(config.offload):
-        optimizer = make_optimizer(model, config)
-    if config.gradient_checkpointing and config.plain:
+        optimizers = make_optimizers(model, config)
+    recomputes = config.activations == "recompute"
+    if recomputes and config.plain:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
-        config, model, make_loss(), optimizer, *data, run, progress, fingerprint.values, packed
+        config, model, device, make_loss(), optimizers, *data, run, progress, fingerprint.values, packed
     )  # fmt: skip
-    report = None
-    if config.gradient_checkpointing and not config.plain:
+    report, offload = None, None
+    if config.activations == "offload":
+        offload = offload_activations(device=device, exclude=model)
+    if recomputes and not config.plain:
         report = checkpoint_model(model)
     if config.memory_budget is not None:
-        report = _fit_memory(trainer, config.memory_budget)
+        report = _fit_memory(trainer, config.memory_budget, offload)
         trainer.planned_activations = report.held_bytes
         progress.note(f"activations: {report}")
+    elif offload is not None:
+        offload.mark_layers(find_blocks(model, None).values())
+        trainer.offload = offload
+    if config.compile:
+        model.compile()
     start = 0
     existing = checkpoints(run)
     if existing:
         with _offload_errors(config.offload):
-            state = load_checkpoint(existing[-1], model, optimizer)
+            state = load_checkpoint(existing[-1], model, optimizers, scaler=trainer.scaler, device=device)
         start, trainer.val_loss, trainer.best_val_loss = (
             state["step"],
             state.get("val_loss"),
@@ -222,8 +250,9 @@ def execute(
         )
     began = time.time()
     trainer.fit(start)
-    peak = memory.peak_bytes()
-    if config.gradient_checkpointing and config.plain:
+    used = memory.usage(device)
+    peak = used.get("device_peak", used["peak"])
+    if recomputes and config.plain:
         model.gradient_checkpointing_disable()
     if report is not None:
         report.undo()

@@ -12,6 +12,8 @@ from torch import nn
 
 from shoestring.core.errors import InputError
 from shoestring.training import formulas, memory
+from shoestring.training.config import LoopConfig
+from shoestring.training.device import weight_dtype
 from shoestring.training.memory import Part
 from shoestring.training.metrics import read_metrics
 
@@ -44,7 +46,9 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
         "tokens": sum(row["tokens"] for row in rows),
         "tokens_per_second": statistics.median(speeds),
         "seconds": seconds,
-        "peak_memory": max([peak, *(row["peak"] for row in rows)]),
+        "device": str(trainer.device),
+        "peak_memory": max([peak, *(row.get("device_peak", row["peak"]) for row in rows)]),
+        "host_peak_memory": max(row["peak"] for row in rows),
         "threads": torch.get_num_threads(),
         "memory": [asdict(part) for part in memory_parts(trainer, baseline, peak)],
     }
@@ -53,7 +57,8 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak memory of this process into parts, each with its formula and its measured bytes."""
     config, model = trainer.config, trainer.model
-    own: Any = trainer.optimizer  # PyTorch's AdamW if config.plain is set, else an optimizer of shoestring
+    # PyTorch's AdamW if config.plain is set, else optimizers of shoestring
+    own: list[Any] = trainer.optimizers
     trained = formulas.trained(model)
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
@@ -64,21 +69,26 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
             8 * count + 4 * len(trained),
         )
     else:
-        # By default, shoestring's AdamW keeps two 8-bit codes per element, and two fp32 scales per block of
-        # 256.
-        each = "8" if config.optimizer_state == "fp32" else "(2 + 8/256)"
+        # By default, AdamW keeps two 8-bit codes per element, and two fp32 scales per block of 256.
+        expected_optimizer = sum(sum(formulas.optimizer_state(each).bytes().values()) for each in own)
+        each = f"{expected_optimizer / max(1, count):.3g}"
+        if config.optimizer == "adamw" and config.weights != "bf16-remainder":
+            each = {"fp32": "8", "bf16": "4", "8bit": "(2 + 8/256)"}.get(config.optimizer_state, each)
         optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
-        expected_optimizer = sum(formulas.optimizer_state(own).bytes().values())
+    measured = sum(memory.optimizer_bytes(each) for each in own)
+    on_host = config.place is not None and trainer.device.type != "cpu"
+    if on_host:
+        optimizer_formula += ", in host memory"
     optimizer = [
-        Part("optimizer", optimizer_formula, expected_optimizer, memory.optimizer_bytes(trainer.optimizer))
+        Part("optimizer", optimizer_formula, 0 if on_host else expected_optimizer, 0 if on_host else measured)
     ]
-    offload = getattr(trainer.optimizer, "offload", None)
-    if offload == "cpu":
-        copies, taken = sum(2 * p.nbytes for p in trained), own.host_bytes
+    offload = config.place
+    if offload == "cpu" and not on_host:
+        copies, taken = sum(2 * p.nbytes for p in trained), sum(each.host_bytes for each in own)
         optimizer.append(
             Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken)
         )
-    elif offload is not None and offload != "stream":
+    elif offload not in (None, "cpu", "stream"):
         optimizer = [
             Part("optimizer", f"{optimizer_formula}: {expected_optimizer / 1e6:.2f} MB in a file", 0, 0)
         ]
@@ -87,7 +97,7 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     parts = [
         Part("program", "Python, PyTorch, libraries", None, baseline),
         Part("weights", weights_formula, expected_weights, weights),
-        Part("gradients", "4 B x trained", 4 * count, gradients),
+        Part("gradients", f"{_width(config):g} B x trained", _width(config) * count, gradients),
         *optimizer,
         Part("activations", activations_formula, activations, trainer.saved_activations),
     ]
@@ -129,12 +139,23 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
     return memory.weight_bytes(model), int(sum(size * count for size, count in counts.items())), formula
 
 
+def _width(config: LoopConfig) -> int:
+    """Return the bytes of a trained weight, and of its gradient."""
+    return weight_dtype(config).itemsize
+
+
 def _activations(trainer: Trainer) -> tuple[int | None, str]:
     config = trainer.config
+    if config.activations == "offload" and config.memory_budget is None:
+        return trainer.saved_activations, "copied to host memory"
     if trainer.planned_activations is not None:
         return trainer.planned_activations, "as planned under --memory-budget"
     tokens = config.batch_size * config.seq_len
     found = formulas.activations(
-        trainer.model, tokens, plain=config.plain, gradient_checkpointing=config.gradient_checkpointing
+        trainer.model,
+        tokens,
+        plain=config.plain,
+        gradient_checkpointing=config.activations == "recompute",
+        size=_width(config),
     )
     return (None, "not known for this architecture") if found is None else (found.bytes, found.formula)

@@ -49,10 +49,10 @@ def train(folder: Path, weights: str, said: Connection) -> None:
     run = Run(weights)
     remove_partial(folder / "checkpoints")
     if found := checkpoints(folder):
-        run.step = load_checkpoint(found[-1], run.model, run.optimizer)["step"]
+        run.step = load_checkpoint(found[-1], run.model, [run.optimizer])["step"]
     while True:
         run.train(run.step + 1)
-        save_checkpoint(folder, run.step, run.model, run.optimizer, {})
+        save_checkpoint(folder, run.step, run.model, [run.optimizer], {})
         said.send(run.step)
 
 
@@ -83,7 +83,7 @@ def test_a_kill_loses_no_checkpoint(tmp_path: Path, weights: str, seed: int) -> 
             heard.close()
         interrupted += bool(list((tmp_path / "checkpoints").glob("*.partial")))
         resumed = Run(weights)
-        resumed.step = load_checkpoint(checkpoints(tmp_path)[-1], resumed.model, resumed.optimizer)["step"]
+        resumed.step = load_checkpoint(checkpoints(tmp_path)[-1], resumed.model, [resumed.optimizer])["step"]
         assert complete <= resumed.step <= complete + 1
         straight.train(resumed.step)
         for (name, a), b in zip(straight.tensors().items(), resumed.tensors().values(), strict=True):

@@ -13,7 +13,8 @@ import typer
 from cli_helpers import refuse, run, succeed, text
 from shoestring.cli import app as module
 from shoestring.optim import arena
-from shoestring.training import config, estimate
+from shoestring.training import config, optimizers
+from shoestring.training import options as declared
 
 COMMANDS: dict[str, Any] = typer.main.get_command(module.app).commands  # type: ignore[attr-defined]
 HINTS = {
@@ -80,8 +81,10 @@ def test_every_command_is_here() -> None:
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    assert set(config.OPTIMIZERS) == set(estimate.OPTIMIZERS)
-    assert (config.STATES, config.WEIGHTS) == (arena.STATES, arena.WEIGHTS)
+    assert set(declared.OPTIMIZERS) == set(optimizers.OPTIMIZERS)
+    assert set(config.ROUNDING.values()) == set(arena.WEIGHTS)
+    for state in arena.STATES:
+        assert declared.STATE_CHECK(None, state) == state
 
 
 @pytest.fixture(scope="module")

@@ -96,9 +96,9 @@ def test_accumulation_gives_the_same_gradient(data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "option",
     [
-        "--gradient-checkpointing",
+        "--activations=recompute",
         "--memory-budget=",
-        "--dtype=bf16",
+        "--precision=bf16",
         "--optimizer-state=fp32",
         "--schedule=wsd",
     ],
@@ -115,7 +115,7 @@ def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: P
         part["name"]: part["measured"]
         for part in json.loads((twins[0] / "summary.json").read_text())["memory"]
     }
-    if option == "--gradient-checkpointing":
+    if option == "--activations=recompute":
         assert [row[0] for row in ours] == [row[0] for row in reference]
         assert parts["activations"] < 0.5 * before["activations"]
     # The memory budget is the size of the activations that the reference run saves. The peak of the reference
@@ -127,7 +127,7 @@ def test_options_reach_the_run(data: Path, twins: tuple[Path, Path], tmp_path: P
         assert activations["measured"] == pytest.approx(activations["expected"], rel=0.05)
     elif option == "--optimizer-state=fp32":
         assert parts["optimizer"] > 2.5 * before["optimizer"]
-    elif option == "--dtype=bf16":
+    elif option == "--precision=bf16":
         assert ours[0][0] != reference[0][0]
     else:
         assert ours[-1][0] != reference[-1][0]
@@ -170,14 +170,14 @@ def test_stopped_run_continues_bit_for_bit(
     # between later ones.
     for stop in (3, 6, 11):
         with monkeypatch.context() as patch:
-            after_step = loop.Trainer._after_step
+            after_interval = loop.Trainer._after_interval
 
-            def stopping(self: loop.Trainer, step: int, row: dict, log: object, stop: int = stop) -> None:
-                after_step(self, step, row, log)
-                if step == stop:
+            def stopping(self: loop.Trainer, rows: list[dict], log: object, stop: int = stop) -> None:
+                after_interval(self, rows, log)
+                if rows and rows[-1]["step"] == stop:
                     raise Killed
 
-            patch.setattr(loop.Trainer, "_after_step", stopping)
+            patch.setattr(loop.Trainer, "_after_interval", stopping)
             with pytest.raises(Killed):
                 run(*command(data, out, "--resume", *plain))
     succeed(*command(data, out, "--resume", *plain))
@@ -287,10 +287,10 @@ def test_interrupt_leaves_nothing_half_written(
 ) -> None:
     saved = loop.save_checkpoint
 
-    def interrupted(*arguments: object) -> object:
+    def interrupted(*arguments: object, **options: object) -> object:
         if arguments[1] == 8:
             monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-        return saved(*arguments)
+        return saved(*arguments, **options)
 
     monkeypatch.setattr(loop, "save_checkpoint", interrupted)
     assert run(*command(data, tmp_path / "run", "--plain")) == 130

@@ -18,9 +18,10 @@ from cli_helpers import TINY, refuse, run, succeed, text
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.training import formulas, memory
 from shoestring.training.config import Preset
-from shoestring.training.estimate import OPTIMIZERS, Estimate, chunk_edges, estimate, make_optimizers
+from shoestring.training.estimate import Estimate, chunk_edges, estimate
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.models import build_llama, fused_loss
+from shoestring.training.optimizers import OPTIMIZERS, classes, stored_options
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
 
@@ -82,8 +83,8 @@ def made(
         twin = Net().to(dtype)
     found = estimate(twin, config)
     model = Net().to(dtype)
-    kinds = [(type(opt), opt.param_groups[0]["params"]) for opt in make_optimizers(model, config)]
-    optimizers = [kind(params, state=config.state, weights=config.weights, **more) for kind, params in kinds]
+    kinds = classes(model, config.optimizer)
+    optimizers = [kind(params, **stored_options(config), **more) for kind, params in kinds]
     step(model, optimizers)
     return model, optimizers, found
 
@@ -98,12 +99,12 @@ def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str,
     return formulas.total(*found)
 
 
-@pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
+@pytest.mark.parametrize("weights", ["bf16", "bf16-stochastic", "bf16-remainder"])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.sample(36)
 def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, weights: str) -> None:
-    config = configured(optimizer=optimizer, state=state, weights=weights, device="cpu")
+    config = configured(optimizer=optimizer, optimizer_state=state, weights=weights, device="cpu")
     model, optimizers, found = made(optimizer, config, torch.bfloat16)
     measured = formulas.total(*({k: v.nbytes for k, v in a.values.items()} for a in arenas_of(optimizers)),
                               rest_of(model, optimizers))  # fmt: skip
@@ -128,7 +129,9 @@ def test_offloaded_state_and_its_traffic_to_the_byte(
     optimizer: str, state: str, place: str, tmp_path: Path
 ) -> None:
     where = f"nvme:{tmp_path}" if place == "nvme" else "stream"
-    config = configured(optimizer=optimizer, state=state, weights="remainder", offload=where, device="cpu")
+    config = configured(
+        optimizer=optimizer, optimizer_state=state, weights="bf16-remainder", offload=where, device="cpu"
+    )
     model, optimizers, found = made(optimizer, config, torch.bfloat16, offload=where)
     arenas = arenas_of(optimizers)
     kept = formulas.total(*({k: v.nbytes for k, v in arena.values.items()} for arena in arenas))
@@ -195,7 +198,9 @@ def test_chunks_are_those_of_the_offload(seed: int) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.sample(14)
 def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
-    config = configured(optimizer=optimizer, state=state, weights="remainder", offload="cpu", device="cpu")
+    config = configured(
+        optimizer=optimizer, optimizer_state=state, weights="bf16-remainder", offload="cpu", device="cpu"
+    )
     model, optimizers, found = made(optimizer, config, torch.bfloat16, offload="cpu")
     arenas = arenas_of(optimizers)
     kept = formulas.total(
@@ -235,10 +240,10 @@ def test_sums_of_gradients() -> None:
 
 def test_muon_steps_the_matrices_between_the_ends() -> None:
     model = build_llama(Preset(64, 2, 2, 2, 192), 300, 32, 0)
-    muon, adamw = make_optimizers(model, configured(optimizer="muon"))
+    (_, matrices), (_, others) = classes(model, "muon")
     names = {p: name for name, p in model.named_parameters()}
-    assert all("layers" in names[p] and p.ndim == 2 for p in muon.param_groups[0]["params"])
-    rest = {names[p] for p in adamw.param_groups[0]["params"]}
+    assert all("layers" in names[p] and p.ndim == 2 for p in matrices)
+    rest = {names[p] for p in others}
     assert "model.embed_tokens.weight" in rest and "model.norm.weight" in rest
 
 
@@ -257,7 +262,7 @@ def test_activations_and_quantised_weights(dtype: torch.dtype, kind: str, shape:
 
     with torch.device("meta"):
         twin = adapt(build())
-    config = configured(batch_size=4, seq_len=64, dtype="fp32" if dtype == torch.float32 else "bf16")
+    config = configured(batch_size=4, seq_len=64, precision="fp32" if dtype == torch.float32 else "bf16")
     found = estimate(twin, config)
     model = build().train()
     loss = fused_loss(model, 64)
@@ -274,12 +279,12 @@ def test_activations_and_quantised_weights(dtype: torch.dtype, kind: str, shape:
 
 def test_a_run_has_what_was_foretold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text(text())
-    for name, more in (("plain", []), ("again", ["--gradient-checkpointing"])):
+    for name, more in (("plain", []), ("again", ["--activations", "recompute"])):
         out = tmp_path / name
         succeed("train", "--data", tmp_path / "text.txt", "--out", out, *TINY, "--steps", "2", *more)
         capsys.readouterr()
         sizes = ["--batch-size", "4", "--seq-len", "32"]
-        succeed("estimate", "--model", out / "model", "--dtype", "fp32", "--json", *sizes, *more)
+        succeed("estimate", "--model", out / "model", "--json", *sizes, *more)
         found = json.loads(capsys.readouterr().out)
         parts = {
             part["name"]: part["measured"]
@@ -301,7 +306,9 @@ def test_70_billion_parameters_on_a_small_machine(tmp_path: Path, capsys: pytest
     (tmp_path / "config.json").write_text(json.dumps(config))
     before = memory.resident_bytes()
     for path in (tmp_path, tmp_path / "config.json"):
-        succeed("estimate", "--model", path, "--json", "--offload", "nvme:/nowhere", "--state", "4bit")
+        succeed(
+            "estimate", "--model", path, "--json", "--offload", "nvme:/nowhere", "--optimizer-state", "4bit"
+        )
         found = json.loads(capsys.readouterr().out)
         assert found["parameters"] == 70_553_706_496
         each = found["totals"]["disk"] / found["parameters"]
@@ -309,7 +316,9 @@ def test_70_billion_parameters_on_a_small_machine(tmp_path: Path, capsys: pytest
         # are padded to multiples of 1024 blocks.
         assert each == pytest.approx(296 / 256, rel=1e-3)
     assert memory.resident_bytes() - before < 1 << 30
-    succeed("estimate", "--model", tmp_path, "--rank", "16", "--quantize", "nf4", "--gradient-checkpointing")
+    succeed(
+        "estimate", "--model", tmp_path, "--rank", "16", "--quantize", "nf4", "--activations", "recompute"
+    )
     out = capsys.readouterr().out
     assert "MB" in out and "weights" in out and "a block computed again" in out
 
@@ -332,22 +341,25 @@ def test_an_unknown_architecture_has_no_activations(
         ),
         (["--model", "{folder}"], "config.json does not describe a causal language model"),
         (["--optimizer", "adam"], "--optimizer: expected adamw | lion | "),
-        (["--state", "2bit"], "--state: expected 8bit | 4bit | bf16 | fp32, got 2bit"),
-        (["--weights", "exact"], "--weights: expected plain | stochastic | remainder, got exact"),
+        (["--optimizer-state", "2bit"], "--optimizer-state: expected 8bit | 4bit | bf16 | fp32, got 2bit"),
         (
-            ["--weights", "remainder", "--dtype", "fp16"],
-            "--weights: expected plain with --dtype fp16, got remainder",
+            ["--weights", "exact"],
+            "--weights: expected fp32 | bf16 | bf16-stochastic | bf16-remainder, got exact",
+        ),
+        (
+            ["--weights", "bf16-remainder", "--precision", "fp16"],
+            "--weights bf16-remainder: expected --precision bf16 with bf16 weights, got --precision fp16",
         ),
         (["--offload", "ram"], "--offload: expected none | cpu | stream | nvme:DIR, got ram"),
         (["--offload", "nvme:"], "--offload: expected none | cpu | stream | nvme:DIR, got nvme:"),
         (["--device", "tpu"], "--device: expected cuda | cpu, got tpu"),
-        (["--dtype", "fp8"], "--dtype: expected fp32 | bf16 | fp16, got fp8"),
+        (["--precision", "fp8"], "--precision: expected fp32 | tf32 | bf16 | fp16, got fp8"),
         (["--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
         (["--memory-budget", "2 cows"], "--memory-budget: expected a number of bytes, or a string such as"),
         (["--memory-budget", "1MB"], "--memory-budget 1000000: expected at least"),
         (
-            ["--memory-budget", "1GB", "--gradient-checkpointing"],
-            "--memory-budget: expected no --gradient-checkpointing",
+            ["--memory-budget", "1GB", "--activations", "recompute"],
+            "--memory-budget: expected no --activations recompute",
         ),
         (["--quantize", "nf4"], "--quantize nf4: expected --rank as well"),
         (["--quantize", "fp8", "--rank", "8"], "--quantize: expected nf4 | int4 | int8 | none, got fp8"),
@@ -366,7 +378,7 @@ def test_errors(
 
 
 def test_the_budget_bounds_activations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("estimate", "--model", "mini", "--memory-budget", "20MB", "--json") == 0
+    assert run("estimate", "--model", "mini", "--precision", "bf16", "--memory-budget", "20MB", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     device = {each["name"]: each["bytes"] for each in found["memory"]["device"]}
     assert device["activations"] == 20_000_000

@@ -44,15 +44,15 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *variants: str) -> dict:
 def test_runs_and_their_table(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    after_step = loop.Trainer._after_step
+    after_interval = loop.Trainer._after_interval
 
-    def stopping(self: loop.Trainer, step: int, row: dict, log: object) -> None:
-        after_step(self, step, row, log)
-        if step == 7:
+    def stopping(self: loop.Trainer, rows: list[dict], log: object) -> None:
+        after_interval(self, rows, log)
+        if rows and rows[-1]["step"] == 7:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "_after_step", stopping)
+        patch.setattr(loop.Trainer, "_after_interval", stopping)
         with pytest.raises(KeyboardInterrupt):
             run(patch, out, "fp32")
     assert not (out / "results.json").exists()

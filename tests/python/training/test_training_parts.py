@@ -91,17 +91,22 @@ def make(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def made(width: int = 4) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    model, optimizer = make(width)
+    return model, [optimizer]
+
+
 def test_checkpoint_brings_everything_back(tmp_path: Path) -> None:
     model, optimizer = make()
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path, step, model, optimizer, {"val_loss": 0.1 + 0.2})
+        save_checkpoint(tmp_path, step, model, [optimizer], {"val_loss": 0.1 + 0.2})
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
     expected = torch.rand(3)
     other, other_optimizer = make()
     with torch.no_grad():
         other.weight.zero_()
     other_optimizer.zero_grad()
-    state = load_checkpoint(checkpoints(tmp_path)[-1], other, other_optimizer)
+    state = load_checkpoint(checkpoints(tmp_path)[-1], other, [other_optimizer])
     assert state == {"step": 3, "val_loss": 0.1 + 0.2}
     assert torch.equal(torch.rand(3), expected) and torch.equal(other.weight, model.weight)
     for a, b in zip(optimizer.state.values(), other_optimizer.state.values()):
@@ -111,17 +116,17 @@ def test_checkpoint_brings_everything_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "state.json"])
 def test_damaged_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     model, optimizer = make()
-    folder = save_checkpoint(tmp_path, 1, model, optimizer, {})
+    folder = save_checkpoint(tmp_path, 1, model, [optimizer], {})
     raw = (folder / name).read_bytes()
     (folder / name).write_bytes(raw[: len(raw) // 2])
     with pytest.raises(InputError, match="step-00000001: the checkpoint is damaged"):
-        load_checkpoint(folder, *make())
+        load_checkpoint(folder, *made())
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, 1, *make(), {})
+    folder = save_checkpoint(tmp_path, 1, *made(), {})
     with pytest.raises(InputError, match=r"weight is \[3, 4\] torch.float32 in the checkpoint, \[3, 5\]"):
-        load_checkpoint(folder, *make(5))
+        load_checkpoint(folder, *made(5))
 
 
 def test_fingerprint_names_the_field() -> None:

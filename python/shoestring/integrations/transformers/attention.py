@@ -101,9 +101,9 @@ def attend(
                 "attn_implementation to 'eager'"
             )
         attention_mask = attention_mask[:, 0, :, 0, 0] if batch > 0 else None
-    elif packed:
+    elif packed or _is_no_padding(attention_mask):
         window = _window_of(module, kwargs)
-    if attention_mask is not None and not packed:
+    if attention_mask is not None and not packed and not _is_no_padding(attention_mask):
         # A mask of 4 dimensions already contains the causal mask and the window.
         if attention_mask.dim() == 4:
             bias, causal = attention_mask[..., : key.size(2)], False
@@ -131,15 +131,30 @@ def attend(
     return out.transpose(1, 2), None
 
 
-def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Return the sliding window that the layer passes to attention for packed sequences, if any.
+def no_padding(device: torch.device) -> Tensor:
+    """Return an ``attention_mask`` which says that a batch is neither padded nor packed.
 
-    transformers makes no mask for packed sequences, so the window cannot be taken from a mask.
+    It is an empty tensor of 4 dimensions, which transformers passes on to ``attend``. Without a mask,
+    transformers looks in the positions for packed sequences, and the host waits for the device in each
+    forward.
+    """
+    return torch.empty(1, 1, 1, 0, dtype=torch.bool, device=device)
+
+
+def _is_no_padding(mask: Tensor | None) -> bool:
+    return mask is not None and mask.shape == (1, 1, 1, 0)
+
+
+def _window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Return the sliding window that the layer passes to attention for a batch without a mask, if any.
+
+    transformers makes no mask for packed sequences and for :func:`no_padding`, so the window cannot be taken
+    from a mask.
     """
     if "sliding_window" not in kwargs and getattr(getattr(module, "config", None), "sliding_window", None):
         raise TypeError(
             f"shoestring's attention: sliding_window: expected {type(module).__name__} to pass it for packed sequences, received "
-            "none; leave out cu_seq_lens_q, or set config.sliding_window to None"
+            "none; leave out cu_seq_lens_q (or no_padding), or set config.sliding_window to None"
         )
     return kwargs.get("sliding_window")
 

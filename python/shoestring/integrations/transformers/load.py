@@ -94,10 +94,7 @@ def load_quantized(
             f"{METHOD}: {folder}: its weights are {' or '.join(ready)} already: expected quant_type None, block_size None and "
             f"nested False, received {quant_type!r}, {block_size!r} and {nested!r}"
         )
-    stored = stored_tensors(folder)
-    _check_layers(read_config(folder), len(stored), folder)
-    model = _skeleton(folder, dtype, len(stored), trust_remote_code)
-    stored = _model_names(model, stored)
+    model, stored = _model_and_files(folder, dtype, trust_remote_code)
     layers = _linear_layers(model, skip_modules)
     parts = {name: _parts(stored, name) for name in layers} if ready else {}
     tensors = _tensors(model)
@@ -118,6 +115,40 @@ def load_quantized(
     _recreate_buffers(model, device)
     result: nn.Module = model.eval()
     return result
+
+
+def load_dense(
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Load a transformers causal language model tensor by tensor onto a device, without quantising it.
+
+    The host never holds more than one tensor. See :func:`load_quantized` for arguments and errors.
+    """
+    folder = Path(directory)
+    model, stored = _model_and_files(folder, dtype, trust_remote_code)
+    tensors = _tensors(model)
+    _check_tensors(model, tensors, stored, {}, folder)
+    with TensorReader(stored) as reader:
+        for names, like in tensors:
+            name = next(name for name in names if name in stored)
+            _set(model, names, reader.read(name).to(device, like.dtype))
+    _recreate_buffers(model, device)
+    result: nn.Module = model.eval()
+    return result
+
+
+def _model_and_files(
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[Any, dict[str, Stored]]:
+    """Build the model on the meta device; return it, and where each of its tensors is stored, by name."""
+    stored = stored_tensors(folder)
+    _check_layers(read_config(folder), len(stored), folder)
+    model = _skeleton(folder, dtype, len(stored), trust_remote_code)
+    return model, _model_names(model, stored)
 
 
 def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: torch.dtype) -> None:

@@ -54,6 +54,10 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
     kind = kind_of(files)
     segments = None
     if kind == TEXT:
+        if config.pack == "fill":
+            raise InputError(
+                "--pack fill: expected prompts with completions, or messages, got text, whose rows are full already"
+            )
         check_text(files)
     else:
         segments = read_segments(files, kind, tokenizer)
@@ -70,12 +74,17 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"
             )
         fused = None if config.plain else fused_loss(model, config.workspace_mb)
-        packed = fused is not None and config.pack and kind != TEXT and can_pack(model)
+        pack = config.pack if fused is not None and kind != TEXT and can_pack(model) else "none"
+        if config.pack == "fill" and pack == "none":
+            raise InputError(
+                f"--pack fill: expected a model with shoestring's attention, got {type(model).__name__}; take "
+                "--pack none"
+            )
         if not config.full:
             model = apply_lora(model, config)
             trained_to(model, weight_dtype(config))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        how = "" if kind == TEXT else ", packed" if packed else ", padded"
+        how = "" if kind == TEXT else ", padded" if pack == "none" else ", packed"
         say(
             f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on {device}"
         )
@@ -102,7 +111,7 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
                 baseline,
                 save,
                 result,
-                packed,
+                pack,
             )
         if config.merge:
             del model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,6 +87,41 @@ class MultipackBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self._batches()[self.rank : len(self) * self.num_replicas : self.num_replicas])
+
+
+class PackedOrder:
+    """The order of batches of as many examples as fit into ``capacity`` tokens.
+
+    It depends only on the seed and the step, so that a resumed run needs no saved state. Each pass over the
+    data packs the examples anew (see ``MultipackBatchSampler``), and uses each example once.
+
+    Args:
+        lengths: number of tokens of each example, 1 to ``capacity``.
+        capacity: maximum number of tokens in a micro-batch.
+        accumulate: number of micro-batches in a step.
+        seed: seed of the order.
+    """
+
+    def __init__(self, lengths: Sequence[int], capacity: int, accumulate: int, seed: int) -> None:
+        self._sampler = MultipackBatchSampler(lengths, capacity, seed=seed)
+        self._accumulate = accumulate
+        self._ends = [0]  # number of batches of all passes before each pass
+        self._pass, self._batches = -1, list[list[int]]()
+
+    def step(self, step: int) -> list[list[int]]:
+        """Return the indices of the examples in each micro-batch of a step; ``step`` counts from 0."""
+        first = step * self._accumulate
+        return [self._batch(number) for number in range(first, first + self._accumulate)]
+
+    def _batch(self, number: int) -> list[int]:
+        while self._ends[-1] <= number:
+            self._sampler.set_epoch(len(self._ends) - 1)
+            self._ends.append(self._ends[-1] + len(self._sampler))
+        current = bisect.bisect_right(self._ends, number) - 1
+        if current != self._pass:
+            self._sampler.set_epoch(current)
+            self._pass, self._batches = current, list(self._sampler)
+        return self._batches[number - self._ends[current]]
 
 
 class PackingCollator:

@@ -234,9 +234,13 @@ class FinetuneConfig(LoopConfig):
         bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")
     ] = field(default=False, metadata=MAY_CHANGE)
     pack: Annotated[
-        bool,
-        typer.Option("--pack/--no-pack", help="No padding of examples, where the model's attention is ours."),
-    ] = True
+        str,
+        typer.Option(
+            help="none (examples are padded), batch (the --batch-size examples in one row, where the model's "
+            "attention is ours) or fill (as many as fit into --batch-size x --seq-len tokens).",
+            callback=one_of("none", "batch", "fill"),
+        ),
+    ] = "batch"
     lr: LearningRate = 2e-4
     weight_decay: WeightDecay = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
@@ -247,6 +251,8 @@ class FinetuneConfig(LoopConfig):
         # than shoestring's int8. bitsandbytes has no int4 layer.
         if self.plain and self.frozen_format not in (None, "nf4"):
             raise InputError(f"--quantize: expected nf4 | none with --plain, got {self.quantize}")
+        if self.plain and self.pack == "fill":
+            raise InputError("--pack fill: expected no --plain, received both; leave one of them out")
 
     @property
     def frozen_format(self) -> str | None:

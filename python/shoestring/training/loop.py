@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shoestring.core.errors import InputError
 from shoestring.data.batches import BatchOrder, Examples, Rows, labelled
+from shoestring.data.packing import PackedOrder
 from shoestring.optim import ScheduleFreeAdamW
 from shoestring.training import device, memory, signals
 from shoestring.training.checkpoint import checkpoints, save_checkpoint
@@ -49,7 +52,9 @@ class Trainer:
     run: Path
     progress: Progress
     fingerprint: dict[str, Any]
-    packed: bool = False  # whether a micro-batch is one row of concatenated examples, without padding
+    # "none"; "batch" if a micro-batch is one row of the --batch-size examples, without padding; "fill" if it
+    # is a row of as many examples as fit into --batch-size x --seq-len tokens
+    pack: str = "none"
     # context of each forward, which offloads activations for --activations offload
     offload: AbstractContextManager[Any] = field(default_factory=nullcontext)
     # bytes that autograd saved for backward in the first micro-batch of this process
@@ -75,7 +80,7 @@ class Trainer:
                 checkpoint.
         """
         config = self.config
-        order = BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
+        order = self._order()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         readings = Readings(self.device, self._interval(), config.accumulate, not self.scaler.is_enabled())
         self._set_mode(training=True)
@@ -111,10 +116,17 @@ class Trainer:
                     self._save(step + 1, log)
                     break
 
+    def _order(self) -> BatchOrder | PackedOrder:
+        config = self.config
+        if self.pack != "fill":
+            return BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
+        lengths = [max(1, self.train.count([row])) for row in range(len(self.train))]
+        return PackedOrder(lengths, config.batch_size * config.seq_len, config.accumulate, config.seed)
+
     def _interval(self) -> int:
         return self.config.log_every or (1 if self.device.type == "cpu" else LOG_EVERY)
 
-    def _accumulate(self, step: int, order: BatchOrder, readings: Readings, first: bool) -> int:
+    def _accumulate(self, step: int, order: BatchOrder | PackedOrder, readings: Readings, first: bool) -> int:
         """Run forward and backward of all micro-batches of a step; return its number of tokens.
 
         The loss is the mean over the labelled positions of all micro-batches.
@@ -173,7 +185,7 @@ class Trainer:
 
     def _batch(self, data: Rows, rows: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return inputs, labels and further keyword arguments of the loss, on the host, for rows of the data."""
-        if self.packed and isinstance(data, Examples):
+        if self.pack != "none" and isinstance(data, Examples):
             return data.packed(rows)
         return (*data.rows(rows), {})
 
@@ -189,9 +201,13 @@ class Trainer:
 
     def largest_batch(self) -> Tensor:
         """Return the loss of a micro-batch of the longest rows; no other micro-batch needs more memory."""
-        rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))[
-            : self.config.batch_size
-        ]
+        rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))
+        if self.pack == "fill":
+            most = self.config.batch_size * self.config.seq_len
+            tokens = itertools.accumulate(max(1, self.train.count([row])) for row in rows)
+            rows = rows[: bisect.bisect_right(list(tokens), most)]
+        else:
+            rows = rows[: self.config.batch_size]
         batch = self._batch(self.train, rows)
         inputs, labels, more = self._to_device(batch)
         with self.autocast():

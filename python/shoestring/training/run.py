@@ -206,7 +206,7 @@ def execute(
     baseline: int,
     save: Callable[[Path], None],
     result: str,
-    packed: bool = False,
+    pack: str = "none",
 ) -> dict[str, Any]:
     """Train, save the result folder and write summary.json; return the summary.
 
@@ -214,7 +214,7 @@ def execute(
         run: folder of the run.
         baseline: bytes of the device's memory that were in use before the model was made.
         save: function that fills the folder ``run/result``.
-        packed: whether a micro-batch is one row of concatenated examples, without padding.
+        pack: "none", or whether a micro-batch is one row of examples without padding: "batch" or "fill".
     """
     with _offload_errors(config.offload):
         optimizers = make_optimizers(model, config)
@@ -222,7 +222,7 @@ def execute(
     if recomputes and config.plain:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
-        config, model, device, make_loss(), optimizers, *data, run, progress, fingerprint.values, packed
+        config, model, device, make_loss(), optimizers, *data, run, progress, fingerprint.values, pack
     )  # fmt: skip
     report, offload = None, None
     if config.activations == "offload":

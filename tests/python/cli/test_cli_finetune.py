@@ -255,3 +255,28 @@ def test_resume_with_another_model_names_it(
     save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
     line = refuse(capsys, *command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain", "--resume"))
     assert "model_files differs" in line
+
+
+def test_filled_batches(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Filled batches hold more tokens than batches of as many examples; a run resumes in the middle of a pass."""
+    for pack in ("batch", "fill"):
+        succeed(*command(model, data["completion"], tmp_path / pack, "--pack", pack))
+    counts = {
+        pack: [json.loads(line)["tokens"] for line in (tmp_path / pack / "metrics.jsonl").open()]
+        for pack in ("batch", "fill")
+    }
+    assert sum(counts["fill"]) > sum(counts["batch"])
+    for name in sorted((tmp_path / "fill" / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(name)  # the run continues from an older checkpoint
+    before = losses(tmp_path / "fill")
+    succeed(*command(model, data["completion"], tmp_path / "fill", "--pack", "fill", "--resume"))
+    assert losses(tmp_path / "fill") == before
+    for more, message in (
+        (["--plain"], "--pack fill: expected no --plain"),
+        ([], "--pack fill: expected prompts with completions, or messages, got text"),
+    ):
+        out = tmp_path / "refused"
+        assert message in refuse(capsys, *command(model, data["text"], out, "--pack", "fill", *more))
+        assert not out.exists()

@@ -75,7 +75,7 @@ def test_a_resumed_run_shares_all_settings_but_those_marked() -> None:
     before = Fingerprint.of(config).values
     Fingerprint.of(replace(config, merge=True, offload="cpu", threads=2)).require_equal(before, "run")
     with pytest.raises(InputError, match="pack differs"):
-        Fingerprint.of(replace(config, pack=False)).require_equal(before, "run")
+        Fingerprint.of(replace(config, pack="none")).require_equal(before, "run")
 
 
 def test_recorded_settings_are_json_values() -> None:

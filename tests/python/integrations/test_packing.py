@@ -11,7 +11,7 @@ from test_patch import VOCAB, build
 import shoestring
 from conftest import relative_error
 from shoestring.data.batches import Examples
-from shoestring.data.packing import MultipackBatchSampler, PackingCollator
+from shoestring.data.packing import MultipackBatchSampler, PackedOrder, PackingCollator
 from shoestring.training.models import can_pack, fused_loss
 
 
@@ -55,6 +55,26 @@ def test_processes_share_an_epoch() -> None:
     assert len({len(part) for part in parts}) == 1
     indices = [i for part in parts for batch in part for i in batch]
     assert len(indices) == len(set(indices)) > 900
+
+
+def test_filled_batches_depend_on_the_step_alone(seed: int) -> None:
+    """Each pass uses every example once, in other batches; steps may be asked for in any order."""
+    lengths = torch.randint(1, 40, (57,)).tolist()
+    order = PackedOrder(lengths, 64, 2, seed)
+    steps = [order.step(step) for step in range(60)]
+    batches = [batch for step in steps for batch in step]
+    assert all(len(step) == 2 for step in steps)
+    assert max(sum(lengths[i] for i in batch) for batch in batches) <= 64
+    passes, seen = [], list[int]()
+    for batch in batches:
+        seen += batch
+        if len(seen) == len(lengths):
+            passes.append(seen)
+            seen = []
+    assert len(passes) > 1 and all(sorted(each) == list(range(57)) for each in passes)
+    assert passes[0] != passes[1]
+    for step in (59, 0, 31):
+        assert PackedOrder(lengths, 64, 2, seed).step(step) == order.step(step) == steps[step]
 
 
 def test_refusals() -> None:

@@ -68,7 +68,7 @@ def describe(metrics: dict[str, Any], val_loss: float | None) -> str:
     val = f"  val {val_loss:.3f}" if val_loss is not None else ""
     return (
         f"loss {metrics['loss']:.3f}{val}  lr {metrics['lr']:.1e}  "
-        f"{metrics['tokens_per_second']:,.0f} tok/s  peak {gigabytes(metrics['peak'])}"
+        f"{metrics['tokens_per_second']:,.0f} tok/s  peak {gigabytes(metrics.get('device_peak', metrics['peak']))}"
     )
 
 

@@ -103,7 +103,10 @@ class Trainer:
                         group["lr"] = lr
                 tokens = self._accumulate(step, order, readings, first=step == start)
                 self._step(parameters, readings)
-                readings.end_step({"step": step + 1, "lr": lr, "tokens": tokens} | memory.usage(self.device))
+                row = {"step": step + 1, "lr": lr, "tokens": tokens} | memory.usage(self.device)
+                if readings.is_full_after_next:
+                    row |= memory.utilization(self.device)
+                readings.end_step(row)
                 due = self._is_due(step + 1)
                 if readings.is_full or due:
                     rows = readings.end_interval(wait=due)

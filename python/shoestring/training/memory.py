@@ -54,6 +54,19 @@ def usage(device: torch.device) -> dict[str, int]:
     return found
 
 
+def utilization(device: torch.device) -> dict[str, int]:
+    """Return the share of the last second in which a CUDA device ran kernels, in percent.
+
+    The dictionary is empty for other devices, and if nvidia-ml-py is not installed or has no driver.
+    """
+    if device.type != "cuda":
+        return {}
+    try:
+        return {"device_utilization": torch.cuda.utilization(device)}
+    except (ModuleNotFoundError, RuntimeError, OSError):
+        return {}
+
+
 def in_use(device: torch.device) -> int:
     """Return the memory in use on a device: the allocator's, or on the CPU the process's resident memory."""
     return resident_bytes() if device.type == "cpu" else torch.accelerator.memory_allocated(device)

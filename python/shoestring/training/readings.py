@@ -56,6 +56,11 @@ class Readings:
         """Whether the interval has as many steps as fit into it."""
         return len(self._rows) == len(self._values[0])
 
+    @property
+    def is_full_after_next(self) -> bool:
+        """Whether the next step ends the interval."""
+        return len(self._rows) + 1 == len(self._values[0])
+
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch, a scalar on the device."""
         self._losses.append(loss.detach().float())

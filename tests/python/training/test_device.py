@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cli_helpers import TINY, TUNE, losses, refuse, succeed, text
 from shoestring.core.errors import InputError
-from shoestring.training import loop
+from shoestring.training import loop, memory
 from shoestring.training.config import LoopConfig
 from shoestring.training.device import check_precision, find_device
 from shoestring.training.readings import Readings
@@ -302,6 +302,26 @@ def test_loss_scaling_skips_steps_that_overflow(
     monkeypatch.setattr(loop.Trainer, "_step", noted)
     succeed(*command("train", data, tmp_path / "run", "--precision", "fp16"))
     assert scales[1:] == [scales[0] / 2] * 5 and len(losses(tmp_path / "run")) == 6
+
+
+def test_memory_of_a_device_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda:1")
+    for name, size in (("memory_allocated", 5), ("max_memory_allocated", 7), ("memory_reserved", 9)):
+        monkeypatch.setattr(torch.accelerator, name, lambda given, size=size: size if given == device else -1)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda given: 83)
+    used = memory.usage(device)
+    assert (used["device"], used["device_peak"], used["device_reserved"]) == (5, 7, 9) and used[
+        "rss"
+    ] > 1 << 20
+    assert memory.in_use(device) == 5 and memory.in_use(torch.device("cpu")) > 1 << 20
+    assert memory.utilization(device) == {"device_utilization": 83}
+    assert memory.utilization(torch.device("cpu")) == {} and "device" not in memory.usage(torch.device("cpu"))
+
+    def missing(_: object) -> int:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    assert memory.utilization(device) == {}
 
 
 def test_generate_and_summary_name_the_device(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Find the storages of tensors, with their sizes. A storage that several tensors share counts once."""
+"""Find and compare the storages of tensors. A storage that several tensors share counts once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     A tensor of a wrapper subclass, such as a quantised weight, has several storages.
     """
     return dict(pair for tensor in tensors for pair in _storages(tensor))
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors begin at the same element of the same storage.
+
+    Unlike a comparison of data pointers, this also holds for fake and meta tensors, which have no memory.
+    """
+    same_storage: bool = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same_storage and a.storage_offset() == b.storage_offset()
 
 
 def _storages(tensor: Tensor) -> Iterator[tuple[int, int]]:

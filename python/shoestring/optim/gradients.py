@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from shoestring.core.storages import same_memory
 from shoestring.optim.arena import Arena, Layout, Moment
 from shoestring.optim.foreach_norm import foreach_norm
 from shoestring.optim.offload import commit
@@ -230,7 +231,7 @@ class Gradients:
         """
         views = arena.accumulated_views(self.accumulate_dtype)
         for p, view in zip(arena.params, views, strict=True):
-            if p in self._pending and self._sums[p].data_ptr() != view.data_ptr():
+            if p in self._pending and not same_memory(self._sums[p], view):
                 view.copy_(self._sums[p])
             self._sums[p] = view
         return views

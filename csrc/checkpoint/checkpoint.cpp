@@ -3,6 +3,7 @@
 // Runs a checkpointed function in forward, and again in backward, with the help of hooks on the tensors that
 // autograd saves.
 
+#include <shoestring/amp.h>
 #include <shoestring/checkpoint.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -10,7 +11,6 @@
 #include <map>
 #include <mutex>
 
-#include "checkpoint/autocast_state.h"
 #include "checkpoint/hooks.h"
 #include "checkpoint/operator_tape.h"
 #include "checkpoint/rng_state.h"
@@ -61,7 +61,8 @@ struct Frame : std::enable_shared_from_this<Frame> {
   const bool early_stop;
   std::vector<torch::autograd::SavedVariable> inputs;
   RngState rng;
-  const AutocastState autocast;
+  // The autocast settings of the first run, which the second run uses too.
+  const std::vector<shoestring::detail::AutocastState> autocast = shoestring::detail::autocast_states();
   c10::intrusive_ptr<OperatorTape> tape;
   std::vector<std::weak_ptr<Number>> numbers;
   // True once the first run of the function has ended, so that the number of tensors it has saved is final. A

@@ -1,6 +1,7 @@
 #pragma once
 
 /// Includes the whole public API: operators, modules, optimizers and files.
+#include <shoestring/amp.h>
 #include <shoestring/autograd.h>
 #include <shoestring/checkpoint.h>
 #include <shoestring/checkpoint_plan.h>

@@ -42,6 +42,7 @@ ROOMS = LIBRARY | APPLICATION
 # The room (folder such as csrc/gemm) that each installed header belongs to. Installed headers that only
 # include other headers are in COLLECTIONS.
 HEADERS = {
+    "amp.h": "core",
     "export.h": "core",
     "placeholder.h": "core",
     "version.h": "core",

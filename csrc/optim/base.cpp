@@ -6,22 +6,13 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "optim/core.h"
+#include "optim/scaled.h"
 
 namespace shoestring::optim {
 
 using namespace detail;
 
 namespace detail {
-namespace {
-
-// Converts a tensor with one number to fp32 on `device`. Returns nullopt for an undefined tensor, since the
-// operators take optional tensors.
-std::optional<Tensor> number_on(at::Device device, const Tensor& t) {
-  return some(t.defined() ? t.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()) : t);
-}
-
-}  // namespace
-
 const char* Core::name() const {
   return Access::rule(static_cast<const LowMemoryOptions&>(std::as_const(*optimizer).defaults())).name;
 }
@@ -189,6 +180,9 @@ void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& gra
 void Core::step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads,
                        const Tensor& accumulated, const Tensor& clip_coef) {
   const LowMemoryOptions& o = options(group);
+  const auto number = [&](const Tensor& t) {
+    return t.defined() ? std::optional(number_on(arena.kind.device, t)) : std::nullopt;
+  };
   c10::List<std::optional<Tensor>> optional_grads;
   for (const Tensor& g : grads) optional_grads.push_back(some(g));
   NamedArguments arguments{{"params", arena.stepped_params()},
@@ -196,9 +190,9 @@ void Core::step_values(size_t group, const Arena& arena, const std::vector<Tenso
                            {"step", arena.step},
                            {"lr", o.get_lr()},
                            {"maximize", Access::maximize(o)},
-                           {"grad_scale", number_on(arena.kind.device, grad_scale_)},
-                           {"clip_coef", number_on(arena.kind.device, clip_coef)},
-                           {"found_inf", number_on(arena.kind.device, found_inf_)},
+                           {"grad_scale", number(grad_scale_)},
+                           {"clip_coef", number(clip_coef)},
+                           {"found_inf", number(found_inf_)},
                            {"accumulated", some(accumulated)},
                            {"stochastic_rounding", Access::weights(o) == "stochastic"},
                            {"seed", Access::seed(o)},

@@ -88,6 +88,11 @@ struct Core : std::enable_shared_from_this<Core> {
   /// hooks, because they free grad() during backward.
   void watch(const std::vector<Tensor>& params);
   void on_gradient(const Tensor& param);
+  /// Returns whether any parameter has a gradient, or an accumulated one.
+  bool has_gradients() const;
+  /// Raises if there are accumulated gradients, which GradScaler::unscale_ has not divided. `what` is the
+  /// function that needs divided gradients.
+  void expect_no_sums(const char* what) const;
   /// Drops arenas, accumulated gradients and unfinished steps, which belong to the old state. Called when a
   /// saved state is loaded.
   void forget();

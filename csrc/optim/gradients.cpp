@@ -35,6 +35,19 @@ bool Core::has_gradient(const Tensor& param) const {
   return param.grad().defined() || is_pending(param) || collected_.count(param.unsafeGetTensorImpl()) > 0;
 }
 
+bool Core::has_gradients() const {
+  const auto& groups = optimizer->param_groups();
+  return std::any_of(groups.begin(), groups.end(), [&](const auto& group) {
+    return std::any_of(group.params().begin(), group.params().end(),
+                       [&](const Tensor& p) { return has_gradient(p); });
+  });
+}
+
+void Core::expect_no_sums(const char* what) const {
+  expect(pending_.empty(), name(), what, "no gradients of accumulate(), which unscale_ does not divide",
+         "some. Clip with set_max_grad_norm, and call GradScaler::step without unscale_.");
+}
+
 bool Core::any_pending(const Arena& arena) const {
   return std::any_of(arena.params.begin(), arena.params.end(),
                      [&](const Tensor& p) { return is_pending(p); });
@@ -173,8 +186,10 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
   const auto received = [](const Tensor& t) {
     return t.defined() ? c10::str(t.scalar_type(), " of shape ", t.sizes()) : std::string("none");
   };
-  expect(scale.defined() && is_number(scale), name(), "grad_scale", "one fp32 number", received(scale));
+  expect(scale.defined() ? is_number(scale) : skip.defined(), name(), "grad_scale", "one fp32 number",
+         received(scale));
   expect(!skip.defined() || is_number(skip), name(), "found_inf", "one fp32 number, or none", received(skip));
+  if (!scale.defined()) expect_no_sums("scaled_step");
   expect(!step_in_backward, name(), "scaled_step",
          "an optimizer without step_in_backward, which steps before all gradients are known to be finite",
          "one with it");

@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/serialize/archive.h>
 
+#include "optim/scaled.h"
+
 namespace shoestring::optim {
 
 using at::Tensor;
@@ -23,6 +25,7 @@ SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
 void SAM::first_step() {
   expect_whole("first_step");
   torch::NoGradGuard no_grad;
+  finite_ = Tensor();
   // ups: directions in which first_step() moves the weights w with gradient g. For SAM they are g. For ASAM
   // they are w^2 * g; here one factor w is applied, and the other one after the norm is known.
   std::vector<Tensor> ups, norms;
@@ -40,13 +43,14 @@ void SAM::first_step() {
   if (norms.empty()) return;
   for (auto& norm : norms) norm = norm.to(norms[0].options());
   const Tensor norm = at::linalg_vector_norm(at::stack(norms));
-  const Tensor factor = options_.rho() / (norm + 1e-12), finite = norm.isfinite();
+  const Tensor factor = options_.rho() / (norm + 1e-12);
+  finite_ = norm.isfinite();
   for (size_t i = 0; i < ups.size(); ++i) {
     const Tensor& p = weights_[i].first;
     Tensor up = ups[i] * factor.to(ups[i].options());
     if (options_.adaptive()) up = up * p;
     // If the norm is not finite, some gradient may contain inf or NaN. The weights then do not move.
-    p.copy_(p + at::where(finite.to(p.device()), up, at::zeros({}, up.options())));
+    p.copy_(p + at::where(finite_.to(p.device()), up, at::zeros({}, up.options())));
   }
 }
 
@@ -56,15 +60,26 @@ void SAM::go_back() {
   up_ = false;
 }
 
-void SAM::second_step() {
-  TORCH_CHECK(up_, "shoestring::optim::SAM: second_step: expected first_step() before, received none");
+// Restores the weights before the base optimizer's step.
+void SAM::descend(const char* what) {
+  TORCH_CHECK(up_, "shoestring::optim::SAM: ", what, ": expected first_step() before, received none");
   torch::NoGradGuard no_grad;
   go_back();
   // Learning rate schedulers change the options of SAM, so SAM copies its options to the base optimizer.
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     base_->param_groups()[g].set_options(std::as_const(param_groups_[g]).options().clone());
   }
+}
+
+void SAM::second_step() {
+  descend("second_step");
   base_->step();
+}
+
+Tensor SAM::scaled_step(const Tensor& grad_scale, const Tensor& found_inf) {
+  descend("scaled_step");
+  const Tensor first = finite_.defined() ? finite_.logical_not().to(at::kFloat) : finite_;
+  return detail::scaled_step(*base_, grad_scale, detail::either(found_inf, first));
 }
 
 Tensor SAM::step(LossClosure closure) {

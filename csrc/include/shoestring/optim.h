@@ -2,5 +2,6 @@
 
 // Includes the headers of all optimizers.
 
+#include <shoestring/optim/grad_scaler.h>
 #include <shoestring/optim/rules.h>
 #include <shoestring/optim_wrappers.h>

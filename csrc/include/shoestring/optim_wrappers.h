@@ -184,6 +184,11 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
 
   void first_step();
   void second_step();
+  /// Runs second_step() with gradients of a loss that was multiplied by grad_scale; see
+  /// LowMemoryOptimizer::scaled_step. The base optimizer's step is also skipped if the first half's gradients
+  /// were not finite. A base optimizer that has no scaled_step gets divided gradients in grad(), and the host
+  /// waits to know whether they are finite. GradScaler::step calls this function.
+  at::Tensor scaled_step(const at::Tensor& grad_scale, const at::Tensor& found_inf = {});
   /// Runs both halves of a SAM step. The closure computes the loss and its gradients, and is called twice;
   /// gradients are cleared between the two calls. Returns the loss of the first call. Without a closure, runs
   /// second_step().
@@ -199,6 +204,7 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
 
  private:
   void go_back();
+  void descend(const char* what);
   void expect_whole(const char* what) const;
 
   std::unique_ptr<torch::optim::Optimizer> base_;
@@ -207,6 +213,8 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
   bool up_ = false;
   // Between first_step() and second_step(): each parameter that has moved, and its original value.
   std::vector<std::pair<at::Tensor, at::Tensor>> weights_;
+  // Whether the gradients of the last first_step() were finite, as bool. Undefined if there were none.
+  at::Tensor finite_;
 };
 
 }  // namespace shoestring::optim

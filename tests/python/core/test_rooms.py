@@ -57,6 +57,7 @@ HEADERS = {
     "nn/attention.h": "blocks",
     "nn/gated_mlp.h": "blocks",
     "optim/base.h": "optim",
+    "optim/grad_scaler.h": "optim",
     "optim/low_rank.h": "optim",
     "optim/rules.h": "optim",
     "optim_wrappers.h": "optim",

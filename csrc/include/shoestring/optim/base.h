@@ -143,13 +143,11 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// if found_inf is given and not zero. A skipped step changes nothing, except that it drops the accumulated
   /// gradients.
   ///
-  /// Returns 1 if the step was skipped and 0 otherwise, as fp32 on the gradients' device, without a
-  /// synchronisation. The code below does the work of torch.amp.GradScaler:
+  /// An undefined grad_scale means that the gradients are divided already. found_inf is then required, and
+  /// the step does not look for gradients that are not finite.
   ///
-  ///     at::Tensor scale = at::full({}, 65536.0, device);
-  ///     at::Tensor tracker = at::zeros({}, scale.options().dtype(at::kInt));
-  ///     (loss * scale).backward();
-  ///     at::_amp_update_scale_(scale, tracker, optimizer.scaled_step(scale), 2.0, 0.5, 2000);
+  /// Returns 1 if the step was skipped and 0 otherwise, as fp32 on the gradients' device, without a
+  /// synchronisation. GradScaler calls this function and adjusts the scale.
   ///
   /// Cannot be combined with set_step_in_backward.
   at::Tensor scaled_step(const at::Tensor& grad_scale, const at::Tensor& found_inf = {});

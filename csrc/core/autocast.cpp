@@ -1,4 +1,4 @@
-#include <algorithm>
+#include <string>
 
 #include <ATen/autocast_mode.h>
 

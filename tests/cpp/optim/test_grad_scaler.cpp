@@ -408,7 +408,9 @@ TEST_CASE("update takes a new scale", "[grad_scaler]") {
   CHECK(scaler.get_scale() == 64);
   CHECK(growth_tracker(scaler) == 1);
   scaler.step(opt);
+  const auto saved = scaler.state();
   scaler.update(32.0);  // allows the next step
+  CHECK(saved["scale"].item<double>() == 64);
   CHECK(scaler.scale(at::full({}, 2.0)).item<double>() == 64);
   scaler.step(opt);
   for (const double bad : {0.0, -1.0, kInf, std::nan(""), 1e60}) {

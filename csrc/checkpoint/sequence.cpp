@@ -79,7 +79,9 @@ class GradientsAside {
     seen_.clear();
   }
   ~GradientsAside() {
-    for (auto& [leaf, grad] : before_) leaf.mutable_grad() = grad;
+    // A weight of two functions, such as an embedding that is also the output matrix, was added twice. Its
+    // first entry has the gradient from before, so that entry is restored last.
+    for (auto it = before_.rbegin(); it != before_.rend(); ++it) it->first.mutable_grad() = it->second;
   }
 
  private:

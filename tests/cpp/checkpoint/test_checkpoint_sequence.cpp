@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/modules/linear.h>
 
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <shoestring/checkpoint.h>
 #include <shoestring/checkpoint_sequence.h>
@@ -68,6 +69,16 @@ TEST_CASE("a sequence keeps to its budget, with the gradients that it has withou
   // number generator.
   shoestring::plan_sequential(layers.functions, x, int64_t{1} << 40);
   CHECK(at::equal(next, torch::randn({2})));
+}
+
+TEST_CASE("a plan leaves the gradients of a weight that two functions share", "[checkpoint]") {
+  const Tensor weight = torch::randn({8, 8}).requires_grad_(), x = torch::randn({4, 8});
+  const auto product = [weight](const Tensor& x) { return x.matmul(weight); };
+  shoestring::plan_sequential({product, product}, x, int64_t{1} << 40);
+  CHECK(!weight.grad().defined());
+  weight.mutable_grad() = at::ones_like(weight);
+  shoestring::plan_sequential({product, product}, x, int64_t{1} << 40);
+  CHECK(at::equal(weight.grad(), at::ones_like(weight)));
 }
 
 TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are, with the same gradients",

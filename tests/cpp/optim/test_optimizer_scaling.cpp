@@ -87,10 +87,29 @@ TEST_CASE("a gradient that is not finite skips the step for all parameters, and 
         // A nonzero found_inf of the caller skips the step, although all gradients are finite.
         CHECK(opt->scaled_step(number(kScale), number(1)).item<float>() == 1);
         CHECK(equal(everything(*opt, params), before));
+        // The same without a scale: the step then looks at found_inf alone.
+        CHECK(opt->scaled_step({}, number(1)).item<float>() == 1);
+        CHECK(equal(everything(*opt, params), before));
         CHECK(opt->scaled_step(number(kScale), at::zeros({1})).item<float>() == 0);
         CHECK(!equal(everything(*opt, params), before));
       }
     }
+  }
+}
+
+TEST_CASE("a step with a flag and no scale is the step", "[optim]") {
+  for (const RuleCase& rule : rule_cases()) {
+    CAPTURE(rule.name);
+    const auto ours = matrices(), theirs = matrices();
+    const auto opt = rule.make(two_groups(ours), "8bit", "plain");
+    const auto other = rule.make(two_groups(theirs), "8bit", "plain");
+    for (int step = 0; step < 3; ++step) {
+      new_gradients(ours, step);
+      new_gradients(theirs, step);
+      CHECK(opt->scaled_step({}, number(0)).item<float>() == 0);
+      other->step();
+    }
+    CHECK(equal(everything(*opt, ours), everything(*other, theirs)));
   }
 }
 

@@ -35,6 +35,7 @@ struct Slot {
   QuantizedLinearImpl* layer = nullptr;  // the layer that holds the quantised weight, or null
 
   std::string prefix() const { return name.substr(0, name.size() - std::string("weight").size()); }
+  at::Device device() const { return layer != nullptr ? layer->packed.device() : tensor.device(); }
   std::string layer_name() const { return prefix().empty() ? "" : prefix().substr(0, prefix().size() - 1); }
   // Returns the address of the tensor or layer. Two names that share one tensor have the same address.
   const void* identity() const {
@@ -77,6 +78,7 @@ struct Step {
   bool quantize = false;
   // dtype of the loaded tensor, or of the dense weight before quantisation
   at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;  // device of the loaded tensor
 };
 
 class Plan {
@@ -119,7 +121,7 @@ class Plan {
   bool add(const std::vector<Slot>& names) {
     bool found = false;
     for (const Slot& slot : names) {
-      Step step{slot, {}, false, at::kFloat};
+      Step step{slot, {}, false, at::kFloat, options_.device().value_or(slot.device())};
       if (slot.linear != nullptr || slot.layer != nullptr) {
         step.keys = find_quantized(files_, slot.prefix(), slot.shape()[0], slot.shape()[1]);
       }
@@ -168,7 +170,10 @@ class Plan {
 };
 
 void load_quantized(const files::SafetensorsFiles& files, const Step& step) {
-  const auto parts = read_quantized(files, step.slot.prefix(), *step.keys);
+  auto parts = read_quantized(files, step.slot.prefix(), *step.keys);
+  for (Tensor* part : {&parts.bytes, &parts.scales, &parts.second}) {
+    if (part->defined()) *part = part->to(step.device);
+  }
   if (step.slot.linear != nullptr) {
     step.slot.linear->set_quantized(parts.bytes, parts.scales, parts.second, step.keys->options, step.dtype);
   } else {
@@ -182,6 +187,7 @@ void quantize_dense(const files::SafetensorsFiles& files, const Step& step, cons
   const auto& entry = files.entry(step.slot.name);
   Tensor dense = scratch.narrow(0, 0, entry.end - entry.begin).view(entry.dtype).view(entry.shape);
   files.file(step.slot.name).load_into(step.slot.name, dense);
+  dense = dense.to(step.device);
   if (entry.dtype == at::kDouble) dense = dense.to(at::kFloat);
   if (step.slot.layer != nullptr) {
     step.slot.layer->set_weight(dense);
@@ -197,10 +203,10 @@ void quantize_dense(const files::SafetensorsFiles& files, const Step& step, cons
 void load_dense(const files::SafetensorsFiles& files, const Step& step) {
   const auto& name = step.slot.name;
   Tensor tensor = step.slot.tensor;
-  const bool in_place =
-      tensor.is_contiguous() && tensor.scalar_type() == step.dtype && files.entry(name).dtype == step.dtype;
+  const bool in_place = tensor.is_contiguous() && tensor.device() == step.device &&
+                        tensor.scalar_type() == step.dtype && files.entry(name).dtype == step.dtype;
   if (in_place) return files.file(name).load_into(name, tensor);
-  tensor.set_data(files.file(name).load(name).to(tensor.options().dtype(step.dtype)));
+  tensor.set_data(files.file(name).load(name).to(tensor.options().dtype(step.dtype).device(step.device)));
 }
 
 constexpr const char* kShard = "model-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors";

@@ -25,14 +25,18 @@ struct LoadOptions {
   TORCH_ARG(std::vector<std::string>, skip) = {};
   /// The dtype of the floating-point tensors that stay dense. The default is the dtype in the file.
   TORCH_ARG(std::optional<at::ScalarType>, dtype) = std::nullopt;
+  /// The device on which all loaded tensors are, whatever their device was before. Without a device, each
+  /// tensor stays on its own.
+  TORCH_ARG(std::optional<at::Device>, device) = std::nullopt;
   /// Tensors that the files may contain although the module does not: full names, or the last components of a
   /// name.
   TORCH_ARG(std::vector<std::string>, ignore) = {};
 };
 
 /// Loads a module's parameters and buffers by name from a safetensors file or a Hugging Face model directory,
-/// sharded or not. Tensors are read one at a time (not memory-mapped) and quantised as they are read. If the
-/// module holds placeholders, the process therefore never holds the dense model. Tied parameters have two
+/// sharded or not. Tensors are read one at a time (not memory-mapped), copied to their device and quantised
+/// there. If the module holds placeholders, neither the host nor the device therefore ever holds the dense
+/// model, and with LoadOptions::device the host holds one tensor at a time. Tied parameters have two
 /// names; one of the names is enough in the files. All names and shapes are checked against the file headers
 /// first. A missing, unexpected or misshapen tensor raises an error and leaves the module unchanged.
 SHOESTRING_API void load_model(torch::nn::Module& module, const std::string& path,

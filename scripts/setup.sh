@@ -10,6 +10,7 @@ venv=$1 torch=${2:-}
 missing=()
 [ -e /usr/include/nlohmann/json.hpp ] || [ -n "${NLOHMANN_JSON_INCLUDE_DIR:-}" ] || missing+=(nlohmann-json3-dev)
 { [ -e /usr/include/catch2/catch.hpp ] || [ -e /usr/include/catch2/catch_all.hpp ]; } || missing+=(catch2)
+[ -e /usr/include/CLI/CLI.hpp ] || [ -n "${CLI11_INCLUDE_DIR:-}" ] || missing+=(libcli11-dev)
 [ -e /usr/include/liburing.h ] || missing+=(liburing-dev)
 [ -e /usr/include/pcre2.h ] || missing+=(libpcre2-dev)
 command -v g++ >/dev/null || missing+=(g++)

@@ -156,7 +156,9 @@ def memory_cpp(
             "--json",
             report,
         ]
-        command += ["--steps", 3, "--seq-len", tokens, "--rank", RANK, "--threads", options.threads]
+        command += ["--steps", 3, "--batch-size", 1, "--seq-len", tokens, "--rank", RANK]
+        command += ["--precision", "bf16", "--activations", "recompute", "--device", "cpu"]
+        command += ["--workspace-mb", options.workspace_mb, "--threads", options.threads]
         words = [str(word) for word in command]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=_environment(options))
         found = json.loads(report.read_text())

@@ -31,7 +31,7 @@
 #include <shoestring/safetensors.h>
 
 #include "common/data.h"
-#include "common/flags.h"
+#include "common/input_error.h"
 #include "finetune/config.h"
 #include "mutate.h"
 

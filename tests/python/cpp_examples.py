@@ -21,18 +21,18 @@ def build_example(name: str) -> Path:
 
     The build folder is kept, so that a second run rebuilds only what changed.
     """
-    build = BUILD / name
-    configure = ["cmake", "-S", REPOSITORY / "examples/cpp" / name, "-B", build, "-DCMAKE_BUILD_TYPE=Release",
+    build = BUILD / "examples"
+    configure = ["cmake", "-S", REPOSITORY / "examples/cpp", "-B", build, "-DCMAKE_BUILD_TYPE=Release",
                  # The example is compiled without optimisation, because it spends its time in PyTorch and
                  # shoestring.
                  "-DCMAKE_CXX_FLAGS_RELEASE=-O0", "-DCMAKE_UNITY_BUILD=ON",
                  f"-DCMAKE_PREFIX_PATH={shoestring.cmake_prefix_path}", f"-DTorch_ROOT={Path(torch.__file__).parent}"]  # fmt: skip
     if shutil.which("ccache"):
         configure.append("-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
-    for command in (configure, ["cmake", "--build", build, "--parallel", "2"]):
+    for command in (configure, ["cmake", "--build", build, "--target", name, "--parallel", "2"]):
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert done.returncode == 0, done.stdout
-    return build / name
+    return build / name / name
 
 
 def learnable_tokens(count: int, vocab_size: int) -> np.ndarray:

@@ -13,7 +13,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "flags.h"
+#include "input_error.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <sstream>
 #include <utility>
 
-#include "flags.h"
+#include "input_error.h"
 
 namespace {
 

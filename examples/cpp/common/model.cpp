@@ -9,7 +9,6 @@
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <c10/util/StringUtil.h>
-#include <shoestring/checkpoint.h>
 #include <shoestring/model_files.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
@@ -23,7 +22,9 @@ constexpr double kInitStd = 0.02;
 shoestring::nn::Linear linear(const LlamaConfig& config, int64_t in, int64_t out) {
   shoestring::nn::Linear layer(
       shoestring::nn::LinearOptions(in, out).bias(false).placeholder(config.placeholders));
-  if (!config.placeholders) torch::nn::init::normal_(layer->weight, 0, kInitStd);
+  if (config.placeholders) return layer;
+  torch::nn::init::normal_(layer->weight, 0, kInitStd);
+  layer->to(config.device, config.dtype);
   return layer;
 }
 
@@ -31,13 +32,13 @@ shoestring::nn::Linear linear(const LlamaConfig& config, int64_t in, int64_t out
 Tensor vocabulary(const LlamaConfig& config) {
   const std::vector<int64_t> shape{config.vocab_size, config.hidden};
   if (config.placeholders) return shoestring::placeholder(shape);
-  return torch::nn::init::normal_(torch::empty(shape), 0, kInitStd);
+  return torch::nn::init::normal_(torch::empty(shape), 0, kInitStd).to(config.device, config.dtype);
 }
 
-Rotary rotary(const LlamaConfig& config, int64_t tokens) {
-  const Tensor exponent = at::arange(0, config.head_dim, 2, at::kFloat) / config.head_dim;
-  const Tensor angle =
-      at::outer(at::arange(tokens, at::kFloat), at::pow(config.rope_theta, exponent).reciprocal());
+Rotary rotary(const LlamaConfig& config, int64_t tokens, at::Device device) {
+  const auto type = at::device(device).dtype(at::kFloat);
+  const Tensor exponent = at::arange(0, config.head_dim, 2, type) / config.head_dim;
+  const Tensor angle = at::outer(at::arange(tokens, type), at::pow(config.rope_theta, exponent).reciprocal());
   const Tensor both = at::cat({angle, angle}, -1);
   return {both.cos(), both.sin()};
 }
@@ -52,8 +53,10 @@ Tensor rotate(const Tensor& x, const Rotary& rotary) {
 }  // namespace
 
 RMSNormImpl::RMSNormImpl(const LlamaConfig& config)
-    : weight(register_parameter("weight", config.placeholders ? shoestring::placeholder({config.hidden})
-                                                              : torch::ones({config.hidden}))),
+    : weight(register_parameter(
+          "weight", config.placeholders
+                        ? shoestring::placeholder({config.hidden})
+                        : torch::ones({config.hidden}, at::device(config.device).dtype(config.dtype)))),
       eps(config.rms_norm_eps) {}
 
 Tensor RMSNormImpl::forward(const Tensor& x) { return at::rms_norm(x, weight.sizes(), weight, eps); }
@@ -69,17 +72,21 @@ AttentionImpl::AttentionImpl(const LlamaConfig& config)
 
 Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const int64_t rows = x.size(0), tokens = x.size(1);
-  // Reshapes (rows, tokens, heads * head_dim) to (rows, heads, tokens, head_dim) and converts to fp32. Many
-  // CPUs are slow at bf16 matrix products, and the tensors of one layer's heads are small.
-  const auto heads = [&](const Tensor& t) {
-    return t.to(at::kFloat).view({rows, tokens, -1, head_dim}).transpose(1, 2);
-  };
   const auto projected = shoestring::nn::forward_together(x, {q_proj, k_proj, v_proj});
-  const Tensor q = rotate(heads(projected[0]), rotary), k = rotate(heads(projected[1]), rotary),
-               v = heads(projected[2]);
-  const Tensor out =
-      at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
-  return o_proj(out.transpose(1, 2).reshape({rows, tokens, -1}).to(x.scalar_type()));
+  // Many CPUs are slow at bf16 matrix products, and the tensors of one layer's heads are small. So the CPU
+  // computes attention in fp32.
+  const auto type = x.is_cpu() ? at::kFloat : projected[0].scalar_type();
+  // Reshapes (rows, tokens, heads * head_dim) to (rows, heads, tokens, head_dim).
+  const auto heads = [&](const Tensor& t) {
+    return t.to(type).view({rows, tokens, -1, head_dim}).transpose(1, 2);
+  };
+  const Tensor q = rotate(heads(projected[0]), rotary).to(type),
+               k = rotate(heads(projected[1]), rotary).to(type), v = heads(projected[2]);
+  const auto attend = [&] {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
+  };
+  return o_proj(attend().transpose(1, 2).reshape({rows, tokens, -1}).to(x.scalar_type()));
 }
 
 MlpImpl::MlpImpl(const LlamaConfig& config) {
@@ -118,7 +125,7 @@ DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {
 }
 
 std::vector<shoestring::BlockFunction> DecoderImpl::functions(int64_t tokens) {
-  const Rotary angles = rotary(config, tokens);
+  const Rotary angles = rotary(config, tokens, embed_tokens->weight.device());
   std::vector<shoestring::BlockFunction> all;
   all.emplace_back([embed = embed_tokens](const Tensor& tokens) mutable { return embed(tokens); });
   for (auto& layer : layers)
@@ -128,12 +135,8 @@ std::vector<shoestring::BlockFunction> DecoderImpl::functions(int64_t tokens) {
 }
 
 Tensor DecoderImpl::forward(const Tensor& tokens) {
-  const auto steps = functions(tokens.size(1));
   Tensor x = tokens;
-  for (size_t i = 0; i < steps.size(); ++i) {
-    const bool is_layer = i > 0 && i + 1 < steps.size();
-    x = recompute_layers && is_layer ? shoestring::checkpoint(steps[i], x) : steps[i](x);
-  }
+  for (const auto& function : functions(tokens.size(1))) x = function(x);
   return x;
 }
 
@@ -156,5 +159,6 @@ std::string LlamaConfig::json() const {
       ",\n  \"rope_theta\": ", rope_theta,
       ",\n  \"hidden_act\": \"silu\",\n  \"tie_word_embeddings\": ", tied ? "true" : "false",
       ",\n  \"bos_token_id\": null,\n  "
-      "\"eos_token_id\": null,\n  \"dtype\": \"float32\"\n}\n");
+      "\"eos_token_id\": null,\n  \"dtype\": \"",
+      dtype == at::kFloat ? "float32" : "bfloat16", "\"\n}\n");
 }

@@ -19,6 +19,10 @@ struct LlamaConfig {
   /// Whether weights start as placeholders, without memory and values. shoestring::load_model then allocates
   /// and fills the weights.
   bool placeholders = false;
+  /// Device and dtype of weights that are no placeholders. Initial values are drawn on the host, one tensor
+  /// at a time, and copied to the device. So they do not depend on the device.
+  at::Device device = at::kCPU;
+  at::ScalarType dtype = at::kFloat;
 
   /// Returns the text of a config.json in Hugging Face's format that describes this model.
   std::string json() const;
@@ -76,8 +80,6 @@ struct DecoderImpl : torch::nn::Module {
   LlamaConfig config;
   torch::nn::Embedding embed_tokens = nullptr;
   std::vector<DecoderLayer> layers;
-  // Whether autograd stores only the layers' inputs, and backward computes the layers a second time.
-  bool recompute_layers = false;
   RMSNorm norm = nullptr;
 };
 TORCH_MODULE(Decoder);

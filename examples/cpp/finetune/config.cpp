@@ -5,7 +5,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "flags.h"
+#include "input_error.h"
 
 namespace {
 

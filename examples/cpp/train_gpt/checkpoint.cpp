@@ -17,7 +17,7 @@
 #include <memory>
 #include <vector>
 
-#include "flags.h"
+#include "input_error.h"
 
 // std::filesystem is not used: LibTorch exports the std::filesystem functions of an older standard library,
 // and a program that calls these functions crashes.
@@ -123,7 +123,7 @@ std::string checksum(const shoestring::Metadata& metadata, std::vector<std::stri
     hash.add(name);
     hash.add(c10::toString(tensor.scalar_type()));
     hash.add(tensor.sizes().data(), tensor.dim() * sizeof(int64_t));
-    const Tensor bytes = tensor.detach().contiguous();
+    const Tensor bytes = tensor.detach().cpu().contiguous();
     hash.add(bytes.const_data_ptr(), bytes.nbytes());
   }
   return std::to_string(hash.value());
@@ -164,12 +164,13 @@ void remove_unfinished(const std::string& folder) {
 }
 
 void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::Module& model,
-                     torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint) {
+                     const Optimizers& optimizers, const Fingerprint& fingerprint) {
   shoestring::TensorDict tensors;
   for (const auto& item : model.named_parameters()) {
     tensors.insert("model." + item.key(), item.value());
-    const auto found = optimizer.state().find(item.value().unsafeGetTensorImpl());
-    if (found == optimizer.state().end()) continue;
+    const auto& state = optimizers.of(item.value()).state();
+    const auto found = state.find(item.value().unsafeGetTensorImpl());
+    if (found == state.end()) continue;
     for (const auto& [name, tensor] : named_state(*found->second)) {
       tensors.insert("optimizer." + item.key() + "." + name, tensor);
     }
@@ -188,8 +189,7 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
 }
 
 int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model,
-                        torch::optim::Optimizer& optimizer, const Fingerprint& fingerprint) {
-  const bool ours = dynamic_cast<shoestring::optim::AdamW*>(&optimizer) != nullptr;
+                        const Optimizers& optimizers, const Fingerprint& fingerprint) {
   std::string refused;
   for (int64_t step : checkpoints(folder)) {
     const std::string path = path_of(folder, step);
@@ -208,6 +208,8 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
       const std::string prefix = "optimizer." + item.key() + ".";
       // A parameter that has had no gradient yet has no optimizer state.
       if (!file->contains(prefix + "step")) continue;
+      torch::optim::Optimizer& optimizer = optimizers.of(item.value());
+      const bool ours = dynamic_cast<shoestring::optim::LowMemoryOptimizer*>(&optimizer) != nullptr;
       optimizer.state()[item.value().unsafeGetTensorImpl()] = load_state(*file, prefix, ours);
     }
     if (!refused.empty())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoestring
+from cli_helpers import TINY, TUNE, losses, succeed, text
 from cpp_examples import ENVIRONMENT, REPOSITORY, build_example, learnable_tokens, token_file
 from shoestring.nn import QuantizedLinear
 
@@ -43,7 +44,7 @@ TRAIN = [
     "8",
     "--rank",
     "8",
-    "--dtype",
+    "--precision",
     "fp32",
 ]
 
@@ -119,7 +120,7 @@ def test_computes_what_transformers_does(
     program: Path, models: dict[str, Path], data: Path, kind: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "none"
-    done = finetune(program, models[kind], data, out, "--steps", "0", "--quantize", "none", "--dtype", "fp32")
+    done = finetune(program, models[kind], data, out, "--steps", "0", "--quantize", "none")
     figures, logits, tokens = results(done, out)
     reference = LlamaForCausalLM.from_pretrained(models[kind], dtype=torch.float32)
     assert figures["validation_loss"] == pytest.approx(loss(reference), abs=1e-5)
@@ -139,7 +140,7 @@ def test_peft_loads_the_adapter(
     from peft import PeftModel
 
     out = tmp_path / "adapter"
-    options = [*TRAIN, "--targets", targets, "--lr-ratio", "4"] if targets else TRAIN
+    options = [*TRAIN, "--target-modules", targets, "--lr-ratio", "4"] if targets else TRAIN
     figures, logits, tokens = results(finetune(program, models[kind], data, out, *options), out)
     assert len(figures["losses"]) == 30
     assert figures["validation_loss"] < 0.95 * figures["validation_loss_before"]
@@ -158,7 +159,11 @@ def test_recomputed_layers_train_the_same(
     program: Path, models: dict[str, Path], data: Path, tmp_path: Path
 ) -> None:
     runs = []
-    for name, options in (("recomputed", []), ("kept", ["--no-recompute", "--keep-memory"])):
+    for name, options in (
+        ("kept", []),
+        ("recomputed", ["--activations", "recompute", "--keep-memory"]),
+        ("offloaded", ["--activations", "offload", "--log-every", "7"]),
+    ):
         out = tmp_path / name
         results(finetune(program, models["plain"], data, out, *TRAIN, *options), out)
         runs.append(
@@ -167,8 +172,9 @@ def test_recomputed_layers_train_the_same(
                 load_file(out / "adapter_model.safetensors"),
             )
         )
-    assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(tensor, runs[1][1][name]) for name, tensor in runs[0][1].items())
+    for curve, adapter in runs[1:]:
+        assert runs[0][0] == curve
+        assert all(torch.equal(tensor, adapter[name]) for name, tensor in runs[0][1].items())
 
 
 def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
@@ -180,7 +186,7 @@ def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Pa
         ["--quantize", "fp4", "--block-size", "32", "--no-nested"],
     ):
         out = tmp_path / options[1]
-        done = finetune(program, models["plain"], data, out, "--steps", "3", *options)
+        done = finetune(program, models["plain"], data, out, "--steps", "3", "--precision", "bf16", *options)
         figures, _, _ = results(done, out)
         assert figures["validation_loss_before"] == pytest.approx(
             expected, rel=0.05 if "fp4" in options else 0.01
@@ -204,7 +210,7 @@ def test_a_checkpoint_of_bitsandbytes(
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: t.contiguous() for name, t in model.state_dict().items()}, folder / "model.safetensors")
     out = tmp_path / "out"
-    done = finetune(program, folder, data, out, "--steps", "0", "--quantize", "int8", "--dtype", "fp32")
+    done = finetune(program, folder, data, out, "--steps", "0", "--quantize", "int8")
     figures, _, _ = results(done, out)
     assert figures["validation_loss"] == pytest.approx(
         loss(dequantised(models["plain"], block_size=128, nested=True)), abs=1e-5
@@ -224,6 +230,52 @@ def test_the_dense_model_never_exists(program: Path, data: Path, tmp_path: Path)
     # fp32 size while it is loaded. The pages of code that has run take about 13 MB.
     assert figures["loaded_bytes"] - figures["libtorch_bytes"] < 0.4 * dense
     assert figures["loaded_bytes"] <= figures["peak_bytes"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train a tiny model for one step; return a folder with ``text.txt`` and ``base/model``."""
+    folder = tmp_path_factory.mktemp("base")
+    # With so little text, both programs hold out one block of tokens.
+    (folder / "text.txt").write_text(text(100))
+    succeed("train", "--data", folder / "text.txt", "--out", folder / "base", *TINY, "--steps", "1")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--quantize", "none", "--accumulate", "2"],
+        ["--quantize", "none", "--schedule", "wsd", "--optimizer-state", "fp32"],
+        ["--quantize", "none", "--schedule", "linear", "--weight-decay", "0.1"],
+        ["--quantize", "nf4", "--schedule", "constant", "--target-modules", "q_proj,down_proj"],
+    ],
+)
+def test_trains_what_the_command_line_does(
+    program: Path, base: Path, tmp_path: Path, options: list[str]
+) -> None:
+    """The program and `shoestring finetune` compute equal losses, with the same options and data."""
+    shared = [*TUNE, "--steps", "8", "--lr", "1e-2", "--seed", "3", *options]
+    model, run = base / "base" / "model", tmp_path / "python"
+    succeed("finetune", "--model", model, "--data", base / "text.txt", "--out", run, *shared)
+    out = tmp_path / "cpp"
+    own = ["--no-nested", "--json", str(tmp_path / "cpp.json")]
+    command = [program, "--model", model, "--data", run / "tokens.bin", "--out", out, *shared, *own]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    found, expected = (
+        json.loads((tmp_path / "cpp.json").read_text())["losses"],
+        [row[0] for row in losses(run)],
+    )
+    assert found == pytest.approx(expected, rel=2e-4)
+    assert (
+        max(expected) - min(expected) > 0.05
+    )  # the weights have moved, so the losses test the steps as well
+    name = "adapter_model.safetensors"
+    adapter, reference = load_file(out / name), load_file(run / "adapter" / name)
+    assert adapter.keys() == reference.keys()
+    for key, tensor in reference.items():
+        assert (adapter[key] - tensor).norm() <= 2e-2 * tensor.norm(), key
 
 
 def changed_config(**changes: Any) -> Callable[[Path], object]:
@@ -261,7 +313,7 @@ def without(name: str) -> Callable[[Path], object]:
         (changed_config(num_hidden_layers=4), "\"model.layers.3.self_attn.q_proj.weight\": expected a tensor of shape [64, 64], received none; 8 more"),
         (changed_config(num_hidden_layers=2), "\"model.layers.2."),
         (changed_config(intermediate_size=64), "expected shape [64, 64] of fp32, bf16, fp16 or fp64, received [96, 64] of Float"),
-        (changed_config(vocab_size=500), "expected a vocabulary of at most the model's 500, received 512"),
+        (changed_config(vocab_size=500), "expected a vocabulary of at most the model's 500, got 512"),
         (without("model.norm.weight"), "\"model.norm.weight\": expected a tensor of shape [64], received none"),
     ],
 )  # fmt: skip
@@ -285,7 +337,7 @@ def test_bad_models(
 
 def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
     assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("finetune: error: ") and done.stderr.count("\n") == 1, done.stderr
     assert part in done.stderr
 
 
@@ -293,12 +345,24 @@ def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
     ("options", "part"),
     [
         (["--size", "1"], "'--size' is no option"),
-        (["--rank", "0"], "--rank: expected a whole number, at least 1, received '0'"),
-        (["--quantize", "nf5"], "--quantize: expected one of nf4, fp4, int4, int8, none, received 'nf5'"),
-        (["--block-size", "48"], "block_size: expected a power of two"),
-        (["--dtype", "fp8"], "--dtype: expected one of bf16, fp32, received 'fp8'"),
+        (["--rank", "0"], "--rank: expected a whole number from 1 to 16384, got 0"),
+        (["--quantize", "nf5"], "--quantize: expected nf4 | fp4 | int4 | int8 | none, got nf5"),
         (
-            ["--targets", "w1"],
+            ["--keep-memory", "--step-in-backward"],
+            "--keep-memory: expected no --step-in-backward, received both",
+        ),
+        (["--target-modules", ","], "--target-modules: expected all-linear, or names separated by commas"),
+        (
+            ["--init", "loftq", "--quantize", "none"],
+            "--init loftq: expected quantised weights, got --quantize none",
+        ),
+        (["--block-size", "48"], "block_size: expected a power of two"),
+        (
+            ["--device", "cuda:0"],
+            "--device: expected a device of this machine, which LibTorch finds to be cpu; got cuda:0",
+        ),
+        (
+            ["--target-modules", "w1"],
             "target_modules: expected names of modules, received 'w1', which matches nothing; the module has ",
         ),
         (["--data", "/none"], "--data /none: cannot open"),

@@ -47,7 +47,8 @@ def train(
     program: Path, data: Path, out: Path, *options: str, **kwargs: object
 ) -> subprocess.CompletedProcess[str]:
     command = [program, "--data", data, "--out", out, *SMALL, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT, **kwargs)
+    settings = {"timeout": 120, "env": ENVIRONMENT} | kwargs
+    return subprocess.run(command, capture_output=True, text=True, **settings)
 
 
 def losses(output: str) -> list[float]:
@@ -94,13 +95,14 @@ def test_loss_falls(whole: tuple[Path, str]) -> None:
 def test_a_memory_budget_changes_nothing_else(
     program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:
-    done = train(program, data, tmp_path / "small", "--memory-budget", "1", "--steps", "3")
+    done = train(program, data, tmp_path / "small", "--memory-budget", "1MiB", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "activations within 1 MiB: " in done.stdout
     # The output names the number of layers that the example recomputes to stay within the memory budget.
     assert int(done.stdout.split("1 MiB: ")[1].split()[0]) > 0
     assert losses(done.stdout)[:1] == losses(whole[1])[:1]
-    none = train(program, data, tmp_path / "none", "--memory-budget", "1", "--hidden", "256")
+    assert losses(train(program, data, tmp_path / "free", "--steps", "3").stdout) == losses(done.stdout)
+    none = train(program, data, tmp_path / "none", "--memory-budget", "1 MiB", "--hidden", "256")
     assert (
         none.returncode == 2
         and "budget: expected at least" in none.stderr
@@ -120,6 +122,135 @@ def test_offloaded_state_changes_nothing_else(
     none = train(program, data, tmp_path / "none", "--offload", f"nvme:{tmp_path}/nowhere")
     assert none.returncode == 2 and "No such file" in none.stderr and len(none.stderr.splitlines()) == 1
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--activations", "recompute"],
+        ["--activations", "offload"],
+        ["--memory-budget", "8MiB", "--activations", "offload"],
+        ["--log-every", "7"],
+        ["--device", "cpu"],
+    ],
+)
+@pytest.mark.sample(2)
+def test_options_that_change_no_bit(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, options: list[str]
+) -> None:
+    done = train(program, data, tmp_path / "run", *options)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == losses(whole[1])
+    expected = (whole[0] / "model.safetensors").read_bytes()
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("accumulate", ["1", "3"])
+def test_a_step_in_backward_is_the_step(program: Path, data: Path, tmp_path: Path, accumulate: str) -> None:
+    saved = []
+    for name, options in (("after", []), ("within", ["--step-in-backward"])):
+        # Clipping uses the norm of the step before, so it is off. fp32 gradients are summed in the same order.
+        options += ["--clip", "0", "--steps", "6", "--optimizer-state", "fp32", "--accumulate", accumulate]
+        done = train(program, data, tmp_path / name, *options)
+        assert done.returncode == 0, done.stderr
+        saved.append(load_file(tmp_path / name / "model.safetensors"))
+    for key, tensor in saved[0].items():
+        assert torch.allclose(saved[1][key], tensor, rtol=1e-5, atol=1e-6), key
+
+
+# For each optimizer, the state of a matrix, besides "step" and the scales of codes.
+STATES = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "lion": {"exp_avg"},
+    "sgd": {"momentum_buffer"},
+    "ademamix": {"exp_avg", "exp_avg_slow", "exp_avg_sq"},
+    "schedule-free-adamw": {"offset", "exp_avg_sq"},
+    "lamb": {"exp_avg", "exp_avg_sq"},
+    "adafactor": {"row_var", "col_var", "variance"},
+    "came": {
+        "exp_avg",
+        "exp_avg_sq",
+        "exp_avg_res_row",
+        "exp_avg_res_col",
+        "exp_avg_sq_row",
+        "exp_avg_sq_col",
+    },
+    "muon": {"momentum_buffer"},
+}
+
+
+@pytest.mark.parametrize("optimizer", STATES)
+@pytest.mark.sample(3)
+def test_every_optimizer_resumes_exactly(program: Path, data: Path, tmp_path: Path, optimizer: str) -> None:
+    options = ["--optimizer", optimizer, "--steps", "10", "--optimizer-state", "bf16"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    done = train(program, data, whole, *options)
+    assert done.returncode == 0, done.stderr
+    curve = losses(done.stdout)
+    assert len(curve) == 10 and all(map(math.isfinite, curve))
+    resumed.mkdir()
+    shutil.copy(whole / "checkpoint-5.safetensors", resumed)
+    again = train(program, data, resumed, "--resume", *options)
+    assert again.returncode == 0 and losses(again.stdout) == curve[5:], again.stderr
+    saved = load_file(whole / "checkpoint-10.safetensors")
+    for key, tensor in load_file(resumed / "checkpoint-10.safetensors").items():
+        assert torch.equal(tensor, saved[key]), key
+    assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
+    prefix = "optimizer.model.layers.0.mlp.up_proj.weight."
+    state = {key.removeprefix(prefix) for key in saved if key.startswith(prefix)} - {"step"}
+    assert state == STATES[optimizer]
+    if optimizer == "muon":  # the embedding and vectors are AdamW's
+        for name in ("embed_tokens", "norm"):
+            assert f"optimizer.model.{name}.weight.exp_avg_sq" in saved
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16-stochastic", "bf16-remainder"])
+@pytest.mark.sample(2)
+def test_weights_in_16_bits(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, weights: str
+) -> None:
+    done = train(program, data, tmp_path / "run", "--precision", "bf16", "--weights", weights)
+    assert done.returncode == 0, done.stderr
+    # Later losses depend on rounding, because the learning rate is high.
+    assert losses(done.stdout)[:5] == pytest.approx(losses(whole[1])[:5], rel=0.02)
+    assert losses(done.stdout) != losses(whole[1])
+    saved = load_file(tmp_path / "run" / "checkpoint-30.safetensors")
+    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    assert {tensor.dtype for key, tensor in saved.items() if key.startswith("model.")} == {dtype}
+    assert any(key.endswith("weight_remainder") for key in saved) == (weights == "bf16-remainder")
+    name = str(dtype).removeprefix("torch.")
+    assert f'"dtype": "{name}"' in (tmp_path / "run" / "config.json").read_text()
+
+
+def test_a_late_read_names_the_first_bad_step(program: Path, data: Path, tmp_path: Path) -> None:
+    """Steps after the first loss that is not finite change nothing until the host reads the loss."""
+    errors = []
+    for every in ("1", "30"):
+        done = train(program, data, tmp_path / every, "--lr", "1e30", "--clip", "0", "--log-every", every,
+                     "--checkpoint-every", "30")  # fmt: skip
+        refused(done, "; training stopped before the weights changed")
+        errors.append(done.stderr)
+    assert errors[0] == errors[1]
+    assert int(errors[0].split("step ")[1].split(":")[0]) < 20
+    assert not list(tmp_path.glob("*/checkpoint-*"))
+
+
+def test_a_step_reads_nothing_from_the_device(program: Path, data: Path, tmp_path: Path) -> None:
+    library, root = tmp_path / "libcount_reads.so", Path(torch.__file__).parent
+    source = Path(__file__).with_name("count_reads.cpp")
+    command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", source, f"-I{root}/include", "-o", library]
+    subprocess.run([str(word) for word in command], check=True)
+    reads = {}
+    for options in ("", "--accumulate 2 --optimizer muon", "--activations recompute", "--plain"):
+        for steps in ("4", "8"):
+            done = train(program, data, tmp_path / f"run{len(reads)}", *options.split(), "--steps", steps,
+                         "--checkpoint-every", "100", env=ENVIRONMENT | {"LD_PRELOAD": str(library)})  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            reads[options, steps] = int(done.stderr.split()[-2])
+        # The CPU kernel of the fused loss's backward reads its factor, which lies on the CPU, for each of its two
+        # gradients. LibTorch's AdamW cannot skip a step, so the host must know whether to step.
+        of_step = {"--plain": 1, "--accumulate 2 --optimizer muon": 4}.get(options, 2)
+        assert reads[options, "8"] - reads[options, "4"] == 4 * of_step, options
 
 
 def test_plain_is_the_same_training(
@@ -192,7 +323,7 @@ def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndar
 
 def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
     assert done.returncode == 2
-    assert done.stderr.startswith("train_gpt: ") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("train_gpt: error: ") and done.stderr.count("\n") == 1, done.stderr
     for part in parts:
         assert part in done.stderr
 
@@ -236,16 +367,48 @@ def test_bad_data(
     [
         (["--size", "1"], "'--size' is no option"),
         (["--steps"], "--steps: expected a value"),
-        (["--steps", "0"], "--steps: expected a whole number, at least 1, received '0'"),
-        (["--lr", "nan"], "--lr: expected a number, at least 0, received 'nan'"),
-        (["--hidden", "36"], "--hidden: expected a multiple of twice --heads, 8, received 36"),
-        (["--kv-heads", "3"], "--kv-heads: expected a divisor of --heads, 4, received 3"),
+        (["--steps", "0"], "--steps: expected a whole number from 1 to 1000000000, got 0"),
+        (["--steps", "--lr", "1"], "--steps: expected a whole number from 1 to 1000000000, got --lr"),
+        (["--lr", "nan"], "--lr: expected a number from 0 to 1e+38, got nan"),
+        (["--hidden", "36"], "--hidden: expected a multiple of twice --heads, 8, got 36"),
+        (["--kv-heads", "3"], "--kv-heads: expected a divisor of --heads, 4, got 3"),
+        (["--precision", "fp16"], "--precision: expected fp32 | tf32 | bf16, got fp16"),
+        (
+            ["--precision", "tf32", "--device", "cpu"],
+            "--precision tf32: expected a CUDA device, which computes in TF32, got cpu",
+        ),
+        (["--device", "gpu"], "--device: expected auto, cpu, cuda or cuda:N, got gpu"),
+        (["--device", "xla:9"], "finds to be cpu; got xla:9"),
+        (
+            ["--weights", "bf16"],
+            "--weights bf16: expected --precision bf16 with bf16 weights, got --precision fp32",
+        ),
+        (["--offload", "nvme:"], "--offload: expected none, cpu, stream or nvme:DIR, got nvme:"),
+        (
+            ["--memory-budget", "2 TB"],
+            "--memory-budget: expected a number of bytes, or a size such as 6GiB or 500MB, got 2 TB",
+        ),
+        (
+            ["--memory-budget", "2GiB", "--activations", "recompute"],
+            "--memory-budget 2GiB: expected no --activations recompute, received both",
+        ),
+        (
+            ["--optimizer", "muon", "--step-in-backward"],
+            "--optimizer muon: expected no --step-in-backward, received both",
+        ),
+        (["--optimizer", "lion", "--plain"], "--optimizer lion: expected no --plain, received both"),
+        (["--step-in-backward", "--plain"], "--step-in-backward: expected no --plain, received both"),
         (["--resume"], "there is no checkpoint"),
         (["--out", "/proc/none/run"], "cannot make the folder"),
         (["--lr", "1e30", "--clip", "0"], "; training stopped before the weights changed"),
+        (["--lr", "1e30", "--clip", "0", "--plain"], "; training stopped before the weights changed"),
+        (
+            ["--lr", "1e30", "--clip", "0", "--step-in-backward"],
+            "; training stopped before the weights changed",
+        ),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 def test_bad_options(program: Path, data: Path, tmp_path: Path, options: list[str], part: str) -> None:
     refused(train(program, data, tmp_path / "out", *options), part)
     assert not list(tmp_path.glob("out/*"))

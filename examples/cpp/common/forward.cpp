@@ -1,0 +1,111 @@
+#include "forward.h"
+
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/linear.h>
+#include <shoestring/checkpoint.h>
+#include <shoestring/ops.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "device.h"
+
+using at::Tensor;
+
+namespace {
+
+constexpr int64_t kValidationBatches = 8;
+
+Tensor inputs_of(const Tensor& rows) { return rows.narrow(1, 0, rows.size(1) - 1); }
+
+}  // namespace
+
+Forward::Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device)
+    : model_(model), options_(options), device_(device) {}
+
+// Returns the whole forward pass as functions to run one after the other. The last function returns the loss.
+std::vector<shoestring::BlockFunction> Forward::functions(const Tensor& rows) {
+  const int64_t tokens = rows.size(1) - 1;
+  auto all = model_->model->functions(tokens);
+  all.emplace_back([weight = model_->output_weight(), target = rows.narrow(1, 1, tokens),
+                    plain = options_.plain, workspace = options_.workspace_mb](const Tensor& hidden) {
+    if (plain) {
+      const Tensor logits = at::linear(hidden, weight).to(at::kFloat);
+      return at::cross_entropy_loss(logits.flatten(0, 1), target.flatten());
+    }
+    // shoestring: the loss never stores the logits.
+    return shoestring::linear_cross_entropy(hidden, weight, target, std::nullopt,
+                                            shoestring::LinearCrossEntropyOptions().workspace_mb(workspace));
+  });
+  return all;
+}
+
+void Forward::begin_training(const Tensor& rows) {
+  if (options_.activations == "offload") {
+    auto exclude = model_->parameters();
+    for (const Tensor& buffer : model_->buffers()) exclude.push_back(buffer);
+    offload_ = std::make_unique<shoestring::OffloadActivations>(
+        shoestring::OffloadActivationsOptions().device(device_.str()), exclude);
+  }
+  const int64_t budget = options_.budget_bytes(), layers = model_->config.layers;
+  if (budget == 0) return;
+  const Tensor moved = rows.to(device_);
+  const auto all = functions(moved);
+  std::vector<int64_t> kinds(all.size(), 1);  // all layers have the same cost, so only one is measured
+  kinds.front() = 0;
+  for (size_t i = static_cast<size_t>(layers) + 1; i < kinds.size(); ++i) kinds[i] = static_cast<int64_t>(i);
+  const Autocast autocast(options_, device_);
+  plan_ = shoestring::plan_sequential(all, inputs_of(moved), budget, kinds, offload_.get());
+  const auto count = [&](auto... names) {
+    return std::count_if(plan_->names.begin() + 1, plan_->names.begin() + 1 + layers,
+                         [&](const std::string& name) { return ((name == names) || ...); });
+  };
+  const auto offloaded = count("offload");
+  std::printf(
+      "activations within %lld MiB: %lld of %lld layers are recomputed, %lld offloaded; predicted %lld MiB "
+      "and "
+      "%.3g s a micro-batch\n",
+      static_cast<long long>(budget >> 20), static_cast<long long>(layers - count("keep") - offloaded),
+      static_cast<long long>(layers), static_cast<long long>(offloaded),
+      static_cast<long long>(plan_->peak_bytes >> 20), plan_->seconds);
+}
+
+Tensor Forward::loss(const Tensor& rows) {
+  const Tensor moved = rows.to(device_, rows.scalar_type(), /*non_blocking=*/true);
+  const auto all = functions(moved);
+  const Autocast autocast(options_, device_);
+  if (!at::GradMode::is_enabled()) return run_layers(all, inputs_of(moved));
+  if (plan_) return shoestring::checkpoint_sequential(all, *plan_, inputs_of(moved), offload_.get());
+  if (!offload_) return run_layers(all, inputs_of(moved));
+  const auto scope = offload_->scope();
+  return run_layers(all, inputs_of(moved));
+}
+
+Tensor Forward::run_layers(const std::vector<shoestring::BlockFunction>& functions, Tensor x) {
+  const bool trains = at::GradMode::is_enabled();
+  for (size_t i = 0; i < functions.size(); ++i) {
+    const bool is_layer = i > 0 && i <= static_cast<size_t>(model_->config.layers);
+    x = is_layer && options_.activations == "recompute" ? shoestring::checkpoint(functions[i], x)
+                                                        : functions[i](x);
+    if (trains && offload_ && is_layer) offload_->mark();
+  }
+  return x;
+}
+
+Tensor Forward::logits(const Tensor& tokens) {
+  const torch::NoGradGuard no_grad;
+  const Autocast autocast(options_, device_);
+  return at::linear(model_(tokens.to(device_)), model_->output_weight());
+}
+
+double Forward::validate(const Blocks& blocks) {
+  const torch::NoGradGuard no_grad;
+  const int64_t count = std::min(blocks.count, kValidationBatches * options_.batch_size);
+  double total = 0;
+  for (int64_t begin = 0; begin < count; begin += options_.batch_size) {
+    std::vector<int64_t> numbers;
+    for (int64_t i = begin; i < std::min(begin + options_.batch_size, count); ++i) numbers.push_back(i);
+    total += loss(blocks.rows(numbers)).item<double>() * static_cast<double>(numbers.size());
+  }
+  return total / static_cast<double>(count);
+}

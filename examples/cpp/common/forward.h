@@ -1,0 +1,43 @@
+#pragma once
+
+#include <shoestring/checkpoint_sequence.h>
+#include <shoestring/offload_activations.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "data.h"
+#include "model.h"
+#include "options.h"
+
+/// Computes losses of a model, in the precision of --precision. During training, the activations of each
+/// layer are kept, recomputed or offloaded, as --activations and --memory-budget say.
+class Forward {
+ public:
+  Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device);
+
+  /// Prepares training. Call it when the parameters are final. With --memory-budget, plans for each layer
+  /// whether its activations are kept, recomputed or offloaded, and prints the plan. rows: tokens of a
+  /// micro-batch.
+  void begin_training(const at::Tensor& rows);
+  /// Returns the mean loss over all positions of `rows`, which are tokens (rows, tokens + 1) int64 on any
+  /// device, as a scalar on the model's device.
+  at::Tensor loss(const at::Tensor& rows);
+  /// Returns logits (rows, tokens, vocabulary) for tokens (rows, tokens).
+  at::Tensor logits(const at::Tensor& tokens);
+  /// Returns the mean loss over the first blocks, at most eight micro-batches.
+  double validate(const Blocks& blocks);
+
+  at::Device device() const { return device_; }
+
+ private:
+  std::vector<shoestring::BlockFunction> functions(const at::Tensor& rows);
+  at::Tensor run_layers(const std::vector<shoestring::BlockFunction>& functions, at::Tensor x);
+
+  LlamaForCausalLM model_;
+  const LoopOptions& options_;
+  at::Device device_;
+  std::unique_ptr<shoestring::OffloadActivations> offload_;
+  std::optional<shoestring::SequencePlan> plan_;
+};

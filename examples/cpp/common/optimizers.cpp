@@ -1,0 +1,157 @@
+#include "optimizers.h"
+
+#include <shoestring/optim.h>
+#include <torch/optim/adamw.h>
+
+#include <algorithm>
+#include <cmath>
+#include <concepts>
+#include <limits>
+#include <numbers>
+
+#include "input_error.h"
+
+namespace optim = shoestring::optim;
+using at::Tensor;
+using shoestring::lora::ParameterGroup;
+
+namespace {
+
+constexpr double kDecayShare = 0.2;  // of the schedule "wsd"
+
+template <class Optimizer, class Options>
+std::unique_ptr<torch::optim::Optimizer> make(const std::vector<ParameterGroup>& groups, const LoopOptions& o,
+                                              Options defaults) {
+  defaults.weight_decay(o.weight_decay);
+  if constexpr (std::derived_from<Options, optim::LowMemoryOptions>) {
+    const auto dash = o.weights.find('-');
+    defaults.state(o.optimizer_state)
+        .weights(dash == std::string::npos ? "plain" : o.weights.substr(dash + 1));
+  }
+  std::vector<torch::optim::OptimizerParamGroup> own;
+  for (const auto& group : groups) {
+    auto options = std::make_unique<Options>(defaults);
+    options->lr(group.lr);
+    if (!group.weight_decay) options->weight_decay(0);
+    own.emplace_back(group.params, std::move(options));
+  }
+  return std::make_unique<Optimizer>(own, defaults);
+}
+
+std::unique_ptr<torch::optim::Optimizer> make(const std::string& name,
+                                              const std::vector<ParameterGroup>& groups,
+                                              const LoopOptions& o) {
+  if (o.plain) {
+    return make<torch::optim::AdamW>(groups, o, torch::optim::AdamWOptions(o.lr).betas(o.betas));
+  }
+  if (name == "adamw") return make<optim::AdamW>(groups, o, optim::AdamWOptions(o.lr).betas(o.betas));
+  if (name == "lion") return make<optim::Lion>(groups, o, optim::LionOptions(o.lr));
+  if (name == "sgd") return make<optim::SGD>(groups, o, optim::SGDOptions(o.lr));
+  if (name == "ademamix") return make<optim::AdEMAMix>(groups, o, optim::AdEMAMixOptions(o.lr));
+  if (name == "schedule-free-adamw")
+    return make<optim::ScheduleFreeAdamW>(groups, o, optim::ScheduleFreeAdamWOptions(o.lr));
+  if (name == "lamb") return make<optim::LAMB>(groups, o, optim::LAMBOptions(o.lr));
+  if (name == "adafactor") return make<optim::Adafactor>(groups, o, optim::AdafactorOptions(o.lr));
+  if (name == "came") return make<optim::CAME>(groups, o, optim::CAMEOptions(o.lr));
+  // With this adjustment, Muon takes the learning rate of AdamW.
+  return make<optim::Muon>(groups, o, optim::MuonOptions(o.lr).adjust_lr_fn("match_rms_adamw"));
+}
+
+// Splits parameter groups into those of Muon and those of AdamW.
+std::vector<std::pair<std::string, std::vector<ParameterGroup>>> split_for_muon(
+    const std::vector<ParameterGroup>& groups, const std::vector<Tensor>& ends) {
+  std::vector<std::pair<std::string, std::vector<ParameterGroup>>> split{{"muon", {}}, {"adamw", {}}};
+  for (auto& [name, own] : split) {
+    for (const auto& group : groups) {
+      ParameterGroup part{{}, group.lr, group.weight_decay};
+      for (const Tensor& p : group.params) {
+        const bool end = std::any_of(ends.begin(), ends.end(), [&](const Tensor& e) { return e.is_same(p); });
+        if ((p.dim() == 2 && !end) == (name == "muon")) part.params.push_back(p);
+      }
+      if (!part.params.empty()) own.push_back(std::move(part));
+    }
+  }
+  std::erase_if(split, [](const auto& one) { return one.second.empty(); });
+  return split;
+}
+
+}  // namespace
+
+double learning_rate(int64_t step, const LoopOptions& options, double highest) {
+  const auto [steps, warmup] = std::pair(options.steps, options.warmup);
+  if (step < warmup) return highest * static_cast<double>(step + 1) / static_cast<double>(warmup);
+  if (options.schedule == "constant") return highest;
+  const double progress =
+      static_cast<double>(step - warmup) / static_cast<double>(std::max<int64_t>(1, steps - warmup));
+  if (options.schedule == "linear") return highest * (1 - progress);
+  if (options.schedule == "wsd") return highest * std::min(1.0, (1 - progress) / kDecayShare);
+  return highest * 0.5 * (1 + std::cos(std::numbers::pi * progress));
+}
+
+Optimizers::Optimizers(const std::vector<ParameterGroup>& groups, const std::vector<Tensor>& ends,
+                       const LoopOptions& options)
+    : options_(options) {
+  if (options.optimizer == "muon") {
+    for (const auto& [name, own] : split_for_muon(groups, ends)) all_.push_back(make(name, own, options));
+  } else {
+    all_.push_back(make(options.optimizer, groups, options));
+  }
+  for (const auto& optimizer : all_) {
+    for (auto& group : optimizer->param_groups())
+      highest_.emplace_back(&group.options(), group.options().get_lr());
+    if (options.offload != "none")
+      dynamic_cast<optim::LowMemoryOptimizer&>(*optimizer).set_offload(options.offload);
+  }
+}
+
+void Optimizers::begin_step(int64_t step) {
+  for (const auto& [options, highest] : highest_) options->set_lr(learning_rate(step, options_, highest));
+}
+
+void Optimizers::step_in_backward() {
+  auto& own = dynamic_cast<optim::LowMemoryOptimizer&>(*all_.front());
+  // Only the optimizer sees all gradients, so it also clips.
+  own.set_max_grad_norm(options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity());
+  own.set_step_in_backward(true);
+}
+
+std::shared_ptr<void> Optimizers::accumulate() {
+  return options_.step_in_backward ? dynamic_cast<optim::LowMemoryOptimizer&>(*all_.front()).accumulate()
+                                   : nullptr;
+}
+
+void Optimizers::step(const Tensor& found_inf) {
+  for (const auto& optimizer : all_) {
+    auto* ours = dynamic_cast<optim::LowMemoryOptimizer*>(optimizer.get());
+    if (ours != nullptr && !options_.step_in_backward) {
+      ours->scaled_step({}, found_inf);
+    } else if (ours != nullptr || found_inf.item<float>() == 0) {
+      optimizer->step();
+    }
+  }
+}
+
+Tensor Optimizers::norm_in_backward() const {
+  return options_.step_in_backward ? dynamic_cast<optim::LowMemoryOptimizer&>(*all_.front()).grad_norm()
+                                   : Tensor();
+}
+
+void Optimizers::zero_grad(bool set_to_none) {
+  for (const auto& optimizer : all_) optimizer->zero_grad(set_to_none);
+}
+
+void Optimizers::set_training(bool training) {
+  auto* own = dynamic_cast<optim::ScheduleFreeAdamW*>(all_.front().get());
+  if (own != nullptr) training ? own->train() : own->eval();
+}
+
+torch::optim::Optimizer& Optimizers::of(const Tensor& parameter) const {
+  for (const auto& optimizer : all_) {
+    for (const auto& group : optimizer->param_groups()) {
+      for (const Tensor& p : group.params()) {
+        if (p.is_same(parameter)) return *optimizer;
+      }
+    }
+  }
+  throw InputError("optimizer: expected a parameter that is trained, got another");
+}

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <shoestring/lora.h>
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "options.h"
+
+/// The optimizers of a run, which together step all trained parameters. --optimizer muon needs two: Muon for
+/// the matrices of hidden layers, AdamW for the other parameters. With --plain, the optimizer is LibTorch's
+/// AdamW.
+class Optimizers {
+ public:
+  /// groups: the trained parameters, with the highest learning rate of each group.
+  /// ends: weights of embeddings and of the output layer, which Muon does not step.
+  Optimizers(const std::vector<shoestring::lora::ParameterGroup>& groups, const std::vector<at::Tensor>& ends,
+             const LoopOptions& options);
+
+  /// Sets the learning rates for a step, counted from 0.
+  void begin_step(int64_t step);
+  /// Installs the gradient hooks of --step-in-backward. Later backward passes step the parameters.
+  void step_in_backward();
+  /// Sums gradients while the returned object lives, if backward steps the parameters.
+  std::shared_ptr<void> accumulate();
+  /// Clips and steps. `found_inf` is one fp32 element on the device: if it is not zero, the step changes
+  /// nothing. The host does not read it, except with LibTorch's AdamW.
+  void step(const at::Tensor& found_inf);
+  /// Returns the gradient norm of the last step, with --step-in-backward; undefined otherwise.
+  at::Tensor norm_in_backward() const;
+  void zero_grad(bool set_to_none);
+  /// Sets the parameters to the point of training or of evaluation. Only --optimizer schedule-free-adamw
+  /// distinguishes them.
+  void set_training(bool training);
+
+  /// Returns the optimizer that steps a parameter.
+  torch::optim::Optimizer& of(const at::Tensor& parameter) const;
+
+ private:
+  const LoopOptions& options_;
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> all_;
+  std::vector<std::pair<torch::optim::OptimizerOptions*, double>> highest_;  // highest learning rates
+};
+
+/// Returns the learning rate of a step, counted from 0: linear warm-up, then the schedule. "cosine" falls to
+/// 0 (Loshchilov & Hutter 2017), "linear" as well. "wsd" is constant, and falls linearly to 0 in the last
+/// fifth of the steps after warm-up (Hu et al. 2024).
+double learning_rate(int64_t step, const LoopOptions& options, double highest);

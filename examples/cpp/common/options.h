@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+
+#include "command_line.h"
+
+/// The options that the training programs share. They have the names, values and defaults of the commands
+/// `shoestring train` and `shoestring finetune`.
+struct LoopOptions {
+  std::string data, out, device = "auto";
+  std::string precision = "fp32", weights = "fp32", optimizer = "adamw", optimizer_state = "8bit";
+  std::string offload = "none", activations = "keep", memory_budget, schedule = "cosine";
+  bool step_in_backward = false;
+  int64_t steps = 200, batch_size = 8, seq_len = 512, accumulate = 1;
+  double lr = 1e-3;
+  int64_t warmup = 10;
+  double weight_decay = 0.1, clip = 1.0;
+  int64_t seed = 0, log_every = 0, threads = 0, workspace_mb = 64;
+
+  // These are no options of their own. `plain` is an option of train_gpt only.
+  std::tuple<double, double> betas{0.9, 0.95};  // of AdamW
+  bool plain = false;
+
+  /// Returns the memory budget in bytes, 0 if there is none.
+  int64_t budget_bytes() const;
+};
+
+/// Adds the shared options. least_steps: smallest value of --steps.
+void add_loop_options(CommandLine& line, LoopOptions& options, int64_t least_steps);
+
+/// Raises InputError if values of the shared options cannot be used, or if options cannot be combined. Writes
+/// nothing.
+void check_loop_options(const LoopOptions& options);
+
+/// Raises InputError if two options are both given that cannot be combined.
+void refuse_together(const std::string& option, bool given, const std::string& other, bool other_given);

@@ -29,13 +29,13 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "optim": ("core", "files", "gemm", "offload", "quantization"),
     "checkpoint": ("core", "offload"),
     "integrations": ("adapters", "attention", "core", "files", "layers", "losses", "quantization"),
+    "data": ("core", "files", "integrations", "offload"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
 # of the library uses them.
 APPLICATION: dict[str, tuple[str, ...]] = {
-    "data": (*LIBRARY,),
-    "training": (*LIBRARY, "data"),
-    "cli": (*LIBRARY, "data", "training"),
+    "training": (*LIBRARY,),
+    "cli": (*LIBRARY, "training"),
 }
 ROOMS = LIBRARY | APPLICATION
 
@@ -67,6 +67,7 @@ HEADERS = {
     "checkpoint_sequence.h": "checkpoint",
     "offload_activations.h": "checkpoint",
     "model_files.h": "integrations",
+    "data.h": "data",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
 # Python modules that belong to no room (folder such as python/shoestring/gemm). PUBLIC modules only collect

@@ -4,12 +4,8 @@ The parent process continues undisturbed.
 """
 
 import gc
-import os
-import signal
-import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from children import in_child
 from offload_faults import disturb_offload
 from shoestring.checkpoint import offload_activations
 from shoestring.optim import AdamW
@@ -49,32 +46,6 @@ def made(offload: str | None, within: bool) -> tuple[list[nn.Parameter], LowMemo
 def backward(params: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     sum((p * torch.randn(p.shape, generator=generator)).sum() for p in params).backward()
-
-
-def in_child(task: Callable[[], None], seconds: float = 60) -> None:
-    """Run a task in a forked child process. Fail if the child does not end within ``seconds``."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            # A fork does not copy the threads of OpenMP, so use one thread, as DataLoader workers do.
-            torch.set_num_threads(1)
-            task()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            assert status == 0, "the child failed; it has printed why"
-            return
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError("the child hangs")
 
 
 @pytest.mark.parametrize("between", ["steps", "backward and step"])

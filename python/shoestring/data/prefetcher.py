@@ -218,11 +218,11 @@ class Prefetcher(Iterator[Any]):
 
     def __next__(self) -> Any:
         self._check_open()
-        ready = self._ring.wait(0.0)
         if self._stop_reader is None:
+            self._ring.wait(0.0)  # raises in a forked child
             self._start_reader()
-        while not ready:
-            ready = self._ring.wait(_PATIENCE)
+        while not self._ring.wait(_PATIENCE):
+            pass
         number = self._ring.position()
         try:
             tensors = self._ring.next()

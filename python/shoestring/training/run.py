@@ -216,13 +216,11 @@ def execute(
         save: function that fills the folder ``run/result``.
         pack: "none", or whether a micro-batch is one row of examples without padding: "batch" or "fill".
     """
-    with _offload_errors(config.offload):
-        optimizers = make_optimizers(model, config)
     recomputes = config.activations == "recompute"
     if recomputes and config.plain:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
-        config, model, device, make_loss(), optimizers, *data, run, progress, fingerprint.values, pack
+        config, model, device, make_loss(), [], *data, run, progress, fingerprint.values, pack
     )  # fmt: skip
     report, offload = None, None
     if config.activations == "offload":
@@ -236,13 +234,18 @@ def execute(
     elif offload is not None:
         offload.mark_layers(find_blocks(model, None).values())
         trainer.offload = offload
+    # The plan of the memory budget runs backward passes, in which --step-in-backward must not step.
+    with _offload_errors(config.offload):
+        trainer.optimizers = make_optimizers(model, config)
     if config.compile:
         model.compile()
     start = 0
     existing = checkpoints(run)
     if existing:
         with _offload_errors(config.offload):
-            state = load_checkpoint(existing[-1], model, optimizers, scaler=trainer.scaler, device=device)
+            state = load_checkpoint(
+                existing[-1], model, trainer.optimizers, scaler=trainer.scaler, device=device
+            )
         start, trainer.val_loss, trainer.best_val_loss = (
             state["step"],
             state.get("val_loss"),

@@ -157,6 +157,13 @@ def test_combinations_train_and_resume_bit_for_bit(
     assert losses(tmp_path / "half") == whole
 
 
+def test_a_budget_with_steps_in_backward(data: Path, tmp_path: Path) -> None:
+    """The backward passes that plan the budget step no parameter."""
+    for name, more in (("plain", []), ("planned", ["--memory-budget", "1GiB"])):
+        succeed(*command("train", data, tmp_path / name, "--step-in-backward", *more))
+    assert losses(tmp_path / "planned") == losses(tmp_path / "plain")
+
+
 class Waits(TorchDispatchMode):
     """Count the operators that make the host wait for the device, between two steps."""
 

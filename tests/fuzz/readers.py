@@ -20,6 +20,7 @@ from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import HEADER, MAGIC, read_token_file
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.integrations.transformers import load_quantized, save_quantized
+from shoestring.integrations.transformers.load import load_dense
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
 from shoestring.training.checkpoint import load_checkpoint, save_checkpoint
 from shoestring.training.metrics import COLUMNS, read_metrics
@@ -313,6 +314,13 @@ READERS = [
         {"config.json": mutate_json, "model.safetensors": mutate_safetensors},
         load_quantized,
         share=2,
+    ),
+    Reader(
+        "load_dense",
+        ("integrations.transformers.load.load_dense",),
+        _make_sharded,
+        {"config.json": mutate_json, "model-*.safetensors": mutate_safetensors},
+        lambda folder: load_dense(folder, dtype=torch.bfloat16, device="cpu"),
     ),
     Reader(
         "check_model_directory",

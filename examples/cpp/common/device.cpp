@@ -2,7 +2,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -76,21 +75,9 @@ at::ScalarType base_dtype(const LoopOptions& options) {
   return options.precision == "bf16" ? at::kBFloat16 : at::kFloat;
 }
 
-Autocast::Autocast(const LoopOptions& options, at::Device device)
-    : on_(options.precision == "bf16"), type_(device.type()) {
-  if (!on_) return;
-  before_ = at::autocast::is_autocast_enabled(type_);
-  dtype_before_ = at::autocast::get_autocast_dtype(type_);
-  at::autocast::set_autocast_enabled(type_, true);
-  at::autocast::set_autocast_dtype(type_, at::kBFloat16);
-  at::autocast::increment_nesting();
-}
-
-Autocast::~Autocast() {
-  if (!on_) return;
-  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-  at::autocast::set_autocast_enabled(type_, before_);
-  at::autocast::set_autocast_dtype(type_, dtype_before_);
+std::optional<shoestring::AutocastGuard> autocast(const LoopOptions& options, at::Device device) {
+  if (options.precision != "bf16") return std::nullopt;
+  return std::optional<shoestring::AutocastGuard>(std::in_place, device.type(), at::kBFloat16);
 }
 
 std::map<std::string, int64_t> device_memory(at::Device device) {

@@ -2,8 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <shoestring/amp.h>
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "options.h"
@@ -19,20 +21,8 @@ at::ScalarType weight_dtype(const LoopOptions& options);
 /// Returns the dtype in which frozen weights are stored: that of matrix products (--precision).
 at::ScalarType base_dtype(const LoopOptions& options);
 
-/// Switches autocast on while it lives, if --precision says so. The cache of cast weights is cleared at the
-/// end.
-class Autocast {
- public:
-  Autocast(const LoopOptions& options, at::Device device);
-  ~Autocast();
-  Autocast(const Autocast&) = delete;
-  Autocast& operator=(const Autocast&) = delete;
-
- private:
-  bool on_, before_ = false;
-  at::DeviceType type_;
-  at::ScalarType dtype_before_ = at::kFloat;
-};
+/// Switches autocast on while the result lives, if --precision says so.
+std::optional<shoestring::AutocastGuard> autocast(const LoopOptions& options, at::Device device);
 
 /// Returns the memory of a device in bytes, as its allocator reports it: "allocated" now, its "peak", and
 /// what the allocator has "reserved". Empty for the CPU, and for devices whose allocator does not report.

@@ -54,7 +54,7 @@ void Forward::begin_training(const Tensor& rows) {
   std::vector<int64_t> kinds(all.size(), 1);  // all layers have the same cost, so only one is measured
   kinds.front() = 0;
   for (size_t i = static_cast<size_t>(layers) + 1; i < kinds.size(); ++i) kinds[i] = static_cast<int64_t>(i);
-  const Autocast autocast(options_, device_);
+  const auto guard = autocast(options_, device_);
   plan_ = shoestring::plan_sequential(all, inputs_of(moved), budget, kinds, offload_.get());
   const auto count = [&](auto... names) {
     return std::count_if(plan_->names.begin() + 1, plan_->names.begin() + 1 + layers,
@@ -73,7 +73,7 @@ void Forward::begin_training(const Tensor& rows) {
 Tensor Forward::loss(const Tensor& rows) {
   const Tensor moved = rows.to(device_, rows.scalar_type(), /*non_blocking=*/true);
   const auto all = functions(moved);
-  const Autocast autocast(options_, device_);
+  const auto guard = autocast(options_, device_);
   if (!at::GradMode::is_enabled()) return run_layers(all, inputs_of(moved));
   if (plan_) return shoestring::checkpoint_sequential(all, *plan_, inputs_of(moved), offload_.get());
   if (!offload_) return run_layers(all, inputs_of(moved));
@@ -94,7 +94,7 @@ Tensor Forward::run_layers(const std::vector<shoestring::BlockFunction>& functio
 
 Tensor Forward::logits(const Tensor& tokens) {
   const torch::NoGradGuard no_grad;
-  const Autocast autocast(options_, device_);
+  const auto guard = autocast(options_, device_);
   return at::linear(model_(tokens.to(device_)), model_->output_weight());
 }
 

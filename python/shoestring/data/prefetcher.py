@@ -24,7 +24,7 @@ class _End(Exception):
 
 
 class _Batches:
-    """What the reader thread hands to the consumer beside tensors, which go through the ring."""
+    """The reader thread hands this to the consumer beside the tensors, which go through the ring."""
 
     def __init__(self) -> None:
         # For each batch: its structure, its leaves without the tensors, and the indices of the tensors.

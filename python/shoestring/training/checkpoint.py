@@ -19,8 +19,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
+from shoestring.training.device import CPU
 
-CPU = torch.device("cpu")
 KEEP = 2  # number of checkpoints kept: the newest one and the one before it
 # Name of the JSON file that maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints
 # of older versions have no such file.

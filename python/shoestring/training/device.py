@@ -11,6 +11,7 @@ import torch
 from shoestring.core.errors import InputError
 from shoestring.training.config import FinetuneConfig, LoopConfig, StepConfig
 
+CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -26,14 +27,14 @@ def find_device(name: str) -> torch.device:
     count = torch.accelerator.device_count() if accelerator is not None else 0
     if name == "auto":
         if accelerator is None:
-            return torch.device("cpu")
+            return CPU
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     try:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}") from None
     if device.type == "cpu" and device.index in (None, 0):
-        return torch.device("cpu")
+        return CPU
     found = "cpu"
     if accelerator is not None:
         last = f" to {accelerator.type}:{count - 1}" if count > 1 else ""

@@ -139,15 +139,14 @@ class Trainer:
         count = sum(labelled(labels) for _, labels, _ in batches)
         for number, batch in enumerate(batches):
             inputs, labels, more = self._to_device(batch)
-            saved = memory.SavedActivations(self.model)
-            begins = first and number == 0
+            saved = memory.SavedActivations(self.model) if first and number == 0 else None
             with self._sums(number + 1 < len(batches)):
-                with saved if begins else nullcontext(), self.autocast(), self.offload:
+                with saved or nullcontext(), self.autocast(), self.offload:
                     loss = self.loss(inputs, labels, **more) / max(1, count)
-                if begins:
+                if saved is not None:
                     self.saved_activations = saved.bytes
                 readings.add_loss(loss)
-                if self.config.step_in_backward and not math.isfinite(loss.item()):
+                if self.config.step_in_backward:
                     self._require_finite(step + 1, {"loss": loss.item()})
                 self.scaler.scale(loss).backward()
         return sum(self.train.count(rows) for rows in drawn)

@@ -21,12 +21,12 @@ from shoestring.integrations.transformers.load import OtherTensorsError, load_de
 from shoestring.integrations.transformers.reader import read_config, stored_tensors
 from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.training.config import Preset
+from shoestring.training.device import CPU
 
 # function (inputs, labels, **model_arguments) -> sum of the losses of all labelled positions
 Loss = Callable[..., Tensor]
 
 # files that are downloaded for a model on the Hub
-CPU = torch.device("cpu")
 WEIGHT_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 

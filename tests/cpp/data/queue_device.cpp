@@ -28,7 +28,7 @@ using at::Tensor;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr int64_t kStreams = 8;
-// What the memory holds once it has been freed.
+// The memory holds this value once it has been freed.
 constexpr int kFreed = 0xEE;
 
 std::atomic<double> copy_seconds{0};

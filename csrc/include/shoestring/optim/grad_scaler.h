@@ -109,7 +109,7 @@ class SHOESTRING_API GradScaler {
 
  private:
   enum class Stage { kReady, kUnscaled, kStepped };
-  // What has happened to an optimizer since the last update(). found_inf is an fp32 scalar, 1 if a gradient
+  // The state of an optimizer since the last update(). found_inf is an fp32 scalar, 1 if a gradient
   // was not finite, or undefined if no gradient has been looked at.
   struct Progress {
     Stage stage = Stage::kReady;

@@ -89,7 +89,7 @@ def attend(
                 f"{type(module).__name__}; set attn_implementation to 'eager'"
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    packed = cu_seq_lens_q is not None
+    masked_by_layer = cu_seq_lens_q is not None or _is_no_padding(attention_mask)
     window, bias = None, None
     # a mask of 5 dimensions is a sliding window, see mask()
     if attention_mask is not None and attention_mask.dim() == 5:
@@ -101,9 +101,9 @@ def attend(
                 "attn_implementation to 'eager'"
             )
         attention_mask = attention_mask[:, 0, :, 0, 0] if batch > 0 else None
-    elif packed or _is_no_padding(attention_mask):
+    elif masked_by_layer:
         window = _window_of(module, kwargs)
-    if attention_mask is not None and not packed and not _is_no_padding(attention_mask):
+    if attention_mask is not None and not masked_by_layer:
         # A mask of 4 dimensions already contains the causal mask and the window.
         if attention_mask.dim() == 4:
             bias, causal = attention_mask[..., : key.size(2)], False

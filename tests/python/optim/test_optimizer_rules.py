@@ -38,7 +38,9 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
         rule.reference(expected, grads, *theirs, **rule.hyper, maximize=maximize)
     assert torch.equal(ours[0], theirs[0])
     # The reference rounds in another order than the operator. For a few elements in a hundred thousand, a
-    # moment then falls on the other side of the boundary between two codes.
+    # moment then falls on the other side of the boundary between two codes. Squares of bf16 gradients often
+    # lie exactly on a boundary between 8-bit codes. The rates are the largest means over 20 seeds, rounded up.
+    rate = 2e-4 if (dtype, state) == (torch.bfloat16, "8bit") else 3e-5
     tolerance = 2 * torch.finfo(dtype).eps
     results = [(torch.cat(params), torch.cat(expected), tolerance)]
     values = zip(rule.moments, rule.values(sizes, ours), rule.values(sizes, theirs), strict=True)
@@ -48,7 +50,9 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
         results.append((a, b, torch.finfo(torch.bfloat16).eps if is_bf16 else 1e-5))
     for result, reference, rtol in results:
         differ = ~torch.isclose(result, reference, rtol=rtol, atol=1e-6 * reference.abs().max().item())
-        assert differ.sum() <= 3 + 1e-4 * result.numel()
+        mean = rate * result.numel()
+        # A Poisson variable exceeds this limit with a probability of about 1e-6.
+        assert differ.sum() <= mean + 5 * math.sqrt(mean) + 2
         assert relative_error(result, reference) < max(1e-3, tolerance)
 
 

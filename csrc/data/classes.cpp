@@ -24,6 +24,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.class_<PrefetchRingClass>("PrefetchRing")
       .def(torch::init<c10::Device, int64_t, int64_t, std::optional<int64_t>, bool>())
       .def("claim", [](const Self& self) { return self->ring->claim(); })
+      .def("empty", [](const Self& self, std::vector<int64_t> size,
+                       at::ScalarType dtype) { return self->ring->empty(size, dtype); })
       .def("put", [](const Self& self, Batch batch) { self->ring->put(std::move(batch)); })
       .def("finish", [](const Self& self) { self->ring->finish(); })
       .def("fail",

@@ -17,7 +17,7 @@ from shoestring.core.errors import InputError, is_utf8
 from shoestring.files.atomic import disk_error
 from shoestring.training.config import FinetuneConfig, TrainConfig
 from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.options import COUNT, VOCABULARY, TrustRemoteCode, within
+from shoestring.training.options import COUNT, VOCABULARY, Device, TrustRemoteCode, within
 from shoestring.training.signals import Interrupted, handled
 
 app = typer.Typer(
@@ -119,11 +119,12 @@ def demo(
     finetune_steps: Annotated[
         int, typer.Option(help="Steps of each fine-tuning run.", callback=within(1, COUNT))
     ] = 24,
+    device: Device = "auto",
 ) -> None:
     """Train and fine-tune a small model on text of this machine; compare shoestring with plain PyTorch."""
     from shoestring.cli.demo import demo as run
 
-    run(out, steps, finetune_steps)
+    run(out, steps, finetune_steps, device)
 
 
 def load_operators() -> None:

@@ -12,6 +12,7 @@ from shoestring.cli.turns import run_in_turns
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import write_json
 from shoestring.files.lock import LOCK, locked
+from shoestring.training.device import find_device
 from shoestring.training.report import write_sections
 
 VOCABULARY = 16384
@@ -21,14 +22,15 @@ MARK = "demo.json"  # name of a marker file: a folder that contains it belongs t
 SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2"]
 
 
-def demo(out: Path, steps: int, finetune_steps: int) -> None:
+def demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
     """Train, fine-tune and compare; every run is a separate process."""
     _check(out)
+    find_device(device)  # raises InputError before anything is written
     with locked(out / LOCK, f"--out {out}"):
-        _demo(out, steps, finetune_steps)
+        _demo(out, steps, finetune_steps, device)
 
 
-def _demo(out: Path, steps: int, finetune_steps: int) -> None:
+def _demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
     began = time.monotonic()
     data, train, tune = _prepare(out)
     write_json(out / MARK, {"steps": steps, "finetune_steps": finetune_steps})
@@ -56,7 +58,8 @@ def _demo(out: Path, steps: int, finetune_steps: int) -> None:
         "--preset",
         "mini",
     ]
-    common += [*SHAPE, "--steps", str(steps), "--lr", "4e-3", *_every(steps)]
+    shape = [*SHAPE, "--device", device]
+    common += [*shape, "--steps", str(steps), "--lr", "4e-3", *_every(steps)]
     say(f"training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
     run_in_turns(
         {
@@ -68,7 +71,7 @@ def _demo(out: Path, steps: int, finetune_steps: int) -> None:
 
     size = package_documentation(data / "docs.jsonl")
     model = train / "shoestring" / "model"
-    common = ["finetune", "--model", str(model), "--data", str(data / "docs.jsonl"), *SHAPE]
+    common = ["finetune", "--model", str(model), "--data", str(data / "docs.jsonl"), *shape]
     common += ["--steps", str(finetune_steps), "--lr", "4e-3", *_every(finetune_steps)]
     say(
         f"fine-tuning on {size / 1e6:.1f} MB of package documentation, in turns: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from shoestring.data.tokenizer import quiet_transformers
 from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import PRESETS
-from shoestring.training.device import base_dtype, check_precision, weight_dtype
+from shoestring.training.device import base_dtype, check_precision, find_device, parse_device, weight_dtype
 from shoestring.training.estimate import Estimate, estimate
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.memory import parse_budget
@@ -104,6 +104,8 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
 
 def run(config: EstimateConfig, as_json: bool) -> None:
     """Print the estimate as a table or as JSON."""
+    device = find_device("auto") if config.device == "auto" else parse_device(config.device)
+    config = replace(config, device=device.type)
     check(config)
     found = estimate(load(config), config)
     if as_json:

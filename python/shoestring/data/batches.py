@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,20 +14,28 @@ from shoestring.core.errors import InputError
 
 IGNORE = -100  # label of a position that is ignored by the loss
 
+# empty(size, dtype) returns an uninitialised CPU tensor, for example in the pinned memory of a Prefetcher.
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+
+
+def in_host_memory(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor in ordinary host memory."""
+    return torch.empty(size, dtype=dtype, device="cpu")
+
 
 class Rows(Protocol):
     """A data set of token rows.
 
-    ``rows(indices)`` returns inputs and labels, both int64 (rows, tokens). A label is the token that follows
-    the input token at the same position. ``count(indices)`` returns the number of input tokens in the rows
-    with these indices, without padding.
+    ``rows(indices, empty)`` returns inputs and labels, both int64 (rows, tokens), in tensors that ``empty``
+    makes. A label is the token that follows the input token at the same position. ``count(indices)`` returns
+    the number of input tokens in the rows with these indices, without padding.
     """
 
     def __len__(self) -> int: ...
 
     def count(self, indices: list[int]) -> int: ...
 
-    def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]: ...
+    def rows(self, indices: list[int], empty: Empty = in_host_memory) -> tuple[Tensor, Tensor]: ...
 
 
 def packed_arguments(lengths: Sequence[int]) -> dict[str, Any]:
@@ -74,12 +82,15 @@ class Blocks:
     def count(self, indices: list[int]) -> int:
         return len(indices) * self.seq_len
 
-    def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        length = self.seq_len
-        block = np.stack([self.tokens[i * length : i * length + length + 1] for i in indices]).astype(
-            np.int64
-        )
-        return torch.from_numpy(block[:, :-1].copy()), torch.from_numpy(block[:, 1:].copy())
+    def rows(self, indices: list[int], empty: Empty = in_host_memory) -> tuple[Tensor, Tensor]:
+        size = len(indices), self.seq_len
+        inputs, labels = empty(size, torch.int64), empty(size, torch.int64)
+        for row, i in enumerate(indices):
+            first, end = i * self.seq_len, (i + 1) * self.seq_len
+            # This widens the tokens of the mapped file in one pass, without a tensor in between.
+            inputs.numpy()[row] = self.tokens[first:end]
+            labels.numpy()[row] = self.tokens[first + 1 : end + 1]
+        return inputs, labels
 
 
 @dataclass(frozen=True)
@@ -102,34 +113,45 @@ class Examples:
     def count(self, indices: list[int]) -> int:
         return sum(int(self.starts[i + 1] - self.starts[i]) - 1 for i in indices)
 
-    def rows(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        spans = [(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
-        width = max(stop - start for start, stop in spans) - 1
-        inputs = torch.full((len(indices), width), self.pad, dtype=torch.int64)
-        labels = torch.full((len(indices), width), IGNORE, dtype=torch.int64)
-        for row, (start, stop) in enumerate(spans):
-            ids = torch.from_numpy(self.tokens[start:stop].astype(np.int64))
-            trained = torch.from_numpy(self.trained[start + 1 : stop].copy())
-            inputs[row, : stop - start - 1] = ids[:-1]
-            labels[row, : stop - start - 1] = torch.where(trained, ids[1:], IGNORE)
+    def rows(self, indices: list[int], empty: Empty = in_host_memory) -> tuple[Tensor, Tensor]:
+        spans = self._spans(indices)
+        size = len(spans), max(s.stop - s.start for s in spans) - 1
+        inputs, labels = empty(size, torch.int64).fill_(self.pad), empty(size, torch.int64).fill_(IGNORE)
+        for row, span in enumerate(spans):
+            length = span.stop - span.start - 1
+            self._fill(span, inputs.numpy()[row, :length], labels.numpy()[row, :length])
         return inputs, labels
 
-    def packed(self, indices: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    def packed(
+        self, indices: list[int], empty: Empty = in_host_memory
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the examples as one row: inputs and labels (1, tokens), and arguments for the model.
 
         With the arguments, no token attends to another example.
         """
-        spans = [slice(int(self.starts[i]), int(self.starts[i + 1]) - 1) for i in indices]
-        inputs = np.concatenate([self.tokens[s] for s in spans]).astype(np.int64)
-        following = np.concatenate([self.tokens[s.start + 1 : s.stop + 1] for s in spans]).astype(np.int64)
-        trained = np.concatenate([self.trained[s.start + 1 : s.stop + 1] for s in spans])
-        labels = np.where(trained, following, IGNORE)
-        lengths = [s.stop - s.start for s in spans if s.stop > s.start]
-        return torch.from_numpy(inputs)[None], torch.from_numpy(labels)[None], packed_arguments(lengths)
+        spans = self._spans(indices)
+        lengths = [s.stop - s.start - 1 for s in spans]
+        size = 1, sum(lengths)
+        inputs, labels = empty(size, torch.int64), empty(size, torch.int64)
+        end = 0
+        for span, length in zip(spans, lengths):
+            begin, end = end, end + length
+            self._fill(span, inputs.numpy()[0, begin:end], labels.numpy()[0, begin:end])
+        return inputs, labels, packed_arguments([length for length in lengths if length > 0])
+
+    def _spans(self, indices: list[int]) -> list[slice]:
+        return [slice(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
+
+    def _fill(self, span: slice, inputs: np.ndarray, labels: np.ndarray) -> None:
+        """Write the inputs and labels of the example in ``span`` into int64 arrays of its length minus 1."""
+        following = slice(span.start + 1, span.stop)
+        inputs[:] = self.tokens[span.start : span.stop - 1]
+        labels[:] = self.tokens[following]
+        labels[~self.trained[following]] = IGNORE
 
     def subset(self, indices: list[int]) -> Examples:
         """Return the examples with these indices as a new data set."""
-        spans = [slice(int(self.starts[i]), int(self.starts[i + 1])) for i in indices]
+        spans = self._spans(indices)
         starts = np.cumsum([0, *(s.stop - s.start for s in spans)])
         return Examples(
             np.concatenate([self.tokens[s] for s in spans]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +60,12 @@ def _put(ring: Any, batches: _Batches, number: int, batch: object) -> None:
     ring.put(tensors)
 
 
-def _read(ring: Any, source: Callable[[int], Any], batches: _Batches) -> None:
+def _read(ring: Any, source: Callable[..., Any], buffers: tuple[Any, ...], batches: _Batches) -> None:
     """Read batches until no more are wanted. This is the reader thread; it has no reference to its Prefetcher."""
     try:
         while (number := ring.claim()) is not None:
             try:
-                batch = source(number)
+                batch = source(number, *buffers)
             except StopIteration as error:
                 # Out of Prefetcher.__next__, StopIteration would end the consumer's loop without an error.
                 raise RuntimeError(
@@ -79,6 +79,16 @@ def _read(ring: Any, source: Callable[[int], Any], batches: _Batches) -> None:
     except BaseException as error:
         batches.error = error
         ring.fail(str(error))
+
+
+def _allocator(ring: Any) -> Callable[[Sequence[int], torch.dtype], Tensor]:
+    """Return a function that makes tensors in the pinned memory of the batch that is being read."""
+
+    def empty(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor: Tensor = ring.empty(list(size), dtype)
+        return tensor
+
+    return empty
 
 
 def _close(ring: Any, reader: threading.Thread) -> None:
@@ -142,6 +152,15 @@ class Prefetcher(Iterator[Any]):
     place of that batch, and again at each later call. ``next`` must be called by one thread. In a forked child,
     ``next`` raises RuntimeError.
 
+    A source that writes its batch into pinned memory itself saves a copy on the host::
+
+        def source(number, empty):
+            x = empty((8, 512), torch.int64)  # a tensor like that of torch.empty
+            x.numpy()[:] = tokens[number]  # tokens is a numpy.memmap of 16-bit integers
+            return x
+
+        batches = Prefetcher(source, "cuda", fills_buffers=True)
+
     Args:
         source: a callable that returns the batch of a number, or an iterable of batches, such as a DataLoader
             or a list. Tensors must be dense and on the CPU. A callable whose result depends on nothing but the
@@ -152,11 +171,15 @@ class Prefetcher(Iterator[Any]):
         start: the number of the first batch.
         stop: the number after that of the last batch. Defaults to all batches of an iterable, and to no end of
             a callable.
+        fills_buffers: call ``source(number, empty)``. ``empty(size, dtype)`` returns an uninitialised,
+            contiguous CPU tensor, which is valid until the source returns. The tensor is in pinned memory, or
+            in ordinary memory if the device is the CPU or if the batch is larger than all batches before it.
         poison: for debugging, fill the device memory of a batch with 0xFF bytes (NaN, -1) when ``next`` takes
             it back, so that code which still reads the batch shows. Has nothing to fill on the CPU.
 
     Raises:
-        TypeError: source is neither callable nor iterable, or a batch has tensors in an unknown class.
+        TypeError: source is neither callable nor iterable, or not callable with ``fills_buffers``, or a batch has
+            tensors in an unknown class.
         ValueError: an argument is out of range, a tensor is not dense or not on the CPU, or the source has
             fewer batches than ``start``.
         RuntimeError: ``next`` is called after ``close``, or in a forked child.
@@ -174,12 +197,13 @@ class Prefetcher(Iterator[Any]):
 
     def __init__(
         self,
-        source: Callable[[int], Any] | Iterable[Any],
+        source: Callable[..., Any] | Iterable[Any],
         device: torch.device | str,
         *,
         depth: int = 2,
         start: int = 0,
         stop: int | None = None,
+        fills_buffers: bool = False,
         poison: bool = False,
     ) -> None:
         # iter(source) would tell as well, but a DataLoader then draws a random number.
@@ -188,7 +212,13 @@ class Prefetcher(Iterator[Any]):
                 f"Prefetcher: source: expected a callable or an iterable, got {type(source).__name__}. "
                 "Pass a function of the batch's number, or a DataLoader."
             )
+        if fills_buffers and not callable(source):
+            raise TypeError(
+                f"Prefetcher: source: expected a callable with fills_buffers, got {type(source).__name__}. "
+                "Pass a function of the batch's number and of `empty`."
+            )
         self._source = source
+        self._fills_buffers = fills_buffers
         self._arguments = torch.device(device), depth, stop, poison
         self._ring = self._new_ring(start)  # None once the prefetcher is closed
         self._start = start  # the position at which the ring began, or at which the prefetcher was closed
@@ -204,7 +234,8 @@ class Prefetcher(Iterator[Any]):
         source = self._source if callable(self._source) else _numbered(iter(self._source), self._start)
         self._batches = _Batches()
         # A daemon, because Python waits for other threads before it calls finalizers at exit.
-        arguments = self._ring, source, self._batches
+        buffers = (_allocator(self._ring),) if self._fills_buffers else ()
+        arguments = self._ring, source, buffers, self._batches
         reader = threading.Thread(target=_read, args=arguments, name="Prefetcher", daemon=True)
         self._stop_reader = weakref.finalize(self, _close, self._ring, reader)
         reader.start()

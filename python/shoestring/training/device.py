@@ -29,10 +29,7 @@ def find_device(name: str) -> torch.device:
         if accelerator is None:
             return CPU
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}") from None
+    device = parse_device(name)
     if device.type == "cpu" and device.index in (None, 0):
         return CPU
     found = "cpu"
@@ -47,6 +44,14 @@ def find_device(name: str) -> torch.device:
         f"--device: expected a device of this machine, which PyTorch {torch.__version__} finds to be {found}; "
         f"got {name}"
     )
+
+
+def parse_device(name: str) -> torch.device:
+    """Return the device with this name, which the machine need not have; raise InputError for another text."""
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise InputError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}") from None
 
 
 def check_precision(config: StepConfig, device: torch.device) -> None:

@@ -93,6 +93,9 @@ def _optimizers(model: nn.Module, config: EstimateConfig) -> list[LowMemoryOptim
 def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     """Estimate the memory and traffic of one training step of ``model``, which may be on the meta device.
 
+    ``config.device`` is a type of devices, such as "cuda". On the "cpu", device memory is host memory, and a
+    chunk of optimizer state may end inside a parameter.
+
     Raises:
         InputError: the memory budget is too small even if all blocks are recomputed.
     """
@@ -142,7 +145,7 @@ def _gradients(found: Estimate, arenas: list[StateArena], config: EstimateConfig
         copies = sum(
             -(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for arena in arenas for size in arena.weights
         )
-        note = "page-locked" if config.device == "cuda" else "ordinary memory"
+        note = "page-locked" if config.device != "cpu" else "ordinary memory"
         found.add("host", "weights", copies, f"a copy of those that are trained, {note}")
         found.add("host", "gradients", copies, note)
         found.traffic = {"device to host": whole * config.accumulate, "host to device": whole}
@@ -152,13 +155,13 @@ def _offloaded(
     found: Estimate, states: list[State], arenas: list[StateArena], config: EstimateConfig
 ) -> None:
     """Add offloaded optimizer state to the estimate: its storage, chunk buffers and traffic."""
-    disk, cuda = config.place != "stream", config.device == "cuda"
+    disk, discrete = config.place != "stream", config.device != "cpu"
     place = "disk" if disk else "host"
     note = "a file without a name" if disk else "page-locked"
     kept: list[dict[str, int]] = []
     slots: list[int] = []
     for arena in arenas:
-        edges = chunk_edges(arena.blocks, arena.per_block, arena.splits and not cuda)
+        edges = chunk_edges(arena.blocks, arena.per_block, arena.splits and not discrete)
         largest = max(b - a for a, b in itertools.pairwise(edges))
         kept.append(arena.bytes(edges[-1]))
         slots.append(min(SLOTS, len(edges) - 1) * largest * arena.per_block)
@@ -169,14 +172,14 @@ def _offloaded(
         found.add("device", f"state: {name}", size, "")
     size = sum(slots) if config.step_in_backward else max(slots, default=0)
     note = f"{SLOTS} chunks of state of {CHUNK_BYTES >> 20} MiB or a parameter"
-    if cuda:
+    if discrete:
         found.add("device", "slots", size, note)
-    if disk or not cuda:
-        found.add("host", "slots", size, note + (", page-locked" if cuda else ""))
+    if disk or not discrete:
+        found.add("host", "slots", size, note + (", page-locked" if discrete else ""))
     moved = sum(sizes.values())
     if disk:
         found.traffic = {"disk read": moved, "disk written": moved}
-    if cuda or not disk:
+    if discrete or not disk:
         found.traffic |= {"host to device": moved, "device to host": moved}
 
 

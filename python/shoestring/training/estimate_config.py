@@ -35,12 +35,10 @@ class EstimateConfig(StepConfig):
     vocab_size: Annotated[
         int, typer.Option(help="Tokens of a preset's vocabulary.", callback=within(1, (1 << 31) - 1))
     ] = 16384
-    # If the device is "cpu", device memory is host memory, and a chunk of optimizer state may end inside a
-    # parameter.
     device: Annotated[
         str,
         typer.Option(
-            help="cuda, or cpu, where device and host are one memory.", callback=one_of("cuda", "cpu")
+            help="auto, cpu (device and host are one memory), cuda and so on; need not be on this machine."
         ),
     ] = "cuda"
     batch_size: BatchSize = 1

@@ -9,15 +9,17 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.utils import _pytree
 
 from shoestring.core.errors import InputError
-from shoestring.data.batches import BatchOrder, Examples, Rows, labelled
+from shoestring.data.batches import BatchOrder, Empty, Examples, Rows, in_host_memory, labelled
 from shoestring.data.packing import PackedOrder
+from shoestring.data.prefetcher import Prefetcher
 from shoestring.optim import ScheduleFreeAdamW
 from shoestring.training import device, memory, signals
 from shoestring.training.checkpoint import checkpoints, save_checkpoint
@@ -28,6 +30,17 @@ from shoestring.training.readings import Readings
 from shoestring.training.schedule import learning_rate
 
 LOG_EVERY = 10  # steps between reads from a device other than the CPU
+
+# Inputs, labels, and further keyword arguments of the loss.
+Batch = tuple[Tensor, Tensor, dict[str, Any]]
+
+
+class StepData(NamedTuple):
+    """The data of a training step."""
+
+    batches: list[Batch]  # the micro-batches
+    labelled: int  # number of labels that count in the loss
+    tokens: int  # number of input tokens, without padding
 
 
 class Progress(Protocol):
@@ -80,7 +93,6 @@ class Trainer:
                 checkpoint.
         """
         config = self.config
-        order = self._order()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         readings = Readings(self.device, self._interval(), config.accumulate, not self.scaler.is_enabled())
         self._set_mode(training=True)
@@ -88,6 +100,7 @@ class Trainer:
             MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log,
             signals.deferred(),
             device.float32_products(config),
+            self._feed(start) as feed,
         ):
             if log.lost:
                 self.progress.note(
@@ -101,9 +114,13 @@ class Trainer:
                 for optimizer in self.optimizers:
                     for group in optimizer.param_groups:
                         group["lr"] = lr
-                tokens = self._accumulate(step, order, readings, first=step == start)
+                waited = feed.seconds_waited
+                data: StepData = next(feed)
+                row = {"step": step + 1, "lr": lr, "tokens": data.tokens}
+                row["data_seconds"] = feed.seconds_waited - waited
+                self._accumulate(step, data, readings, first=step == start)
                 self._step(parameters, readings)
-                row = {"step": step + 1, "lr": lr, "tokens": tokens} | memory.usage(self.device)
+                row |= memory.usage(self.device)
                 if readings.is_full_after_next:
                     row |= memory.utilization(self.device)
                 readings.end_step(row)
@@ -126,30 +143,37 @@ class Trainer:
         lengths = [max(1, self.train.count([row])) for row in range(len(self.train))]
         return PackedOrder(lengths, config.batch_size * config.seq_len, config.accumulate, config.seed)
 
+    def _feed(self, start: int) -> Prefetcher:
+        """Return an iterator over the data of the steps from ``start`` on, on the device, read one step ahead."""
+        order = self._order()
+
+        def read(step: int, empty: Empty) -> StepData:
+            drawn = order.step(step)
+            batches = [self._batch(self.train, rows, empty) for rows in drawn]
+            counted = sum(labelled(labels) for _, labels, _ in batches)
+            return StepData(batches, counted, sum(self.train.count(rows) for rows in drawn))
+
+        return Prefetcher(read, self.device, start=start, stop=self.config.steps, fills_buffers=True)
+
     def _interval(self) -> int:
         return self.config.log_every or (1 if self.device.type == "cpu" else LOG_EVERY)
 
-    def _accumulate(self, step: int, order: BatchOrder | PackedOrder, readings: Readings, first: bool) -> int:
-        """Run forward and backward of all micro-batches of a step; return its number of tokens.
+    def _accumulate(self, step: int, data: StepData, readings: Readings, first: bool) -> None:
+        """Run forward and backward of all micro-batches of a step.
 
         The loss is the mean over the labelled positions of all micro-batches.
         """
-        drawn = order.step(step)
-        batches = [self._batch(self.train, rows) for rows in drawn]
-        count = sum(labelled(labels) for _, labels, _ in batches)
-        for number, batch in enumerate(batches):
-            inputs, labels, more = self._to_device(batch)
+        for number, (inputs, labels, more) in enumerate(data.batches):
             saved = memory.SavedActivations(self.model) if first and number == 0 else None
-            with self._sums(number + 1 < len(batches)):
+            with self._sums(number + 1 < len(data.batches)):
                 with saved or nullcontext(), self.autocast(), self.offload:
-                    loss = self.loss(inputs, labels, **more) / max(1, count)
+                    loss = self.loss(inputs, labels, **more) / max(1, data.labelled)
                 if saved is not None:
                     self.saved_activations = saved.bytes
                 readings.add_loss(loss)
                 if self.config.step_in_backward:
                     self._require_finite(step + 1, {"loss": loss.item()})
                 self.scaler.scale(loss).backward()
-        return sum(self.train.count(rows) for rows in drawn)
 
     def _sums(self, adds: bool) -> AbstractContextManager[Any]:
         """Return a context in which an optimizer that steps in backward adds up gradients instead."""
@@ -185,21 +209,11 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _batch(self, data: Rows, rows: list[int]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return inputs, labels and further keyword arguments of the loss, on the host, for rows of the data."""
+    def _batch(self, data: Rows, rows: list[int], empty: Empty = in_host_memory) -> Batch:
+        """Return the micro-batch of these rows of the data, on the host."""
         if self.pack != "none" and isinstance(data, Examples):
-            return data.packed(rows)
-        return (*data.rows(rows), {})
-
-    def _to_device(
-        self, batch: tuple[Tensor, Tensor, dict[str, Any]]
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        inputs, labels, more = batch
-        moved = {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in more.items()
-        }
-        return inputs.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True), moved
+            return data.packed(rows, empty)
+        return (*data.rows(rows, empty), {})
 
     def largest_batch(self) -> Tensor:
         """Return the loss of a micro-batch of the longest rows; no other micro-batch needs more memory."""
@@ -211,7 +225,7 @@ class Trainer:
         else:
             rows = rows[: self.config.batch_size]
         batch = self._batch(self.train, rows)
-        inputs, labels, more = self._to_device(batch)
+        inputs, labels, more = _pytree.tree_map_only(Tensor, lambda t: t.to(self.device), batch)
         with self.autocast():
             return self.loss(inputs, labels, **more) / max(1, labelled(batch[1]))
 
@@ -291,15 +305,24 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss over the first ``eval_batches`` batches of the validation rows."""
         size = self.config.batch_size
+        batches = min(math.ceil(len(self.val) / size), self.config.eval_batches)
+
+        def read(number: int, empty: Empty) -> tuple[Batch, int]:
+            first = number * size
+            batch = self._batch(self.val, list(range(first, min(first + size, len(self.val)))), empty)
+            return batch, labelled(batch[1])
+
         self._set_mode(training=False)
         total, count = 0.0, 0
         losses: list[Tensor] = []
-        with torch.no_grad(), self.autocast():
-            for first in range(0, min(len(self.val), size * self.config.eval_batches), size):
-                batch = self._batch(self.val, list(range(first, min(first + size, len(self.val)))))
-                inputs, labels, more = self._to_device(batch)
+        with (
+            torch.no_grad(),
+            self.autocast(),
+            Prefetcher(read, self.device, stop=batches, fills_buffers=True) as feed,
+        ):
+            for (inputs, labels, more), counted in feed:
                 losses.append(self.loss(inputs, labels, **more).float())
-                count += labelled(batch[1])
+                count += counted
         self._set_mode(training=True)
         for loss in torch.stack(losses).tolist():
             total += loss

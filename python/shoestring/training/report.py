@@ -72,6 +72,14 @@ def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
         summary, train_loss=is_number, val_loss=optional, tokens_per_second=is_number, peak_memory=is_number, memory=parts,
         plain=lambda value: isinstance(value, bool),
     )  # fmt: skip
+    if isinstance(summary, dict):  # fields that only some runs have
+        later = {"data_seconds", "device_utilization", "device_reserved"} & summary.keys()
+        kinds = dict.fromkeys(later, is_number)
+        if "data_seconds" in later:
+            kinds["seconds"] = is_number
+        if "device_reserved" in later:
+            kinds |= {"device": text, "host_peak_memory": is_number}
+        wrong += has(summary, **kinds)
     wrong += [name for row in metrics for name in has(row, step=is_number, loss=is_number)][:1]
     if wrong or not metrics:
         raise InputError(
@@ -119,14 +127,7 @@ def write_report(folder: Path) -> None:
         [part["name"], part["formula"], megabytes(part["expected"]), megabytes(part["measured"])]
         for part in run.summary["memory"]
     ]
-    parts.append(
-        [
-            "peak of the process",
-            "high-water mark of the resident set",
-            "–",
-            megabytes(run.summary["peak_memory"]),
-        ]
-    )
+    parts += [[name, formula, "–", megabytes(size)] for name, formula, size in _peaks(run.summary)]
     settings = [
         [key, json.dumps(value)]
         for key, value in run.record["fingerprint"].items()
@@ -134,11 +135,33 @@ def write_report(folder: Path) -> None:
     ]
     body = (
         f"<h1>{html.escape(_title(run))}</h1>{_image(picture, 'loss curves and memory')}"
-        + "<h2>Result</h2>" + _table([], [[key, value] for key, value in figures(run).items()])
+        + "<h2>Result</h2>" + _table([], [[key, value] for key, value in (figures(run) | _times(run.summary)).items()])
         + "<h2>Memory</h2>" + _table(["part", "formula", "by formula, MB", "measured, MB"], parts, numbers=2)
         + "<h2>Settings</h2>" + _table([], settings)
     )  # fmt: skip
     _write(folder, "report", picture, body, _title(run))
+
+
+def _peaks(summary: dict[str, Any]) -> list[tuple[str, str, float]]:
+    """Return name, meaning and bytes of each peak of memory: of the process, and of an accelerator."""
+    process = ("peak of the process", "high-water mark of the resident set")
+    if "device_reserved" not in summary:
+        return [(*process, summary["peak_memory"])]
+    return [
+        (f"peak of {summary['device']}", "largest memory that was allocated at once", summary["peak_memory"]),
+        (f"reserved on {summary['device']}", "held by the allocator", summary["device_reserved"]),
+        (*process, summary["host_peak_memory"]),
+    ]
+
+
+def _times(summary: dict[str, Any]) -> dict[str, str]:
+    """Return rows of the result table that tell whether the device had work all the time."""
+    found = {}
+    if "data_seconds" in summary:
+        found["waited for data"] = f"{summary['data_seconds']:.2f} s of {summary['seconds']:.0f} s"
+    if "device_utilization" in summary:
+        found["device busy"] = f"{summary['device_utilization']:.0f} %"
+    return found
 
 
 def write_comparison(folders: list[Path], out: Path) -> list[list[str]]:

@@ -46,12 +46,26 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
         "tokens": sum(row["tokens"] for row in rows),
         "tokens_per_second": statistics.median(speeds),
         "seconds": seconds,
+        "data_seconds": sum(row.get("data_seconds", 0) for row in rows),
         "device": str(trainer.device),
         "peak_memory": max([peak, *(row.get("device_peak", row["peak"]) for row in rows)]),
         "host_peak_memory": max(row["peak"] for row in rows),
+        **_device(rows),
         "threads": torch.get_num_threads(),
         "memory": [asdict(part) for part in memory_parts(trainer, baseline, peak)],
     }
+
+
+def _device(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return what the steps measured of an accelerator: its reserved memory, and its mean utilisation."""
+    found: dict[str, float] = {}
+    reserved = [row["device_reserved"] for row in rows if "device_reserved" in row]
+    if reserved:
+        found["device_reserved"] = max(reserved)
+    busy = [row["device_utilization"] for row in rows if "device_utilization" in row]
+    if busy:
+        found["device_utilization"] = statistics.fmean(busy)
+    return found
 
 
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:

@@ -76,6 +76,40 @@ def test_batches_without_structure_or_tensors(bare: Callable[[int], Any], device
         assert_same(batch, bare(number), device)
 
 
+def test_a_source_that_fills_buffers(device: torch.device) -> None:
+    """Tensors of `empty` come back with their values, whole, as views, and beside other tensors."""
+
+    def source(number: int, empty: Callable[[Any, torch.dtype], Tensor]) -> Any:
+        n = 1 + number * 37 % 50
+        x, y = empty((n, 6), torch.int64), empty([n], torch.uint8)
+        assert x.shape == (n, 6) and y.shape == (n,) and x.dtype == torch.int64 and y.dtype == torch.uint8
+        x.numpy()[:] = number
+        y.fill_(number)
+        return {"x": [x, x[: n // 2, 2:]], "y": y, "other": numbered(number), "none": empty((0, 3), x.dtype)}
+
+    def host_memory(size: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    for depth in (1, 2, 5):
+        with Prefetcher(source, device, depth=depth, stop=40, fills_buffers=True, poison=True) as batches:
+            for number in range(40):
+                assert_same(next(batches), source(number, host_memory), device)
+
+
+def test_buffers_are_those_that_are_copied() -> None:
+    """From the second round on, `empty` returns the memory that the copy to the device reads."""
+    places: list[int] = []
+
+    def source(number: int, empty: Callable[[Any, torch.dtype], Tensor]) -> Tensor:
+        x = empty((100,), torch.int64).fill_(number)
+        places.append(x.data_ptr())
+        return x
+
+    with Prefetcher(source, queue_device(), stop=20, fills_buffers=True) as batches:
+        assert [int(batch.cpu()[0]) for batch in batches] == list(range(20))
+    assert places[2:4] * 9 == places[2:] and places[2] != places[3]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader(workers: int, device: torch.device) -> None:
     """Batches of a shuffled DataLoader are those of a plain loop with the same seed, in each pass."""
@@ -208,6 +242,8 @@ def test_the_example_in_the_documentation() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="Prefetcher: source: expected a callable or an iterable, got int"):
         Prefetcher(3, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="source: expected a callable with fills_buffers, got list"):
+        Prefetcher([numbered(0)], "cpu", fills_buffers=True)
     for arguments, message in (
         ({"depth": 0}, "depth: expected at least 1, got 0"),
         ({"start": -1}, "start: expected at least 0, got -1"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cli_helpers import TINY, TUNE, losses, refuse, succeed, text
 from shoestring.core.errors import InputError
+from shoestring.data.batches import Blocks
 from shoestring.training import loop, memory
 from shoestring.training.config import LoopConfig
 from shoestring.training.device import check_precision, find_device
+from shoestring.training.metrics import read_metrics
 from shoestring.training.readings import Readings
+from shoestring.training.report import write_report
 
 
 def accelerator(monkeypatch: pytest.MonkeyPatch, kind: str, count: int, current: int = 0) -> None:
@@ -210,7 +216,7 @@ def test_a_step_does_not_wait(
     succeed(*command("train", data, tmp_path / "run", "--log-every", 3, *options))
     assert waits.found == []
     # The counter finds a wait that is planted.
-    monkeypatch.setattr(loop.Trainer, "_to_device", lambda self, batch: (batch[0].max().item(), batch)[1])
+    monkeypatch.setattr(Readings, "add_loss", lambda self, loss: self._losses.append(loss * loss.item()))
     succeed(*command("train", data, tmp_path / "planted", "--log-every", 3, *options))
     assert waits.found
 
@@ -270,7 +276,7 @@ def test_a_step_that_is_not_finite_changes_no_weight(
     trainers: list[loop.Trainer] = []
     accumulate = loop.Trainer._accumulate
 
-    def spoiled(self: loop.Trainer, step: int, *arguments: Any, **named: Any) -> int:
+    def spoiled(self: loop.Trainer, step: int, *arguments: Any, **named: Any) -> None:
         trainers[:] = [self]
         if step == 2:
             if what == "loss":
@@ -279,7 +285,7 @@ def test_a_step_that_is_not_finite_changes_no_weight(
             else:
                 weight = next(p for p in self.model.parameters() if p.requires_grad)
                 weight.register_hook(lambda grad: grad * torch.inf)
-        return accumulate(self, step, *arguments, **named)
+        accumulate(self, step, *arguments, **named)
 
     constant = ["--schedule", "constant", "--warmup", 0, "--eval-every", 100, "--checkpoint-every", 100]
     succeed(*command("train", data, tmp_path / "two", "--steps", 2, *constant, *options))
@@ -309,6 +315,45 @@ def test_loss_scaling_skips_steps_that_overflow(
     monkeypatch.setattr(loop.Trainer, "_step", noted)
     succeed(*command("train", data, tmp_path / "run", "--precision", "fp16"))
     assert scales[1:] == [scales[0] / 2] * 5 and len(losses(tmp_path / "run")) == 6
+
+
+def test_the_time_that_steps_wait_for_data_is_reported(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step waits for its data. The data of later steps are read during the steps before them."""
+    rows = Blocks.rows
+
+    def slow(self: Blocks, *arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.3)
+        return rows(self, *arguments)
+
+    monkeypatch.setattr(Blocks, "rows", slow)
+    succeed(*command("train", data, tmp_path / "run", "--eval-every", 6))
+    waited = [row["data_seconds"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert waited[0] >= 0.3 and sum(waited) < 6 * 0.3 + 1
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["data_seconds"] == pytest.approx(sum(waited))
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert f"<td>waited for data</td><td>{sum(waited):.2f} s of {summary['seconds']:.0f} s</td>" in report
+
+
+def test_report_of_a_run_on_a_device(data: Path, tmp_path: Path) -> None:
+    """The report of a run on an accelerator has its peaks, and those of the process beside it."""
+    run = tmp_path / "run"
+    succeed(*command("train", data, run))
+    assert "<td>peak of the process</td>" in (run / "report.html").read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert "device_reserved" not in summary
+    figures = {"device": "cuda:1", "peak_memory": 5e6, "device_reserved": 7e6, "device_utilization": 62.5}
+    (run / "summary.json").write_text(json.dumps(summary | figures))
+    write_report(run)
+    report = (run / "report.html").read_text()
+    for name, value in (("peak of cuda:1", "5"), ("reserved on cuda:1", "7"), ("device busy", "62 %")):
+        assert re.search(f"<td>{name}</td>.*?<td[^>]*>{value}</td>", report), name
+    (run / "summary.json").write_text(json.dumps(summary | figures | {"device_reserved": "much"}))
+    with pytest.raises(InputError, match="device_reserved"):
+        write_report(run)
 
 
 def test_memory_of_a_device_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:

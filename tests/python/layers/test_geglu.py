@@ -30,7 +30,9 @@ def test_no_worse_than_eager(capability: str, size: int, dtype: torch.dtype, app
     for ours, exact, eager in zip(*results, strict=True):
         assert ours.dtype == dtype and ours.shape == (size,)
         if size:
-            assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact) + 1e-7
+            # Over few elements eager's error may happen to be almost 0, so allow errors of two roundings.
+            least = 1e-7 if size > 100 else 2 * torch.finfo(torch.float32).eps
+            assert relative_error(ours, exact) <= 1.1 * relative_error(eager, exact) + least
 
 
 @pytest.mark.parametrize("approximate", KINDS)

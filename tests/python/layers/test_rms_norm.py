@@ -52,7 +52,20 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int], dtype: tor
     for name, a, b, c in zip(("y", "sum", "x", "residual", "weight"), ours, exact, eager, strict=True):
         assert a.dtype == dtype and a.shape == c.shape
         if a.numel():
-            assert relative_error(a, b) <= 1.1 * relative_error(c, b) + 2e-7, name
+            bound = 1.1 * relative_error(c, b) + 2e-7
+            if name in ("x", "residual"):
+                bound += torch.finfo(torch.float32).eps * cancelled(given, b)
+            assert relative_error(a, b) <= bound, name
+
+
+def cancelled(given: dict[str, Tensor], gradient: Tensor) -> float:
+    """Return the norm of the terms whose difference is the gradient of x, divided by the norm of the gradient.
+
+    In a row of one feature the terms are almost equal, so that their rounding errors become large.
+    """
+    t = {name: value.double() for name, value in given.items()}
+    size = (t["x"] + t["residual"]).square().mean(1, keepdim=True).add(EPS).sqrt()
+    return (t["grad"] * (t["weight"] + 0.25) / size).norm().item() / gradient.norm().item()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

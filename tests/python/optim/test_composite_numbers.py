@@ -175,9 +175,9 @@ def test_muon_is_torchs(capability: str, adjust: str, nesterov: bool) -> None:
         exact.step(grads)
     for p, t, e, s in zip(ours.params, theirs, exact.params, start, strict=True):
         error, error_of_theirs = relative_error(p - s, e - s), relative_error(t - s, e - s)
-        # If muon_ multiplies in bf16 too, its rounding errors differ randomly from those of torch.optim.Muon,
-        # so allow a factor of 1.2.
-        assert error < 1.2 * error_of_theirs
+        # If muon_ multiplies in bf16 too, its rounding errors differ randomly from those of torch.optim.Muon.
+        # Over 60 seeds the ratio was 0.97, with a standard deviation of 0.1.
+        assert error < 1.5 * error_of_theirs
         assert error_of_theirs < 4e-2
     buffers = torch.cat([optimizer.state[p]["momentum_buffer"].flatten() for p in theirs])
     torch.testing.assert_close(MUON.values(ours.sizes, ours.arenas)[0], buffers, rtol=1e-5, atol=1e-6)

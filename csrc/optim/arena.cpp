@@ -98,6 +98,15 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
   }
 }
 
+void Arena::check_place(const char* optimizer) const {
+  for (const Tensor& p : params) {
+    TORCH_CHECK(p.device() == kind.source, "shoestring::optim::", optimizer,
+                ": params: expected all parameters on ", kind.source,
+                ", for which their state was made, received one on ", p.device(),
+                ". Make the optimizer after the model has been moved.");
+  }
+}
+
 std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const {
   const Tensor& p = params[index];
   std::map<std::string, Tensor> views{{"step", step.select(0, static_cast<int64_t>(index))}};

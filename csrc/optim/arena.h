@@ -93,6 +93,8 @@ struct Arena {
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
         const c10::intrusive_ptr<offload::Offload>& offload, bool on_host);
 
+  /// Raises if a parameter has left the device for which its state was made.
+  void check_place(const char* optimizer) const;
   /// Returns the optimizer state of parameter `index`, as views into the arena.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
   /// Returns a view of each parameter's accumulated gradient, in the parameter's shape. The first call

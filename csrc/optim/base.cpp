@@ -36,7 +36,10 @@ Layout& Core::layout(size_t group) {
   Layout& layout = layouts[group];
   size_t count = layout.absent.size();
   bool changed = false;
-  for (const Arena& arena : layout.arenas) count += arena.params.size();
+  for (const Arena& arena : layout.arenas) {
+    arena.check_place(name());
+    count += arena.params.size();
+  }
   for (const Tensor& p : layout.absent) changed |= has_gradient(p);
   if (!changed && count == params.size()) return layout;
 

@@ -227,6 +227,7 @@ void Core::step_alone(const Tensor& param) {
     found = alone_.find(key);
   }
   auto& [group, arena] = found->second;
+  arena.check_place(name());
   Access::check_step(options(group));
   Tensor grad = param.grad(), accumulated = summed ? arena.accumulated : Tensor(), coefficient;
   if (max_grad_norm) {

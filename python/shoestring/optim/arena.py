@@ -134,6 +134,15 @@ class Arena:
             self.begins.append(block)
             block += blocks(local(p).numel())
 
+    def check_place(self, optimizer: str) -> None:
+        """Raise RuntimeError if a parameter has left the device for which its state was made."""
+        for p in self.device_params():
+            if p.device != self.kind.source:
+                raise RuntimeError(
+                    f"{optimizer}: params: expected all parameters on {self.kind.source}, for which their state was "
+                    f"made, received one on {p.device}. Make the optimizer after the model has been moved."
+                )
+
     def device_params(self) -> list[Tensor]:
         """Return the parameters whose state this arena holds, on the device where the model holds them.
 

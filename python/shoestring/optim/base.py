@@ -370,6 +370,8 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         backward.
         """
         layout = self._layouts.get(index)
+        for arena in () if layout is None else layout.arenas:
+            arena.check_place(self._name)
         if layout is not None and layout.holds(group["params"], self._has_gradient):
             return layout
         members: dict[Kind, dict[int, Tensor]] = {}

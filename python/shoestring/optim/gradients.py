@@ -319,6 +319,7 @@ class Gradients:
         if param not in self._alone:
             self._find_alone()
         group, arena = self._alone[param]
+        arena.check_place(type(self).__name__)
         grad, accumulated = gradient_in_hook(param), arena.accumulated if param in self._pending else None
         coefficient = None
         if self.max_grad_norm is not None:

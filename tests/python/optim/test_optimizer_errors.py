@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, SCHEDULE_FREE, SGD, Rule
+from shoestring import optim
 
 pytestmark = pytest.mark.device
 
@@ -108,3 +111,29 @@ def test_a_bad_argument_of_any_rule(rule: Rule, message: str) -> None:
 @pytest.mark.parametrize(("rule", "message", "changes"), BAD_OWN, ids=lambda x: getattr(x, "name", None))
 def test_a_bad_argument_of_its_own(rule: Rule, message: str, changes: dict) -> None:
     check_refused(rule, message, lambda a: a.update(changes))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_grad_norm": 1.0}, {"offload": "cpu"}, {"offload": "stream"}], ids=str
+)
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("optimizer", [optim.AdamW, optim.Muon, optim.Adafactor], ids=lambda c: c.__name__)
+def test_a_parameter_that_has_moved(optimizer: Any, in_backward: bool, options: dict[str, Any]) -> None:
+    """A parameter that leaves its device after a step is refused, and no other parameter is stepped."""
+    params = [nn.Parameter(torch.randn(20, 16)) for _ in range(2)]
+    own = optimizer([{"params": [p]} for p in params], lr=1e-3, step_in_backward=in_backward, **options)
+    sum(p.sum() for p in params).backward()
+    own.step()
+    own.zero_grad()
+    before = params[0].detach().clone()
+    torch.utils.swap_tensors(params[1], nn.Parameter(params[1].detach().to("meta")))
+    message = (
+        f"^{optimizer.__name__}: params: expected all parameters on cpu, for which their state was made, received one "
+        "on meta. Make the optimizer after the model has been moved.$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        if not in_backward:
+            params[0].grad = torch.ones(20, 16)
+        params[1].sum().backward()
+        own.step()
+    assert torch.equal(params[0], before)

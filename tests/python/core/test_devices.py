@@ -1,0 +1,50 @@
+"""Test that tensors on different devices are refused with one line that names the argument."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoestring
+
+Q = torch.randn(1, 8, 4, 16)
+IDS = torch.arange(3)
+
+
+def of_lora(quantize: str | None) -> Callable[[Tensor, Tensor], Any]:
+    """Return a call of an adapted layer: with the weights on the device of w, and the input on that of x."""
+
+    def call(x: Tensor, w: Tensor) -> Any:
+        model = nn.Sequential(nn.Linear(16, 16))
+        return shoestring.lora.apply(model, rank=2, quantize=quantize).to(w.device)(x)
+
+    return call
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "linear_cross_entropy: weight": lambda x, w: shoestring.linear_cross_entropy(x, w, IDS.to(x.device)),
+    "linear_cross_entropy: target": lambda x, w: shoestring.linear_cross_entropy(x, x, IDS.to(w.device)),
+    "cross_entropy: target": lambda x, w: shoestring.cross_entropy(x, IDS.to(w.device)),
+    "attention: k": lambda x, w: shoestring.attention(Q.to(x.device), Q.to(w.device), Q.to(x.device)),
+    "rms_norm: weight": lambda x, w: shoestring.rms_norm(x, w[0], eps=1e-5),
+    "swiglu: gate": lambda x, w: shoestring.swiglu(w[:3], x),
+    "geglu: gate": lambda x, w: shoestring.geglu(w[:3], x),
+    "foreach_norm: tensors": lambda x, w: shoestring.ops.foreach_norm([x, w]),
+    "lora_linear: lora_A": of_lora(None),
+    "lora_linear: lora_A of nf4": of_lora("nf4"),
+    "lora_linear: lora_A of int8": of_lora("int8"),
+}
+
+
+@pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "cpu")], ids="-".join)
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_on_different_devices(name: str, devices: tuple[str, str]) -> None:
+    """The model is on one device and the batch on another."""
+    x, w = torch.randn(3, 16).to(devices[0]), torch.randn(16, 16).to(devices[1])
+    with pytest.raises(
+        RuntimeError, match=f"^{name.partition(' of ')[0]}.*: expected .* received "
+    ) as caught:
+        CALLS[name](x, w)
+    assert all(device in str(caught.value).splitlines()[0] for device in devices)

@@ -79,19 +79,32 @@ def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Op
         options["max_grad_norm"] = config.clip or float("inf")
     made: list[torch.optim.Optimizer] = []
     for kind, params in classes(model, config.optimizer):
-        first = not made
-        own = _rule_options(kind, config) if first else {}
-        try:
-            made.append(
-                kind(
-                    parameter_groups(params, config.weight_decay),
-                    **({"lr": config.lr} | options | own),
-                )
-            )
-        except (TypeError, ValueError) as error:
-            text = f" {' '.join(config.optimizer_arg)}" if config.optimizer_arg else ""
-            raise InputError(f"--optimizer {config.optimizer}{text}: {error}") from None
+        own = _rule_options(kind, config) if not made else {}
+        made.append(_make(kind, parameter_groups(params, config.weight_decay), options | own, config))
     return made
+
+
+def check_optimizer(config: LoopConfig) -> None:
+    """Raise InputError if ``--optimizer-arg`` does not fit the optimizer. Needs no model."""
+    if config.optimizer_arg:
+        kind = OPTIMIZERS[config.optimizer]
+        options = stored_options(config) | _rule_options(kind, config)
+        _make(kind, [{"params": [nn.Parameter(torch.zeros(2, 2))]}], options, config)
+
+
+def _make(
+    kind: type[LowMemoryOptimizer], groups: list[dict[str, Any]], options: dict[str, Any], config: LoopConfig
+) -> LowMemoryOptimizer:
+    try:
+        return kind(groups, **({"lr": config.lr} | options))
+    except (TypeError, ValueError) as error:
+        given = " ".join(config.optimizer_arg or ())
+        reason = str(error)
+        if not reason.startswith(f"{kind.__name__}: "):  # such as a comparison of a number with a text
+            reason = (
+                f"expected a value of the type in shoestring.optim.{kind.__name__}'s signature, got another"
+            )
+        raise InputError(f"--optimizer {config.optimizer} {given}".rstrip() + f": {reason}") from None
 
 
 def _rule_options(kind: type[LowMemoryOptimizer], config: LoopConfig) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
 from shoestring.training.device import check_precision, find_device
 from shoestring.training.loop import Progress, Trainer
 from shoestring.training.models import Loss
-from shoestring.training.optimizers import make_optimizers
+from shoestring.training.optimizers import check_optimizer, make_optimizers
 from shoestring.training.signals import Interrupted
 from shoestring.training.summary import summarise
 
@@ -41,6 +41,7 @@ def check_run(config: LoopConfig, out: Path) -> None:
     for option, other in _conflicts(config):
         raise InputError(f"{option}: expected no {other}, received both; leave one of them out")
     check_precision(config, find_device(config.device))
+    check_optimizer(config)
     try:
         if out.exists() and not out.is_dir():
             raise InputError(f"--out {out}: exists and is not a directory")

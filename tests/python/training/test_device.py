@@ -87,14 +87,23 @@ def test_a_device_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) 
         ),
         (["--optimizer-arg", "betas"], "--optimizer-arg: expected NAME=VALUE"),
         (["--optimizer-arg", "betas=(2,3)"], "--optimizer adamw betas=(2,3): AdamW: betas: expected"),
-        (["--optimizer-arg", "eps=x"], "--optimizer adamw eps=x: "),
+        (
+            ["--optimizer-arg", "eps=x"],
+            "--optimizer adamw eps=x: expected a value of the type in shoestring.optim.AdamW's signature",
+        ),
         (["--log-every", "0"], "--log-every: expected at least 1, got 0"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
 def test_options_that_do_not_fit_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
 ) -> None:
+    """They are refused before the data are read."""
+    monkeypatch.setattr("shoestring.cli.train.find_files", None)
     (tmp_path / "text.txt").write_text(text())
     given = ["--data", tmp_path / "text.txt", "--out", tmp_path / "run", "--device", "cpu", *TINY, *options]
     assert message in refuse(capsys, "train", *given)

@@ -103,12 +103,16 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], 
             results.append((y, *torch.autograd.grad(y, tuple(these.values()), upstream.to(y.dtype))))
         for name, ours, exact, eager in zip(("y", *leaves), *results, strict=True):
             assert ours.shape == exact.shape
-            # The operator rounds silu(gate) * x to dtype once. With few tokens there are too few elements for
-            # the rounding errors to average out.
             eps = torch.finfo(dtype).eps
-            bound = 1.5 * relative_error(eager.to(ours.dtype), exact) + 2e-7
+            few = shape[0] <= 10
+            # A sum of n products in fp32 has an error of about sqrt(n) roundings. Over few elements eager's error
+            # may happen to be small.
+            least = torch.finfo(torch.float32).eps / 2 * max(shape[1:3]) ** 0.5 if few else 2e-7
+            bound = 1.5 * relative_error(eager.to(ours.dtype), exact) + max(least, 2e-7)
             if "gate" in leaves:
-                bound += eps * (0.5 if shape[0] > 10 else 1.5)
+                # The operator rounds silu(gate) * x to dtype once. With few tokens there are too few elements for
+                # the rounding errors to average out.
+                bound += eps * (1.5 if few else 0.5)
             if name == "gain":
                 # This gradient is the sum of upstream * (y - bias) / gain over the tokens, from the rounded y.
                 rounding = eps / 2 * (upstream * results[1][0]).abs().sum(0) / leaves["gain"].double().abs()

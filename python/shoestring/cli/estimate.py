@@ -21,6 +21,7 @@ from shoestring.training.estimate import Estimate, estimate
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.memory import parse_budget
 from shoestring.training.models import build_llama
+from shoestring.training.optimizers import conflicts
 
 # In the JSON, these options describe the model. All other options describe the step.
 MODEL_OPTIONS = (
@@ -44,6 +45,8 @@ def check(config: EstimateConfig) -> None:
         "both",
     )
     parse_budget(config.memory_budget)
+    for option, other in conflicts(config):
+        raise InputError(f"{option}: expected no {other}, received both; leave one of them out")
 
 
 def load(config: EstimateConfig) -> nn.Module:

@@ -25,6 +25,7 @@ from shoestring.training.options import (
     MemoryBudget,
     Model,
     Offload,
+    OptimizerArg,
     OptimizerName,
     OptimizerState,
     Precision,
@@ -96,6 +97,7 @@ class StepConfig:
     weights: TrainedWeights = "fp32"
     optimizer: OptimizerName = "adamw"
     optimizer_state: OptimizerState = "8bit"
+    optimizer_arg: OptimizerArg = None
     step_in_backward: StepInBackward = False
     offload: Offload = field(default="none", metadata=MAY_CHANGE)
     activations: Activations = field(default="keep", metadata=MAY_CHANGE)
@@ -154,10 +156,6 @@ class LoopConfig(StepConfig):
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints.", callback=within(1, COUNT))
     ] = field(default=50, metadata=MAY_CHANGE)
-    optimizer_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VALUE, another option of the optimizer; may be given several times."),
-    ] = None
     compile: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False
     log_every: Annotated[
         int | None,

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from shoestring.core.errors import InputError
-from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.host import BUCKET_BYTES
 from shoestring.training import formulas, memory
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.formulas import State, StateArena
-from shoestring.training.optimizers import classes, stored_options
+from shoestring.training.optimizers import Own, build, described
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
 # chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
@@ -85,9 +84,9 @@ def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
     return [*edges, total] if total > edges[-1] else edges
 
 
-def _optimizers(model: nn.Module, config: EstimateConfig) -> list[LowMemoryOptimizer]:
+def _optimizers(model: nn.Module, config: EstimateConfig) -> list[Own]:
     """Build the optimizers of the model's trained parameters. Allocates on the parameters' device only."""
-    return [kind(params, **stored_options(config)) for kind, params in classes(model, config.optimizer)]
+    return [build(kind, groups, options, config) for kind, groups, options in described(model, config)]
 
 
 def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
@@ -105,7 +104,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     states = [formulas.optimizer_state(optimizer) for optimizer in _optimizers(model, config)]
     arenas = [arena for state in states for arena in state.arenas]
     found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
-    _gradients(found, arenas, config)
+    _gradients(found, trained, config)
     if config.place is None or on_host:
         for name, size in formulas.total(*(state.bytes() for state in states)).items():
             found.add(
@@ -113,7 +112,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
             )
     else:
         _offloaded(found, states, arenas, config)
-    if config.accumulate > 1:
+    if config.accumulate > 1 and config.step_in_backward:
         sums = sum(sum(arena.blocks) for arena in arenas) * 256 * 4
         found.add("host" if on_host else "device", "sums of gradients", sums, "fp32, over micro-batches")
     _activations(found, model, config)
@@ -124,9 +123,9 @@ def _elements(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def _gradients(found: Estimate, arenas: list[StateArena], config: EstimateConfig) -> None:
-    whole = sum(sum(arena.weights) for arena in arenas)
-    largest = max((size for arena in arenas for size in arena.weights), default=0)
+def _gradients(found: Estimate, trained: list[nn.Parameter], config: EstimateConfig) -> None:
+    sizes = [formulas.tensor_bytes([p]) for p in trained]
+    whole, largest = sum(sizes), max(sizes, default=0)
     on_host = config.place == "cpu"
     if not config.step_in_backward:
         found.add("device", "gradients", whole, "")
@@ -142,13 +141,12 @@ def _gradients(found: Estimate, arenas: list[StateArena], config: EstimateConfig
             "device", "gradients", largest, "of the largest parameter: each is freed once it has been used"
         )
     if on_host:
-        copies = sum(
-            -(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for arena in arenas for size in arena.weights
-        )
+        copies = sum(-(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for size in sizes)
         note = "page-locked" if config.device != "cpu" else "ordinary memory"
         found.add("host", "weights", copies, f"a copy of those that are trained, {note}")
         found.add("host", "gradients", copies, note)
-        found.traffic = {"device to host": whole * config.accumulate, "host to device": whole}
+        passes = config.accumulate if config.step_in_backward else 1
+        found.traffic = {"device to host": whole * passes, "host to device": whole}
 
 
 def _offloaded(

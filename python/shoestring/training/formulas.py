@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoestring.optim.arena import Kind, Part, blocks, parts
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.low_rank import LowRankOptimizer
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,6 @@ class StateArena:
 
     parts: list[Part]
     blocks: list[int]  # number of blocks of 256 elements, for each parameter
-    weights: list[int]  # bytes that each parameter itself takes
     splits: bool  # whether the optimizer's C++ operator can step a part of a parameter
 
     @property
@@ -107,8 +107,10 @@ class State:
         return total(*(arena.bytes() for arena in self.arenas), self.rest)
 
 
-def optimizer_state(optimizer: LowMemoryOptimizer) -> State:
+def optimizer_state(optimizer: LowMemoryOptimizer | LowRankOptimizer) -> State:
     """Return the sizes of the state that an optimizer will hold; the state need not be allocated yet."""
+    if isinstance(optimizer, LowRankOptimizer):
+        return _low_rank_state(optimizer)
     arenas: list[StateArena] = []
     rest: list[dict[str, int]] = []
     for group in optimizer.param_groups:
@@ -121,8 +123,25 @@ def optimizer_state(optimizer: LowMemoryOptimizer) -> State:
         for kind, params in members.items():
             found = parts(optimizer._moments, kind.state, kind.remainder)
             sizes = [blocks(p.numel()) for p in params]
-            arenas.append(StateArena(found, sizes, [tensor_bytes([p]) for p in params], optimizer._splits))
+            arenas.append(StateArena(found, sizes, optimizer._splits))
     return State(arenas, total(*rest))
+
+
+def _low_rank_state(optimizer: LowRankOptimizer) -> State:
+    """Return the sizes of the projections, and of the base optimizer's state."""
+    base = optimizer._virtual.base
+    assert isinstance(base, LowMemoryOptimizer)
+    own: list[dict[str, int]] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for name, entry in (
+                optimizer._own_shapes(p, group) if p in optimizer._virtual.of else {}
+            ).items():
+                if entry is not None:  # None stands for a Python int
+                    dtype, shape = entry
+                    own.append({name: dtype.itemsize * math.prod(shape)})
+    state = optimizer_state(base)
+    return State(state.arenas, total(state.rest, *own))
 
 
 def total(*several: dict[str, int]) -> dict[str, int]:

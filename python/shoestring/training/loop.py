@@ -202,8 +202,10 @@ class Trainer:
                 if self.scaler.is_enabled():
                     for found in self.scaler._found_inf_per_device(optimizer).values():
                         found += readings.bad
-                else:
+                elif getattr(optimizer, "_step_supports_amp_scaling", False):
                     optimizer.found_inf = readings.bad  # type: ignore[attr-defined]
+                elif readings.bad.item():
+                    continue  # the optimizer cannot skip a step by itself, so the host has to wait
                 self.scaler.step(optimizer)
             self.scaler.update()
         for optimizer in self.optimizers:

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoestring.core.errors import InputError
-from shoestring.optim import CAME, LAMB, SGD, Adafactor, AdamW, AdEMAMix, Lion, Muon, ScheduleFreeAdamW
+from shoestring.optim import (
+    APOLLO,
+    CAME,
+    LAMB,
+    SGD,
+    Adafactor,
+    AdamW,
+    AdEMAMix,
+    APOLLOMini,
+    GaLore,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+)
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.low_rank import LowRankOptimizer
 from shoestring.training.config import ROUNDING, LoopConfig, StepConfig
 from shoestring.training.formulas import trained
+from shoestring.training.options import LOW_RANK
 
-OPTIMIZERS: dict[str, type[LowMemoryOptimizer]] = {
+Own = LowMemoryOptimizer | LowRankOptimizer
+Group = dict[str, Any]  # a parameter group: the parameters and their options
+OPTIMIZERS: dict[str, type[Own]] = {
     "adamw": AdamW,
     "lion": Lion,
     "sgd": SGD,
@@ -25,20 +43,39 @@ OPTIMIZERS: dict[str, type[LowMemoryOptimizer]] = {
     "adafactor": Adafactor,
     "came": CAME,
     "muon": Muon,  # the choice "muon" uses Muon for matrices of hidden layers, and AdamW for other parameters
+    "galore": GaLore,
+    "apollo": APOLLO,
+    "apollo-mini": APOLLOMini,
 }
 # options of the classes that commands set by other means than --optimizer-arg
-SET_ELSEWHERE = {"params", "lr", "weight_decay"}
+SET_ELSEWHERE = {"params", "lr", "weight_decay", "base_optimizer", "max_grad_norm", "options"}
 
 
-def classes(model: nn.Module, name: str) -> list[tuple[type[LowMemoryOptimizer], list[nn.Parameter]]]:
-    """Return the optimizer classes of ``--optimizer``, each with the trained parameters that it steps."""
+def conflicts(config: StepConfig) -> Iterator[tuple[str, str]]:
+    """Yield pairs of an optimizer, as the option ``--optimizer NAME``, and an option that it cannot have."""
+    name = f"--optimizer {config.optimizer}"
+    if config.optimizer in LOW_RANK:
+        if config.weights not in ("fp32", "bf16"):
+            yield name, f"--weights {config.weights}"
+        if config.place is not None:
+            yield name, f"--offload {config.offload}"
+    # Two optimizers cannot share a gradient norm, and a projection needs the whole gradient.
+    if config.step_in_backward and config.optimizer in ("muon", *LOW_RANK):
+        yield name, "--step-in-backward"
+
+
+def classes(model: nn.Module, name: str) -> list[tuple[type[Own], list[Group]]]:
+    """Return the optimizer classes of ``--optimizer``, each with the groups of parameters that it steps."""
     params = trained(model)
-    if name != "muon":
-        return [(OPTIMIZERS[name], params)]
+    if name != "muon" and name not in LOW_RANK:
+        return [(OPTIMIZERS[name], [{"params": params}])]
     ends = [module.weight for module in _embeddings(model)]
     matrices = [p for p in params if p.ndim == 2 and not any(p is end for end in ends)]
     others = [p for p in params if not any(p is matrix for matrix in matrices)]
-    return [(kind, own) for kind, own in ((Muon, matrices), (AdamW, others)) if own]
+    if name in LOW_RANK:
+        groups: list[Group] = [{"params": matrices}, {"params": others, "rank": None}]
+        return [(OPTIMIZERS[name], [group for group in groups if group["params"]])]
+    return [(kind, [{"params": own}]) for kind, own in ((Muon, matrices), (AdamW, others)) if own]
 
 
 def _embeddings(model: Any) -> list[Any]:
@@ -48,13 +85,15 @@ def _embeddings(model: Any) -> list[Any]:
     return [module for module in found if module is not None]
 
 
-def parameter_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups with weight decay for matrices and without it for norms and biases."""
-    groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def decayed(groups: list[Group], weight_decay: float) -> list[Group]:
+    """Split parameter groups into groups with weight decay, of matrices, and without it, of norms and biases."""
+    found = []
+    for group in groups:
+        found += [
+            group | {"params": [p for p in group["params"] if p.ndim >= 2], "weight_decay": weight_decay},
+            group | {"params": [p for p in group["params"] if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    return [group for group in found if group["params"]]
 
 
 def stored_options(config: StepConfig) -> dict[str, Any]:
@@ -72,49 +111,64 @@ def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Op
         RuntimeError: the folder or the space of ``--offload nvme:DIR`` cannot be used.
     """
     if config.plain:
-        groups = parameter_groups(trained(model), config.weight_decay)
+        groups = decayed([{"params": trained(model)}], config.weight_decay)
         return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)]
-    options = stored_options(config) | {"offload": config.place, "step_in_backward": config.step_in_backward}
+    return [
+        build(kind, decayed(groups, config.weight_decay), _of_run(kind, config) | options, config)
+        for kind, groups, options in described(model, config)
+    ]
+
+
+def described(model: nn.Module, config: StepConfig) -> Iterator[tuple[type[Own], list[Group], Group]]:
+    """Yield class, parameter groups and options of each optimizer: those of storage, and ``--optimizer-arg``."""
+    for number, (kind, groups) in enumerate(classes(model, config.optimizer)):
+        # AdamW beside Muon takes no --optimizer-arg.
+        own = _arguments(kind, config) if number == 0 else {}
+        yield kind, groups, stored_options(config) | own
+
+
+def _of_run(kind: type[Own], config: LoopConfig) -> dict[str, Any]:
+    """Return the options of an optimizer that other options of the run decide."""
+    options: dict[str, Any] = {"lr": config.lr}
+    if kind is AdamW or config.optimizer in LOW_RANK:
+        options |= {"betas": config.betas, "eps": config.eps}
+    if kind is Muon:  # with this option, Muon takes the learning rate of AdamW
+        options["adjust_lr_fn"] = "match_rms_adamw"
+    if config.optimizer not in LOW_RANK:
+        options |= {"offload": config.place, "step_in_backward": config.step_in_backward}
     if config.step_in_backward:  # the norm of all gradients is known to the optimizer alone
         options["max_grad_norm"] = config.clip or float("inf")
-    made: list[torch.optim.Optimizer] = []
-    for kind, params in classes(model, config.optimizer):
-        own = _rule_options(kind, config) if not made else {}
-        made.append(_make(kind, parameter_groups(params, config.weight_decay), options | own, config))
-    return made
+    return options
 
 
 def check_optimizer(config: LoopConfig) -> None:
     """Raise InputError if ``--optimizer-arg`` does not fit the optimizer. Needs no model."""
     if config.optimizer_arg:
         kind = OPTIMIZERS[config.optimizer]
-        options = stored_options(config) | _rule_options(kind, config)
-        _make(kind, [{"params": [nn.Parameter(torch.zeros(2, 2))]}], options, config)
+        build(kind, [{"params": [nn.Parameter(torch.zeros(2, 2))]}], _arguments(kind, config), config)
 
 
-def _make(
-    kind: type[LowMemoryOptimizer], groups: list[dict[str, Any]], options: dict[str, Any], config: LoopConfig
-) -> LowMemoryOptimizer:
+def build(kind: type[Own], groups: list[Group], options: dict[str, Any], config: StepConfig) -> Own:
+    """Build an optimizer; raise InputError if an option does not fit it."""
     try:
-        return kind(groups, **({"lr": config.lr} | options))
+        return kind(groups, **options)
     except (TypeError, ValueError) as error:
         given = " ".join(config.optimizer_arg or ())
         reason = str(error)
-        if not reason.startswith(f"{kind.__name__}: "):  # such as a comparison of a number with a text
+        # Other errors are such as the comparison of a number with a text.
+        if not any(reason.startswith(f"{each.__name__}: ") for each in (kind, AdamW)):
             reason = (
                 f"expected a value of the type in shoestring.optim.{kind.__name__}'s signature, got another"
             )
         raise InputError(f"--optimizer {config.optimizer} {given}".rstrip() + f": {reason}") from None
 
 
-def _rule_options(kind: type[LowMemoryOptimizer], config: LoopConfig) -> dict[str, Any]:
-    """Return the options of the update rule: the run's, and those of ``--optimizer-arg``."""
-    names = [name for name in inspect.signature(kind).parameters if name not in SET_ELSEWHERE | {"options"}]
+def _arguments(kind: type[Own], config: StepConfig) -> dict[str, Any]:
+    """Return the options that ``--optimizer-arg`` sets, among those of the optimizer and its base optimizer."""
+    kinds = (kind, AdamW) if issubclass(kind, LowRankOptimizer) else (kind,)
+    every = dict.fromkeys(name for each in kinds for name in inspect.signature(each).parameters)
+    names = [name for name in every if name not in SET_ELSEWHERE]
     options: dict[str, Any] = {}
-    if kind is AdamW:
-        options = {"betas": config.betas, "eps": config.eps}
-    elif kind is Muon:  # with this option, Muon takes the learning rate of AdamW
-        options = {"adjust_lr_fn": "match_rms_adamw"}
     for argument in config.optimizer_arg or ():
         name, equals, text = argument.partition("=")
         if not equals or name not in names:

@@ -9,7 +9,10 @@ import typer
 
 from shoestring.core.errors import InputError
 
-OPTIMIZERS = ("adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon")
+LOW_RANK = ("galore", "apollo", "apollo-mini")
+OPTIMIZERS = (
+    "adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon", *LOW_RANK,
+)  # fmt: skip
 COUNT = 10**9  # maximum of options that count steps, or events that happen at most once per step
 
 
@@ -103,13 +106,18 @@ TrainedWeights = Annotated[
 OptimizerName = Annotated[
     str,
     typer.Option(
-        help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon with adamw.",
+        help="adamw, lion, sgd, ademamix, schedule-free-adamw, lamb, adafactor, came; muon, galore, apollo and "
+        "apollo-mini, with adamw for embeddings and vectors.",
         callback=one_of(*OPTIMIZERS),
     ),
 ]
 STATE_CHECK = one_of("8bit", "4bit", "bf16", "fp32")
 OptimizerState = Annotated[
     str, typer.Option(help="8bit, 4bit, bf16 or fp32: how moments are stored.", callback=STATE_CHECK)
+]
+OptimizerArg = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=VALUE, another option of the optimizer; may be given several times."),
 ]
 StepInBackward = Annotated[
     bool,

@@ -28,6 +28,7 @@ from shoestring.training.device import check_precision, find_device
 from shoestring.training.loop import Progress, Trainer
 from shoestring.training.models import Loss
 from shoestring.training.optimizers import check_optimizer, make_optimizers
+from shoestring.training.optimizers import conflicts as optimizer_conflicts
 from shoestring.training.signals import Interrupted
 from shoestring.training.summary import summarise
 
@@ -67,12 +68,12 @@ def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
     pairs = [(option, "--plain", given and config.plain) for option, given in plain.items()]
     recomputes = config.memory_budget is not None and config.activations == "recompute"
     pairs += [(f"--memory-budget {config.memory_budget}", "--activations recompute", recomputes)]
-    for option, given in (
-        ("--precision fp16", config.precision == "fp16"),  # loss scaling needs all gradients at once
-        ("--optimizer muon", config.optimizer == "muon"),  # two optimizers cannot share a gradient norm
-    ):
-        pairs += [(option, "--step-in-backward", given and config.step_in_backward)]
+    # Loss scaling needs all gradients at once.
+    pairs += [
+        ("--precision fp16", "--step-in-backward", config.precision == "fp16" and config.step_in_backward)
+    ]
     yield from ((option, other) for option, other, both in pairs if both)
+    yield from optimizer_conflicts(config)
 
 
 def _check_folder(out: Path, resume: bool) -> None:

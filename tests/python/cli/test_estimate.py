@@ -21,8 +21,10 @@ from shoestring.training.config import Preset
 from shoestring.training.estimate import Estimate, chunk_edges, estimate
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.models import build_llama, fused_loss
-from shoestring.training.optimizers import OPTIMIZERS, classes, stored_options
+from shoestring.training.optimizers import OPTIMIZERS, build, classes, described
+from shoestring.training.options import LOW_RANK
 
+ELEMENTWISE = [name for name in OPTIMIZERS if name not in LOW_RANK]
 STATES = ("8bit", "4bit", "bf16", "fp32")
 
 
@@ -83,8 +85,7 @@ def made(
         twin = Net().to(dtype)
     found = estimate(twin, config)
     model = Net().to(dtype)
-    kinds = classes(model, config.optimizer)
-    optimizers = [kind(params, **stored_options(config), **more) for kind, params in kinds]
+    optimizers = [build(kind, groups, own | more, config) for kind, groups, own in described(model, config)]
     step(model, optimizers)
     return model, optimizers, found
 
@@ -101,7 +102,7 @@ def rest_of(model: nn.Module, optimizers: list[LowMemoryOptimizer]) -> dict[str,
 
 @pytest.mark.parametrize("weights", ["bf16", "bf16-stochastic", "bf16-remainder"])
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
 @pytest.mark.sample(36)
 def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, weights: str) -> None:
     config = configured(optimizer=optimizer, optimizer_state=state, weights=weights, device="cpu")
@@ -121,9 +122,24 @@ def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, wei
     assert not found.memory["host"] and not found.memory["disk"] and not found.traffic
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("optimizer", LOW_RANK)
+@pytest.mark.sample(8)
+def test_low_rank_state_to_the_byte(optimizer: str, state: str, dtype: torch.dtype) -> None:
+    """The matrices between the ends are projected; the state is that of the projections and of the base."""
+    rank = [] if optimizer == "apollo-mini" else ["rank=10"]
+    config = configured(optimizer=optimizer, optimizer_state=state, optimizer_arg=rank, device="cpu")
+    model, optimizers, found = made(optimizer, config, dtype)
+    assert sum(sizes(found, "device").values()) == sum(memory.optimizer_bytes(opt) for opt in optimizers)
+    assert item(found, "device", "gradients") == sum(p.grad.nbytes for p in formulas.trained(model))
+    dense = estimate(model, configured(optimizer_state=state, device="cpu"))
+    assert sum(sizes(found, "device").values()) < 0.1 * sum(sizes(dense, "device").values())
+
+
 @pytest.mark.parametrize("place", ["stream", "nvme"])
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
 @pytest.mark.sample(24)
 def test_offloaded_state_and_its_traffic_to_the_byte(
     optimizer: str, state: str, place: str, tmp_path: Path
@@ -195,7 +211,7 @@ def test_chunks_are_those_of_the_offload(seed: int) -> None:
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
 @pytest.mark.sample(14)
 def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
     config = configured(
@@ -214,7 +230,7 @@ def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
 
 
 def test_sums_and_steps_in_backward_on_the_host() -> None:
-    config = configured(offload="cpu", accumulate=3, device="cpu")
+    config = configured(offload="cpu", accumulate=3, step_in_backward=True, device="cpu")
     model, optimizers, found = made("adamw", config, torch.bfloat16, offload="cpu")
     with optimizers[0].accumulate():
         model(torch.arange(30)).float().square().mean().backward()
@@ -228,7 +244,11 @@ def test_sums_and_steps_in_backward_on_the_host() -> None:
 
 
 def test_sums_of_gradients() -> None:
-    config = configured(accumulate=2, device="cpu")
+    # Without --step-in-backward, the gradients themselves are the sums.
+    alone = estimate(Net(), configured(accumulate=2, offload="cpu", device="cpu"))
+    assert item(alone, "host", "sums of gradients") == 0
+    assert alone.traffic["device to host"] == sum(p.nbytes for p in formulas.trained(Net()))
+    config = configured(accumulate=2, step_in_backward=True, device="cpu")
     model, optimizers, found = made("adamw", config, torch.bfloat16)
     with optimizers[0].accumulate():
         model(torch.arange(30)).float().square().mean().backward()
@@ -240,7 +260,7 @@ def test_sums_of_gradients() -> None:
 
 def test_muon_steps_the_matrices_between_the_ends() -> None:
     model = build_llama(Preset(64, 2, 2, 2, 192), 300, 32, 0)
-    (_, matrices), (_, others) = classes(model, "muon")
+    matrices, others = (group["params"] for _, [group] in classes(model, "muon"))
     names = {p: name for name, p in model.named_parameters()}
     assert all("layers" in names[p] and p.ndim == 2 for p in matrices)
     rest = {names[p] for p in others}

@@ -75,6 +75,15 @@ def test_a_device_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) 
         ),
         (["--precision", "fp16", "--step-in-backward"], "--precision fp16: expected no --step-in-backward"),
         (["--optimizer", "muon", "--step-in-backward"], "--optimizer muon: expected no --step-in-backward"),
+        (
+            ["--optimizer", "apollo", "--step-in-backward"],
+            "--optimizer apollo: expected no --step-in-backward",
+        ),
+        (["--optimizer", "galore", "--offload", "cpu"], "--optimizer galore: expected no --offload cpu"),
+        (
+            ["--optimizer", "galore", "--precision", "bf16", "--weights", "bf16-remainder"],
+            "--optimizer galore: expected no --weights bf16-remainder",
+        ),
         (["--optimizer", "lion", "--plain"], "--optimizer lion: expected no --plain"),
         (["--activations", "offload", "--plain"], "--activations offload: expected no --plain"),
         (
@@ -139,6 +148,9 @@ COMBINATIONS = [
     ["--precision", "bf16", "--weights", "bf16-remainder", "--step-in-backward", "--accumulate", "2"],
     ["--precision", "bf16", "--weights", "bf16-stochastic", "--offload", "cpu", "--step-in-backward"],
     ["--precision", "fp16", "--optimizer", "adafactor"],
+    ["--optimizer", "galore", "--optimizer-arg", "rank=4", "--optimizer-arg", "update_proj_gap=3"],
+    ["--precision", "fp16", "--optimizer", "apollo", "--optimizer-arg", "rank=4"],
+    ["--optimizer", "apollo-mini", "--optimizer-state", "4bit", "--accumulate", "2"],
     ["--activations", "offload"],
     ["--activations", "offload", "--memory-budget", "2MB"],
     ["--plain", "--precision", "fp16"],
@@ -272,7 +284,11 @@ def test_readings_of_a_device_are_read_one_interval_late(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient norm"])
-@pytest.mark.parametrize("options", [["--log-every", "4"], ["--plain", "--log-every", "4"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [["--log-every", "4"], ["--plain", "--log-every", "4"], ["--optimizer", "galore", "--log-every", "4"]],
+    ids=" ".join,
+)
 def test_a_step_that_is_not_finite_changes_no_weight(
     data: Path,
     tmp_path: Path,

@@ -118,7 +118,9 @@ def test_no_worse_than_a_plain_composition(case: str, dtype: torch.dtype, backen
         # it. So the gradient of this bias is only rounding error.
         if c.norm() < 1e-6 * inputs["x"].numel():
             continue
-        assert relative_error(a, c) <= max(2 * relative_error(b, c), floor), name
+        # The errors of a few elements vary more.
+        factor = 2 if c.numel() >= 64 else 4
+        assert relative_error(a, c) <= max(factor * relative_error(b, c), floor), name
 
 
 SMALL: dict[str, Any] = {

@@ -68,9 +68,13 @@ def test_logits_and_gradients(name: str) -> None:
             model.zero_grad()
             out.backward(upstream)
         gradients = dict(eager.named_parameters())
+        # A gradient whose terms cancel, such as that of a router's bias, has rounding errors of the terms' size.
+        total = sum(float(p.grad.norm()) ** 2 for p in gradients.values() if p.grad is not None) ** 0.5
+        rounding = torch.finfo(torch.float32).eps * total
         for key, p in ours.named_parameters():
             if p.grad is not None and gradients[key].grad.norm() > 1e-4:
-                assert relative_error(p.grad, gradients[key].grad) < 2e-5, key
+                expected = gradients[key].grad
+                assert (p.grad - expected).norm() < 2e-5 * expected.norm() + rounding, key
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])

@@ -64,6 +64,7 @@ SLOW = {
     "test_run_damage.py",
     "test_run_lock.py",
     "test_train_gpt.py",
+    "test_train_gpt_data.py",
     "test_train_optimizers.py",
 }
 

@@ -18,7 +18,6 @@
 namespace {
 
 constexpr int64_t kHeader = 64;
-constexpr double kHeldOut = 0.02;  // fraction of the tokens for validation
 
 struct Header {
   char magic[8];
@@ -70,15 +69,15 @@ void TokenFile::read_bytes(void* out, int64_t bytes, int64_t offset) const {
   }
 }
 
-at::Tensor TokenFile::read(const std::vector<int64_t>& begins, int64_t length) const {
-  at::Tensor rows = at::empty({static_cast<int64_t>(begins.size()), length}, at::kLong);
-  int64_t* out = rows.mutable_data_ptr<int64_t>();
-  std::vector<unsigned char> bytes(length * width_);
+void TokenFile::read(const std::vector<int64_t>& begins, int64_t length, int64_t* out) const {
   for (int64_t begin : begins) {
-    read_bytes(bytes.data(), bytes.size(), kHeader + begin * width_);
+    // The tokens of 2 or 4 bytes are read into the end of their row, and widened there from front to back.
+    // The int64 element i ends at or before the byte where the narrow token i + 1 begins.
+    char* const narrow = reinterpret_cast<char*>(out + length) - length * width_;
+    read_bytes(narrow, length * width_, kHeader + begin * width_);
     for (int64_t i = 0; i < length; ++i) {
       uint32_t token = 0;
-      std::memcpy(&token, &bytes[i * width_], width_);
+      std::memcpy(&token, narrow + i * width_, width_);
       if (token >= vocab_size_) {
         throw InputError("--data " + path_ + ": token " + std::to_string(token) + " at position " +
                          std::to_string(begin + i) + " is outside the vocabulary of " +
@@ -87,7 +86,6 @@ at::Tensor TokenFile::read(const std::vector<int64_t>& begins, int64_t length) c
       *out++ = token;
     }
   }
-  return rows;
 }
 
 std::string TokenFile::fingerprint() const {
@@ -102,19 +100,26 @@ std::string TokenFile::fingerprint() const {
 }
 
 at::Tensor Blocks::rows(const std::vector<int64_t>& numbers) const {
-  std::vector<int64_t> begins;
-  for (int64_t number : numbers) begins.push_back((begin + number) * seq_len);
-  return file.read(begins, seq_len + 1);
+  at::Tensor rows = at::empty({static_cast<int64_t>(numbers.size()), seq_len + 1}, at::kLong);
+  read(numbers, rows);
+  return rows;
 }
 
-Split split(const TokenFile& file, int64_t seq_len) {
+void Blocks::read(const std::vector<int64_t>& numbers, const at::Tensor& rows) const {
+  std::vector<int64_t> begins;
+  for (int64_t number : numbers) begins.push_back((begin + number) * seq_len);
+  file.read(begins, seq_len + 1, rows.mutable_data_ptr<int64_t>());
+}
+
+Split split(const TokenFile& file, int64_t seq_len, double val_fraction) {
   const int64_t blocks = (file.size() - 1) / seq_len;
-  if (blocks < 2) {
-    throw InputError("--data: " + std::to_string(file.size()) +
-                     " tokens are too few for a training and a validation " + "block of --seq-len " +
+  const int64_t held_out =
+      val_fraction > 0 ? std::max<int64_t>(1, static_cast<int64_t>(blocks * val_fraction)) : 0;
+  if (blocks <= held_out) {
+    throw InputError("--data: " + std::to_string(file.size()) + " tokens are too few for a training " +
+                     (held_out > 0 ? "and a validation " : "") + "block of --seq-len " +
                      std::to_string(seq_len) + "; give more text or a smaller --seq-len");
   }
-  const int64_t held_out = std::max<int64_t>(1, static_cast<int64_t>(blocks * kHeldOut));
   return {{file, seq_len, 0, blocks - held_out}, {file, seq_len, blocks - held_out, held_out}};
 }
 

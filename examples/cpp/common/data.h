@@ -18,9 +18,9 @@ class TokenFile {
 
   int64_t size() const { return size_; }
   int64_t vocab_size() const { return vocab_size_; }
-  /// Returns the tokens at positions [begin, begin + length) for each `begin` in `begins`, as int64 (rows,
-  /// length).
-  at::Tensor read(const std::vector<int64_t>& begins, int64_t length) const;
+  /// Writes the tokens at positions [begin, begin + length) for each `begin` in `begins` to `out`, which has
+  /// room for (begins, length) elements.
+  void read(const std::vector<int64_t>& begins, int64_t length, int64_t* out) const;
   /// Returns a text that identifies the token file: its number of tokens, vocabulary size, and a hash of the
   /// first and the last MiB of tokens.
   std::string fingerprint() const;
@@ -41,14 +41,16 @@ struct Blocks {
 
   /// Returns the blocks with the given numbers, counted from `begin`, as int64 (rows, seq_len + 1).
   at::Tensor rows(const std::vector<int64_t>& numbers) const;
+  /// Writes what rows(numbers) returns into a contiguous tensor on the host.
+  void read(const std::vector<int64_t>& numbers, const at::Tensor& rows) const;
 };
 
 struct Split {
   Blocks train, validation;
 };
-/// Splits a token file into blocks of seq_len tokens. The last 2 % of the blocks are for validation, the
-/// others for training.
-Split split(const TokenFile& file, int64_t seq_len);
+/// Splits a token file into blocks of seq_len tokens. The last val_fraction of the blocks, but at least one
+/// block, is for validation, the others are for training. A val_fraction of 0 holds nothing out.
+Split split(const TokenFile& file, int64_t seq_len, double val_fraction);
 
 /// Computes which blocks form each micro-batch, from the seed and the number of the micro-batch alone. So a
 /// resumed run needs no saved state. Every pass over the data uses a new permutation.

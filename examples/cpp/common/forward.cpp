@@ -14,8 +14,6 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kValidationBatches = 8;
-
 Tensor inputs_of(const Tensor& rows) { return rows.narrow(1, 0, rows.size(1) - 1); }
 
 }  // namespace
@@ -100,7 +98,7 @@ Tensor Forward::logits(const Tensor& tokens) {
 
 double Forward::validate(const Blocks& blocks) {
   const torch::NoGradGuard no_grad;
-  const int64_t count = std::min(blocks.count, kValidationBatches * options_.batch_size);
+  const int64_t count = std::min(blocks.count, options_.eval_batches * options_.batch_size);
   double total = 0;
   for (int64_t begin = 0; begin < count; begin += options_.batch_size) {
     std::vector<int64_t> numbers;

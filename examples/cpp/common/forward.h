@@ -26,7 +26,7 @@ class Forward {
   at::Tensor loss(const at::Tensor& rows);
   /// Returns logits (rows, tokens, vocabulary) for tokens (rows, tokens).
   at::Tensor logits(const at::Tensor& tokens);
-  /// Returns the mean loss over the first blocks, at most eight micro-batches.
+  /// Returns the mean loss over the first blocks, at most --eval-batches micro-batches.
   double validate(const Blocks& blocks);
 
   at::Device device() const { return device_; }

@@ -76,6 +76,10 @@ void add_loop_options(CommandLine& line, LoopOptions& o, int64_t least_steps) {
   line.add("weight-decay", o.weight_decay, 0, 1000, kDecides, "decoupled weight decay of matrices");
   line.add("clip", o.clip, 0, 1e30, kDecides, "largest gradient norm; 0 does not clip");
   line.add("seed", o.seed, 0, 0xffffffff, kDecides, "of the initial weights and the order of the data");
+  line.add("val-fraction", o.val_fraction, 0, 1, kDecides,
+           "share of the data held out for validation, less than 1; 0 holds nothing out");
+  line.add("eval-every", o.eval_every, 1, kMostSteps, kDecides, "steps between validations");
+  line.add("eval-batches", o.eval_batches, 1, kMostSteps, kDecides, "most batches in a validation");
   line.add("workspace-mb", o.workspace_mb, 1, 1 << 20, kDecides, "memory of the fused loss, in MiB");
   line.add("log-every", o.log_every, 0, kMostSteps, kMayChange,
            "steps between reads of loss and norm from the device; 0: 1 on the CPU, else 10");
@@ -95,6 +99,7 @@ void check_loop_options(const LoopOptions& o) {
   require(o.weights == "fp32" || o.precision == "bf16",
           "--weights " + o.weights + ": expected --precision bf16 with bf16 weights, got --precision " +
               o.precision);
+  require(o.val_fraction < 1, "--val-fraction: expected 0 to less than 1, got 1");
   const std::string budget = "--memory-budget " + o.memory_budget;
   refuse_together(budget, !o.memory_budget.empty(), "--activations recompute", o.activations == "recompute");
   refuse_together("--optimizer muon", o.optimizer == "muon", "--step-in-backward", o.step_in_backward);

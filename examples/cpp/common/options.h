@@ -18,6 +18,8 @@ struct LoopOptions {
   int64_t warmup = 10;
   double weight_decay = 0.1, clip = 1.0;
   int64_t seed = 0, log_every = 0, threads = 0, workspace_mb = 64;
+  double val_fraction = 0.02;
+  int64_t eval_every = 50, eval_batches = 8;
 
   // These are no options of their own. `plain` is an option of train_gpt only.
   std::tuple<double, double> betas{0.9, 0.95};  // of AdamW

@@ -20,15 +20,16 @@ Readings::Readings(at::Device device, int64_t interval, int64_t micro_batches)
 void Readings::add(const Tensor& value, int64_t column) {
   const Tensor plain = value.detach();
   bad_.logical_or_(at::isfinite(plain).logical_not());
-  buffers_[current_].values[static_cast<int64_t>(steps_.size())][column].copy_(plain);
+  const Buffer& now = buffers_[current_];
+  now.values[static_cast<int64_t>(now.waiting.size())][column].copy_(plain);
 }
 
 void Readings::add_loss(const Tensor& loss) { add(loss, losses_++); }
 
 void Readings::add_norm(const Tensor& norm) { add(norm, micro_batches_); }
 
-void Readings::end_step(int64_t step) {
-  steps_.push_back(step);
+void Readings::end_step(int64_t step, double data_seconds) {
+  buffers_[current_].waiting.push_back({step, 0, 0, 0, data_seconds});
   losses_ = 0;
 }
 
@@ -36,9 +37,8 @@ std::vector<Reading> Readings::end_interval(bool wait) {
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began_;
   restart_clock();
   Buffer& now = buffers_[current_];
-  for (const int64_t step : steps_)
-    now.waiting.push_back({step, 0, 0, seconds.count() / static_cast<double>(steps_.size())});
-  steps_.clear();
+  for (Reading& reading : now.waiting)
+    reading.seconds = seconds.count() / static_cast<double>(now.waiting.size());
   if (late_) {
     now.host.copy_(now.values, /*non_blocking=*/true);
     copied_[current_].record(

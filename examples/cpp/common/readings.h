@@ -11,6 +11,7 @@
 struct Reading {
   int64_t step;  // number of completed steps
   double loss, norm, seconds;
+  double data_seconds;  // the time for which the step waited for data
 };
 
 /// Collects losses and gradient norms on the device, and reads those of several steps at once.
@@ -30,8 +31,8 @@ class Readings {
   /// not finite. A step that takes it as found_inf changes nothing from then on, without a read by the host.
   const at::Tensor& bad() const { return bad_; }
 
-  void end_step(int64_t step);
-  bool is_full() const { return steps_.size() == static_cast<size_t>(interval_); }
+  void end_step(int64_t step, double data_seconds);
+  bool is_full() const { return buffers_[current_].waiting.size() == static_cast<size_t>(interval_); }
   /// Ends an interval. Returns the readings of the interval before it; with `wait`, all that are left. Each
   /// reading has the mean seconds of a step in its interval.
   std::vector<Reading> end_interval(bool wait);
@@ -51,7 +52,6 @@ class Readings {
   std::array<Buffer, 2> buffers_;  // one collects an interval while the other waits to be read
   std::vector<c10::Event> copied_;
   size_t current_ = 0;
-  std::vector<int64_t> steps_;
   at::Tensor bad_;
   std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };

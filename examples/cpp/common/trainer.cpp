@@ -36,32 +36,55 @@ Tensor clip_grad_norm(const std::vector<Tensor>& parameters, double limit) {
   return norm;
 }
 
+// Returns a source of micro-batches, each one tensor of rows. The tokens are read from the file into the
+// memory from which they are copied to the device.
+shoestring::data::Prefetcher::FillingSource micro_batches(const Blocks& blocks, const LoopOptions& options) {
+  return [&blocks, order = BatchOrder(blocks.count, options.batch_size, options.seed)](
+             int64_t number, shoestring::data::HostBuffers& buffers) mutable {
+    const auto numbers = order.batch(number);
+    const Tensor rows = buffers.empty({static_cast<int64_t>(numbers.size()), blocks.seq_len + 1}, at::kLong);
+    blocks.read(numbers, rows);
+    return shoestring::data::Batch{rows};
+  };
+}
+
 }  // namespace
+
+std::string Speed::text() const {
+  char text[96];
+  std::snprintf(text, sizeof text, "%.0f tokens/s, waited %.3f s for data", tokens_per_second, data_seconds);
+  return text;
+}
 
 Progress::Progress(const LoopOptions& options, at::Device device)
     : steps_(options.steps), tokens_(options.batch_size * options.seq_len * options.accumulate),
       terminal_(::isatty(STDOUT_FILENO)), device_(device) {}
 
-void Progress::show(const Reading& reading) {
+void Progress::show(const Reading& reading, std::optional<double> validation) {
   // The first training step also allocates memory, so it is not timed.
   if (shown_++ > 0) timed_ += reading.seconds;
+  data_seconds_ += reading.data_seconds;
+  if (validation) validation_ = validation;
   const bool last = reading.step == steps_;
-  if (!terminal_ && !last && reading.step % std::max<int64_t>(1, steps_ / 20) != 0) return;
-  std::printf("%sstep %lld/%lld  loss %.4f  %.0f tokens/s  %s%s", terminal_ ? "\r\033[K" : "",
-              static_cast<long long>(reading.step), static_cast<long long>(steps_), reading.loss,
+  const bool due = last || validation || reading.step % std::max<int64_t>(1, steps_ / 20) == 0;
+  if (!terminal_ && !due) return;
+  char val[32] = "";
+  if (validation_) std::snprintf(val, sizeof val, "  val %.4f", *validation_);
+  std::printf("%sstep %lld/%lld  loss %.4f%s  %.0f tokens/s  %s%s", terminal_ ? "\r\033[K" : "",
+              static_cast<long long>(reading.step), static_cast<long long>(steps_), reading.loss, val,
               static_cast<double>(tokens_) / reading.seconds, memory_text(device_).c_str(),
               terminal_ && !last ? "" : "\n");
   std::fflush(stdout);
 }
 
-double Progress::tokens_per_second() const {
-  return timed_ > 0 ? static_cast<double>(tokens_ * (shown_ - 1)) / timed_ : 0;
+Speed Progress::speed() const {
+  return {timed_ > 0 ? static_cast<double>(tokens_ * (shown_ - 1)) / timed_ : 0, data_seconds_};
 }
 
-double Trainer::fit(int64_t start, const std::function<bool(int64_t)>& due,
-                    const std::function<void(int64_t)>& after) {
-  BatchOrder order(blocks.count, options.batch_size, options.seed);
-  forward.begin_training(blocks.rows(order.batch(0)));
+Speed Trainer::fit(int64_t start, const std::function<bool(int64_t)>& due,
+                   const std::function<void(int64_t)>& after) {
+  BatchOrder order(data.train.count, options.batch_size, options.seed);
+  forward.begin_training(data.train.rows(order.batch(0)));
   // The plan of --memory-budget runs backward, which must not step the parameters.
   if (options.step_in_backward) optimizers.step_in_backward();
   const at::Device device = forward.device();
@@ -70,31 +93,54 @@ double Trainer::fit(int64_t start, const std::function<bool(int64_t)>& due,
                     : device.is_cpu()     ? 1
                                           : kLogEvery,
                     options.accumulate);
+  shoestring::data::Prefetcher batches(micro_batches(data.train, options),
+                                       shoestring::data::PrefetcherOptions(device)
+                                           .start(start * options.accumulate)
+                                           .stop(options.steps * options.accumulate));
   Progress progress(options, device);
   for (int64_t step = start; step < options.steps; ++step) {
-    run_step(step, order, readings);
-    readings.end_step(step + 1);
-    const bool is_due = due(step + 1);
-    if (!is_due && !readings.is_full()) continue;
-    for (const Reading& reading : readings.end_interval(/*wait=*/is_due)) {
+    const double waited = batches.seconds_waited();
+    run_step(step, batches, readings);
+    readings.end_step(step + 1, batches.seconds_waited() - waited);
+    const bool is_due = due(step + 1), validated = is_validated(step + 1);
+    if (!is_due && !validated && !readings.is_full()) continue;
+    for (const Reading& reading : readings.end_interval(/*wait=*/is_due || validated)) {
       require_finite("loss", reading.loss, reading.step);
       require_finite("gradient norm", reading.norm, reading.step,
                      options.step_in_backward ? "after" : "before");
-      progress.show(reading);
+      std::optional<double> validation;
+      if (validated && reading.step == step + 1) {
+        validation = validate();
+        optimizers.set_training(true);
+      }
+      progress.show(reading, validation);
       on_reading(reading);
     }
     if (is_due) after(step + 1);
-    if (is_due) readings.restart_clock();
+    if (is_due || validated) readings.restart_clock();
   }
-  return progress.tokens_per_second();
+  return progress.speed();
 }
 
-void Trainer::run_step(int64_t step, BatchOrder& order, Readings& readings) {
+std::optional<double> Trainer::validate() {
+  optimizers.set_training(false);
+  if (data.validation.count == 0) return std::nullopt;
+  const double loss = forward.validate(data.validation);
+  if (std::isfinite(loss)) return loss;
+  throw InputError(std::string("the validation loss is ") + (std::isnan(loss) ? "nan" : "infinite") +
+                   "; lower --lr" + remains());
+}
+
+bool Trainer::is_validated(int64_t step) const {
+  return data.validation.count > 0 && step % options.eval_every == 0 && step < options.steps;
+}
+
+void Trainer::run_step(int64_t step, shoestring::data::Prefetcher& batches, Readings& readings) {
   optimizers.begin_step(step);
   for (int64_t i = 0; i < options.accumulate; ++i) {
     const auto sums = i + 1 < options.accumulate ? optimizers.accumulate() : nullptr;
-    const Tensor part =
-        forward.loss(blocks.rows(order.batch(step * options.accumulate + i))) / options.accumulate;
+    const Tensor rows = batches.next().value().front();  // valid until the following next()
+    const Tensor part = forward.loss(rows) / options.accumulate;
     readings.add_loss(part);
     // Steps within backward cannot be skipped, so the loss must be known before.
     if (options.step_in_backward) require_finite("loss", part.item<double>(), step + 1);

@@ -32,7 +32,8 @@ using at::Tensor;
 namespace {
 
 struct Result {
-  double validation_before = 0, validation_after = 0, tokens_per_second = 0;
+  std::optional<double> validation_before, validation_after;  // nullopt if no data is held out
+  Speed speed;
   std::vector<double> losses;
   // Peak memory of the process in bytes: at its start, after the model is loaded, and at the end.
   int64_t libtorch = 0, loaded = 0, peak = 0;
@@ -78,8 +79,8 @@ std::vector<Tensor> add_adapters(LlamaForCausalLM& model, const FinetuneOptions&
   return trained;
 }
 
-void train(LlamaForCausalLM& model, const Blocks& blocks, const Blocks& held_out,
-           const FinetuneOptions& options, Forward& forward, Result& result) {
+void train(LlamaForCausalLM& model, const Split& data, const FinetuneOptions& options, Forward& forward,
+           Result& result) {
   const auto trained = add_adapters(model, options);
   if (options.keep_memory) {
     // Allocate the gradients before training, so that they leave no holes between later temporaries.
@@ -90,12 +91,17 @@ void train(LlamaForCausalLM& model, const Blocks& blocks, const Blocks& held_out
   }
   const auto plus = shoestring::lora::GroupOptions().lr_ratio(options.lr_ratio);
   Optimizers optimizers(shoestring::lora::parameter_groups(*model, options.lr, plus), {}, options);
-  Trainer trainer{options, forward, optimizers, blocks, trained, options.keep_memory};
+  Trainer trainer{options, forward, optimizers, data, trained, options.keep_memory};
   trainer.on_reading = [&](const Reading& reading) { result.losses.push_back(reading.loss); };
   const auto is_last = [&](int64_t step) { return step == options.steps; };
-  result.tokens_per_second = trainer.fit(0, is_last, [](int64_t) {});
-  optimizers.set_training(false);
-  result.validation_after = forward.validate(held_out);
+  result.speed = trainer.fit(0, is_last, [](int64_t) {});
+  result.validation_after = trainer.validate();
+}
+
+std::string json(std::optional<double> number) {
+  char text[32] = "null";
+  if (number) std::snprintf(text, sizeof text, "%.9g", *number);
+  return text;
 }
 
 void write_json(const std::string& path, const Result& result) {
@@ -107,12 +113,13 @@ void write_json(const std::string& path, const Result& result) {
   for (const auto& [name, bytes] : result.device)
     device += c10::str(", \"device_", name, "_bytes\": ", bytes);
   std::fprintf(file,
-               "{\"validation_loss_before\": %.9g, \"validation_loss\": %.9g, \"losses\": [%s], "
-               "\"tokens_per_second\": %.6g, "
+               "{\"validation_loss_before\": %s, \"validation_loss\": %s, \"losses\": [%s], "
+               "\"tokens_per_second\": %.6g, \"data_seconds\": %.6g, "
                "\"peak_bytes\": %lld, \"loaded_bytes\": %lld, \"libtorch_bytes\": %lld%s}\n",
-               result.validation_before, result.validation_after, losses.c_str(), result.tokens_per_second,
-               static_cast<long long>(result.peak), static_cast<long long>(result.loaded),
-               static_cast<long long>(result.libtorch), device.c_str());
+               json(result.validation_before).c_str(), json(result.validation_after).c_str(), losses.c_str(),
+               result.speed.tokens_per_second, result.speed.data_seconds, static_cast<long long>(result.peak),
+               static_cast<long long>(result.loaded), static_cast<long long>(result.libtorch),
+               device.c_str());
   std::fclose(file);
 }
 
@@ -130,24 +137,26 @@ void run(const FinetuneOptions& options) {
   Result result;
   result.libtorch = peak_memory();
   const TokenFile file(options.data);
-  const auto [blocks, held_out] = split(file, options.seq_len);
+  const Split data = split(file, options.seq_len, options.val_fraction);
   std::optional<FolderLock> lock;
   if (options.steps > 0) lock.emplace(options.out);
   LlamaForCausalLM model = load(options, file, device);
   result.loaded = peak_memory();
   torch::manual_seed(static_cast<uint64_t>(options.seed));
   Forward forward(model, options, device);
-  result.validation_before = result.validation_after = forward.validate(held_out);
-  std::printf("validation loss %.7f on %s, loaded in %lld MiB, of which %lld MiB are LibTorch itself\n",
-              result.validation_before, device.str().c_str(), static_cast<long long>(result.loaded >> 20),
-              static_cast<long long>(result.libtorch >> 20));
-  if (options.steps > 0) {
-    train(model, blocks, held_out, options, forward, result);
-    shoestring::lora::save_adapter(*model, options.out);
-    std::printf("validation loss %.7f, %.0f tokens/s\nsaved %s\n", result.validation_after,
-                result.tokens_per_second, options.out.c_str());
+  if (data.validation.count > 0) {
+    result.validation_before = result.validation_after = forward.validate(data.validation);
+    std::printf("validation loss %.7f, ", *result.validation_before);
   }
-  if (!options.logits.empty()) write_logits(options.logits, forward, held_out);
+  std::printf("loaded on %s in %lld MiB, of which %lld MiB are LibTorch itself\n", device.str().c_str(),
+              static_cast<long long>(result.loaded >> 20), static_cast<long long>(result.libtorch >> 20));
+  if (options.steps > 0) {
+    train(model, data, options, forward, result);
+    shoestring::lora::save_adapter(*model, options.out);
+    if (result.validation_after) std::printf("validation loss %.7f, ", *result.validation_after);
+    std::printf("%s\nsaved %s\n", result.speed.text().c_str(), options.out.c_str());
+  }
+  if (!options.logits.empty()) write_logits(options.logits, forward, data.validation);
   result.peak = peak_memory();
   result.device = device_memory(device);
   std::printf("%s\n", memory_text(device).c_str());

@@ -16,6 +16,9 @@ void check(const FinetuneOptions& o) {
           "--init loftq: expected quantised weights, got --quantize none");
   require(!o.targets().empty() || o.target_modules == "all-linear",
           "--target-modules: expected all-linear, or names separated by commas; got none");
+  // Both options compute a result from held-out tokens.
+  refuse_together("--steps 0", o.steps == 0, "--val-fraction 0", o.val_fraction == 0);
+  refuse_together("--logits", !o.logits.empty(), "--val-fraction 0", o.val_fraction == 0);
   refuse_together("--keep-memory", o.keep_memory, "--step-in-backward", o.step_in_backward);
 }
 

@@ -53,7 +53,7 @@ void train(const TrainOptions& options) {
   const at::Device device = find_device(options);
   const int64_t libtorch = peak_memory();
   const TokenFile file(options.data);
-  const auto [blocks, held_out] = split(file, options.seq_len);
+  const Split data = split(file, options.seq_len, options.val_fraction);
   const FolderLock lock(options.out);
   if (!options.resume && has_checkpoint(options.out)) {
     throw InputError("--out " + options.out +
@@ -78,7 +78,7 @@ void train(const TrainOptions& options) {
   std::fflush(stdout);
 
   Forward forward(model, options, device);
-  Trainer trainer{options, forward, optimizers, blocks, model->parameters()};
+  Trainer trainer{options, forward, optimizers, data, model->parameters()};
   trainer.remains = [&] {
     return has_checkpoint(options.out) ? "; the last checkpoint in " + options.out + " is kept"
                                        : std::string();
@@ -92,18 +92,18 @@ void train(const TrainOptions& options) {
     signal = signals->received();
     return signal != 0 || step % options.checkpoint_every == 0 || step == options.steps;
   };
-  const double speed = trainer.fit(start, due, [&](int64_t step) {
+  const Speed speed = trainer.fit(start, due, [&](int64_t step) {
     save_checkpoint(options.out, step, *model, optimizers, fingerprint);
     if (signal != 0) throw Interrupted(signal, step);
   });
   if (signals->received() != 0) throw Interrupted(signals->received(), options.steps);
   // The checkpoint of the last step has been saved, so a later signal ends the program at once.
   signals.reset();
-  optimizers.set_training(false);
-  const double validation = forward.validate(held_out);
+  const auto validation = trainer.validate();
   save_model(options.out, *model, config.json());
-  std::printf("validation loss %.6f, %.0f tokens/s, %s, of which %lld MiB are LibTorch itself\nsaved %s\n",
-              validation, speed, memory_text(device).c_str(), static_cast<long long>(libtorch >> 20),
+  if (validation) std::printf("validation loss %.6f, ", *validation);
+  std::printf("%s, %s, of which %lld MiB are LibTorch itself\nsaved %s\n", speed.text().c_str(),
+              memory_text(device).c_str(), static_cast<long long>(libtorch >> 20),
               (options.out + "/model.safetensors").c_str());
 }
 

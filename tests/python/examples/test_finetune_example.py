@@ -92,15 +92,16 @@ def results(done: subprocess.CompletedProcess[str], out: Path) -> tuple[dict[str
     return json.loads(out.with_suffix(".json").read_text()), tensors["logits"], tensors["tokens"]
 
 
-def held_out() -> Tensor:
+def held_out(val_fraction: float = 0.02) -> Tensor:
     tokens = learnable_tokens(TOKENS, VOCAB)
     blocks = (TOKENS - 1) // SEQ_LEN
-    rows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(blocks - int(blocks * 0.02), blocks)]
+    first = blocks - int(blocks * val_fraction)
+    rows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(first, blocks)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def loss(model: nn.Module) -> float:
-    rows = held_out()
+def loss(model: nn.Module, rows: Tensor | None = None) -> float:
+    rows = held_out() if rows is None else rows
     with torch.no_grad():
         logits = model(input_ids=rows[:, :-1]).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
@@ -131,6 +132,18 @@ def test_computes_what_transformers_does(
     assert (logits - expected).abs().max() < 1e-5
     # With 0 steps, the example trains nothing and saves no adapter.
     assert not out.exists()
+
+
+def test_validates_on_the_first_batches_held_out(
+    program: Path, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    reference = LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32)
+    options = ["--steps", "0", "--quantize", "none", "--val-fraction", "0.3", "--batch-size", "4"]
+    for number, batches in enumerate((["--eval-batches", "3"], [])):
+        out = tmp_path / str(number)
+        figures, _, _ = results(finetune(program, models["plain"], data, out, *options, *batches), out)
+        rows = held_out(0.3)[: 4 * (3 if batches else 8)]
+        assert figures["validation_loss"] == pytest.approx(loss(reference, rows), abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "targets"), [("plain", ""), ("tied", "q_proj,v_proj,down_proj")])
@@ -242,6 +255,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def losses_of_both(
+    program: Path, base: Path, folder: Path, options: list[str]
+) -> tuple[list[float], list[float]]:
+    """Train with the program and with `shoestring finetune`; return the losses of both."""
+    shared = [*TUNE, "--steps", "8", "--lr", "1e-2", "--seed", "3", *options]
+    model, run = base / "base" / "model", folder / "python"
+    succeed("finetune", "--model", model, "--data", base / "text.txt", "--out", run, *shared)
+    own = ["--no-nested", "--json", folder / "cpp.json", "--out", folder / "cpp"]
+    command = [program, "--model", model, "--data", run / "tokens.bin", *shared, *own]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((folder / "cpp.json").read_text())
+    assert figures["data_seconds"] >= 0
+    return figures["losses"], [row[0] for row in losses(run)]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -249,30 +278,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["--quantize", "none", "--schedule", "wsd", "--optimizer-state", "fp32"],
         ["--quantize", "none", "--schedule", "linear", "--weight-decay", "0.1"],
         ["--quantize", "nf4", "--schedule", "constant", "--target-modules", "q_proj,down_proj"],
+        ["--quantize", "none", "--val-fraction", "0"],
     ],
 )
 def test_trains_what_the_command_line_does(
     program: Path, base: Path, tmp_path: Path, options: list[str]
 ) -> None:
     """The program and `shoestring finetune` compute equal losses, with the same options and data."""
-    shared = [*TUNE, "--steps", "8", "--lr", "1e-2", "--seed", "3", *options]
-    model, run = base / "base" / "model", tmp_path / "python"
-    succeed("finetune", "--model", model, "--data", base / "text.txt", "--out", run, *shared)
-    out = tmp_path / "cpp"
-    own = ["--no-nested", "--json", str(tmp_path / "cpp.json")]
-    command = [program, "--model", model, "--data", run / "tokens.bin", "--out", out, *shared, *own]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    found, expected = (
-        json.loads((tmp_path / "cpp.json").read_text())["losses"],
-        [row[0] for row in losses(run)],
-    )
+    found, expected = losses_of_both(program, base, tmp_path, options)
     assert found == pytest.approx(expected, rel=2e-4)
     assert (
         max(expected) - min(expected) > 0.05
     )  # the weights have moved, so the losses test the steps as well
     name = "adapter_model.safetensors"
-    adapter, reference = load_file(out / name), load_file(run / "adapter" / name)
+    adapter, reference = (load_file(tmp_path / path / name) for path in ("cpp", "python/adapter"))
     assert adapter.keys() == reference.keys()
     for key, tensor in reference.items():
         assert (adapter[key] - tensor).norm() <= 2e-2 * tensor.norm(), key
@@ -357,6 +376,8 @@ def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
             "--init loftq: expected quantised weights, got --quantize none",
         ),
         (["--block-size", "48"], "block_size: expected a power of two"),
+        (["--val-fraction", "0", "--steps", "0"], "--steps 0: expected no --val-fraction 0, received both"),
+        (["--val-fraction", "0"], "--logits: expected no --val-fraction 0, received both"),
         (
             ["--device", "cuda:0"],
             "--device: expected a device of this machine, which LibTorch finds to be cpu; got cuda:0",

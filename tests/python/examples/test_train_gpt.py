@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +19,21 @@ import torch
 from safetensors.torch import load_file
 
 from cli_helpers import refuse
-from cpp_examples import ENVIRONMENT, build_example, learnable_tokens, token_file
+from cpp_examples import (
+    ENVIRONMENT,
+    SEQ_LEN,
+    SMALL,
+    build_example,
+    learnable_tokens,
+    losses,
+    refused,
+    token_file,
+    train,
+    validation_loss,
+)
 from shoestring.files.lock import locked
 
-VOCAB, TOKENS, SEQ_LEN, HELD_OUT = 512, 20_000, 32, 0.02
-SMALL = ["--layers", "2", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--batch-size", "8", "--threads", "2",
-         "--seq-len", str(SEQ_LEN), "--steps", "30", "--lr", "1e-2", "--warmup", "2", "--checkpoint-every", "5"]  # fmt: skip
+VOCAB, TOKENS, HELD_OUT = 512, 20_000, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +49,6 @@ def tokens() -> np.ndarray:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, tokens: np.ndarray) -> Path:
     return token_file(tmp_path_factory.mktemp("data") / "tokens.bin", tokens)
-
-
-def train(
-    program: Path, data: Path, out: Path, *options: str, **kwargs: object
-) -> subprocess.CompletedProcess[str]:
-    command = [program, "--data", data, "--out", out, *SMALL, *options]
-    settings = {"timeout": 120, "env": ENVIRONMENT} | kwargs
-    return subprocess.run(command, capture_output=True, text=True, **settings)
-
-
-def losses(output: str) -> list[float]:
-    return [
-        float(line.split("loss ")[1].split()[0]) for line in output.splitlines() if line.startswith("step ")
-    ]
-
-
-def validation_loss(output: str) -> float:
-    return float(output.split("validation loss ")[1].split(",")[0])
 
 
 def killed_after(program: Path, data: Path, out: Path, step: int, *options: str) -> None:
@@ -321,47 +311,6 @@ def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndar
     assert abs(loss(rms_norm_eps=1e-2) - validation_loss(output)) > 1e-4
 
 
-def refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
-    assert done.returncode == 2
-    assert done.stderr.startswith("train_gpt: error: ") and done.stderr.count("\n") == 1, done.stderr
-    for part in parts:
-        assert part in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda path, tokens: path, "cannot open: No such file"),
-        (lambda path, tokens: path.parent, "not a token file"),
-        (lambda path, tokens: (path.write_bytes(b""), path)[1], "not a token file"),
-        (lambda path, tokens: (path.write_text("text " * 100), path)[1], "not a token file"),
-        (lambda path, tokens: token_file(path, tokens, magic=b"shoetok\x02"), "not a token file"),
-        (
-            lambda path, tokens: token_file(path, tokens, width=3),
-            "expected 2 or 4 bytes per token, received 3",
-        ),
-        (lambda path, tokens: token_file(path, tokens, vocab=0), "received the size 0"),
-        (
-            lambda path, tokens: token_file(path, tokens, count=2**63),
-            "the header says 9223372036854775808 tokens",
-        ),
-        (
-            lambda path, tokens: token_file(path, tokens, count=TOKENS + 1),
-            "the header says 20001 tokens of 2 bytes, but 40000",
-        ),
-        (lambda path, tokens: token_file(path, tokens[:0]), "holds no token"),
-        (lambda path, tokens: token_file(path, tokens[:33]), "33 tokens are too few"),
-        (lambda path, tokens: token_file(path, tokens, vocab=100), "outside the vocabulary of 100"),
-    ],
-)
-@pytest.mark.sample(5)
-def test_bad_data(
-    program: Path, tokens: np.ndarray, tmp_path: Path, make: Callable[..., Path], part: str
-) -> None:
-    refused(train(program, make(tmp_path / "tokens.bin", tokens), tmp_path / "out"), "--data", part)
-    assert not list(tmp_path.glob("out/*"))
-
-
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -373,6 +322,8 @@ def test_bad_data(
         (["--hidden", "36"], "--hidden: expected a multiple of twice --heads, 8, got 36"),
         (["--kv-heads", "3"], "--kv-heads: expected a divisor of --heads, 4, got 3"),
         (["--precision", "fp16"], "--precision: expected fp32 | tf32 | bf16, got fp16"),
+        (["--val-fraction", "1"], "--val-fraction: expected 0 to less than 1, got 1"),
+        (["--eval-every", "0"], "--eval-every: expected a whole number from 1 to 1000000000, got 0"),
         (
             ["--precision", "tf32", "--device", "cpu"],
             "--precision tf32: expected a CUDA device, which computes in TF32, got cpu",

@@ -72,12 +72,14 @@ at::ScalarType weight_dtype(const LoopOptions& options) {
 }
 
 at::ScalarType base_dtype(const LoopOptions& options) {
-  return options.precision == "bf16" ? at::kBFloat16 : at::kFloat;
+  if (options.precision == "bf16") return at::kBFloat16;
+  return options.precision == "fp16" ? at::kHalf : at::kFloat;
 }
 
 std::optional<shoestring::AutocastGuard> autocast(const LoopOptions& options, at::Device device) {
-  if (options.precision != "bf16") return std::nullopt;
-  return std::optional<shoestring::AutocastGuard>(std::in_place, device.type(), at::kBFloat16);
+  const at::ScalarType dtype = base_dtype(options);
+  if (dtype == at::kFloat) return std::nullopt;
+  return std::optional<shoestring::AutocastGuard>(std::in_place, device.type(), dtype);
 }
 
 std::map<std::string, int64_t> device_memory(at::Device device) {

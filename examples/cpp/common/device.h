@@ -21,7 +21,7 @@ at::ScalarType weight_dtype(const LoopOptions& options);
 /// Returns the dtype in which frozen weights are stored: that of matrix products (--precision).
 at::ScalarType base_dtype(const LoopOptions& options);
 
-/// Switches autocast on while the result lives, if --precision says so.
+/// Switches autocast to bf16 or fp16 on while the result lives, if --precision says so.
 std::optional<shoestring::AutocastGuard> autocast(const LoopOptions& options, at::Device device);
 
 /// Returns the memory of a device in bytes, as its allocator reports it: "allocated" now, its "peak", and

@@ -90,7 +90,7 @@ double learning_rate(int64_t step, const LoopOptions& options, double highest) {
 
 Optimizers::Optimizers(const std::vector<ParameterGroup>& groups, const std::vector<Tensor>& ends,
                        const LoopOptions& options)
-    : options_(options) {
+    : options_(options), scaler_(optim::GradScalerOptions().enabled(options.scales_loss())) {
   if (options.optimizer == "muon") {
     for (const auto& [name, own] : split_for_muon(groups, ends)) all_.push_back(make(name, own, options));
   } else {
@@ -120,7 +120,22 @@ std::shared_ptr<void> Optimizers::accumulate() {
                                    : nullptr;
 }
 
+void Optimizers::backward(const Tensor& loss, const Tensor& found_inf) {
+  if (!scaler_.is_enabled()) return loss.backward();
+  // GradScaler skips a step whose gradients are not finite. The quotient is the loss, or if found_inf is 1,
+  // it has the derivative 1 / 0, which makes every gradient infinite or NaN.
+  scaler_.scale(loss / (1 - found_inf)).backward();
+}
+
+void Optimizers::unscale() {
+  for (const auto& optimizer : all_) scaler_.unscale_(*optimizer);
+}
+
 void Optimizers::step(const Tensor& found_inf) {
+  if (scaler_.is_enabled()) {
+    for (const auto& optimizer : all_) scaler_.step(*optimizer);
+    return scaler_.update();
+  }
   for (const auto& optimizer : all_) {
     auto* ours = dynamic_cast<optim::LowMemoryOptimizer*>(optimizer.get());
     if (ours != nullptr && !options_.step_in_backward) {

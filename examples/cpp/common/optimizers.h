@@ -1,6 +1,7 @@
 #pragma once
 
 #include <shoestring/lora.h>
+#include <shoestring/optim/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
@@ -25,8 +26,14 @@ class Optimizers {
   void step_in_backward();
   /// Sums gradients while the returned object lives, if backward steps the parameters.
   std::shared_ptr<void> accumulate();
-  /// Clips and steps. `found_inf` is one fp32 element on the device: if it is not zero, the step changes
-  /// nothing. The host does not read it, except with LibTorch's AdamW.
+  /// Runs backward of a micro-batch's loss, which --precision fp16 scales. `found_inf` is the argument of
+  /// step(): if it is not zero, the gradients of a scaled loss are not finite.
+  void backward(const at::Tensor& loss, const at::Tensor& found_inf);
+  /// Divides the gradients by the scale of the loss. Call it before clipping.
+  void unscale();
+  /// Steps. `found_inf` is one fp32 element on the device: if it is not zero, the step changes nothing. With
+  /// --precision fp16, a step whose gradients are not finite changes only the scale. The host reads nothing
+  /// from the device, except with LibTorch's AdamW.
   void step(const at::Tensor& found_inf);
   /// Returns the gradient norm of the last step, with --step-in-backward; undefined otherwise.
   at::Tensor norm_in_backward() const;
@@ -37,10 +44,14 @@ class Optimizers {
 
   /// Returns the optimizer that steps a parameter.
   torch::optim::Optimizer& of(const at::Tensor& parameter) const;
+  /// Returns the scaler of the loss, which is disabled unless --precision is fp16.
+  shoestring::optim::GradScaler& scaler() { return scaler_; }
+  const shoestring::optim::GradScaler& scaler() const { return scaler_; }
 
  private:
   const LoopOptions& options_;
   std::vector<std::unique_ptr<torch::optim::Optimizer>> all_;
+  shoestring::optim::GradScaler scaler_;
   std::vector<std::pair<torch::optim::OptimizerOptions*, double>> highest_;  // highest learning rates
 };
 

@@ -47,8 +47,8 @@ void add_loop_options(CommandLine& line, LoopOptions& o, int64_t least_steps) {
   line.add("data", o.data, kMayChange, "token file that `shoestring tokenize` wrote");
   line.add("device", o.device, kMayChange,
            "auto (the accelerator, if there is one), cpu, cuda, cuda:1 and so on");
-  line.add("precision", o.precision, kDecides, "of matrix products; bf16 is autocast",
-           {"fp32", "tf32", "bf16"});
+  line.add("precision", o.precision, kDecides, "of matrix products; fp16 scales the loss",
+           {"fp32", "tf32", "bf16", "fp16"});
   line.add("weights", o.weights, kDecides, "how trained weights are stored and rounded",
            {"fp32", "bf16", "bf16-stochastic", "bf16-remainder"});
   line.add("optimizer", o.optimizer, kDecides, "muon leaves embeddings and vectors to adamw",
@@ -103,6 +103,8 @@ void check_loop_options(const LoopOptions& o) {
   const std::string budget = "--memory-budget " + o.memory_budget;
   refuse_together(budget, !o.memory_budget.empty(), "--activations recompute", o.activations == "recompute");
   refuse_together("--optimizer muon", o.optimizer == "muon", "--step-in-backward", o.step_in_backward);
+  // The gradients of all parameters say whether a step with a scaled loss is skipped.
+  refuse_together("--precision fp16", o.scales_loss(), "--step-in-backward", o.step_in_backward);
   const std::initializer_list<std::pair<std::string, bool>> ours{
       {"--offload " + o.offload, o.offload != "none"},
       {budget, !o.memory_budget.empty()},

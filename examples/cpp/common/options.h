@@ -27,6 +27,8 @@ struct LoopOptions {
 
   /// Returns the memory budget in bytes, 0 if there is none.
   int64_t budget_bytes() const;
+  /// Returns whether the loss is scaled, so that small gradients do not become zero in fp16.
+  bool scales_loss() const { return precision == "fp16"; }
 };
 
 /// Adds the shared options. least_steps: smallest value of --steps.

@@ -6,8 +6,9 @@
 
 using at::Tensor;
 
-Readings::Readings(at::Device device, int64_t interval, int64_t micro_batches)
-    : interval_(interval), micro_batches_(micro_batches), late_(!device.is_cpu()) {
+Readings::Readings(at::Device device, int64_t interval, int64_t micro_batches, bool norm_must_be_finite)
+    : interval_(interval), micro_batches_(micro_batches), norm_must_be_finite_(norm_must_be_finite),
+      late_(!device.is_cpu()) {
   for (Buffer& buffer : buffers_) {
     buffer.values = at::zeros({interval, micro_batches + 1}, at::device(device).dtype(at::kFloat));
     buffer.host = late_ ? at::zeros(buffer.values.sizes(), at::TensorOptions(at::kFloat).pinned_memory(true))
@@ -17,16 +18,16 @@ Readings::Readings(at::Device device, int64_t interval, int64_t micro_batches)
   bad_ = at::zeros({}, at::device(device).dtype(at::kFloat));
 }
 
-void Readings::add(const Tensor& value, int64_t column) {
+void Readings::add(const Tensor& value, int64_t column, bool must_be_finite) {
   const Tensor plain = value.detach();
-  bad_.logical_or_(at::isfinite(plain).logical_not());
+  if (must_be_finite) bad_.logical_or_(at::isfinite(plain).logical_not());
   const Buffer& now = buffers_[current_];
   now.values[static_cast<int64_t>(now.waiting.size())][column].copy_(plain);
 }
 
-void Readings::add_loss(const Tensor& loss) { add(loss, losses_++); }
+void Readings::add_loss(const Tensor& loss) { add(loss, losses_++, /*must_be_finite=*/true); }
 
-void Readings::add_norm(const Tensor& norm) { add(norm, micro_batches_); }
+void Readings::add_norm(const Tensor& norm) { add(norm, micro_batches_, norm_must_be_finite_); }
 
 void Readings::end_step(int64_t step, double data_seconds) {
   buffers_[current_].waiting.push_back({step, 0, 0, 0, data_seconds});

@@ -22,7 +22,9 @@ struct Reading {
 class Readings {
  public:
   /// interval: number of steps between reads. micro_batches: number of losses of a step.
-  Readings(at::Device device, int64_t interval, int64_t micro_batches);
+  /// norm_must_be_finite: whether bad() also reacts to the norm. Under loss scaling, a norm that is not
+  /// finite is normal.
+  Readings(at::Device device, int64_t interval, int64_t micro_batches, bool norm_must_be_finite);
 
   /// Adds the loss of a micro-batch, or the gradient norm of a step: a scalar on the device.
   void add_loss(const at::Tensor& loss);
@@ -44,11 +46,11 @@ class Readings {
     at::Tensor values, host;       // (interval, micro_batches + 1): the losses of a step and its norm
     std::vector<Reading> waiting;  // readings that have not been filled in yet
   };
-  void add(const at::Tensor& value, int64_t column);
+  void add(const at::Tensor& value, int64_t column, bool must_be_finite);
   void read(Buffer& buffer, c10::Event* copied, std::vector<Reading>& to);
 
   int64_t interval_, micro_batches_, losses_ = 0;
-  bool late_;
+  bool norm_must_be_finite_, late_;
   std::array<Buffer, 2> buffers_;  // one collects an interval while the other waits to be read
   std::vector<c10::Event> copied_;
   size_t current_ = 0;

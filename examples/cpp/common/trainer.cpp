@@ -92,7 +92,7 @@ Speed Trainer::fit(int64_t start, const std::function<bool(int64_t)>& due,
                     options.log_every > 0 ? options.log_every
                     : device.is_cpu()     ? 1
                                           : kLogEvery,
-                    options.accumulate);
+                    options.accumulate, /*norm_must_be_finite=*/!options.scales_loss());
   shoestring::data::Prefetcher batches(micro_batches(data.train, options),
                                        shoestring::data::PrefetcherOptions(device)
                                            .start(start * options.accumulate)
@@ -106,8 +106,11 @@ Speed Trainer::fit(int64_t start, const std::function<bool(int64_t)>& due,
     if (!is_due && !validated && !readings.is_full()) continue;
     for (const Reading& reading : readings.end_interval(/*wait=*/is_due || validated)) {
       require_finite("loss", reading.loss, reading.step);
-      require_finite("gradient norm", reading.norm, reading.step,
-                     options.step_in_backward ? "after" : "before");
+      // Under loss scaling, a norm that is not finite belongs to a step that was skipped.
+      if (!options.scales_loss()) {
+        require_finite("gradient norm", reading.norm, reading.step,
+                       options.step_in_backward ? "after" : "before");
+      }
       std::optional<double> validation;
       if (validated && reading.step == step + 1) {
         validation = validate();
@@ -144,8 +147,9 @@ void Trainer::run_step(int64_t step, shoestring::data::Prefetcher& batches, Read
     readings.add_loss(part);
     // Steps within backward cannot be skipped, so the loss must be known before.
     if (options.step_in_backward) require_finite("loss", part.item<double>(), step + 1);
-    part.backward();
+    optimizers.backward(part, readings.bad());
   }
+  optimizers.unscale();
   const Tensor norm = options.step_in_backward ? Tensor() : clip_grad_norm(trained, options.clip);
   if (norm.defined()) readings.add_norm(norm);
   optimizers.step(readings.bad());

@@ -31,6 +31,7 @@ using PlainState = torch::optim::AdamWParamState;
 
 constexpr size_t kKept = 2;
 const std::string kPrefix = "checkpoint-", kSuffix = ".safetensors", kChecksum = "checksum";
+const std::string kScaler = "scaler.";  // begins the names of the tensors of GradScaler
 
 std::string path_of(const std::string& folder, int64_t step) {
   return folder + "/" + kPrefix + std::to_string(step) + kSuffix;
@@ -67,12 +68,18 @@ std::map<std::string, Tensor> named_state(const torch::optim::OptimizerParamStat
           {"exp_avg_sq", s.exp_avg_sq()}};
 }
 
-std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsFile& file,
-                                                              const std::string& prefix, bool ours) {
+// Returns the tensors whose names begin with `prefix`, by the rest of their names.
+std::map<std::string, Tensor> load_all(const SafetensorsFile& file, const std::string& prefix) {
   std::map<std::string, Tensor> tensors;
   for (const auto& entry : file.entries()) {
     if (entry.name.rfind(prefix, 0) == 0) tensors[entry.name.substr(prefix.size())] = file.load(entry.name);
   }
+  return tensors;
+}
+
+std::unique_ptr<torch::optim::OptimizerParamState> load_state(const SafetensorsFile& file,
+                                                              const std::string& prefix, bool ours) {
+  auto tensors = load_all(file, prefix);
   if (ours) return std::make_unique<OurState>(std::move(tensors));
   auto state = std::make_unique<PlainState>();
   state->step(tensors.at("step").item<int64_t>());
@@ -175,6 +182,7 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
       tensors.insert("optimizer." + item.key() + "." + name, tensor);
     }
   }
+  for (const auto& field : optimizers.scaler().state()) tensors.insert(kScaler + field.key(), field.value());
   auto metadata = fingerprint;
   metadata["step"] = std::to_string(step);
   metadata[kChecksum] = checksum(metadata, tensors.keys(), [&](const auto& name) { return tensors[name]; });
@@ -188,8 +196,8 @@ void save_checkpoint(const std::string& folder, int64_t step, const torch::nn::M
   }
 }
 
-int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model,
-                        const Optimizers& optimizers, const Fingerprint& fingerprint) {
+int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& model, Optimizers& optimizers,
+                        const Fingerprint& fingerprint) {
   std::string refused;
   for (int64_t step : checkpoints(folder)) {
     const std::string path = path_of(folder, step);
@@ -212,6 +220,9 @@ int64_t load_checkpoint(const std::string& folder, const torch::nn::Module& mode
       const bool ours = dynamic_cast<shoestring::optim::LowMemoryOptimizer*>(&optimizer) != nullptr;
       optimizer.state()[item.value().unsafeGetTensorImpl()] = load_state(*file, prefix, ours);
     }
+    shoestring::TensorDict scaler;
+    for (const auto& [name, tensor] : load_all(*file, kScaler)) scaler.insert(name, tensor);
+    optimizers.scaler().load_state(scaler);
     if (!refused.empty())
       std::fprintf(stderr, "train_gpt: passed over a damaged checkpoint: %s\n", refused.c_str());
     return step;

@@ -274,6 +274,25 @@ def losses_of_both(
 @pytest.mark.parametrize(
     "options",
     [
+        ["--precision", "bf16"],
+        ["--precision", "fp16"],
+        # Without clipping, a step of SGD is proportional to the gradients, so it tests that they are unscaled.
+        ["--precision", "fp16", "--optimizer", "sgd", "--clip", "0", "--lr", "0.5"],
+    ],
+)
+def test_trains_in_16_bits_what_the_command_line_does(
+    program: Path, base: Path, tmp_path: Path, options: list[str]
+) -> None:
+    found, expected = losses_of_both(program, base, tmp_path, ["--quantize", "none", *options])
+    # Both programs round in other places, and each step amplifies the differences.
+    assert found[:3] == pytest.approx(expected[:3], rel=2e-4)
+    assert found == pytest.approx(expected, rel=0.02)
+    assert max(expected[:3]) - min(expected[:3]) > 0.05
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         ["--quantize", "none", "--accumulate", "2"],
         ["--quantize", "none", "--schedule", "wsd", "--optimizer-state", "fp32"],
         ["--quantize", "none", "--schedule", "linear", "--weight-decay", "0.1"],

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from cli_helpers import refuse
 from cpp_examples import (
@@ -194,12 +195,15 @@ def test_every_optimizer_resumes_exactly(program: Path, data: Path, tmp_path: Pa
             assert f"optimizer.model.{name}.weight.exp_avg_sq" in saved
 
 
-@pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16-stochastic", "bf16-remainder"])
+@pytest.mark.parametrize(
+    ("precision", "weights"),
+    [("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "bf16-stochastic"), ("bf16", "bf16-remainder"), ("fp16", "fp32")],
+)  # fmt: skip
 @pytest.mark.sample(2)
-def test_weights_in_16_bits(
-    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, weights: str
+def test_products_and_weights_in_16_bits(
+    program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, precision: str, weights: str
 ) -> None:
-    done = train(program, data, tmp_path / "run", "--precision", "bf16", "--weights", weights)
+    done = train(program, data, tmp_path / "run", "--precision", precision, "--weights", weights)
     assert done.returncode == 0, done.stderr
     # Later losses depend on rounding, because the learning rate is high.
     assert losses(done.stdout)[:5] == pytest.approx(losses(whole[1])[:5], rel=0.02)
@@ -212,12 +216,75 @@ def test_weights_in_16_bits(
     assert f'"dtype": "{name}"' in (tmp_path / "run" / "config.json").read_text()
 
 
-def test_a_late_read_names_the_first_bad_step(program: Path, data: Path, tmp_path: Path) -> None:
+FP16 = [[], ["--plain"], ["--optimizer", "muon", "--accumulate", "2"]]
+
+
+@pytest.mark.parametrize("options", FP16, ids=" ".join)
+def test_fp16_resumes_exactly(program: Path, data: Path, tmp_path: Path, options: list[str]) -> None:
+    options = ["--precision", "fp16", "--steps", "10", *options]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    done = train(program, data, whole, *options)
+    assert done.returncode == 0, done.stderr
+    resumed.mkdir()
+    shutil.copy(whole / "checkpoint-5.safetensors", resumed)
+    again = train(program, data, resumed, "--resume", *options)
+    assert again.returncode == 0 and losses(again.stdout) == losses(done.stdout)[5:], again.stderr
+    saved, found = (load_file(folder / "checkpoint-10.safetensors") for folder in (whole, resumed))
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(tensor, found[key]) for key, tensor in saved.items())
+    # No step has overflowed, so the scale is the first one, and all steps count towards its growth.
+    assert saved["scaler.scale"] == 65536 and saved["scaler._growth_tracker"] == 10
+
+
+def copy_with_scale(source: Path, folder: Path, scale: float) -> dict[str, torch.Tensor]:
+    """Copy a checkpoint to a new folder, with another scale of the loss; return its tensors."""
+    saved = load_file(source) | {"scaler.scale": torch.tensor(scale)}
+    with safe_open(source, "pt") as file:
+        metadata = {key: value for key, value in file.metadata().items() if key != "checksum"}
+    folder.mkdir()
+    save_file(saved, folder / source.name, metadata)
+    return saved
+
+
+@pytest.mark.parametrize("options", FP16, ids=" ".join)
+def test_a_step_that_overflows_is_skipped(
+    program: Path, data: Path, tmp_path: Path, options: list[str]
+) -> None:
+    """The step halves the scale, and changes neither the weights nor the state of the optimizer."""
+    options = ["--precision", "fp16", "--steps", "8", *options]
+    assert train(program, data, tmp_path / "run", *options).returncode == 0
+    out = tmp_path / "overflow"
+    saved = copy_with_scale(tmp_path / "run" / "checkpoint-5.safetensors", out, 2.0**60)
+    done = train(program, data, out, "--resume", "--checkpoint-every", "1", *options)
+    assert done.returncode == 0 and len(losses(done.stdout)) == 3, done.stderr
+    for step in (7, 8):
+        found = load_file(out / f"checkpoint-{step}.safetensors")
+        assert found.pop("scaler.scale") == 2.0 ** (60 - (step - 5))
+        assert found.pop("scaler._growth_tracker") == 0
+        assert all(torch.equal(tensor, saved[key]) for key, tensor in found.items())
+
+
+def test_steps_are_taken_once_the_scale_has_fallen(program: Path, data: Path, tmp_path: Path) -> None:
+    options = ["--precision", "fp16", "--steps", "60", "--checkpoint-every", "30"]
+    assert train(program, data, tmp_path / "run", *options).returncode == 0
+    out = tmp_path / "overflow"
+    saved = copy_with_scale(tmp_path / "run" / "checkpoint-30.safetensors", out, 2.0**40)
+    assert train(program, data, out, "--resume", *options).returncode == 0
+    found = load_file(out / "checkpoint-60.safetensors")
+    taken = int(found["scaler._growth_tracker"])
+    assert 0 < taken < 30 and found["scaler.scale"] == 2.0 ** (40 - (30 - taken))
+    assert not torch.equal(found["model.model.norm.weight"], saved["model.model.norm.weight"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_late_read_names_the_first_bad_step(
+    program: Path, data: Path, tmp_path: Path, precision: str
+) -> None:
     """Steps after the first loss that is not finite change nothing until the host reads the loss."""
     errors = []
     for every in ("1", "30"):
         done = train(program, data, tmp_path / every, "--lr", "1e30", "--clip", "0", "--log-every", every,
-                     "--checkpoint-every", "30")  # fmt: skip
+                     "--checkpoint-every", "30", "--precision", precision)  # fmt: skip
         refused(done, "; training stopped before the weights changed")
         errors.append(done.stderr)
     assert errors[0] == errors[1]
@@ -231,7 +298,13 @@ def test_a_step_reads_nothing_from_the_device(program: Path, data: Path, tmp_pat
     command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", source, f"-I{root}/include", "-o", library]
     subprocess.run([str(word) for word in command], check=True)
     reads = {}
-    for options in ("", "--accumulate 2 --optimizer muon", "--activations recompute", "--plain"):
+    for options in (
+        "",
+        "--accumulate 2 --optimizer muon",
+        "--activations recompute",
+        "--precision fp16",
+        "--plain",
+    ):
         for steps in ("4", "8"):
             done = train(program, data, tmp_path / f"run{len(reads)}", *options.split(), "--steps", steps,
                          "--checkpoint-every", "100", env=ENVIRONMENT | {"LD_PRELOAD": str(library)})  # fmt: skip
@@ -321,7 +394,15 @@ def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndar
         (["--lr", "nan"], "--lr: expected a number from 0 to 1e+38, got nan"),
         (["--hidden", "36"], "--hidden: expected a multiple of twice --heads, 8, got 36"),
         (["--kv-heads", "3"], "--kv-heads: expected a divisor of --heads, 4, got 3"),
-        (["--precision", "fp16"], "--precision: expected fp32 | tf32 | bf16, got fp16"),
+        (["--precision", "fp8"], "--precision: expected fp32 | tf32 | bf16 | fp16, got fp8"),
+        (
+            ["--precision", "fp16", "--step-in-backward"],
+            "--precision fp16: expected no --step-in-backward, received both",
+        ),
+        (
+            ["--precision", "fp16", "--weights", "bf16"],
+            "--weights bf16: expected --precision bf16 with bf16 weights, got --precision fp16",
+        ),
         (["--val-fraction", "1"], "--val-fraction: expected 0 to less than 1, got 1"),
         (["--eval-every", "0"], "--eval-every: expected a whole number from 1 to 1000000000, got 0"),
         (
@@ -353,6 +434,10 @@ def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndar
         (["--out", "/proc/none/run"], "cannot make the folder"),
         (["--lr", "1e30", "--clip", "0"], "; training stopped before the weights changed"),
         (["--lr", "1e30", "--clip", "0", "--plain"], "; training stopped before the weights changed"),
+        (
+            ["--lr", "1e30", "--clip", "0", "--precision", "fp16"],
+            "; training stopped before the weights changed",
+        ),
         (
             ["--lr", "1e30", "--clip", "0", "--step-in-backward"],
             "; training stopped before the weights changed",

@@ -86,6 +86,7 @@ TEST_CASE("no steps are taken in eval mode", "[optim]") {
       "before "
       "backward";
   CHECK_THROWS_WITH(opt.step(), Contains(message));
+  CHECK_THROWS_WITH(opt.scaled_step(at::ones({})), Contains(message));
   bool called = false;
   const auto closure = [&] {
     called = true;

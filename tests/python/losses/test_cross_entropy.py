@@ -97,6 +97,15 @@ def test_no_worse_than_eager(
         )
 
 
+def check_argmax(ours: Tensor, exact: Tensor, logits: Tensor, softcap: float | None) -> None:
+    """Require the same classes, or classes whose logits a softcap has made equal in fp32."""
+    assert torch.equal(ours < 0, exact < 0)
+    if softcap:
+        logits = softcap * (logits / softcap).tanh()
+    a, b = (logits.gather(-1, index.clamp_min(0)[..., None]) for index in (ours, exact))
+    assert ((a - b).abs() <= torch.finfo(torch.float32).eps * b.abs()).all()
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_statistics_and_their_gradients(capability: str, options: dict[str, Any]) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
@@ -106,7 +115,7 @@ def test_statistics_and_their_gradients(capability: str, options: dict[str, Any]
         exact_leaf = leaf.detach().double().requires_grad_()
         exact = cross_entropy_reference(exact_leaf, target, **chosen)
         of_loss = torch.autograd.grad(exact.loss, exact_leaf, upstream_of(exact.loss), retain_graph=True)[0]
-        assert torch.equal(stats.argmax, exact.argmax)
+        check_argmax(stats.argmax, exact.argmax, exact_leaf.detach(), chosen.get("softcap"))
         for a, b in zip(stats[:4], exact[:4]):
             assert relative_error(a, b) < tolerance
         assert (

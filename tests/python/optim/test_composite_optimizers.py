@@ -35,6 +35,8 @@ def test_matches_the_reference(rule: Rule, capability: str, dtype: torch.dtype, 
         # The allowed error is the error of the updates, plus one rounding of the weight for each of the three
         # steps.
         allowed = product_error(rule) + 3 * torch.finfo(dtype).eps * q.float().norm() / way.norm()
+        if state == "bf16":  # one element of a moment may be rounded to the other side
+            allowed += torch.finfo(torch.bfloat16).eps / q.numel() ** 0.5
         assert relative_error(p.float() - s.float(), way) < allowed
     # The moments differ from the reference in the last bit. In a few elements of a thousand, this changes the
     # code or the stochastic rounding by one step.

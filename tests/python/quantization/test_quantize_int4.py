@@ -111,13 +111,14 @@ def test_constants_are_near_and_zeros_exact(capability: str) -> None:
 @pytest.mark.device
 @pytest.mark.parametrize(
     ("outliers", "squared", "absolute"),
-    [(0.0, 0.82, 0.955), (0.005, 0.84, 0.945)],
+    [(0.0, 0.832, 0.961), (0.005, 0.867, 0.952)],
     ids=["normal", "outliers"],
 )
 def test_error_is_below_nf4s(outliers: float, squared: float, absolute: float, backend: str) -> None:
     """The mean squared error of int4 is 0.81 times that of NF4, and the mean absolute error 0.95 times.
 
-    If some elements are outliers, the factors are 0.83 and 0.94.
+    If some elements are outliers, the factors are 0.83 and 0.94. The limits are means over 60 seeds plus five
+    standard deviations.
     """
     if backend == "simt":
         pytest.skip("the bytes are those of the CPU, and fewer elements have other mean errors")

@@ -40,7 +40,7 @@ from shoestring.training.formulas import trained
 from shoestring.training.loop import Trainer
 from shoestring.training.metrics import read_metrics
 from shoestring.training.models import build_llama
-from shoestring.training.optimizers import parameter_groups
+from shoestring.training.optimizers import decayed
 
 SHAPE = Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384)
 VOCABULARY = 2048
@@ -140,7 +140,7 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
     if variant.weights != "fp32":  # with weights="master", training also starts from values rounded to bf16
         for p in model.parameters():
             p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)
-    groups = parameter_groups(trained(model), config.weight_decay)
+    groups = decayed([{"params": trained(model)}], config.weight_decay)
     if variant.state == "torch":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
     else:

@@ -286,7 +286,7 @@ def test_gradients_of_scores_of_a_milliard(capability: str) -> None:
 def test_a_large_cap_and_scores_beyond_it(capability: str) -> None:
     q, k, v = make(30, 40)
     # The third case below needs scores that are all beyond the cap.
-    while (q.double() @ k.double().mT).abs().min() * 1e4 / 8 < 8:
+    while ((q * 1e4).double() @ k.double().mT).abs().min() / 8 < 8:
         q, k, v = make(30, 40)
     for softcap, factor in ((50.0, 30), (1e4, 1), (0.5, 1e4)):
         inputs = [q * factor, k, v]

@@ -116,6 +116,10 @@ void Core::reserve(size_t first) {
   for (const auto& [offload, size] : sizes) offload->reserve(size);
 }
 
+void Core::check_step() const {
+  for (size_t g = 0; g < optimizer->param_groups().size(); ++g) Access::check_step(options(g));
+}
+
 Tensor Core::step() {
   check_process();
   end_backward();
@@ -287,7 +291,7 @@ void LowMemoryOptimizer::zero_grad(bool set_to_none) {
 }
 
 Tensor LowMemoryOptimizer::step(LossClosure closure) {
-  for (size_t g = 0; g < param_groups_.size(); ++g) Access::check_step(core_->options(g));
+  core_->check_step();
   Tensor loss;
   if (closure != nullptr) {
     at::AutoGradMode enable_grad(true);

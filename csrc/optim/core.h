@@ -54,6 +54,8 @@ struct Core : std::enable_shared_from_this<Core> {
   /// Returns the arenas of a parameter group. The arenas cover all parameters that have state or a gradient,
   /// and all parameters that a hook may step in backward.
   Layout& layout(size_t group);
+  /// Raises if the options of a group allow no step.
+  void check_step() const;
   Tensor step();
   Tensor scaled_step(const Tensor& scale, const Tensor& skip);
   void step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,

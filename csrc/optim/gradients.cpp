@@ -281,7 +281,7 @@ void LowMemoryOptimizer::set_max_grad_norm(std::optional<double> max_grad_norm) 
 }
 
 Tensor LowMemoryOptimizer::scaled_step(const Tensor& grad_scale, const Tensor& found_inf) {
-  for (size_t g = 0; g < param_groups_.size(); ++g) Access::check_step(core_->options(g));
+  core_->check_step();
   at::NoGradGuard no_grad;
   return core_->scaled_step(grad_scale, found_inf);
 }

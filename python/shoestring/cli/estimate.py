@@ -22,6 +22,7 @@ from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.memory import parse_budget
 from shoestring.training.models import build_llama
 from shoestring.training.optimizers import conflicts
+from shoestring.training.options import refuse_together
 
 # In the JSON, these options describe the model. All other options describe the step.
 MODEL_OPTIONS = (
@@ -45,8 +46,7 @@ def check(config: EstimateConfig) -> None:
         "both",
     )
     parse_budget(config.memory_budget)
-    for option, other in conflicts(config):
-        raise InputError(f"{option}: expected no {other}, received both; leave one of them out")
+    refuse_together(conflicts(config))
 
 
 def load(config: EstimateConfig) -> nn.Module:

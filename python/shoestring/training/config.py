@@ -38,6 +38,7 @@ from shoestring.training.options import (
     WeightDecay,
     Workspace,
     one_of,
+    refuse_together,
     target_names,
     within,
 )
@@ -250,7 +251,7 @@ class FinetuneConfig(LoopConfig):
         if self.plain and self.frozen_format not in (None, "nf4"):
             raise InputError(f"--quantize: expected nf4 | none with --plain, got {self.quantize}")
         if self.plain and self.pack == "fill":
-            raise InputError("--pack fill: expected no --plain, received both; leave one of them out")
+            refuse_together([("--pack fill", "--plain")])
 
     @property
     def frozen_format(self) -> str | None:

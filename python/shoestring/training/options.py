@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +14,12 @@ OPTIMIZERS = (
     "adamw", "lion", "sgd", "ademamix", "schedule-free-adamw", "lamb", "adafactor", "came", "muon", *LOW_RANK,
 )  # fmt: skip
 COUNT = 10**9  # maximum of options that count steps, or events that happen at most once per step
+
+
+def refuse_together(pairs: Iterable[tuple[str, str]]) -> None:
+    """Raise InputError for the first of the pairs of options, which cannot be combined, if there is one."""
+    for option, other in pairs:
+        raise InputError(f"{option}: expected no {other}, received both; leave one of them out")
 
 
 def within(

@@ -29,6 +29,7 @@ from shoestring.training.loop import Progress, Trainer
 from shoestring.training.models import Loss
 from shoestring.training.optimizers import check_optimizer, make_optimizers
 from shoestring.training.optimizers import conflicts as optimizer_conflicts
+from shoestring.training.options import refuse_together
 from shoestring.training.signals import Interrupted
 from shoestring.training.summary import summarise
 
@@ -39,8 +40,7 @@ def check_run(config: LoopConfig, out: Path) -> None:
         memory.parse_budget(config.memory_budget)
     if config.offload != "none" and not is_place(config.offload):
         raise InputError(f"--offload: expected {PLACES}, got {config.offload}")
-    for option, other in _conflicts(config):
-        raise InputError(f"{option}: expected no {other}, received both; leave one of them out")
+    refuse_together(_conflicts(config))
     check_precision(config, find_device(config.device))
     check_optimizer(config)
     try:

@@ -1,0 +1,68 @@
+"""The public names of the Python package, and the parts of its pages that follow from them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+# The modules whose __all__ holds the public names.
+MODULES = (
+    "shoestring",
+    "shoestring.ops",
+    "shoestring.nn",
+    "shoestring.optim",
+    "shoestring.lora",
+    "shoestring.data",
+    "shoestring.data.packing",
+    "shoestring.checkpoint.planner",
+)
+
+
+# Keyword arguments of public functions, which are described once, in classes of their own.
+ARGUMENTS = (
+    "shoestring.optim.optimizer.StepArguments",
+    "shoestring.optim.optimizer.ReferenceArguments",
+    "shoestring.losses.vocab_parallel.ShardOptions",
+    "shoestring.losses.vocab_parallel.Shard",
+)
+
+
+def public_names() -> list[str]:
+    """Return the full names of everything that the modules list in ``__all__``."""
+    return [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
+
+
+def ops() -> str:
+    """Return the Markdown of ``shoestring.ops``: its own names, and references to those of ``shoestring``."""
+    own = importlib.import_module("shoestring.ops")
+    package = importlib.import_module("shoestring")
+    shared = [name for name in own.__all__ if getattr(package, name, None) is getattr(own, name)]
+    references = [name for name in own.__all__ if name.endswith("_reference")]
+    types = [name for name in own.__all__ if isinstance(getattr(own, name), type)]
+    rest = [name for name in own.__all__ if name not in {*shared, *references, *types}]
+    aliases = "\n\n".join(
+        f"```{{py:function}} {name}\n:no-contents-entry:\n\n"
+        f"The same function as {{py:func}}`shoestring.{name}`.\n```"
+        for name in shared
+    )
+    return "\n\n".join(
+        (
+            "## Operators that are here only",
+            _auto("function", rest),
+            "## Options and results",
+            _auto("class", types),
+            _auto("class", ARGUMENTS),
+            "## References in plain PyTorch",
+            "Each computes the same as the operator in whose name `_reference` is added. Tests and benchmarks use them.",
+            _auto("function", references),
+            "## Operators that are also in `shoestring`",
+            aliases,
+        )
+    )
+
+
+def _auto(kind: str, names: Iterable[str]) -> str:
+    """Return the directive of autodoc for each of the names, of ``shoestring.ops`` if they have no dots."""
+    full = (name if "." in name else f"shoestring.ops.{name}" for name in names)
+    lines = "\n".join(f".. auto{kind}:: {name}" for name in full)
+    return f"```{{eval-rst}}\n{lines}\n```"

@@ -6,6 +6,7 @@
 # make lint    layout, lint and types; make format mends what the tools can mend
 # make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
 # make build   the libraries, into python/shoestring; make build-tests builds the C++ programs of the tests as well
+# make docs    the documentation, into build-docs/html; make docs-browser tests its pages in Chromium
 # make bench   the benchmarks, ours beside the peers'
 # make gpu-check   on a machine with a GPU: build, suite, emulator, benchmarks, compute-sanitizer. PYTHON=... has PyTorch
 VENV ?= .venv
@@ -22,7 +23,7 @@ CONFIGURE := cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) \
 INSTALL := --prefix python/shoestring >/dev/null
 SEEDS ?= 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
 
-.PHONY: setup build build-tests test check nightly test-newest test-asan lint format demo bench gpu-check clean
+.PHONY: setup build build-tests test check nightly test-newest test-asan lint format docs docs-browser demo bench gpu-check clean
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -45,7 +46,7 @@ check: build-tests
 	scripts/test.sh $(BUILD) lint C++ check
 
 nightly: export PYTEST_ADDOPTS += --all-cases
-nightly: test test-asan
+nightly: test test-asan docs-browser
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
@@ -68,6 +69,13 @@ lint: $(VENV)/.ready
 format: $(VENV)/.ready
 	scripts/lint.sh --fix
 
+docs: build
+	python -m sphinx -W -n --keep-going -q -j 2 -d build-docs/doctrees docs build-docs/html
+
+# Installs Chromium, which `make setup` leaves out.
+docs-browser: docs
+	scripts/docs_browser.sh build-docs/html
+
 # Builds no tests, and no CUDA kernels where there is no GPU. A build that is already there is used.
 demo: $(VENV)/.ready
 	if [ -e $(BUILD)/build.ninja ]; then $(MAKE) build; else \
@@ -82,5 +90,5 @@ gpu-check:
 	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
-	rm -rf build build-newest build-asan build-demo build-separate build-gpu
+	rm -rf build build-newest build-asan build-demo build-separate build-gpu build-docs
 	rm -rf python/shoestring/lib python/shoestring/include python/shoestring/share

@@ -15,6 +15,7 @@ missing=()
 [ -e /usr/include/pcre2.h ] || missing+=(libpcre2-dev)
 command -v g++ >/dev/null || missing+=(g++)
 command -v cmake >/dev/null || missing+=(cmake)
+command -v doxygen >/dev/null || missing+=(doxygen)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 if [ ${#missing[@]} -gt 0 ]; then
   sudo=$([ "$(id -u)" = 0 ] || echo sudo)
@@ -37,7 +38,8 @@ install ${torch:+--upgrade} "${torch:-torch}" "setuptools>=77" ninja
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-for requirement in project["dependencies"] + extras["cli"] + extras["peers"] + extras["test"] + extras["lint"]:
+groups = (extras[name] for name in ("cli", "peers", "test", "lint", "docs"))
+for requirement in sum(groups, project["dependencies"]):
     if not requirement.startswith("shoestring["):
         print(requirement)
 EOF

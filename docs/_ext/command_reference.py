@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
+
 from shoestring.cli.app import app
 
 TYPES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}

@@ -12,7 +12,7 @@ import shoestring.ops
 REPOSITORY = Path(__file__).parents[2]
 # The definition of an operator in schema.cpp: its name follows a quote, and a parenthesis or a quote follows the
 # name, as in m.def("swiglu(Tensor gate, ...)") and optimizer("lion_", ...).
-DEFINITION = re.compile(r"(?:m\.def|optimizer|m\.impl_abstract_pystub)\(\(*\s*(?:R\"\(|\")(?P<name>\w+)[(\"]")
+DEFINITION = re.compile(r"(?:m\.def|optimizer)\(\(*\s*(?:R\"\(|\")(?P<name>\w+)[(\"]")
 COMMENT = re.compile(r"(?:^ *//.*\n)+", re.MULTILINE)
 
 
@@ -57,6 +57,8 @@ def _names(schema: torch._C.FunctionSchema) -> str:
 def _wrapped(schema: str) -> str:
     """Return a schema with one argument a line if it is long."""
     schema = schema.removeprefix("shoestring::")
+    # The shortest spelling of a default: 0.8, not 0.80000000000000004.
+    schema = re.sub(r"\d+\.\d{12,}", lambda match: repr(float(match[0])), schema)
     if len(schema) <= 80:
         return schema
     name, _, rest = schema.partition("(")
@@ -78,12 +80,10 @@ def schema_comments() -> dict[str, str]:
         source = path.read_text()
         end = source.index("TORCH_LIBRARY")
         for definition in DEFINITION.finditer(source):
-            block = None
-            for block in COMMENT.finditer(source, end, definition.start()):
-                pass
+            blocks = [match[0] for match in COMMENT.finditer(source, end, definition.start())]
             end = definition.end()
-            if block is not None:
-                found[definition["name"]] = _markdown(block[0])
+            if blocks:
+                found[definition["name"]] = _markdown(blocks[-1])
     return found
 
 
@@ -97,5 +97,5 @@ def _markdown(comment: str) -> str:
         sentences = re.split(r"(?<=[.:]) (?=[A-Z])", " ".join(paragraph.split()))
         text = " ".join(s for s in sentences if not re.search(r"(?<![\w`.])_[a-z]\w+", s))
         if text:
-            kept.append(("\n" if not item else "") + "".join(f"\\{c}" if c in "*_<[`$" else c for c in text))
+            kept.append(("\n" if not item else "") + "".join(f"\\{c}" if c in "*_<[$" else c for c in text))
     return "\n".join(kept).strip()

@@ -10,7 +10,6 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-
 # The line that begins the description of one or several fields, such as "lora_A, lora_B: LoRA of the head."
 FIELD = re.compile(r"(?P<names>\w+(, \w+)*): ")
 

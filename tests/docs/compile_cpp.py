@@ -31,9 +31,9 @@ def _lines(block: Block) -> str:
     return f'#line {block.line} "{name_of(block.page)}"\n{code}\n'
 
 
-def translation_unit(pages: list[Path]) -> str:
+def translation_unit(pages: list[Path], prelude: str = PRELUDE) -> str:
     """Return a C++ source with all C++ blocks of the pages."""
-    includes, bodies = [PRELUDE], []
+    includes, bodies = [prelude], []
     for number, block in enumerate(b for page in pages for b in blocks(page) if b.kind.startswith("cpp")):
         for part in (*block.setup, block):
             for index, line in enumerate(part.code.splitlines()):
@@ -53,12 +53,12 @@ def torch_folder() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def compile_pages(pages: list[Path]) -> subprocess.CompletedProcess[str]:
+def compile_pages(pages: list[Path], prelude: str = PRELUDE) -> subprocess.CompletedProcess[str]:
     """Compile the C++ blocks of pages with g++; stderr of the result holds the errors."""
     torch = torch_folder()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "blocks.cpp")
-        source.write_text(translation_unit(pages))
+        source.write_text(translation_unit(pages, prelude))
         # -fsyntax-only would not instantiate every template.
         command = [
             *([ccache] if (ccache := shutil.which("ccache")) else []),

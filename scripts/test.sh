@@ -48,6 +48,7 @@ run Python-alone python -m pytest -m alone
 OMP_NUM_THREADS=1 run Python-emulated python -m pytest --backend=simt -n 2 --dist loadfile
 run crash python -m pytest -n 2 --dist loadfile tests/crash
 run fuzz python -m pytest -n 2 tests/fuzz
+run docs python -m pytest -n 2 --dist loadfile tests/docs
 run consumer tests/consumer/run.sh "$build"
 run gates python scripts/check_ptxas.py "$build"
 
@@ -76,6 +77,7 @@ add_pytest Python-alone
 add_pytest Python-emulated
 add_pytest crash
 add_pytest fuzz
+add_pytest docs
 ! wants consumer || add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 ! wants gates || add gates "$(sum gates '[0-9]+ passed')" "$(sum gates '[0-9]+ failed')"
 ! wants gates || sed -n 's/^skipped/gates skipped/p' "$logs/gates"

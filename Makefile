@@ -23,7 +23,7 @@ CONFIGURE := cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) \
 INSTALL := --prefix python/shoestring >/dev/null
 SEEDS ?= 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
 
-.PHONY: setup build build-tests test check nightly test-newest test-asan lint format docs docs-browser demo bench gpu-check clean
+.PHONY: setup build build-tests test check nightly chromium test-newest test-asan lint format docs docs-browser demo bench gpu-check clean
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -46,12 +46,17 @@ check: build-tests
 	scripts/test.sh $(BUILD) lint C++ check
 
 nightly: export PYTEST_ADDOPTS += --all-cases
-nightly: test test-asan docs-browser
+nightly: chromium test test-asan docs-browser
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-separate -DSHOESTRING_UNITY=OFF && cmake --build build-separate
 	for seed in $(SEEDS); do PYTEST_ADDOPTS="--seed $$seed" scripts/test.sh $(BUILD) Python Python-emulated || exit; done
+
+# The tests of the reports that are marked nightly look at pages in this browser.
+chromium:
+	command -v chromium >/dev/null || { sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	  $$sudo apt-get update -qq && $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; }
 
 # Without lint: mypy reads the types of the PyTorch that constraints.txt pins.
 test-newest:

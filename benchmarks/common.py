@@ -199,7 +199,7 @@ class Report:
         if options.device == "cuda":
             machine = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
         else:
-            capability = torch.ops.shoestring.cpu_capability()
+            capability = torch.ops.shoestring._cpu_capability()
             machine = f"{cpu_model()}, {options.threads} threads, {capability} kernels"
         self.data = {
             "benchmark": name,

@@ -81,7 +81,7 @@ def cases() -> dict[str, Callable[[], Step]]:
 
     made: dict[str, Callable[[], Step]] = {}
     for state in ("fp32", "8bit", "4bit"):
-        made[f"AdamW {state}"] = lambda state=state: optimizer("AdamW", state=state)
+        made[f"AdamW {state}"] = lambda state=state: optimizer("AdamW", state_format=state)
     for kind in ("Lion", "SGD", "LAMB", "AdEMAMix", "Adafactor", "CAME", "Muon", "ScheduleFreeAdamW"):
         made[kind] = lambda kind=kind: optimizer(kind)
     for dtype in (torch.float32, torch.bfloat16):

@@ -103,7 +103,7 @@ def training(report: Report, options: argparse.Namespace) -> None:
 
 def without_bf16_units(report: Report, options: argparse.Namespace) -> None:
     """Compare the times of bf16 and fp32 inputs with the AVX2 kernels, which use no bf16 instructions."""
-    switch, now = torch.ops.shoestring.set_cpu_capability, torch.ops.shoestring.cpu_capability()
+    switch, now = torch.ops.shoestring._set_cpu_capability, torch.ops.shoestring._cpu_capability()
     if not switch("avx2"):
         return
     tokens, columns, rows, rank = (64, 256, 256, 8) if options.quick else (512, 2048, 2048, 16)

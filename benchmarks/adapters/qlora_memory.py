@@ -71,7 +71,7 @@ def measure(folder: Path, tokens: int, workspace_mb: int, vocab_size: int) -> No
     import shoestring
 
     phases = {"imports": status()}
-    model = shoestring.load_quantized(folder, nested=True)
+    model = shoestring.load_quantized(folder, double_quant=True)
     phases["loaded"] = status()
     shoestring.lora.apply(model.train(), rank=RANK)
     shoestring.patch(model, workspace_mb=workspace_mb)

@@ -17,7 +17,13 @@ from torch.nn import functional as F
 
 import shoestring
 from benchmarks.common import Candidates, Report, arguments, graphed, interleave, rotate
-from shoestring.ops import geglu_reference, rms_norm_reference, rope_reference, swiglu_reference
+from shoestring.ops import (
+    add_rms_norm_reference,
+    geglu_reference,
+    rms_norm_reference,
+    rope_reference,
+    swiglu_reference,
+)
 
 EPS = 1e-6
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -104,7 +110,7 @@ def layers(tokens: int, features: int) -> list[Layer]:
     }
     add = {
         "shoestring": lambda x, r, w: shoestring.add_rms_norm(x, r, w, eps=EPS),
-        "eager": lambda x, r, w: rms_norm_reference(x, w, eps=EPS, residual=r),
+        "eager": lambda x, r, w: add_rms_norm_reference(x, r, w, eps=EPS),
     }
     layer = {
         "shoestring": lambda x, w, b: shoestring.layer_norm(x, w, b, eps=EPS),

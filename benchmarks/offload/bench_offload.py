@@ -55,7 +55,7 @@ def optimizer(count: int, state: str, offload: str | None) -> AdamW:
     """Return an AdamW with `count` bf16 weights, after one step, so that its state exists."""
     p = Parameter(torch.zeros(count, dtype=torch.bfloat16))
     p.grad = torch.full_like(p, 0.5)
-    opt = AdamW([p], state=state, weights="stochastic", offload=offload)
+    opt = AdamW([p], state_format=state, weight_rounding="stochastic", offload=offload)
     opt.step()
     return opt
 
@@ -197,7 +197,9 @@ def host_step(weights: Tensor, grad: Tensor) -> AdamW:
     params = [Parameter(w.clone()) for w in weights.chunk(16)]
     for p, g in zip(params, grad.chunk(16), strict=True):
         p.grad = g
-    return AdamW(params, state="fp32", weights="remainder", max_grad_norm=MAX_NORM, offload="cpu")
+    return AdamW(
+        params, state_format="fp32", weight_rounding="remainder", max_grad_norm=MAX_NORM, offload="cpu"
+    )
 
 
 def cpu_step(report: Report, count: int, repeats: int) -> None:
@@ -205,7 +207,7 @@ def cpu_step(report: Report, count: int, repeats: int) -> None:
     weights, grad = (torch.randn(count).mul_(0.1).bfloat16() for _ in range(2))
     ours = Parameter(weights.clone())
     ours.grad = grad
-    opt = AdamW([ours], state="fp32", weights="remainder", max_grad_norm=MAX_NORM)
+    opt = AdamW([ours], state_format="fp32", weight_rounding="remainder", max_grad_norm=MAX_NORM)
     state = [torch.zeros(count, dtype=t) for t in (torch.int16, torch.float32, torch.float32)]
     candidates: Candidates = {
         "shoestring": opt.step,
@@ -241,7 +243,7 @@ def plain_step(report: Report, count: int, repeats: int) -> None:
     for p in params:
         p.grad = grad
     candidates: Candidates = {
-        "shoestring": AdamW(params[:1], state="fp32").step,
+        "shoestring": AdamW(params[:1], state_format="fp32").step,
         "torch fused": torch.optim.AdamW(params[1:2], fused=True).step,
         "limit: its streams": streams(grad, [torch.zeros(count) for _ in range(3)], norm=False),
     }
@@ -288,7 +290,7 @@ def training(device: str, preset: str, tokens: int, repeats: int) -> dict[str, l
             model = build_llama(PRESETS[preset], 16384, tokens, 0).bfloat16()
             ids = torch.randint(16384, (1, tokens))
         patch(model)
-        opt = AdamW(model.parameters(), state="8bit", weights="remainder", **own)
+        opt = AdamW(model.parameters(), state_format="8bit", weight_rounding="remainder", **own)
 
         def step(model: torch.nn.Module = model, opt: AdamW = opt, ids: Tensor = ids) -> None:
             model(input_ids=ids, labels=ids).loss.backward()

@@ -76,10 +76,13 @@ def fused(params: list[Parameter]) -> torch.optim.Optimizer:
 
 def ours(dtype: torch.dtype) -> Makers:
     """Return constructors of shoestring's AdamW by kind of state; the default kind is first."""
-    found: Makers = {f"shoestring {state}": functools.partial(AdamW, state=state) for state in STATE_BYTES}
+    found: Makers = {
+        f"shoestring {state}": functools.partial(AdamW, state_format=state) for state in STATE_BYTES
+    }
     if dtype == torch.bfloat16:
         found |= {
-            f"shoestring 8bit, {weights}": functools.partial(AdamW, weights=weights) for weights in WEIGHTS
+            f"shoestring 8bit, {weights}": functools.partial(AdamW, weight_rounding=weights)
+            for weights in WEIGHTS
         }
     return found
 
@@ -207,7 +210,7 @@ def other_rules(options: argparse.Namespace, report: Report) -> None:
         shape = (512, 512) if options.quick else rule.shape
         params, grads = tensors(1, shape, torch.float32, options.device)
         makers: Makers = {
-            f"shoestring {state}": functools.partial(rule.ours, state=state) for state in STATE_BYTES
+            f"shoestring {state}": functools.partial(rule.ours, state_format=state) for state in STATE_BYTES
         }
         makers[f"torch {rule.twin}"] = rule.torch
         if rule.bitsandbytes is not None:

@@ -62,8 +62,8 @@ class Variant:
     same_as: str | None = None  # name of another variant, whose losses must equal this one's bit for bit
 
     def optimizer(self, groups: Iterable[Any], seed: int) -> torch.optim.Optimizer:
-        weights = self.weights if self.weights in ("stochastic", "remainder") else "plain"
-        return AdamW(groups, betas=BETAS, state=self.state, weights=weights, seed=seed)
+        weights = self.weights if self.weights in ("stochastic", "remainder") else "nearest"
+        return AdamW(groups, betas=BETAS, state_format=self.state, weight_rounding=weights, seed=seed)
 
 
 VARIANTS = {
@@ -90,7 +90,7 @@ def config_of(seed: int, steps: int, lr: float) -> LoopConfig:
 
 
 class Rounded(torch.autograd.Function):
-    """Round an fp32 master weight to bf16, ties away from zero, like the bf16 part with weights="remainder".
+    """Round an fp32 master weight to bf16, ties away from zero, like the bf16 part with weight_rounding="remainder".
 
     The gradient is rounded to bf16, too, like the gradient of a bf16 weight.
     """
@@ -162,7 +162,7 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
     write_json(run / "result.json", dict(
         variant=name, seed=seed, steps=steps, lr=config.lr, val_loss=trainer.val_loss, losses_sha256=losses,
         parameters=sum(p.numel() for p in model.parameters()), seconds=sum(row["seconds"] for row in rows),
-        machine=cpu_model(), capability=torch.ops.shoestring.cpu_capability(), torch=torch.__version__,
+        machine=cpu_model(), capability=torch.ops.shoestring._cpu_capability(), torch=torch.__version__,
     ))  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def nf4_readers(bnb: ModuleType | None) -> dict[str, Maker]:
     found: dict[str, Maker] = {
         "shoestring into a given tensor": given,
         "shoestring": lambda x: shoestring.quantize_4bit(x).dequantize,
-        "shoestring, nested": lambda x: shoestring.quantize_4bit(x, nested=True).dequantize,
+        "shoestring, nested": lambda x: shoestring.quantize_4bit(x, double_quant=True).dequantize,
     }
     if bnb is not None:  # bitsandbytes is timed twice: its operator alone, and with the Python code around it
         found |= {"bitsandbytes' operator": kernel}

@@ -1,4 +1,4 @@
-// Implements forward and the merging of adapters for shoestring::nn::Linear.
+// Implements forward and the merging of adapters for shoestring::nn::AdaptableLinear.
 #include <algorithm>
 
 #include <ATen/Functions.h>
@@ -36,8 +36,8 @@ Tensor over_rows(const Tensor& t, const Tensor& x) {
 
 }  // namespace
 
-AdaptedLayer::Shapes LinearImpl::shapes(const AnyAdapterOptions& adapter_options, const std::string& caller,
-                                        const std::string& name) const {
+AdaptableLayer::Shapes AdaptableLinearImpl::shapes(const AnyAdapterOptions& adapter_options,
+                                                   const std::string& caller, const std::string& name) const {
   check_kind(adapter_options, caller, name);
   const int64_t in = options.in_features(), out = options.out_features();
   Shapes found;
@@ -50,7 +50,7 @@ AdaptedLayer::Shapes LinearImpl::shapes(const AnyAdapterOptions& adapter_options
     found.insert("vera_lambda_d", {vera->rank()});
     return found;
   }
-  const auto& own = std::get<AdapterOptions>(adapter_options);
+  const auto& own = std::get<LoraOptions>(adapter_options);
   TORCH_CHECK_VALUE(!own.changes_base() || own.rank() <= std::min(in, out), caller,
                     ": rank: expected at most ", std::min(in, out), " for '", own.init(),
                     "', the smaller side of ", name, "; received ", own.rank());
@@ -68,8 +68,8 @@ AdaptedLayer::Shapes LinearImpl::shapes(const AnyAdapterOptions& adapter_options
   return found;
 }
 
-AdapterImpl::Tensors LinearImpl::start(const AnyAdapterOptions& adapter_options) const {
-  if (!std::holds_alternative<AdapterOptions>(adapter_options)) {
+AdapterImpl::Tensors AdaptableLinearImpl::start(const AnyAdapterOptions& adapter_options) const {
+  if (!std::holds_alternative<LoraOptions>(adapter_options)) {
     AdapterImpl::Tensors first;
     for (const auto& item : shapes(adapter_options, "add_adapter", "this layer")) {
       const bool scale = item.key() == "vera_lambda_d";
@@ -78,7 +78,7 @@ AdapterImpl::Tensors LinearImpl::start(const AnyAdapterOptions& adapter_options)
     }
     return first;
   }
-  const auto& own = std::get<AdapterOptions>(adapter_options);
+  const auto& own = std::get<LoraOptions>(adapter_options);
   auto values = draw(options.in_features(), options.out_features(), own,
                      is_quantized() ? std::nullopt : std::optional(weight.scalar_type()));
   if (own.dora()) {
@@ -89,57 +89,59 @@ AdapterImpl::Tensors LinearImpl::start(const AnyAdapterOptions& adapter_options)
   return values;
 }
 
-AdapterImpl::Tensors LinearImpl::prepare(const AnyAdapterOptions& adapter_options) {
-  const auto* own = std::get_if<AdapterOptions>(&adapter_options);
+AdapterImpl::Tensors AdaptableLinearImpl::prepare(const AnyAdapterOptions& adapter_options) {
+  const auto* own = std::get_if<LoraOptions>(&adapter_options);
   if (own != nullptr && own->changes_base()) return lora::take_out(*this, *own, nullptr, false);
   const auto* vera = std::get_if<VeraOptions>(&adapter_options);
   return vera == nullptr ? AdapterImpl::Tensors()
                          : lora::projection(*vera, options.in_features(), options.out_features());
 }
 
-double LinearImpl::dropout() const {
+double AdaptableLinearImpl::dropout() const {
   std::optional<double> found;
   for (const auto& name : is_training() ? current() : Names()) {
     const auto& options_of = adapters[name]->options;
     const auto* vera = std::get_if<VeraOptions>(&options_of);
-    const auto* low_rank = std::get_if<AdapterOptions>(&options_of);
+    const auto* low_rank = std::get_if<LoraOptions>(&options_of);
     const double own = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
-    TORCH_CHECK_VALUE(
-        found.value_or(own) == own,
-        "nn::Linear: dropout: expected the same dropout for all active adapters in training, received ",
-        *found, " and ", own);
+    TORCH_CHECK_VALUE(found.value_or(own) == own,
+                      "nn::AdaptableLinear: dropout: expected the same dropout for all active adapters in "
+                      "training, received ",
+                      *found, " and ", own);
     found = own;
   }
   return found.value_or(0);
 }
 
-bool LinearImpl::has_several_gains() const {
+bool AdaptableLinearImpl::has_several_gains() const {
   const Names names = current();
   return names.size() > 1 &&
          std::any_of(names.begin(), names.end(), [&](const auto& name) { return is_dora(adapters[name]); });
 }
 
-bool LinearImpl::is_one() const {
+bool AdaptableLinearImpl::is_one() const {
   const Names names = current();
   return !(rows.has_value() && enabled) && !has_several_gains() &&
          std::none_of(names.begin(), names.end(),
                       [&](const auto& name) { return multiplies_input(adapters[name]); });
 }
 
-bool LinearImpl::is_lora_weight() const { return (is_quantized() || !weight.requires_grad()) && is_one(); }
+bool AdaptableLinearImpl::is_lora_weight() const {
+  return (is_quantized() || !weight.requires_grad()) && is_one();
+}
 
-std::optional<LoraWeight> LinearImpl::lora_weight() const {
+std::optional<LoraWeight> AdaptableLinearImpl::lora_weight() const {
   return is_lora_weight() ? std::optional(joined()) : std::nullopt;
 }
 
-LoraWeight LinearImpl::plain() const {
+LoraWeight AdaptableLinearImpl::plain() const {
   LoraWeight layer(is_quantized() ? base->packed : weight);
   if (is_quantized())
     layer.absmax(base->absmax).nested(optional(base->nested)).quantize(base->options.quantize());
   return layer;
 }
 
-LoraWeight LinearImpl::joined() const {
+LoraWeight AdaptableLinearImpl::joined() const {
   const Names names = current();
   LoraWeight layer = plain();
   concatenate(parts(names), layer);
@@ -156,7 +158,7 @@ LoraWeight LinearImpl::joined() const {
 
 // Returns the two vectors by which the IA3 adapters in `names` multiply the layer's input and its output. A
 // vector is undefined if no such adapter exists.
-std::array<Tensor, 2> LinearImpl::vectors(const Names& names) const {
+std::array<Tensor, 2> AdaptableLinearImpl::vectors(const Names& names) const {
   std::array<Tensor, 2> found;
   for (const auto& name : names) {
     if (!std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
@@ -167,7 +169,7 @@ std::array<Tensor, 2> LinearImpl::vectors(const Names& names) const {
   return found;
 }
 
-Part LinearImpl::part(const std::string& adapter_name) const {
+Part AdaptableLinearImpl::part(const std::string& adapter_name) const {
   const AdapterImpl& own = *adapters[adapter_name];
   if (own.lora() != nullptr) return {own["lora_A"], own["lora_B"], own.lora()->scaling(), Tensor()};
   const Tensor vera_A = own["vera_A"].narrow(1, 0, options.in_features()),
@@ -179,7 +181,7 @@ Part LinearImpl::part(const std::string& adapter_name) const {
 // Returns the low-rank products to add to the stored base weight. They include the product of each adapter in
 // `names`. Every other adapter adds its initial product if its initialisation subtracted that product from
 // the base weight.
-std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
+std::vector<Part> AdaptableLinearImpl::parts(const Names& names, const Tensor& x) const {
   std::vector<Part> found;
   for (const auto& name : names) {
     if (std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
@@ -199,13 +201,13 @@ std::vector<Part> LinearImpl::parts(const Names& names, const Tensor& x) const {
 
 // Returns DoRA's gain of each output feature: the adapter's magnitude divided by the norm of the feature's
 // row of the adapted weight. Backward treats the norm as a constant.
-Tensor LinearImpl::gain(const std::string& adapter_name) const {
+Tensor AdaptableLinearImpl::gain(const std::string& adapter_name) const {
   LoraWeight layer = plain();
   concatenate({part(adapter_name)}, layer);
   return (*adapters[adapter_name])["lora_magnitude_vector"] / lora_weight_norm(layer);
 }
 
-Tensor LinearImpl::summed_bias(const Names& names) const {
+Tensor AdaptableLinearImpl::summed_bias(const Names& names) const {
   Tensor sum;
   for (const auto& name : names) {
     const Adapter& adapter = adapters[name];
@@ -214,7 +216,7 @@ Tensor LinearImpl::summed_bias(const Names& names) const {
   return sum;
 }
 
-Tensor LinearImpl::forward(const Tensor& x) {
+Tensor AdaptableLinearImpl::forward(const Tensor& x) {
   if (has_adapter()) {
     if (rows.has_value() && enabled) return forward_rows(x);
     if (has_several_gains()) return forward_gains(x);
@@ -228,7 +230,7 @@ Tensor LinearImpl::forward(const Tensor& x) {
 }
 
 // Computes the layer's output for a batch whose rows use different adapters.
-Tensor LinearImpl::forward_rows(const Tensor& x) const {
+Tensor AdaptableLinearImpl::forward_rows(const Tensor& x) const {
   const Names names = current();
   const auto all = parts(names, x);
   LoraWeight layer = plain();
@@ -251,7 +253,7 @@ Tensor LinearImpl::forward_rows(const Tensor& x) const {
 // Computes the layer's output with several active adapters, of which at least one is DoRA. W is the base
 // weight, P_i is the low-rank product of adapter i, and g_i is its DoRA gain, or 1 without DoRA:
 //   y = (1 + sum (g_i - 1)) W x + sum g_i P_i x + biases.
-Tensor LinearImpl::forward_gains(const Tensor& x) const {
+Tensor AdaptableLinearImpl::forward_gains(const Tensor& x) const {
   const Names names = current();
   auto all = parts(names);
   Tensor change;
@@ -272,7 +274,7 @@ Tensor LinearImpl::forward_gains(const Tensor& x) const {
   return y + (low.scaling() * product).to(y.scalar_type());
 }
 
-AdapterImpl::Tensors LinearImpl::merged(const Names& names) const {
+AdapterImpl::Tensors AdaptableLinearImpl::merged(const Names& names) const {
   const Tensor dense = dense_weight();
   Names plain_ones, gained;
   for (const auto& name : names) (is_dora(adapters[name]) ? gained : plain_ones).push_back(name);

@@ -11,12 +11,12 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-double AdapterOptions::scaling() const {
+double LoraOptions::scaling() const {
   const double rank = static_cast<double>(rank_);
   return alpha_ / (rslora_ ? std::sqrt(rank) : rank);
 }
 
-bool AdapterOptions::changes_base() const {
+bool LoraOptions::changes_base() const {
   return init_.starts_with("pissa") || init_ == "olora" || init_ == "loftq";
 }
 
@@ -51,7 +51,7 @@ void AdapterImpl::set_fixed(const std::string& name, const Tensor& value) {
   }
 }
 
-std::vector<std::string> AdaptedLayer::current() const {
+std::vector<std::string> AdaptableLayer::current() const {
   std::vector<std::string> names;
   if (!enabled) return names;
   if (rows.has_value()) return rows->names;
@@ -61,8 +61,8 @@ std::vector<std::string> AdaptedLayer::current() const {
   return names;
 }
 
-void AdaptedLayer::check_kind(const AnyAdapterOptions& options, const std::string& caller,
-                              const std::string& name) const {
+void AdaptableLayer::check_kind(const AnyAdapterOptions& options, const std::string& caller,
+                                const std::string& name) const {
   const char* const kinds[] = {"LoRA", "IA3", "VeRA"};
   for (const auto& item : adapters) {
     const size_t there = item.value()->options.index();
@@ -71,8 +71,8 @@ void AdaptedLayer::check_kind(const AnyAdapterOptions& options, const std::strin
   }
 }
 
-void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::string& adapter_name,
-                               AdapterImpl::Tensors given) {
+void AdaptableLayer::add_adapter(const AnyAdapterOptions& options, const std::string& adapter_name,
+                                 AdapterImpl::Tensors given) {
   lora::check_adapter("add_adapter", options);
   lora::check_name("add_adapter", adapter_name);
   TORCH_CHECK_VALUE(!adapters.contains(adapter_name),
@@ -95,8 +95,8 @@ void AdaptedLayer::add_adapter(const AnyAdapterOptions& options, const std::stri
   }
 }
 
-void AdaptedLayer::put_adapter(const std::string& adapter_name, const AnyAdapterOptions& options,
-                               const AdapterImpl::Tensors& values) {
+void AdaptableLayer::put_adapter(const std::string& adapter_name, const AnyAdapterOptions& options,
+                                 const AdapterImpl::Tensors& values) {
   const torch::NoGradGuard no_grad;
   freeze();
   Adapter* former = adapters.find(adapter_name);
@@ -124,7 +124,7 @@ void AdaptedLayer::put_adapter(const std::string& adapter_name, const AnyAdapter
   active = {adapter_name};
 }
 
-void AdaptedLayer::delete_adapter(const std::string& adapter_name) {
+void AdaptableLayer::delete_adapter(const std::string& adapter_name) {
   TORCH_CHECK_VALUE(adapters.contains(adapter_name),
                     "delete_adapter: adapter_name: expected the name of an adapter of this layer, "
                     "received '",
@@ -134,7 +134,7 @@ void AdaptedLayer::delete_adapter(const std::string& adapter_name) {
   std::erase(active, adapter_name);
 }
 
-Tensor AdaptedLayer::uses(const std::string& adapter_name, const Tensor& x) const {
+Tensor AdaptableLayer::uses(const std::string& adapter_name, const Tensor& x) const {
   if (!rows.has_value() || !enabled) return Tensor();
   TORCH_CHECK_VALUE(x.dim() > 0 && x.size(0) == rows->uses.size(0),
                     "lora::AdaptersPerRowGuard: adapter_names: expected one name for each of the ",
@@ -144,12 +144,12 @@ Tensor AdaptedLayer::uses(const std::string& adapter_name, const Tensor& x) cons
   return rows->uses.narrow(1, place, 1);
 }
 
-void AdaptedLayer::register_adapters() {
+void AdaptableLayer::register_adapters() {
   for (auto& item : adapters)
     dynamic_cast<torch::nn::Module&>(*this).register_module(item.key(), item.value());
 }
 
-void AdaptedLayer::unregister_adapters() {
+void AdaptableLayer::unregister_adapters() {
   for (auto& item : adapters) dynamic_cast<torch::nn::Module&>(*this).unregister_module(item.key());
   adapters.clear();
   active.clear();

@@ -9,36 +9,36 @@
 
 namespace shoestring::lora {
 
-using nn::AdaptedLayer;
-using nn::LinearImpl;
+using nn::AdaptableLayer;
+using nn::AdaptableLinearImpl;
 
 namespace {
 
-std::vector<std::pair<std::string, AdaptedLayer*>> targets(const torch::nn::Module& module,
-                                                           const std::vector<std::string>& names,
-                                                           const std::vector<std::string>& saved) {
-  std::vector<std::pair<std::string, AdaptedLayer*>> found;
+std::vector<std::pair<std::string, AdaptableLayer*>> targets(const torch::nn::Module& module,
+                                                             const std::vector<std::string>& names,
+                                                             const std::vector<std::string>& saved) {
+  std::vector<std::pair<std::string, AdaptableLayer*>> found;
   std::vector<std::string> known;
   for (const auto& [name, each] : modules(module)) {
     if (!name.empty()) known.push_back(name);
   }
   check_matched("lora::apply: target_modules", names, known);
   for (const auto& [name, each] : modules(module)) {
-    auto* layer = dynamic_cast<AdaptedLayer*>(each);
-    const bool chosen =
-        names.empty() ? dynamic_cast<LinearImpl*>(each) != nullptr : !name.empty() && matches(name, names);
+    auto* layer = dynamic_cast<AdaptableLayer*>(each);
+    const bool chosen = names.empty() ? dynamic_cast<AdaptableLinearImpl*>(each) != nullptr
+                                      : !name.empty() && matches(name, names);
     if (!chosen || is_inside(name, saved)) continue;
-    TORCH_CHECK_VALUE(
-        layer != nullptr,
-        "lora::apply: target_modules: expected shoestring::nn::Linear or Embedding layers, received ", name,
-        ", a ", each->name(), "; declare it as one of these");
+    TORCH_CHECK_VALUE(layer != nullptr,
+                      "lora::apply: target_modules: expected shoestring::nn::AdaptableLinear or "
+                      "AdaptableEmbedding layers, received ",
+                      name, ", a ", each->name(), "; declare it as one of these");
     found.emplace_back(name, layer);
   }
   TORCH_CHECK_VALUE(
       !found.empty(),
       "lora::apply: target_modules: expected names of shoestring::nn layers, received names that match "
       "none of the module's ",
-      all_of<AdaptedLayer>(module).size());
+      all_of<AdaptableLayer>(module).size());
   return found;
 }
 
@@ -54,12 +54,12 @@ nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const st
 // Draws the two random matrices that all VeRA layers share, large enough for the widest layer. Returns an
 // empty dictionary for other kinds of adapter.
 nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options,
-                                const std::vector<std::pair<std::string, AdaptedLayer*>>& layers) {
+                                const std::vector<std::pair<std::string, AdaptableLayer*>>& layers) {
   const auto* vera = std::get_if<nn::VeraOptions>(&options);
   if (vera == nullptr) return nn::AdapterImpl::Tensors();
   int64_t in = 0, out = 0;
   for (const auto& [name, layer] : layers) {
-    const auto& sizes = dynamic_cast<const LinearImpl&>(*layer).options;
+    const auto& sizes = dynamic_cast<const AdaptableLinearImpl&>(*layer).options;
     in = std::max(in, sizes.in_features());
     out = std::max(out, sizes.out_features());
   }
@@ -70,10 +70,10 @@ nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options,
 
 }  // namespace
 
-std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& options) {
+std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& options) {
   check_adapter("lora::apply", options.adapter());
   check_name("lora::apply", options.adapter_name());
-  check_quantize("lora::apply", options.quantize(), options.block_size(), options.nested());
+  check_quantize("lora::apply", options.quantize(), options.block_size(), options.double_quant());
   const auto known = adapter_names(module);
   TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), options.adapter_name()) == known.end(),
                     "lora::apply: adapter_name: expected a new name, but the module has an adapter '",
@@ -98,29 +98,30 @@ std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& opt
   }
   const bool quantize = options.quantize() != "none";
   const auto form = QuantizeOptions().quant_type(options.quantize()).block_size(options.block_size());
-  const auto* lora = std::get_if<nn::AdapterOptions>(&options.adapter());
+  const auto* lora = std::get_if<nn::LoraOptions>(&options.adapter());
   const bool changes_base = lora != nullptr && lora->changes_base();
   for (const auto& [name, layer] : found) {
-    const auto* linear = dynamic_cast<const LinearImpl*>(layer);
+    const auto* linear = dynamic_cast<const AdaptableLinearImpl*>(layer);
     TORCH_CHECK_VALUE(!changes_base || lora->init() != "loftq" || quantize || linear->is_quantized(),
                       "lora::apply: init: expected quantize with 'loftq', which fits the adapter to the "
                       "quantisation error; received quantize 'none'");
   }
 
   for (auto& parameter : module.parameters()) parameter.requires_grad_(false);
-  const auto quantized = [&](LinearImpl& linear) {
-    if (quantize && !linear.is_quantized() && !linear.has_adapter()) linear.quantize(form, options.nested());
+  const auto quantized = [&](AdaptableLinearImpl& linear) {
+    if (quantize && !linear.is_quantized() && !linear.has_adapter())
+      linear.quantize(form, options.double_quant());
   };
-  std::map<AdaptedLayer*, nn::AdapterImpl::Tensors> taken;
+  std::map<AdaptableLayer*, nn::AdapterImpl::Tensors> taken;
   for (const auto& [name, layer] : found) {
     if (!changes_base) break;
     // PiSSA, OLoRA and LoftQ initialise the adapter from the unquantised weight and subtract the adapter's
     // product. Only the remaining weight is quantised.
-    auto& linear = dynamic_cast<LinearImpl&>(*layer);
-    taken[layer] = take_out(linear, *lora, quantize ? &form : nullptr, options.nested());
+    auto& linear = dynamic_cast<AdaptableLinearImpl&>(*layer);
+    taken[layer] = take_out(linear, *lora, quantize ? &form : nullptr, options.double_quant());
     quantized(linear);
   }
-  for (const auto& [name, linear] : all_of<LinearImpl>(module)) {
+  for (const auto& [name, linear] : all_of<AdaptableLinearImpl>(module)) {
     if (!is_inside(name, saved)) quantized(*linear);  // modules in modules_to_save are trained and stay dense
   }
   const auto matrices = shared(options.adapter(), found);

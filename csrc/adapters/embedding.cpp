@@ -12,11 +12,13 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-EmbeddingImpl::EmbeddingImpl(const EmbeddingOptions& options) : options(options) { reset(); }
+AdaptableEmbeddingImpl::AdaptableEmbeddingImpl(const AdaptableEmbeddingOptions& options) : options(options) {
+  reset();
+}
 
 // Creates the embedding's weight and its adapters. clone() calls reset() on the clone as well;
-// LinearImpl::reset explains why.
-void EmbeddingImpl::reset() {
+// AdaptableLinearImpl::reset explains why.
+void AdaptableEmbeddingImpl::reset() {
   const auto dtype = weight.defined() ? weight.scalar_type() : at::kFloat;
   const auto held = std::exchange(adapters, decltype(adapters)());
   former_.reset();
@@ -33,9 +35,10 @@ void EmbeddingImpl::reset() {
   register_adapters();
 }
 
-AdaptedLayer::Shapes EmbeddingImpl::shapes(const AnyAdapterOptions& adapter_options,
-                                           const std::string& caller, const std::string& name) const {
-  const auto* own = std::get_if<AdapterOptions>(&adapter_options);
+AdaptableLayer::Shapes AdaptableEmbeddingImpl::shapes(const AnyAdapterOptions& adapter_options,
+                                                      const std::string& caller,
+                                                      const std::string& name) const {
+  const auto* own = std::get_if<LoraOptions>(&adapter_options);
   TORCH_CHECK_VALUE(own != nullptr && !own->lora_bias() && !own->changes_base(), caller,
                     ": adapter: expected LoRA or DoRA without "
                     "lora_bias and with init 'default' for an embedding, received other options for ",
@@ -47,8 +50,8 @@ AdaptedLayer::Shapes EmbeddingImpl::shapes(const AnyAdapterOptions& adapter_opti
   return found;
 }
 
-AdapterImpl::Tensors EmbeddingImpl::start(const AnyAdapterOptions& adapter_options) const {
-  const auto& own = std::get<AdapterOptions>(adapter_options);
+AdapterImpl::Tensors AdaptableEmbeddingImpl::start(const AnyAdapterOptions& adapter_options) const {
+  const auto& own = std::get<LoraOptions>(adapter_options);
   // Draws and discards two random matrices, because PEFT draws both before it initialises them. Equal seeds
   // then give the same adapter as PEFT.
   at::randn({own.rank(), options.num_embeddings()});
@@ -60,31 +63,31 @@ AdapterImpl::Tensors EmbeddingImpl::start(const AnyAdapterOptions& adapter_optio
   return first;
 }
 
-at::TensorOptions EmbeddingImpl::adapter_type() const {
+at::TensorOptions AdaptableEmbeddingImpl::adapter_type() const {
   return weight.options()
       .dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
       .requires_grad(false);
 }
 
-void EmbeddingImpl::freeze() {
+void AdaptableEmbeddingImpl::freeze() {
   weight.requires_grad_(false);
   former_.reset();
 }
 
 // Returns DoRA's gain of each output feature: the adapter's magnitude divided by the norm of the feature's
 // column of the adapted weight. Backward treats the norm as a constant.
-Tensor EmbeddingImpl::gain(const std::string& adapter_name) const {
+Tensor AdaptableEmbeddingImpl::gain(const std::string& adapter_name) const {
   const AdapterImpl& own = *adapters[adapter_name];
   LoraWeight layer(weight.detach().t());
   layer.lora_A(own["lora_embedding_A"]).lora_B(own["lora_embedding_B"]).scaling(own.lora()->scaling());
   return own["lora_magnitude_vector"] / lora_weight_norm(layer);
 }
 
-Tensor EmbeddingImpl::lookup(const Tensor& ids, const Tensor& table) const {
+Tensor AdaptableEmbeddingImpl::lookup(const Tensor& ids, const Tensor& table) const {
   return at::embedding(table, ids, options.padding_idx().value_or(-1));
 }
 
-Tensor EmbeddingImpl::forward(const Tensor& ids) {
+Tensor AdaptableEmbeddingImpl::forward(const Tensor& ids) {
   const Tensor base = lookup(ids, weight);
   Tensor total = base;
   for (const auto& name : current()) {
@@ -105,8 +108,9 @@ Tensor EmbeddingImpl::forward(const Tensor& ids) {
   return total.to(base.scalar_type());
 }
 
-std::array<double, 2> EmbeddingImpl::merge(const MergeOptions& merge_options) {
-  TORCH_CHECK(has_adapter(), "nn::Embedding: merge: expected a layer with an adapter, received one without");
+std::array<double, 2> AdaptableEmbeddingImpl::merge(const MergeOptions& merge_options) {
+  TORCH_CHECK(has_adapter(),
+              "nn::AdaptableEmbedding: merge: expected a layer with an adapter, received one without");
   const torch::NoGradGuard no_grad;
   const Tensor dense = weight.to(adapter_type()).t();
   Tensor sum = dense.clone();
@@ -129,10 +133,11 @@ std::array<double, 2> EmbeddingImpl::merge(const MergeOptions& merge_options) {
   return error;
 }
 
-void EmbeddingImpl::unmerge() {
-  TORCH_CHECK(former_.has_value(),
-              "nn::Embedding: unmerge: expected a layer that was merged with reversible=true, received one "
-              "without a saved weight");
+void AdaptableEmbeddingImpl::unmerge() {
+  TORCH_CHECK(
+      former_.has_value(),
+      "nn::AdaptableEmbedding: unmerge: expected a layer that was merged with reversible=true, received one "
+      "without a saved weight");
   const Former former = *std::exchange(former_, std::nullopt);
   const auto device = weight.device();
   parameters_.erase("weight");
@@ -143,8 +148,8 @@ void EmbeddingImpl::unmerge() {
   for (auto& item : adapters) item.value()->to(device);
 }
 
-void EmbeddingImpl::pretty_print(std::ostream& stream) const {
-  stream << "shoestring::nn::Embedding(num_embeddings=" << options.num_embeddings()
+void AdaptableEmbeddingImpl::pretty_print(std::ostream& stream) const {
+  stream << "shoestring::nn::AdaptableEmbedding(num_embeddings=" << options.num_embeddings()
          << ", embedding_dim=" << options.embedding_dim();
   for (const auto& item : adapters)
     stream << (item.key() == adapters.front().key() ? ", adapters: " : ", ") << item.key();

@@ -9,13 +9,15 @@
 
 namespace shoestring::lora {
 
-std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, double lr,
-                                             const GroupOptions& options) {
+std::vector<ParameterGroup> loraplus_param_groups(const torch::nn::Module& module, double lr,
+                                                  const LoraPlusOptions& options) {
   TORCH_CHECK_VALUE(options.lr_ratio() >= 1,
-                    "lora::parameter_groups: lr_ratio: expected at least 1, received ", options.lr_ratio());
+                    "lora::loraplus_param_groups: lr_ratio: expected at least 1, received ",
+                    options.lr_ratio());
   std::set<const void*> embeddings;
   for (const auto& [name, each] : modules(module)) {
-    if (each->as<torch::nn::EmbeddingImpl>() == nullptr && each->as<nn::EmbeddingImpl>() == nullptr) continue;
+    if (each->as<torch::nn::EmbeddingImpl>() == nullptr && each->as<nn::AdaptableEmbeddingImpl>() == nullptr)
+      continue;
     for (const auto& parameter : each->parameters()) embeddings.insert(parameter.unsafeGetTensorImpl());
   }
   std::vector<ParameterGroup> groups;
@@ -36,7 +38,7 @@ std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, do
   }
   TORCH_CHECK_VALUE(
       !groups.empty(),
-      "lora::parameter_groups: module: expected parameters that require a gradient, received none");
+      "lora::loraplus_param_groups: module: expected parameters that require a gradient, received none");
   return groups;
 }
 

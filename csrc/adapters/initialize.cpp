@@ -31,8 +31,7 @@ std::tuple<Tensor, Tensor, Tensor> randomized_svd(const Tensor& matrix, int64_t 
 
 // Returns lora_A and lora_B, whose product lora_B lora_A is the best approximation of matrix / scaling with
 // the adapter's rank. The square roots of the singular values are factors of both matrices.
-std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::AdapterOptions& options,
-                                 int64_t iterations) {
+std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::LoraOptions& options, int64_t iterations) {
   const int64_t rank = options.rank();
   auto [U, values, V] = iterations > 0 ? randomized_svd(matrix, rank, iterations)
                                        : at::linalg_svd(matrix, /*full_matrices=*/false);
@@ -41,17 +40,17 @@ std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::AdapterOptions&
 }
 
 // Quantises a dense weight and returns it dequantised, i.e. with its quantisation error.
-Tensor quantized(const nn::LinearImpl& layer, const Tensor& dense, const QuantizeOptions& quantize,
-                 bool nested) {
-  nn::QuantizedLinear form = nn::without_weight(layer.options, quantize, nested);
+Tensor quantized(const nn::AdaptableLinearImpl& layer, const Tensor& dense, const QuantizeOptions& quantize,
+                 bool double_quant) {
+  nn::QuantizedLinear form = nn::without_weight(layer.options, quantize, double_quant);
   form->set_weight(dense);
   return form->dequantize(at::kFloat).to(dense.scalar_type());
 }
 
 }  // namespace
 
-nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOptions& options,
-                                  const QuantizeOptions* quantize, bool nested) {
+nn::AdapterImpl::Tensors take_out(nn::AdaptableLinearImpl& layer, const nn::LoraOptions& options,
+                                  const QuantizeOptions* quantize, bool double_quant) {
   const torch::NoGradGuard no_grad;
   const Tensor dense = layer.dense_weight();
   const std::string& init = options.init();
@@ -65,7 +64,7 @@ nn::AdapterImpl::Tensors take_out(nn::LinearImpl& layer, const nn::AdapterOption
                       "lora::apply: init: expected quantize with 'loftq', which fits the adapter to the "
                       "quantisation error; received quantize 'none'");
     const auto form = layer.is_quantized() ? layer.base->options.quantize() : *quantize;
-    const bool two = layer.is_quantized() ? layer.base->options.nested() : nested;
+    const bool two = layer.is_quantized() ? layer.base->options.double_quant() : double_quant;
     Tensor rest = dense;
     for (int64_t i = 0; i < options.loftq_iterations(); ++i) {
       std::tie(A, B) = halves(dense - quantized(layer, rest, form, two), options, 0);

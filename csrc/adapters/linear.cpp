@@ -14,21 +14,24 @@ using at::Tensor;
 
 // Constructs a quantised layer of size 1 x 1 and then sets its real sizes. Constructing it in full size would
 // draw random values for a weight that is replaced anyway.
-QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptions& quantize, bool nested) {
+QuantizedLinear without_weight(const AdaptableLinearOptions& options, const QuantizeOptions& quantize,
+                               bool double_quant) {
   auto small = QuantizeOptions().quant_type(quantize.quant_type());
-  QuantizedLinear layer(QuantizedLinearOptions(1, 1).bias(false).quantize(small).nested(nested));
+  QuantizedLinear layer(QuantizedLinearOptions(1, 1).bias(false).quantize(small).double_quant(double_quant));
   layer->options = QuantizedLinearOptions(options.in_features(), options.out_features())
                        .bias(false)
                        .quantize(quantize)
-                       .nested(nested);
+                       .double_quant(double_quant);
   return layer;
 }
 
-LinearImpl::LinearImpl(const LinearOptions& options) : options(options) { reset(); }
+AdaptableLinearImpl::AdaptableLinearImpl(const AdaptableLinearOptions& options) : options(options) {
+  reset();
+}
 
 // Creates the parameters of the linear layer. clone() calls reset() on the clone as well, and copies the
 // values afterwards. The clone therefore keeps the dtype, the quantised type and the adapters.
-void LinearImpl::reset() {
+void AdaptableLinearImpl::reset() {
   const bool quantized = is_quantized();
   const auto form = quantized ? base->options : QuantizedLinearOptions(1, 1);
   const auto dtype = quantized ? base->dtype : weight.defined() ? weight.scalar_type() : at::kFloat;
@@ -48,33 +51,35 @@ void LinearImpl::reset() {
           register_parameter("bias", torch::empty({options.out_features()}, dtype).uniform_(-bound, bound));
     }
   }
-  if (quantized) quantize(form.quantize(), form.nested());
+  if (quantized) quantize(form.quantize(), form.double_quant());
   if (!held.is_empty()) freeze();
   for (const auto& item : held)
     adapters.insert(item.key(), std::dynamic_pointer_cast<AdapterImpl>(item.value()->clone()));
   register_adapters();
 }
 
-void LinearImpl::quantize(const QuantizeOptions& quantize_options, bool nested) {
-  TORCH_CHECK(!is_quantized() && !has_adapter(),
-              "nn::Linear: quantize: expected a dense layer without an adapter, received one that is ",
-              is_quantized() ? "quantised already" : "adapted already");
-  QuantizedLinear quantized = without_weight(options, quantize_options, nested);
+void AdaptableLinearImpl::quantize(const QuantizeOptions& quantize_options, bool double_quant) {
+  TORCH_CHECK(
+      !is_quantized() && !has_adapter(),
+      "nn::AdaptableLinear: quantize: expected a dense layer without an adapter, received one that is ",
+      is_quantized() ? "quantised already" : "adapted already");
+  QuantizedLinear quantized = without_weight(options, quantize_options, double_quant);
   quantized->set_weight(weight.detach());
   set_base(quantized);
 }
 
-void LinearImpl::set_quantized(const Tensor& bytes, const Tensor& scales, const Tensor& second,
-                               const QuantizeOptions& quantize_options, at::ScalarType dtype) {
+void AdaptableLinearImpl::set_quantized(const Tensor& bytes, const Tensor& scales, const Tensor& second,
+                                        const QuantizeOptions& quantize_options, at::ScalarType dtype) {
   TORCH_CHECK(!has_adapter(),
-              "nn::Linear: set_quantized: expected a layer without an adapter, received one that is adapted");
+              "nn::AdaptableLinear: set_quantized: expected a layer without an adapter, received one that is "
+              "adapted");
   QuantizedLinear quantized = without_weight(options, quantize_options, second.defined());
   quantized->set_parts(bytes, scales, second, quantize_options);
   quantized->dtype = dtype;
   set_base(quantized);
 }
 
-void LinearImpl::set_base(const QuantizedLinear& quantized) {
+void AdaptableLinearImpl::set_base(const QuantizedLinear& quantized) {
   if (is_quantized()) {
     unregister_module("base");
   } else {
@@ -85,7 +90,7 @@ void LinearImpl::set_base(const QuantizedLinear& quantized) {
   base = register_module("base", quantized);
 }
 
-void LinearImpl::set_dense(const Tensor& value) {
+void AdaptableLinearImpl::set_dense(const Tensor& value) {
   if (is_quantized()) {
     unregister_module("base");
     base = nullptr;
@@ -95,7 +100,7 @@ void LinearImpl::set_dense(const Tensor& value) {
   weight = register_parameter("weight", value, /*requires_grad=*/false);
 }
 
-void LinearImpl::set_weight(const Tensor& dense) {
+void AdaptableLinearImpl::set_weight(const Tensor& dense) {
   const torch::NoGradGuard no_grad;
   if (!is_quantized()) {
     weight.copy_(dense);
@@ -106,26 +111,26 @@ void LinearImpl::set_weight(const Tensor& dense) {
   base->dtype = dtype;
 }
 
-void LinearImpl::delete_adapter(const std::string& adapter_name) {
+void AdaptableLinearImpl::delete_adapter(const std::string& adapter_name) {
   const Adapter* own = adapters.find(adapter_name);
   if (own != nullptr && (*own)->has("initial_A"))
     set_weight(low_rank_sum(dense_weight(), {taken_part(**own)}));
-  AdaptedLayer::delete_adapter(adapter_name);
+  AdaptableLayer::delete_adapter(adapter_name);
 }
 
-Tensor LinearImpl::dense_weight() const {
+Tensor AdaptableLinearImpl::dense_weight() const {
   if (is_quantized()) return base->dequantize(at::kFloat);
   return weight.detach().to(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
-at::TensorOptions LinearImpl::adapter_type() const {
+at::TensorOptions AdaptableLinearImpl::adapter_type() const {
   if (is_quantized()) return base->packed.options().dtype(at::kFloat);
   return weight.options()
       .dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
       .requires_grad(false);
 }
 
-void LinearImpl::freeze() {
+void AdaptableLinearImpl::freeze() {
   if (weight.defined()) weight.requires_grad_(false);
   if (bias.defined()) bias.requires_grad_(false);
   // The weight saved by a reversible merge is dropped, because unmerge cannot undo a merge once an adapter
@@ -133,8 +138,9 @@ void LinearImpl::freeze() {
   former_.reset();
 }
 
-std::array<double, 2> LinearImpl::merge(const MergeOptions& merge_options) {
-  TORCH_CHECK(has_adapter(), "nn::Linear: merge: expected a layer with an adapter, received one without");
+std::array<double, 2> AdaptableLinearImpl::merge(const MergeOptions& merge_options) {
+  TORCH_CHECK(has_adapter(),
+              "nn::AdaptableLinear: merge: expected a layer with an adapter, received one without");
   const torch::NoGradGuard no_grad;
   std::vector<std::string> names =
       merge_options.adapter_names().empty() ? active : merge_options.adapter_names();
@@ -145,7 +151,7 @@ std::array<double, 2> LinearImpl::merge(const MergeOptions& merge_options) {
   const Former former{weight, bias, base, adapters, active};
   unregister_adapters();
   if (is_quantized() && merge_options.requantize()) {
-    QuantizedLinear again = without_weight(options, base->options.quantize(), base->options.nested());
+    QuantizedLinear again = without_weight(options, base->options.quantize(), base->options.double_quant());
     again->set_weight(exact["weight"]);
     again->dtype = dtype;
     set_base(again);
@@ -166,16 +172,17 @@ std::array<double, 2> LinearImpl::merge(const MergeOptions& merge_options) {
   return error;
 }
 
-void LinearImpl::set_bias(const Tensor& value) {
+void AdaptableLinearImpl::set_bias(const Tensor& value) {
   if (bias.defined()) parameters_.erase("bias");
   bias = value.defined() ? register_parameter("bias", value, /*requires_grad=*/false) : Tensor();
   options.bias(value.defined());
 }
 
-void LinearImpl::unmerge() {
-  TORCH_CHECK(former_.has_value(),
-              "nn::Linear: unmerge: expected a layer that was merged with reversible=true, received one "
-              "without a saved weight");
+void AdaptableLinearImpl::unmerge() {
+  TORCH_CHECK(
+      former_.has_value(),
+      "nn::AdaptableLinear: unmerge: expected a layer that was merged with reversible=true, received one "
+      "without a saved weight");
   const Former former = *std::exchange(former_, std::nullopt);
   const auto device = base_weight().device();
   if (former.weight.defined()) {
@@ -191,8 +198,8 @@ void LinearImpl::unmerge() {
   for (auto& item : adapters) item.value()->to(device);
 }
 
-void LinearImpl::pretty_print(std::ostream& stream) const {
-  stream << "shoestring::nn::Linear(in_features=" << options.in_features()
+void AdaptableLinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "shoestring::nn::AdaptableLinear(in_features=" << options.in_features()
          << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false");
   if (is_quantized()) stream << ", " << base->options.quantize().quant_type();
   for (const auto& item : adapters)

@@ -24,7 +24,7 @@ using Tensors = nn::AdapterImpl::Tensors;
 // Content of an adapter file: its tensors by purpose, after a check against the module's names and shapes.
 struct Content {
   struct Layer {
-    nn::AdaptedLayer* layer = nullptr;
+    nn::AdaptableLayer* layer = nullptr;
     nn::AnyAdapterOptions options;
     Tensors values;
   };
@@ -37,7 +37,7 @@ struct Content {
   Tensors projection;
 };
 
-std::string listed_shapes(const nn::AdaptedLayer::Shapes& shapes) {
+std::string listed_shapes(const nn::AdaptableLayer::Shapes& shapes) {
   std::map<std::string, std::vector<int64_t>> sorted;
   for (const auto& item : shapes) sorted[item.key()] = item.value();
   std::string text;
@@ -46,8 +46,8 @@ std::string listed_shapes(const nn::AdaptedLayer::Shapes& shapes) {
   return text.empty() ? "nothing" : text;
 }
 
-nn::AdaptedLayer::Shapes shapes_of(const Tensors& tensors) {
-  nn::AdaptedLayer::Shapes shapes;
+nn::AdaptableLayer::Shapes shapes_of(const Tensors& tensors) {
+  nn::AdaptableLayer::Shapes shapes;
   for (const auto& item : tensors) shapes.insert(item.key(), item.value().sizes().vec());
   return shapes;
 }
@@ -64,7 +64,7 @@ class Sorter {
   Sorter(const torch::nn::Module& module, const SafetensorsFile& file, const FileConfig& config)
       : file_(file), config_(config), place_("lora::load_adapter: " + file.path()) {
     saved_ = saved_modules(place_, module, config.modules_to_save);
-    for (const auto& [name, layer] : all_of<nn::AdaptedLayer>(module)) layers_[name] = layer;
+    for (const auto& [name, layer] : all_of<nn::AdaptableLayer>(module)) layers_[name] = layer;
     for (const auto& [name, bias] : base_biases(module, config.bias == "none" ? "none" : "all"))
       biases_[name] = bias;
     for (const auto& entry : file.entries()) sort(entry.name);
@@ -117,7 +117,7 @@ class Sorter {
   void check_base(const std::string& name, const std::string& key, const Tensor& value) const {
     const auto found = layers_.find(name);
     const auto* linear =
-        found == layers_.end() ? nullptr : dynamic_cast<const nn::LinearImpl*>(found->second);
+        found == layers_.end() ? nullptr : dynamic_cast<const nn::AdaptableLinearImpl*>(found->second);
     const bool same =
         found != layers_.end() && ((linear != nullptr && linear->is_quantized()) ||
                                    at::equal(found->second->base_weight().detach().cpu(),
@@ -158,7 +158,7 @@ class Sorter {
     const auto* vera = std::get_if<nn::VeraOptions>(&config_.options);
     int64_t in = 0, out = 0;
     for (const auto& [name, own] : content.layers) {
-      const auto* linear = dynamic_cast<const nn::LinearImpl*>(own.layer);
+      const auto* linear = dynamic_cast<const nn::AdaptableLinearImpl*>(own.layer);
       if (linear == nullptr) continue;
       in = std::max(in, linear->options.in_features());
       out = std::max(out, linear->options.out_features());
@@ -182,7 +182,7 @@ class Sorter {
   const FileConfig& config_;
   const std::string place_;
   std::vector<std::string> saved_;
-  std::map<std::string, nn::AdaptedLayer*> layers_;
+  std::map<std::string, nn::AdaptableLayer*> layers_;
   std::map<std::string, Tensor> biases_;
 };
 

@@ -277,7 +277,7 @@ std::vector<Tensor> backward_meta(const LoraParts&, const LoraParts&, const Tens
 std::vector<Tensor> outputs_only(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
                                  const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,
                                  const Names& quant_type, at::IntArrayRef block_size) {
-  static auto op = find<decltype(forward_meta)>("shoestring::lora_linear_group_forward");
+  static auto op = find<decltype(forward_meta)>("shoestring::_lora_linear_group_forward");
   return std::get<0>(op.call(x, parts, gate, seed, dropout, scaling, quant_type, block_size));
 }
 
@@ -294,16 +294,16 @@ Tensor one_layer(const Tensor& x, const Tensor& weight, const OptionalTensor& ab
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("lora_linear_group_forward", forward<Backend::kCpu>);
-  m.impl("lora_linear_group_backward", backward<Backend::kCpu>);
+  m.impl("_lora_linear_group_forward", forward<Backend::kCpu>);
+  m.impl("_lora_linear_group_backward", backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("lora_linear_group_forward", forward<Backend::kCuda>);
-  m.impl("lora_linear_group_backward", backward<Backend::kCuda>);
+  m.impl("_lora_linear_group_forward", forward<Backend::kCuda>);
+  m.impl("_lora_linear_group_backward", backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("lora_linear_group_forward", forward_meta);
-  m.impl("lora_linear_group_backward", backward_meta);
+  m.impl("_lora_linear_group_forward", forward_meta);
+  m.impl("_lora_linear_group_backward", backward_meta);
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("lora_linear_group", outputs_only); }
 TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) { m.impl("lora_linear", one_layer); }

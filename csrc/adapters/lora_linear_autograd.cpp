@@ -49,7 +49,7 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
     at::AutoDispatchBelowADInplaceOrView below;
     variable_list parts;
     for (const int64_t place : places) parts.push_back(place < 0 ? Tensor() : given[place]);
-    static auto op = find<Forward>("shoestring::lora_linear_group_forward");
+    static auto op = find<Forward>("shoestring::_lora_linear_group_forward");
     auto [outputs, low] = op.call(x, optionals(parts), gate, seed, dropout, scaling, quant_type, block_size);
     const auto wants = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
     c10::List<bool> mask({wants(x), wants(gate.value_or(Tensor()))}), bias_mask;
@@ -99,7 +99,7 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
       bool any = false;
       for (const bool wanted : mask) any = any || wanted;
       if (any) {
-        static auto op = find<Backward>("shoestring::lora_linear_group_backward");
+        static auto op = find<Backward>("shoestring::_lora_linear_group_backward");
         const auto scaling = ctx->saved_data["scaling"].toDoubleVector();
         const auto block_size = ctx->saved_data["block_size"].toIntVector();
         const auto made =

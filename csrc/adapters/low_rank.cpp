@@ -50,7 +50,7 @@ Tensor low_rank_sum(const Tensor& dense, const std::vector<Part>& parts) {
   return total;
 }
 
-AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const AdapterOptions& options,
+AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const LoraOptions& options,
                           std::optional<at::ScalarType> through) {
   Tensor A = at::empty({options.rank(), in_features});
   torch::nn::init::kaiming_uniform_(A, std::sqrt(5));

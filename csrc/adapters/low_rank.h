@@ -34,12 +34,13 @@ at::Tensor low_rank_sum(const at::Tensor& dense, const std::vector<Part>& parts)
 /// before it initialises lora_A. This function draws and discards as many values, so that equal seeds give
 /// the same lora_A as in PEFT.
 /// through: dtype of a dense base weight, to which lora_A is rounded as in PEFT.
-AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const AdapterOptions& options,
+AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const LoraOptions& options,
                           std::optional<at::ScalarType> through);
 
 /// Returns a quantised layer of the given sizes and quantisation options. The caller must still set its
 /// weight.
-QuantizedLinear without_weight(const LinearOptions& options, const QuantizeOptions& quantize, bool nested);
+QuantizedLinear without_weight(const AdaptableLinearOptions& options, const QuantizeOptions& quantize,
+                               bool double_quant);
 
 /// Returns two sums of squares over the elements of a merged weight: of its rounding error (after - exact),
 /// and of the change that the adapters made (exact - before).

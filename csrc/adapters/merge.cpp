@@ -43,7 +43,7 @@ MergeReport merge(torch::nn::Module& module, const MergeOptions& options) {
 
 void unmerge(torch::nn::Module& module) {
   int64_t count = 0;
-  for (const auto& [name, layer] : all_of<nn::AdaptedLayer>(module)) {
+  for (const auto& [name, layer] : all_of<nn::AdaptableLayer>(module)) {
     if (!layer->can_unmerge()) continue;
     layer->unmerge();
     ++count;

@@ -56,14 +56,14 @@ std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn:
   return found;
 }
 
-std::vector<std::pair<std::string, nn::AdaptedLayer*>> adapted_layers(const torch::nn::Module& module) {
-  auto found = all_of<nn::AdaptedLayer>(module);
+std::vector<std::pair<std::string, nn::AdaptableLayer*>> adapted_layers(const torch::nn::Module& module) {
+  auto found = all_of<nn::AdaptableLayer>(module);
   std::erase_if(found, [](const auto& layer) { return !layer.second->has_adapter(); });
   return found;
 }
 
 void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& options) {
-  if (const auto* lora = std::get_if<nn::AdapterOptions>(&options)) {
+  if (const auto* lora = std::get_if<nn::LoraOptions>(&options)) {
     TORCH_CHECK_VALUE(lora->rank() >= 1, caller, ": rank: expected at least 1, received ", lora->rank());
     TORCH_CHECK_VALUE(std::isfinite(lora->alpha()), caller, ": alpha: expected a finite number, received ",
                       lora->alpha());
@@ -115,16 +115,18 @@ void check_known(const std::string& caller, const torch::nn::Module& module,
   }
 }
 
-void check_quantize(const std::string& caller, const std::string& quantize, int64_t block_size, bool nested) {
+void check_quantize(const std::string& caller, const std::string& quantize, int64_t block_size,
+                    bool double_quant) {
   TORCH_CHECK_VALUE(quantize == "none" || quantize == "nf4" || quantize == "fp4" || quantize == "int4" ||
                         quantize == "int8",
                     caller, ": quantize: expected none, nf4, fp4, int4 or int8, received '", quantize, "'");
-  TORCH_CHECK_VALUE(quantize != "int8" || (block_size == QuantizeOptions().block_size() && !nested), caller,
-                    ": block_size and "
-                    "nested: expected the defaults with int8, whose rows have one scale each, received ",
-                    block_size, " and ", nested);
-  TORCH_CHECK_VALUE(quantize != "int4" || !nested, caller,
-                    ": nested: expected false with int4, whose scales are bf16, received true");
+  TORCH_CHECK_VALUE(
+      quantize != "int8" || (block_size == QuantizeOptions().block_size() && !double_quant), caller,
+      ": block_size and "
+      "double_quant: expected the defaults with int8, whose rows have one scale each, received ",
+      block_size, " and ", double_quant);
+  TORCH_CHECK_VALUE(quantize != "int4" || !double_quant, caller,
+                    ": double_quant: expected false with int4, whose scales are bf16, received true");
   if (quantize != "none" && quantize != "int8") quantization::check_block_size(caller.c_str(), block_size);
 }
 

@@ -36,7 +36,7 @@ std::vector<std::pair<std::string, Layer*>> all_of(const torch::nn::Module& modu
 }
 
 /// Returns the layers of `module` that have at least one adapter, with their names.
-std::vector<std::pair<std::string, nn::AdaptedLayer*>> adapted_layers(const torch::nn::Module& module);
+std::vector<std::pair<std::string, nn::AdaptableLayer*>> adapted_layers(const torch::nn::Module& module);
 
 /// Returns the biases of the base model with their names, as PEFT's option `bias` selects them. "all" selects
 /// every bias. "lora_only" and "vera_only" select the biases of layers with adapters. Biases inside
@@ -53,7 +53,8 @@ void check_bias(const std::string& caller, const nn::AnyAdapterOptions& options,
 void check_name(const std::string& caller, const std::string& adapter_name);
 void check_known(const std::string& caller, const torch::nn::Module& module,
                  const std::vector<std::string>& names);
-void check_quantize(const std::string& caller, const std::string& quantize, int64_t block_size, bool nested);
+void check_quantize(const std::string& caller, const std::string& quantize, int64_t block_size,
+                    bool double_quant);
 
 /// Joins names for an error message: "a, b", or "none" for an empty list.
 std::string listed(const std::vector<std::string>& names);

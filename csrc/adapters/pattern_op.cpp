@@ -16,7 +16,7 @@ std::tuple<int64_t, std::string> match_patterns(const std::string& caller, std::
   return {found.index, std::move(found.group)};
 }
 
-TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("match_patterns", match_patterns); }
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_match_patterns", match_patterns); }
 
 }  // namespace
 }  // namespace shoestring::lora

@@ -123,10 +123,10 @@ class Fields {
 };
 
 Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers) {
-  const auto& first = std::get<nn::AdapterOptions>(layers.front().second);
+  const auto& first = std::get<nn::LoraOptions>(layers.front().second);
   Json ranks = Json::object(), alphas = Json::object();
   for (const auto& [name, options] : layers) {
-    const auto& own = std::get<nn::AdapterOptions>(options);
+    const auto& own = std::get<nn::LoraOptions>(options);
     TORCH_CHECK_VALUE(
         own.dora() == first.dora() && own.lora_bias() == first.lora_bias() && own.rslora() == first.rslora(),
         "lora::save_adapter: module: expected the same dora, rslora and lora_bias in all layers, since the "
@@ -159,8 +159,8 @@ nn::AnyAdapterOptions FileConfig::own(const std::string& name, int64_t rank) con
         first_match(place + ": feedforward_modules", {*feedforward}, name, PatternRule::kWhole);
     return result.feedforward(found.index == 0);
   }
-  if (!std::holds_alternative<nn::AdapterOptions>(options)) return options;
-  nn::AdapterOptions result = std::get<nn::AdapterOptions>(options);
+  if (!std::holds_alternative<nn::LoraOptions>(options)) return options;
+  nn::LoraOptions result = std::get<nn::LoraOptions>(options);
   result.rank(rank);
   const auto found = first_match(place + ": alpha_pattern", patterns, name, PatternRule::kEnding);
   return found.index < 0 ? result : result.alpha(alphas[static_cast<size_t>(found.index)]);
@@ -199,7 +199,7 @@ FileConfig read_config(const std::string& path) {
             .seed(fields.integer("projection_prng_key", 0, INT64_MIN, INT64_MAX))
             .save_projection(fields["save_projection"].is_null() || fields.flag("save_projection"));
   } else {
-    config.options = nn::AdapterOptions()
+    config.options = nn::LoraOptions()
                          .alpha(fields.number("lora_alpha", 8))
                          .dropout(fields.number("lora_dropout", 0))
                          .rslora(fields.flag("use_rslora"))

@@ -25,7 +25,7 @@ std::pair<nn::AdapterImpl::Tensors, nn::AnyAdapterOptions> described(const nn::A
   nn::AdapterImpl::Tensors tensors = adapter.tensors;
   tensors["lora_A"] = at::cat({adapter["lora_A"], adapter["initial_A"]});
   tensors["lora_B"] = at::cat({adapter["lora_B"], -adapter["initial_B"]}, 1);
-  nn::AdapterOptions options = *adapter.lora();
+  nn::LoraOptions options = *adapter.lora();
   const double scaling = options.scaling(), rank = 2.0 * static_cast<double>(options.rank());
   options.rank(2 * options.rank())
       .alpha(scaling * (options.rslora() ? std::sqrt(rank) : rank))

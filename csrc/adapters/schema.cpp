@@ -14,7 +14,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // - 2: whole components anywhere in the name;
   // - 3: whole components that a layer number follows.
   // Raises ValueError for a pattern that is not supported.
-  m.def("match_patterns(str caller, str[] patterns, str name, int rule) -> (int, str)");
+  m.def("_match_patterns(str caller, str[] patterns, str name, int rule) -> (int, str)");
   // Returns gain * (x W^T + scaling * low B^T) + bias, where low = low_scale * dropped(x) A^T. The frozen
   // weight W is dense (out_features, in_features) in x's dtype or, if absmax is given, a quantised weight.
   // lora_A = A (rank, in_features), lora_B = B (out_features, rank), bias and gain (out_features) and
@@ -33,11 +33,11 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def(("lora_linear_group(Tensor x, " + group + ") -> Tensor[]").c_str());
   // Forward of lora_linear_group without autograd. Returns the outputs of all layers and `low` (see
   // lora_linear) of all layers, concatenated as (tokens, sum of ranks).
-  m.def(("lora_linear_group_forward(Tensor x, " + group + ") -> (Tensor[], Tensor)").c_str());
+  m.def(("_lora_linear_group_forward(Tensor x, " + group + ") -> (Tensor[], Tensor)").c_str());
   // Backward of lora_linear_group. output_mask selects the gradients of x, of gate, and of lora_A, lora_B and
   // gain of each layer. A gradient that is not selected is returned as an empty tensor. outputs: the forward
   // results of the layers whose gain needs a gradient.
-  m.def(("lora_linear_group_backward(Tensor?[] grad_outputs, Tensor?[] outputs, Tensor x, Tensor low, " +
+  m.def(("_lora_linear_group_backward(Tensor?[] grad_outputs, Tensor?[] outputs, Tensor x, Tensor low, " +
          group + ", bool[] output_mask) -> Tensor[]")
             .c_str());
   // Returns the norm of each row of weight + scaling * lora_B lora_A, shape (out_features), without a

@@ -118,7 +118,7 @@ AdaptersPerRowGuard::AdaptersPerRowGuard(torch::nn::Module& module,
     }
   }
   for (const auto& [place, layer] : adapted_layers(module)) {
-    nn::AdaptedLayer::Rows rows;
+    nn::AdaptableLayer::Rows rows;
     std::vector<at::Tensor> columns;
     for (const auto& name : chosen) {
       if (!layer->has_adapter(name)) continue;

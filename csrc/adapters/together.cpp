@@ -7,18 +7,18 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Linear>& layers) {
+std::vector<Tensor> forward_together(const Tensor& x, const std::vector<AdaptableLinear>& layers) {
   std::optional<double> dropout;
   bool together = true;
   // checks that all layers can run together before any layer is computed
-  for (const Linear& layer : layers) {
+  for (const AdaptableLinear& layer : layers) {
     together = together && layer->is_lora_weight() &&
                (!layer->has_adapter() || dropout.value_or(layer->dropout()) == layer->dropout());
     if (layer->has_adapter() && together) dropout = layer->dropout();
   }
   std::vector<LoraWeight> weights;
   std::vector<Tensor> outputs;
-  for (Linear layer : layers) {
+  for (AdaptableLinear layer : layers) {
     if (together) {
       weights.push_back(*layer->lora_weight());
     } else {
@@ -28,10 +28,11 @@ std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Linear>&
   return together ? lora_linear_group(x, weights, input_with(dropout.value_or(0), x)) : outputs;
 }
 
-Tensor swiglu_mlp(const Tensor& x, const Linear& gate, const Linear& up, const Linear& down) {
+Tensor swiglu_mlp(const Tensor& x, const AdaptableLinear& gate, const AdaptableLinear& up,
+                  const AdaptableLinear& down) {
   const auto outputs = forward_together(x, {gate, up});
   const auto weight = down->lora_weight();
-  if (!weight.has_value()) return Linear(down)(swiglu(outputs[0], outputs[1]));
+  if (!weight.has_value()) return AdaptableLinear(down)(swiglu(outputs[0], outputs[1]));
   return lora_linear(outputs[1], *weight, input_with(down->dropout(), x).gate(outputs[0]));
 }
 

@@ -132,8 +132,8 @@ std::vector<std::string> saved_modules(const std::string& caller, const torch::n
     for (const auto& [name, each] : modules(module)) {
       if (name.empty() || !matches(name, {target})) continue;
       any = true;
-      for (const auto& [inner, layer] : all_of<nn::AdaptedLayer>(*each)) {
-        const auto* linear = dynamic_cast<const nn::LinearImpl*>(layer);
+      for (const auto& [inner, layer] : all_of<nn::AdaptableLayer>(*each)) {
+        const auto* linear = dynamic_cast<const nn::AdaptableLinearImpl*>(layer);
         TORCH_CHECK_VALUE(
             !layer->has_adapter() && (linear == nullptr || !linear->is_quantized()), caller,
             ": modules_to_save: expected modules without adapters or quantised weights, received ", name);

@@ -122,17 +122,17 @@ void backward_meta(const c10::OperatorHandle& op, Stack* stack) {
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("attention", boxed<&forward<forward_cpu, false>>());
   m.impl("attention_with_lse", boxed<&forward<forward_cpu, true>>());
-  m.impl("attention_backward", boxed<&backward<backward_cpu>>());
+  m.impl("_attention_backward", boxed<&backward<backward_cpu>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
   m.impl("attention", boxed<&forward<forward_cuda, false>>());
   m.impl("attention_with_lse", boxed<&forward<forward_cuda, true>>());
-  m.impl("attention_backward", boxed<&backward<backward_cuda>>());
+  m.impl("_attention_backward", boxed<&backward<backward_cuda>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("attention", boxed<&meta<false>>());
   m.impl("attention_with_lse", boxed<&meta<true>>());
-  m.impl("attention_backward", boxed<&backward_meta>());
+  m.impl("_attention_backward", boxed<&backward_meta>());
 }
 
 }  // namespace
@@ -149,7 +149,7 @@ NamedArguments arguments_of(const at::Tensor& q, const at::Tensor& k, const at::
           {"bias", o.bias()},
           {"sinks", o.sinks()},
           {"causal", o.causal()},
-          {"window", std::vector<int64_t>(o.window().begin(), o.window().end())},
+          {"window_size", std::vector<int64_t>(o.window_size().begin(), o.window_size().end())},
           {"softcap", o.softcap()},
           {"scale", o.scale()},
           {"alibi_slopes", o.alibi_slopes()},

@@ -25,7 +25,8 @@ using Gradients = std::array<Tensor, kInputs>;
 
 /// Names of the arguments of the attention operators that are not tensors. Autograd saves the arguments under
 /// these names.
-constexpr const char* kOptions[] = {"causal", "window", "softcap", "scale", "dropout_p", "deterministic"};
+constexpr const char* kOptions[] = {"causal", "window_size", "softcap",
+                                    "scale",  "dropout_p",   "deterministic"};
 
 /// The checked arguments of a call of an attention operator. Tensor sizes may be symbolic until problem() is
 /// called.

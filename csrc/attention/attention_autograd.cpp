@@ -75,7 +75,7 @@ class Attention : public torch::autograd::Function<Attention> {
     arguments.emplace_back("out", out);
     arguments.emplace_back("lse", lse);
     arguments.emplace_back("output_mask", ctx->saved_data["mask"]);
-    const auto results = call_by_name("shoestring::attention_backward", arguments);
+    const auto results = call_by_name("shoestring::_attention_backward", arguments);
     const auto mask = ctx->saved_data["mask"].toBoolList();
     variable_list gradients;
     for (int i = 0; i < kInputs; ++i) gradients.push_back(mask[i] ? results[i].toTensor() : Tensor());

@@ -38,9 +38,9 @@ Call::Call(const BoxedArguments& arguments)
       cu_seqlens_k(arguments.optional("cu_seqlens_k")), seed(arguments.optional("seed")),
       causal(arguments["causal"].toBool()), softcap(arguments.number("softcap")), scale(0),
       dropout_p(arguments.number("dropout_p")) {
-  const auto window = arguments["window"].toIntVector();
+  const auto window = arguments["window_size"].toIntVector();
   TORCH_CHECK(window.size() == 2, kOp,
-              ": window: expected two numbers, of tokens to the left and to the right, received ",
+              ": window_size: expected two numbers, of tokens to the left and to the right, received ",
               window.size());
   left = window[0], right = window[1];
   deterministic =
@@ -74,8 +74,8 @@ void Call::check() const {
               ": k: expected a number of heads that divides q's, ", q.sym_size(1), ", received ",
               k.sym_size(1));
   TORCH_CHECK(left >= -1 && right >= -1, kOp,
-              ": window: expected tokens to the left and to the right, -1 for all, received (", left, ", ",
-              right, ")");
+              ": window_size: expected tokens to the left and to the right, -1 for all, received (", left,
+              ", ", right, ")");
   TORCH_CHECK(softcap >= 0 && std::isfinite(softcap), kOp,
               ": softcap: expected a number above 0, or 0 for none, received ", softcap);
   if (packed()) check_seqlens("cu_seqlens_q", *cu_seqlens_q, q);

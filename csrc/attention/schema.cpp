@@ -10,10 +10,9 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Shapes: q (batch, heads, tokens, head_dim), k and v (batch, key-value heads, keys, features). With packed
   // sequences: (tokens, heads, features), and cu_seqlens_q and cu_seqlens_k are the int32 offsets (sequences
   // + 1).
-  // causal and window (left, right; -1: no limit) are aligned so that the last query is at the position of
-  // the last key.
-  // bias: (batch, heads, queries, keys), where any size may be 1; with packed sequences, (heads, queries of
-  // all sequences, keys of one sequence). A bool bias is true for keys that a query sees.
+  // causal and window_size (left, right; -1: no limit) are aligned so that the last query is at the position
+  // of the last key. bias: (batch, heads, queries, keys), where any size may be 1; with packed sequences,
+  // (heads, queries of all sequences, keys of one sequence). A bool bias is true for keys that a query sees.
   // sinks (heads): score of one more key, whose value is zero.
   // If a query sees no key, its output is 0. Differentiable with respect to q, k, v, bias and sinks. lse of
   // attention_with_lse may have a gradient as well.
@@ -21,7 +20,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // follows torch.use_deterministic_algorithms.
   const std::string attended =
       "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? sinks=None, *, bool causal=False, int[] "
-      "window=[-1, -1], float softcap=0., float? scale=None, Tensor? alibi_slopes=None, Tensor? "
+      "window_size=[-1, -1], float softcap=0., float? scale=None, Tensor? alibi_slopes=None, Tensor? "
       "cu_seqlens_q=None, Tensor? cu_seqlens_k=None, float dropout_p=0., Tensor? seed=None, bool? "
       "deterministic=None";
   m.def(("attention(" + attended + ") -> Tensor").c_str());
@@ -31,10 +30,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def(("attention_with_lse(" + attended + ") -> (Tensor out, Tensor lse)").c_str());
   // Returns attention's gradients with respect to q, k, v, bias and sinks, as far as output_mask selects
   // them. A gradient that is not selected is returned as an empty tensor.
-  m.def(
-      ("attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] output_mask, " +
-       attended + ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)")
-          .c_str());
+  m.def(("_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] "
+         "output_mask, " +
+         attended + ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)")
+            .c_str());
   // Assigns sequences to bins of at most `capacity` tokens and returns the index of each sequence's bin,
   // counted from 0. Sequences are taken by decreasing length, and each goes into the first bin with enough
   // room. lengths: (sequences), int64, on the CPU.

@@ -27,7 +27,7 @@ AttentionImpl::AttentionImpl(const AttentionOptions& given) : options(given) {
 
 void AttentionImpl::reset() {
   const auto linear = [&](int64_t in, int64_t out, bool bias) {
-    return Linear(LinearOptions(in, out).bias(bias).placeholder(options.placeholder()));
+    return AdaptableLinear(AdaptableLinearOptions(in, out).bias(bias).placeholder(options.placeholder()));
   };
   const int64_t features = options.features(), source = *options.source_features();
   const int64_t heads = options.num_heads(), kv_heads = *options.num_kv_heads();
@@ -36,10 +36,9 @@ void AttentionImpl::reset() {
   v_proj = register_module("v_proj", linear(source, kv_heads * *options.value_dim(), options.bias()));
   o_proj = register_module("o_proj", linear(heads * *options.value_dim(), features, options.out_bias()));
   if (options.qk_norm()) {
-    const auto norm =
-        RMSNormOptions(*options.head_dim()).eps(options.norm_eps()).offset(options.norm_offset());
-    q_norm = register_module("q_norm", RMSNorm(norm));
-    k_norm = register_module("k_norm", RMSNorm(norm));
+    const auto norm = RMSNormOptions(options.norm_eps()).offset(options.norm_offset());
+    q_norm = register_module("q_norm", RMSNorm(*options.head_dim(), norm));
+    k_norm = register_module("k_norm", RMSNorm(*options.head_dim(), norm));
   }
   if (options.sinks()) sinks = register_parameter("sinks", torch::zeros({heads}));
 }
@@ -95,7 +94,10 @@ Tensor AttentionImpl::forward(const Tensor& x, const AttentionInput& input) {
   if (!packed) q = q.transpose(1, 2), k = k.transpose(1, 2), v = v.transpose(1, 2);
   if (input.cos().has_value()) std::tie(q, k) = rope(q, k, *input.cos(), *input.sin(), rotation);
   shoestring::AttentionOptions how;
-  how.causal(options.causal()).window(options.window()).softcap(options.softcap()).scale(options.scale());
+  how.causal(options.causal())
+      .window_size(options.window_size())
+      .softcap(options.softcap())
+      .scale(options.scale());
   how.bias(input.bias()).alibi_slopes(input.alibi_slopes()).sinks(optional(sinks));
   how.cu_seqlens_q(input.cu_seqlens_q()).cu_seqlens_k(input.cu_seqlens_k());
   if (is_training() && options.dropout_p() > 0) {

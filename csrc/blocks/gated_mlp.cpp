@@ -14,7 +14,8 @@ GatedMLPImpl::GatedMLPImpl(const GatedMLPOptions& options) : options(options) {
 
 void GatedMLPImpl::reset() {
   const auto linear = [&](int64_t in, int64_t out) {
-    return Linear(LinearOptions(in, out).bias(options.bias()).placeholder(options.placeholder()));
+    return AdaptableLinear(
+        AdaptableLinearOptions(in, out).bias(options.bias()).placeholder(options.placeholder()));
   };
   gate_proj = register_module("gate_proj", linear(options.features(), options.hidden_features()));
   up_proj = register_module("up_proj", linear(options.features(), options.hidden_features()));

@@ -73,7 +73,7 @@ std::tuple<Names, c10::List<bool>, std::vector<Names>, c10::List<bool>> names_of
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("checkpoint_choices", names_of_choices);
+  m.impl("_checkpoint_choices", names_of_choices);
   m.impl("checkpoint_plan",
          [](Floats forward_seconds, Floats backward_seconds, Ints choices, Ints bytes, Floats extra_seconds,
             Ints link_bytes, Ints forward_bytes, Ints backward_bytes, int64_t budget,

@@ -87,7 +87,7 @@ const std::map<std::string, std::set<std::string>>& groups() {
       {"products",
        {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm",
         "aten::convolution", "shoestring::quantized_linear", "shoestring::lora_linear",
-        "shoestring::lora_linear_group", "shoestring::lora_linear_group_forward"}}};
+        "shoestring::lora_linear_group", "shoestring::_lora_linear_group_forward"}}};
   return all;
 }
 
@@ -354,7 +354,7 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("checkpoint_operators", [](const std::vector<std::string>& keep) {
+  m.impl("_checkpoint_operators", [](const std::vector<std::string>& keep) {
     const auto operators = shoestring::activations::operators_of(keep);
     return std::vector<std::string>(operators.begin(), operators.end());
   });

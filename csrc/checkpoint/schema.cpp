@@ -11,13 +11,13 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def("tag_activation(Tensor x, str tag) -> Tensor");
   // Returns the operator names in `keep`, the list of results that a checkpoint stores. The name of a group
   // is replaced by the names of its operators, and tags are left out.
-  m.def("checkpoint_operators(str[] keep) -> str[]");
+  m.def("_checkpoint_operators(str[] keep) -> str[]");
   // Lists the choices of a plan: the ways to treat the activations of a block. Each choice has four values:
   // - names: its name;
   // - recomputed: whether the block is recomputed;
   // - keep: the operators whose results are stored although the block is recomputed;
   // - offloaded: whether saved tensors are offloaded.
-  m.def("checkpoint_choices() -> (str[] names, bool[] recomputed, str[][] keep, bool[] offloaded)");
+  m.def("_checkpoint_choices() -> (str[] names, bool[] recomputed, str[][] keep, bool[] offloaded)");
   // Plans a sequence of blocks. For each block, finds the choice that minimises the time of forward and
   // backward within a memory budget in bytes. shoestring/checkpoint_plan.h describes the cost model and the
   // results.

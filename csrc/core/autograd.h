@@ -97,7 +97,7 @@ inline bool used_once(const at::Tensor& upstream) {
 inline at::Tensor scale_gradient(const at::Tensor& gradient, const at::Tensor& upstream) {
   if (!used_once(upstream)) return gradient.mul(upstream);
   at::AutoDispatchBelowADInplaceOrView below;
-  static auto op = find<void(at::Tensor&, const at::Tensor&)>("shoestring::scale_");
+  static auto op = find<void(at::Tensor&, const at::Tensor&)>("shoestring::_scale_");
   at::Tensor changed = gradient;
   op.call(changed, upstream);
   return changed;

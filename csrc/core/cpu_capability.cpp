@@ -18,8 +18,8 @@ bool set_cpu_capability(const std::string& name) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("cpu_capability", cpu_capability);
-  m.impl("set_cpu_capability", [](std::string name) { return set_cpu_capability(name); });
+  m.impl("_cpu_capability", cpu_capability);
+  m.impl("_set_cpu_capability", [](std::string name) { return set_cpu_capability(name); });
 }
 
 }  // namespace shoestring

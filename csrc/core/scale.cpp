@@ -33,14 +33,14 @@ void scale_cuda(Tensor& x, const Tensor& factor) {
                    : dtype == at::kBFloat16 ? kernels.scale_bf16
                                             : kernels.scale_fp16;
   const Tensor f = factor.to(compute_type(x));
-  check_launch("scale_", run(x.mutable_data_ptr(), x.numel(), f.const_data_ptr(), stream_of(x)));
+  check_launch("_scale_", run(x.mutable_data_ptr(), x.numel(), f.const_data_ptr(), stream_of(x)));
 }
 
 void scale_meta(Tensor& x, const Tensor& factor) { check(x, factor); }
 
-TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("scale_", scale_cpu); }
-TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl("scale_", scale_cuda); }
-TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl("scale_", scale_meta); }
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("_scale_", scale_cpu); }
+TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl("_scale_", scale_cuda); }
+TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl("_scale_", scale_meta); }
 
 }  // namespace
 }  // namespace shoestring

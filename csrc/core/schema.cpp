@@ -6,9 +6,9 @@ TORCH_LIBRARY(shoestring, m) {
   // cpu_capability returns which build of the CPU kernels is in use: plain, avx2 or avx512.
   // set_cpu_capability selects another build for tests; it returns false if this machine does not support
   // that build.
-  m.def("cpu_capability() -> str");
-  m.def("set_cpu_capability(str name) -> bool");
+  m.def("_cpu_capability() -> str");
+  m.def("_set_cpu_capability(str name) -> bool");
   // Multiplies x in place by a factor (one element). Does nothing if the factor is 1; on CUDA, the kernel
   // tests for 1. Backward passes use scale_ to scale saved gradients.
-  m.def("scale_(Tensor(a!) x, Tensor factor) -> ()");
+  m.def("_scale_(Tensor(a!) x, Tensor factor) -> ()");
 }

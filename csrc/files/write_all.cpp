@@ -69,7 +69,7 @@ int64_t write_tensor(int64_t fd, const at::Tensor& x) {
   return write_all(static_cast<int>(fd), x.const_data_ptr(), static_cast<int64_t>(x.nbytes()), written);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("write_tensor", write_tensor); }
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("_write_tensor", write_tensor); }
 
 }  // namespace
 }  // namespace shoestring::files

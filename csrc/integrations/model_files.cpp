@@ -24,15 +24,15 @@ namespace {
 
 using at::Tensor;
 using files::quote;
-using nn::LinearImpl;
+using nn::AdaptableLinearImpl;
 using nn::QuantizedLinearImpl;
 
 // A tensor or quantised weight that a module stores in model files, and the name that it has in these files.
 struct Slot {
   std::string name;
-  Tensor tensor;                         // the dense tensor; undefined for a quantised weight
-  LinearImpl* linear = nullptr;          // the Linear layer that owns the weight, or null
-  QuantizedLinearImpl* layer = nullptr;  // the layer that holds the quantised weight, or null
+  Tensor tensor;                          // the dense tensor; undefined for a quantised weight
+  AdaptableLinearImpl* linear = nullptr;  // the AdaptableLinear layer that owns the weight, or null
+  QuantizedLinearImpl* layer = nullptr;   // the layer that holds the quantised weight, or null
 
   std::string prefix() const { return name.substr(0, name.size() - std::string("weight").size()); }
   at::Device device() const { return layer != nullptr ? layer->packed.device() : tensor.device(); }
@@ -49,14 +49,14 @@ struct Slot {
 };
 
 void collect(const torch::nn::Module& module, const std::string& prefix, std::vector<Slot>& slots) {
-  if (auto* linear = const_cast<LinearImpl*>(module.as<LinearImpl>())) {
+  if (auto* linear = const_cast<AdaptableLinearImpl*>(module.as<AdaptableLinearImpl>())) {
     slots.push_back(
         {prefix + "weight", linear->weight, linear, linear->is_quantized() ? linear->base.get() : nullptr});
     if (linear->bias.defined()) slots.push_back({prefix + "bias", linear->bias});
   } else if (auto* layer = const_cast<QuantizedLinearImpl*>(module.as<QuantizedLinearImpl>())) {
     slots.push_back({prefix + "weight", Tensor(), nullptr, layer});
     if (layer->bias.defined()) slots.push_back({prefix + "bias", layer->bias});
-  } else if (auto* embedding = module.as<nn::EmbeddingImpl>()) {
+  } else if (auto* embedding = module.as<nn::AdaptableEmbeddingImpl>()) {
     slots.push_back({prefix + "weight", embedding->weight});
   } else {
     for (const auto& item : module.named_parameters(/*recurse=*/false))
@@ -126,7 +126,7 @@ class Plan {
         step.keys = find_quantized(files_, slot.prefix(), slot.shape()[0], slot.shape()[1]);
       }
       if (step.keys) {
-        TORCH_CHECK_VALUE(slot.linear != nullptr || step.keys->offset || !slot.layer->options.nested(),
+        TORCH_CHECK_VALUE(slot.linear != nullptr || step.keys->offset || !slot.layer->options.double_quant(),
                           "load_model: ", files_.file(slot.name).path(), ": ", quote(slot.name),
                           ": expected nested scales, as the QuantizedLinear has them, received plain ones");
         step.dtype = step.keys->dtype.value_or(options_.dtype().value_or(at::kFloat));
@@ -196,7 +196,8 @@ void quantize_dense(const files::SafetensorsFiles& files, const Step& step, cons
   }
   step.slot.linear->weight.set_data(dense);
   step.slot.linear->quantize(
-      QuantizeOptions().quant_type(options.quantize()).block_size(options.block_size()), options.nested());
+      QuantizeOptions().quant_type(options.quantize()).block_size(options.block_size()),
+      options.double_quant());
   step.slot.linear->base->dtype = step.dtype;
 }
 
@@ -233,7 +234,7 @@ namespace shoestring {
 using at::Tensor;
 
 void load_model(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
-  lora::check_quantize("load_model", options.quantize(), options.block_size(), options.nested());
+  lora::check_quantize("load_model", options.quantize(), options.block_size(), options.double_quant());
   TORCH_CHECK_VALUE(!options.dtype() || at::isFloatingType(*options.dtype()),
                     "load_model: dtype: expected a floating-point type, received ", *options.dtype());
   torch::NoGradGuard no_grad;

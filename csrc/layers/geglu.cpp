@@ -37,7 +37,7 @@ Tensor run_geglu(const Tensor& gate, const Tensor& up, c10::string_view approxim
 template <Backend backend>
 std::tuple<Tensor, Tensor> run_geglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up,
                                               c10::string_view approximate) {
-  gated::check_backward("geglu_backward", grad, gate, up);
+  gated::check_backward("_geglu_backward", grad, gate, up);
   const c10::OptionalDeviceGuard guard(up.device());
   if (up.scalar_type() == at::kDouble) {
     return {at::gelu_backward(grad.mul(up), gate, approximate), at::gelu(gate, approximate).mul_(grad)};
@@ -57,15 +57,15 @@ std::tuple<Tensor, Tensor> geglu_backward_meta(const Tensor& grad, const Tensor&
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("geglu", run_geglu<Backend::kCpu>);
-  m.impl("geglu_backward", run_geglu_backward<Backend::kCpu>);
+  m.impl("_geglu_backward", run_geglu_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
   m.impl("geglu", run_geglu<Backend::kCuda>);
-  m.impl("geglu_backward", run_geglu_backward<Backend::kCuda>);
+  m.impl("_geglu_backward", run_geglu_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("geglu", geglu_meta);
-  m.impl("geglu_backward", geglu_backward_meta);
+  m.impl("_geglu_backward", geglu_backward_meta);
 }
 
 }  // namespace

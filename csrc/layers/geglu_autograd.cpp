@@ -33,7 +33,7 @@ class Geglu : public torch::autograd::Function<Geglu> {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op =
           find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::string_view)>(
-              "shoestring::geglu_backward");
+              "shoestring::_geglu_backward");
       gradients = op.call(grad_outputs[0], saved[0], saved[1], ctx->saved_data["approximate"].toStringView());
     }
     return once_differentiable("geglu", {std::get<0>(gradients), std::get<1>(gradients), Tensor()});

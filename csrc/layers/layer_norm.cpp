@@ -14,7 +14,7 @@ using norm::OptionalTensor;
 
 constexpr const char* kLayerNormOp = "layer_norm";
 
-norm::Options layer_norm_options(double eps) { return {eps, 0, kernels::Casting::kGemma, true}; }
+norm::Options layer_norm_options(double eps) { return {eps, 0, kernels::Upcast::kGemma, true}; }
 
 void check_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   norm::check_x(kLayerNormOp, x, eps);
@@ -66,21 +66,21 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, 
 // only backward needs.
 Tensor layer_norm_composite(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                             double eps) {
-  static auto op = find<decltype(layer_norm_forward_meta)>("shoestring::layer_norm_forward");
+  static auto op = find<decltype(layer_norm_forward_meta)>("shoestring::_layer_norm_forward");
   return std::get<0>(op.call(x, weight, bias, eps));
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("layer_norm_forward", layer_norm_forward<Backend::kCpu>);
-  m.impl("layer_norm_backward", layer_norm_backward<Backend::kCpu>);
+  m.impl("_layer_norm_forward", layer_norm_forward<Backend::kCpu>);
+  m.impl("_layer_norm_backward", layer_norm_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("layer_norm_forward", layer_norm_forward<Backend::kCuda>);
-  m.impl("layer_norm_backward", layer_norm_backward<Backend::kCuda>);
+  m.impl("_layer_norm_forward", layer_norm_forward<Backend::kCuda>);
+  m.impl("_layer_norm_backward", layer_norm_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("layer_norm_forward", layer_norm_forward_meta);
-  m.impl("layer_norm_backward", layer_norm_backward_meta);
+  m.impl("_layer_norm_forward", layer_norm_forward_meta);
+  m.impl("_layer_norm_backward", layer_norm_backward_meta);
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl(kLayerNormOp, layer_norm_composite); }
 

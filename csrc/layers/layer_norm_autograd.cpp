@@ -19,7 +19,7 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
     at::AutoDispatchBelowADInplaceOrView below;
     static auto op =
         find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                double)>("shoestring::layer_norm_forward");
+                                                double)>("shoestring::_layer_norm_forward");
     const auto [y, mean, rstd] = op.call(x, weight, bias, eps);
     ctx->save_for_backward({x, weight.value_or(Tensor()), wants_grad(bias) ? *bias : Tensor(), mean, rstd});
     ctx->saved_data["weight_grad"] = wants_grad(weight);
@@ -33,7 +33,7 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op = find<std::tuple<Tensor, Tensor, Tensor>(
           const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-          const Tensor&, bool, bool)>("shoestring::layer_norm_backward");
+          const Tensor&, bool, bool)>("shoestring::_layer_norm_backward");
       std::tie(to_x, to_weight, to_bias) =
           op.call(upstream[0], saved[0], as_optional(saved[1]), as_optional(saved[2]), saved[3], saved[4],
                   weight_grad, bias_grad);

@@ -55,8 +55,8 @@ void* room(const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullpt
 float* floats(const Tensor& t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; }
 
 Norm problem(const Tensor& x, const Options& options, bool wide) {
-  return {features_of(x),  static_cast<float>(options.eps),    options.centred,
-          options.casting, static_cast<float>(options.offset), wide};
+  return {features_of(x), static_cast<float>(options.eps),    options.centred,
+          options.upcast, static_cast<float>(options.offset), wide};
 }
 
 const kernels::NormRows& cpu_rows(const Tensor& x) {

@@ -20,7 +20,7 @@ using OptionalTensor = std::optional<Tensor>;
 struct Options {
   double eps;
   double offset = 0;
-  kernels::Casting casting = kernels::Casting::kGemma;
+  kernels::Upcast upcast = kernels::Upcast::kGemma;
   bool centred = false;
 };
 
@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, con
 /// Calls the operator rms_norm_forward through PyTorch's dispatcher.
 std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
                                                          const OptionalTensor& weight, double eps,
-                                                         double offset, c10::string_view casting);
+                                                         double offset, c10::string_view upcast);
 
 /// Returns t or, if t is undefined, an empty tensor, because operators cannot return undefined tensors.
 inline Tensor or_none(const Tensor& t, const Tensor& like) {

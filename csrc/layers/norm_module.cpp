@@ -6,25 +6,24 @@ namespace shoestring::nn {
 
 using at::Tensor;
 
-RMSNormImpl::RMSNormImpl(const RMSNormOptions& options) : options(options) { reset(); }
+RMSNormImpl::RMSNormImpl(int64_t features, RMSNormOptions options)
+    : features(features), options(std::move(options)) {
+  reset();
+}
 
 void RMSNormImpl::reset() {
-  weight = register_parameter("weight", torch::full({options.features()}, 1 - options.offset()));
+  weight = register_parameter("weight", torch::full({features}, 1 - options.offset()));
 }
 
-Tensor RMSNormImpl::forward(const Tensor& x) {
-  return rms_norm(x, weight,
-                  RmsNormOptions(options.eps()).offset(options.offset()).casting(options.casting()));
-}
+Tensor RMSNormImpl::forward(const Tensor& x) { return rms_norm(x, weight, options); }
 
 std::tuple<Tensor, Tensor> RMSNormImpl::forward_with_residual(const Tensor& x, const Tensor& residual) {
-  return add_rms_norm(x, residual, weight,
-                      RmsNormOptions(options.eps()).offset(options.offset()).casting(options.casting()));
+  return add_rms_norm(x, residual, weight, options);
 }
 
 void RMSNormImpl::pretty_print(std::ostream& stream) const {
-  stream << "shoestring::nn::RMSNorm(" << options.features() << ", eps=" << options.eps()
-         << ", offset=" << options.offset() << ", casting=" << options.casting() << ")";
+  stream << "shoestring::nn::RMSNorm(" << features << ", eps=" << options.eps()
+         << ", offset=" << options.offset() << ", upcast=" << options.upcast() << ")";
 }
 
 LayerNormImpl::LayerNormImpl(const LayerNormOptions& options) : options(options) { reset(); }

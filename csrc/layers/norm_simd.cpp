@@ -9,8 +9,8 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
-using kernels::Casting;
 using kernels::Norm;
+using kernels::Upcast;
 
 template <class E>
 SHOESTRING_INLINE Row elements(const typename E::Type* p, int64_t n) {
@@ -20,14 +20,14 @@ SHOESTRING_INLINE Row elements(const typename E::Type* p, int64_t n) {
 // get_any() loads elements of x.
 SHOESTRING_INLINE Row arranged(const float* p, int64_t n) { return get_some<Float, kWide>(p, n); }
 
-template <class E, Casting kCasting, bool kCentred, int kRows>
+template <class E, Upcast kUpcast, bool kCentred, int kRows>
 SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, const float* weight,
                                   const float* bias, const Statistics* of, const typename E::Type* source,
                                   const typename E::Type* residual, typename E::Type* y) {
   F32 mean[kRows], scale[kRows];
   for (int r = 0; r < kRows; ++r) {
     mean[r] = splat(of[r].mean);
-    scale[r] = kCasting == Casting::kNone ? rounded(E{}, splat(of[r].rstd)) : splat(of[r].rstd);
+    scale[r] = kUpcast == Upcast::kNone ? rounded(E{}, splat(of[r].rstd)) : splat(of[r].rstd);
   }
   sweep<kStep>(0, norm.features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     const Row w = arranged(weight + i, n), b = kCentred ? arranged(bias + i, n) : Row{};
@@ -44,7 +44,7 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
 #pragma GCC unroll 4
       for (int k = 0; k < kWide; ++k) {
         F32 h = (kCentred ? v.value[k] - mean[r] : v.value[k]) * scale[r];
-        if (kCasting != Casting::kGemma) h = rounded_of_elements(E{}, h);
+        if (kUpcast != Upcast::kGemma) h = rounded_of_elements(E{}, h);
         v.value[k] = kCentred ? fma(h, w.value[k], b.value[k]) : h * w.value[k];
       }
       put_any<E>(y + at, v, n);
@@ -130,10 +130,10 @@ SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward
     if (norm.centred) io.mean[row + r] = of[r].mean;
     io.rstd[row + r] = of[r].rstd;
   }
-  const auto write = norm.centred                      ? write_rows<E, Casting::kGemma, true, kRows>
-                     : norm.casting == Casting::kGemma ? write_rows<E, Casting::kGemma, false, kRows>
-                     : norm.casting == Casting::kLlama ? write_rows<E, Casting::kLlama, false, kRows>
-                                                       : write_rows<E, Casting::kNone, false, kRows>;
+  const auto write = norm.centred                    ? write_rows<E, Upcast::kGemma, true, kRows>
+                     : norm.upcast == Upcast::kGemma ? write_rows<E, Upcast::kGemma, false, kRows>
+                     : norm.upcast == Upcast::kLlama ? write_rows<E, Upcast::kLlama, false, kRows>
+                                                     : write_rows<E, Upcast::kNone, false, kRows>;
   write(norm, x, weight, bias, of, source, residual, static_cast<T*>(io.y) + first);
 }
 
@@ -270,7 +270,7 @@ void arrange(const void* vector, const Norm& norm, float offset, float* out) {
                                : elements<E>(static_cast<const typename E::Type*>(vector) + i, n);
     for (F32& v : row.value) {
       v = plain_nan(v + offset);
-      if (norm.casting == Casting::kNone) v = rounded(E{}, v);
+      if (norm.upcast == Upcast::kNone) v = rounded(E{}, v);
     }
     put_some<Float>(out + i, row, n);
   });

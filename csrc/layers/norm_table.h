@@ -8,14 +8,14 @@ namespace shoestring::kernels {
 
 // Values that rms_norm rounds to x's 16-bit dtype before it multiplies the normalised row by the weight.
 // kLlama: the normalised row. kGemma: none. kNone: the reciprocal root, the normalised row and the weight.
-enum class Casting : int { kLlama, kGemma, kNone };
+enum class Upcast : int { kLlama, kGemma, kNone };
 
 // Arguments of rms_norm or, if `centred`, of layer_norm, over contiguous rows.
 struct Norm {
   int64_t features;
   float eps;
   bool centred = false;
-  Casting casting = Casting::kGemma;
+  Upcast upcast = Upcast::kGemma;
   float offset = 0;  // number added to the weight before the weight multiplies the normalised row
   // whether weight, bias and their gradients are fp32; otherwise they have x's dtype
   bool wide_weight = true;
@@ -47,7 +47,7 @@ struct NormRows {
   // to grad_weight and grad_bias (features).
   using Backward = void (*)(const Norm& norm, const NormBackward& io, int64_t begin, int64_t end);
   // Converts a weight or bias (features) in fp32 or x's dtype, plus `offset`, to fp32 in the element order of
-  // the kernels. If `casting` is kNone, also rounds the result to x's dtype.
+  // the kernels. If `upcast` is kNone, also rounds the result to x's dtype.
   using Arrange = void (*)(const void* vector, const Norm& norm, float offset, float* arranged);
   // Converts sums over rows from the element order of the kernels to the order of the features, and from fp32
   // to the dtype of the weight.

@@ -14,19 +14,19 @@ using norm::OptionalTensor;
 
 constexpr const char* kRmsNormOp = "rms_norm";
 
-kernels::Casting rms_norm_casting(c10::string_view name) {
-  if (name == "llama") return kernels::Casting::kLlama;
-  if (name == "gemma") return kernels::Casting::kGemma;
-  TORCH_CHECK(name == "none", kRmsNormOp, ": casting: expected 'llama', 'gemma' or 'none', received '", name,
+kernels::Upcast rms_norm_upcast(c10::string_view name) {
+  if (name == "llama") return kernels::Upcast::kLlama;
+  if (name == "gemma") return kernels::Upcast::kGemma;
+  TORCH_CHECK(name == "none", kRmsNormOp, ": upcast: expected 'llama', 'gemma' or 'none', received '", name,
               "'");
-  return kernels::Casting::kNone;
+  return kernels::Upcast::kNone;
 }
 
 void check_rms_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps,
-                    c10::string_view casting) {
+                    c10::string_view upcast) {
   norm::check_x(kRmsNormOp, x, eps);
   norm::check_vector(kRmsNormOp, "weight", x, weight);
-  rms_norm_casting(casting);
+  rms_norm_upcast(upcast);
   TORCH_CHECK(!residual.has_value() ||
                   (residual->sym_sizes() == x.sym_sizes() && residual->scalar_type() == x.scalar_type() &&
                    residual->device() == x.device()),
@@ -38,10 +38,10 @@ void check_rms_norm(const Tensor& x, const OptionalTensor& residual, const Optio
 template <Backend backend>
 std::tuple<Tensor, Tensor, Tensor> rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
                                                     const OptionalTensor& weight, double eps, double offset,
-                                                    c10::string_view casting) {
-  check_rms_norm(x, residual, weight, eps, casting);
+                                                    c10::string_view upcast) {
+  check_rms_norm(x, residual, weight, eps, upcast);
   const auto r = norm::forward(backend, kRmsNormOp, x, residual, weight, std::nullopt,
-                               {eps, offset, rms_norm_casting(casting)});
+                               {eps, offset, rms_norm_upcast(upcast)});
   return {r.y, norm::or_none(r.sum, x), r.rstd};
 }
 
@@ -56,8 +56,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const OptionalT
 
 std::tuple<Tensor, Tensor, Tensor> rms_norm_forward_meta(const Tensor& x, const OptionalTensor& residual,
                                                          const OptionalTensor& weight, double eps,
-                                                         double offset, c10::string_view casting) {
-  check_rms_norm(x, residual, weight, eps, casting);
+                                                         double offset, c10::string_view upcast) {
+  check_rms_norm(x, residual, weight, eps, upcast);
   const auto rows = x.sym_sizes().slice(0, x.dim() - 1);
   return {at::empty_symint(x.sym_sizes(), x.options()),
           residual.has_value() ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
@@ -75,27 +75,27 @@ std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor& grad, const Opti
 // Implement rms_norm and add_rms_norm if no gradient is needed. They call rms_norm_forward and drop results
 // that only backward needs.
 Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                          c10::string_view casting) {
-  return std::get<0>(norm::call_rms_norm_forward(x, std::nullopt, weight, eps, offset, casting));
+                          c10::string_view upcast) {
+  return std::get<0>(norm::call_rms_norm_forward(x, std::nullopt, weight, eps, offset, upcast));
 }
 std::tuple<Tensor, Tensor> add_rms_norm_composite(const Tensor& x, const Tensor& residual,
                                                   const OptionalTensor& weight, double eps, double offset,
-                                                  c10::string_view casting) {
-  const auto result = norm::call_rms_norm_forward(x, residual, weight, eps, offset, casting);
+                                                  c10::string_view upcast) {
+  const auto result = norm::call_rms_norm_forward(x, residual, weight, eps, offset, upcast);
   return {std::get<0>(result), std::get<1>(result)};
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("rms_norm_forward", rms_norm_forward<Backend::kCpu>);
-  m.impl("rms_norm_backward", rms_norm_backward<Backend::kCpu>);
+  m.impl("_rms_norm_forward", rms_norm_forward<Backend::kCpu>);
+  m.impl("_rms_norm_backward", rms_norm_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("rms_norm_forward", rms_norm_forward<Backend::kCuda>);
-  m.impl("rms_norm_backward", rms_norm_backward<Backend::kCuda>);
+  m.impl("_rms_norm_forward", rms_norm_forward<Backend::kCuda>);
+  m.impl("_rms_norm_backward", rms_norm_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("rms_norm_forward", rms_norm_forward_meta);
-  m.impl("rms_norm_backward", rms_norm_backward_meta);
+  m.impl("_rms_norm_forward", rms_norm_forward_meta);
+  m.impl("_rms_norm_backward", rms_norm_backward_meta);
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   m.impl("rms_norm", rms_norm_composite);
@@ -107,9 +107,9 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
 std::tuple<Tensor, Tensor, Tensor> norm::call_rms_norm_forward(const Tensor& x,
                                                                const OptionalTensor& residual,
                                                                const OptionalTensor& weight, double eps,
-                                                               double offset, c10::string_view casting) {
-  static auto op = find<decltype(rms_norm_forward_meta)>("shoestring::rms_norm_forward");
-  return op.call(x, residual, weight, eps, offset, casting);
+                                                               double offset, c10::string_view upcast) {
+  static auto op = find<decltype(rms_norm_forward_meta)>("shoestring::_rms_norm_forward");
+  return op.call(x, residual, weight, eps, offset, upcast);
 }
 
 }  // namespace shoestring::layers
@@ -119,15 +119,15 @@ namespace shoestring {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, const RmsNormOptions& options) {
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, const RMSNormOptions& options) {
   static auto op = find<decltype(layers::rms_norm_composite)>("shoestring::rms_norm");
-  return op.call(x, weight, options.eps(), options.offset(), options.casting());
+  return op.call(x, weight, options.eps(), options.offset(), options.upcast());
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-                                        const RmsNormOptions& options) {
+                                        const RMSNormOptions& options) {
   static auto op = find<decltype(layers::add_rms_norm_composite)>("shoestring::add_rms_norm");
-  return op.call(x, residual, weight, options.eps(), options.offset(), options.casting());
+  return op.call(x, residual, weight, options.eps(), options.offset(), options.upcast());
 }
 
 }  // namespace shoestring

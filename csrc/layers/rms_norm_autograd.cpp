@@ -19,9 +19,9 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, double eps, double offset,
-                               c10::string_view casting) {
+                               c10::string_view upcast) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const auto [y, sum, rstd] = norm::call_rms_norm_forward(x, residual, weight, eps, offset, casting);
+    const auto [y, sum, rstd] = norm::call_rms_norm_forward(x, residual, weight, eps, offset, upcast);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({residual.has_value() ? sum : x, weight.value_or(Tensor()), rstd});
     ctx->saved_data["offset"] = offset;
@@ -37,7 +37,7 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&,
                                                        const OptionalTensor&, const Tensor&, double, bool)>(
-          "shoestring::rms_norm_backward");
+          "shoestring::_rms_norm_backward");
       std::tie(grad_x, grad_weight) =
           op.call(upstream[0], as_optional(grad_x), saved[0], as_optional(saved[1]), saved[2],
                   ctx->saved_data["offset"].toDouble(), weight_grad);
@@ -49,24 +49,24 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
 };
 
 Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
-                         c10::string_view casting) {
+                         c10::string_view upcast) {
   if (needs_grad(x, weight.value_or(Tensor())))
-    return RmsNorm::apply(x, OptionalTensor(), weight, eps, offset, casting)[0];
+    return RmsNorm::apply(x, OptionalTensor(), weight, eps, offset, upcast)[0];
   at::AutoDispatchBelowADInplaceOrView below;
   static auto op = find<decltype(rms_norm_autograd)>("shoestring::rms_norm");
-  return op.call(x, weight, eps, offset, casting);
+  return op.call(x, weight, eps, offset, upcast);
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_autograd(const Tensor& x, const Tensor& residual,
                                                  const OptionalTensor& weight, double eps, double offset,
-                                                 c10::string_view casting) {
+                                                 c10::string_view upcast) {
   if (needs_grad(x, residual, weight.value_or(Tensor()))) {
-    const variable_list results = RmsNorm::apply(x, OptionalTensor(residual), weight, eps, offset, casting);
+    const variable_list results = RmsNorm::apply(x, OptionalTensor(residual), weight, eps, offset, upcast);
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowADInplaceOrView below;
   static auto op = find<decltype(add_rms_norm_autograd)>("shoestring::add_rms_norm");
-  return op.call(x, residual, weight, eps, offset, casting);
+  return op.call(x, residual, weight, eps, offset, upcast);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {

@@ -268,15 +268,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rope_backward_meta(
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("rope", run_rope<Backend::kCpu>);
-  m.impl("rope_backward", run_rope_backward<Backend::kCpu>);
+  m.impl("_rope_backward", run_rope_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
   m.impl("rope", run_rope<Backend::kCuda>);
-  m.impl("rope_backward", run_rope_backward<Backend::kCuda>);
+  m.impl("_rope_backward", run_rope_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("rope", rope_meta);
-  m.impl("rope_backward", rope_backward_meta);
+  m.impl("_rope_backward", rope_backward_meta);
 }
 
 }  // namespace

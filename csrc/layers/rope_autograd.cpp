@@ -53,7 +53,7 @@ class Rope : public torch::autograd::Function<Rope> {
     Tensor to_q, to_k, to_q_weight, to_k_weight;
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      static auto op = find<RopeBackwardSignature>("shoestring::rope_backward");
+      static auto op = find<RopeBackwardSignature>("shoestring::_rope_backward");
       std::tie(to_q, to_k, to_q_weight, to_k_weight) = op.call(
           upstream[0], upstream[1], as_optional(saved[0]), as_optional(saved[1]), saved[2], saved[3],
           ctx->saved_data["rotary_dim"].toOptional<int64_t>(), ctx->saved_data["interleaved"].toBool(),

@@ -9,32 +9,32 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def("seeded_dropout(Tensor x, Tensor seed, float p) -> Tensor");
   // swiglu returns silu(gate) * up, and swiglu_backward returns the gradients of gate and up.
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
-  m.def("swiglu_backward(Tensor grad_output, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  m.def("_swiglu_backward(Tensor grad_output, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   // geglu returns gelu(gate) * up, and geglu_backward returns the gradients of gate and up. approximate:
   // 'tanh' or 'none', as in torch.nn.functional.gelu.
-  m.def("geglu(Tensor gate, Tensor up, str approximate='tanh') -> Tensor");
-  m.def("geglu_backward(Tensor grad_output, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
+  m.def("geglu(Tensor gate, Tensor up, str approximate='none') -> Tensor");
+  m.def("_geglu_backward(Tensor grad_output, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
   // rms_norm returns y = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension. add_rms_norm
   // normalises x + residual and also returns this sum. weight: (features), of any floating-point dtype.
-  // casting: the values that are rounded to a 16-bit dtype before the multiplication by the weight. 'llama':
+  // upcast: the values that are rounded to a 16-bit dtype before the multiplication by the weight. 'llama':
   // the normalised x. 'gemma': none. 'none': the reciprocal root, the normalised x and the weight.
   m.def(R"(rms_norm(Tensor x, Tensor? weight=None, *, float eps, float offset=0.,
-      str casting='llama') -> Tensor)");
+      str upcast='llama') -> Tensor)");
   m.def(R"(add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, float eps, float offset=0.,
-      str casting='llama') -> (Tensor y, Tensor sum))");
+      str upcast='llama') -> (Tensor y, Tensor sum))");
   // rms_norm_forward and rms_norm_backward compute rms_norm and add_rms_norm and their gradients. sum is x +
   // residual; it is empty without a residual. rstd has one value per row, fp64 for fp64, else fp32. grad_sum,
   // the gradient of sum, is added to grad_x. grad_weight is empty if it is not wanted.
-  m.def(R"(rms_norm_forward(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset,
-      str casting) -> (Tensor y, Tensor sum, Tensor rstd))");
-  m.def(R"(rms_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd,
+  m.def(R"(_rms_norm_forward(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset,
+      str upcast) -> (Tensor y, Tensor sum, Tensor rstd))");
+  m.def(R"(_rms_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd,
       float offset, bool weight_grad) -> (Tensor grad_x, Tensor grad_weight))");
   // layer_norm returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
   // layer_norm_forward and layer_norm_backward compute it and its gradients.
   m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor");
-  m.def(R"(layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y,
+  m.def(R"(_layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y,
       Tensor mean, Tensor rstd))");
-  m.def(R"(layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,
+  m.def(R"(_layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,
       Tensor rstd, bool weight_grad, bool bias_grad) -> (Tensor grad_x, Tensor grad_weight,
       Tensor grad_bias))");
   // Applies the rotary position embedding to q and k: (batch, heads, tokens, head_dim) or (tokens, heads,
@@ -50,7 +50,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       float eps=1e-06, float offset=0.) -> (Tensor, Tensor))");
   // Computes the gradients of rope. q and k must be given if there are weights. The gradients of q_weight and
   // k_weight are empty if weight_grad is false.
-  m.def(R"(rope_backward(Tensor grad_q, Tensor grad_k, Tensor? q, Tensor? k, Tensor cos, Tensor sin,
+  m.def(R"(_rope_backward(Tensor grad_q, Tensor grad_k, Tensor? q, Tensor? k, Tensor cos, Tensor sin,
       int? rotary_dim, bool interleaved, Tensor? position_ids, Tensor? q_weight, Tensor? k_weight,
       float eps, float offset, bool weight_grad) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight,
       Tensor grad_k_weight))");

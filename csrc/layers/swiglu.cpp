@@ -28,7 +28,7 @@ Tensor run_swiglu(const Tensor& gate, const Tensor& up) {
 
 template <Backend backend>
 std::tuple<Tensor, Tensor> run_swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
-  gated::check_backward("swiglu_backward", grad, gate, up);
+  gated::check_backward("_swiglu_backward", grad, gate, up);
   const c10::OptionalDeviceGuard guard(up.device());
   auto [by_gate, by_up, product] = swiglu_backward(backend, grad, gate, up, false);
   return {by_gate, by_up};
@@ -44,15 +44,15 @@ std::tuple<Tensor, Tensor> swiglu_backward_meta(const Tensor& grad, const Tensor
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("swiglu", run_swiglu<Backend::kCpu>);
-  m.impl("swiglu_backward", run_swiglu_backward<Backend::kCpu>);
+  m.impl("_swiglu_backward", run_swiglu_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
   m.impl("swiglu", run_swiglu<Backend::kCuda>);
-  m.impl("swiglu_backward", run_swiglu_backward<Backend::kCuda>);
+  m.impl("_swiglu_backward", run_swiglu_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("swiglu", swiglu_meta);
-  m.impl("swiglu_backward", swiglu_backward_meta);
+  m.impl("_swiglu_backward", swiglu_backward_meta);
 }
 
 }  // namespace

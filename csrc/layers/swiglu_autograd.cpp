@@ -30,7 +30,7 @@ class Swiglu : public torch::autograd::Function<Swiglu> {
     {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&)>(
-          "shoestring::swiglu_backward");
+          "shoestring::_swiglu_backward");
       gradients = op.call(grad_outputs[0], saved[0], saved[1]);
     }
     return once_differentiable("swiglu", {std::get<0>(gradients), std::get<1>(gradients)});

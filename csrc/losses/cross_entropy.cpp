@@ -110,7 +110,7 @@ CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::a
   const bool in_place = gradient == LogitsGradient::kInPlace;
   if (!in_place) arguments.emplace_back("gradient", gradient == LogitsGradient::kNew);
   const auto out = call_by_name(
-      in_place ? "shoestring::cross_entropy_rows_" : "shoestring::cross_entropy_rows", arguments);
+      in_place ? "shoestring::_cross_entropy_rows_" : "shoestring::_cross_entropy_rows", arguments);
   const auto result = [&](int i, bool wanted) { return wanted ? out[i].toTensor() : Tensor(); };
   return {{result(0, true), result(1, true), result(2, call.stats), result(3, call.stats)},
           result(4, gradient == LogitsGradient::kNew)};
@@ -155,8 +155,8 @@ void cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
-  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
+  m.impl("_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
+  m.impl("_cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   for (const char* name : {"cross_entropy", "cross_entropy_"}) {

@@ -83,10 +83,10 @@ RowsResult cross_entropy_rows_cpu(const CrossEntropyProblem& p) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("cross_entropy_rows",
+  m.impl("_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<&boxed_cross_entropy_rows<cross_entropy_rows_cpu>>());
-  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
-                                    &boxed_cross_entropy_rows_in_place<cross_entropy_rows_cpu>>());
+  m.impl("_cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
+                                     &boxed_cross_entropy_rows_in_place<cross_entropy_rows_cpu>>());
 }
 
 }  // namespace

@@ -57,10 +57,10 @@ RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("cross_entropy_rows",
+  m.impl("_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<&boxed_cross_entropy_rows<cross_entropy_rows_cuda>>());
-  m.impl("cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
-                                    &boxed_cross_entropy_rows_in_place<cross_entropy_rows_cuda>>());
+  m.impl("_cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
+                                     &boxed_cross_entropy_rows_in_place<cross_entropy_rows_cuda>>());
 }
 
 }  // namespace

@@ -48,7 +48,8 @@ Head::Head(const BoxedArguments& a, const std::string& prefix, const std::option
   nested = a.optional(name("nested").c_str());
   quant_type = a[name("quant_type").c_str()].toStringRef();
   block_size = a[name("block_size").c_str()].toInt();
-  if (a.has(name("low").c_str())) low = a.optional(name("low").c_str()), up = a.optional(name("up").c_str());
+  if (a.has(name("lora_hidden").c_str()))
+    lora_hidden = a.optional(name("lora_hidden").c_str()), lora_B = a.optional(name("lora_B").c_str());
   vocab = given ? *given : vocab_of(hidden, weight, absmax.has_value());
 }
 
@@ -81,15 +82,18 @@ void Head::check(const char* op) const {
                 "), received ", bias->sym_sizes());
     check_type("bias", *bias);
   }
-  TORCH_CHECK(low.has_value() == up.has_value(), op, ": low and up: expected both or neither");
-  if (!low) return;
-  TORCH_CHECK(low->dim() == hidden.dim() && low->sym_sizes().slice(0, low->dim() - 1) == tokens(),
-              argument("low"), ": expected shape (..., rank), tokens as in hidden, received ",
-              low->sym_sizes());
-  TORCH_CHECK(up->dim() == 2 && up->sym_size(0) == vocab && up->sym_size(1) == low->sym_size(-1),
-              argument("up"), ": expected shape (", vocab, ", ", low->sym_size(-1),
-              "), rank as in low, received ", up->sym_sizes());
-  for (const auto& [name, t] : {std::pair{"low", *low}, std::pair{"up", *up}}) {
+  TORCH_CHECK(lora_hidden.has_value() == lora_B.has_value(), op,
+              ": lora_hidden and lora_B: expected both or neither");
+  if (!lora_hidden) return;
+  TORCH_CHECK(lora_hidden->dim() == hidden.dim() &&
+                  lora_hidden->sym_sizes().slice(0, lora_hidden->dim() - 1) == tokens(),
+              argument("lora_hidden"), ": expected shape (..., rank), tokens as in hidden, received ",
+              lora_hidden->sym_sizes());
+  TORCH_CHECK(
+      lora_B->dim() == 2 && lora_B->sym_size(0) == vocab && lora_B->sym_size(1) == lora_hidden->sym_size(-1),
+      argument("lora_B"), ": expected shape (", vocab, ", ", lora_hidden->sym_size(-1),
+      "), rank as in lora_hidden, received ", lora_B->sym_sizes());
+  for (const auto& [name, t] : {std::pair{"lora_hidden", *lora_hidden}, std::pair{"lora_B", *lora_B}}) {
     TORCH_CHECK(is_supported_float(t.scalar_type()) && t.device() == hidden.device(), argument(name),
                 ": expected fp32, fp64, bf16 or fp16 on ", hidden.device(), ", received ", t.scalar_type(),
                 " on ", t.device());
@@ -113,7 +117,9 @@ void Head::append_to(NamedArguments& arguments) const {
                                      {prefix + "nested", nested},
                                      {prefix + "quant_type", quant_type},
                                      {prefix + "block_size", block_size}});
-  if (low) arguments.insert(arguments.end(), {{prefix + "low", matrix(low)}, {prefix + "up", up}});
+  if (lora_hidden)
+    arguments.insert(arguments.end(),
+                     {{prefix + "lora_hidden", matrix(lora_hidden)}, {prefix + "lora_B", lora_B}});
 }
 
 quantization::BaseWeight Head::base(Backend backend, const char* op, at::ScalarType product) const {

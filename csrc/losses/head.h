@@ -22,7 +22,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 /// The inputs of an output layer that can have a gradient. A Mask tells which of these gradients are
 /// requested.
-enum Input { kHidden, kWeight, kBias, kLow, kUp, kInputs };
+enum Input { kHidden, kWeight, kBias, kLoraHidden, kLoraB, kInputs };
 using Mask = std::array<bool, kInputs>;
 using Gradients = std::array<Tensor, kInputs>;  // one gradient per input; undefined if not requested
 
@@ -48,8 +48,8 @@ struct Head {
   OptionalTensor absmax, nested;  // block scales of a quantised weight, and scales of these scales
   std::string quant_type;
   int64_t block_size = 0;
-  OptionalTensor low, up;  // LoRA pair: shapes (..., rank) and (vocab, rank)
-  std::string prefix;      // prefix of the argument names, "" or "teacher_"
+  OptionalTensor lora_hidden, lora_B;  // LoRA pair: shapes (..., rank) and (vocab, rank)
+  std::string prefix;                  // prefix of the argument names, "" or "teacher_"
   c10::SymInt vocab;
 
   /// Returns the shape of hidden without its last dimension, the features.
@@ -59,13 +59,13 @@ struct Head {
   void check(const char* op) const;
   void check_mask(const char* op, const Mask& mask) const;
   /// Appends the head's tensors and options to the arguments of linear_cross_entropy_rows or
-  /// linear_distillation_rows. hidden and low are reshaped to (tokens, features) and (tokens, rank).
+  /// linear_distillation_rows. hidden and lora_hidden are reshaped to (tokens, features) and (tokens, rank).
   void append_to(NamedArguments& arguments) const;
   /// Returns the weight, dense or quantised, as a BaseWeight, which provides it in the dtype `product` for
   /// matrix products.
   quantization::BaseWeight base(Backend backend, const char* op, at::ScalarType product) const;
   /// Returns the inputs in the order of the enum Input. A gradient has the shape and the dtype of its input.
-  std::array<OptionalTensor, kInputs> inputs() const { return {hidden, weight, bias, low, up}; }
+  std::array<OptionalTensor, kInputs> inputs() const { return {hidden, weight, bias, lora_hidden, lora_B}; }
 };
 
 /// Returns the value of the argument `name`, which must be one of `arguments`.

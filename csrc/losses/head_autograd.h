@@ -52,7 +52,7 @@ NamedArguments saved_options(torch::autograd::AutogradContext* ctx, const char* 
 inline void save_head(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& saved,
                       const Head& head) {
   saved.insert(saved.end(), {head.hidden, head.weight});
-  for (const auto& t : {head.bias, head.absmax, head.nested, head.low, head.up})
+  for (const auto& t : {head.bias, head.absmax, head.nested, head.lora_hidden, head.lora_B})
     saved.push_back(t.value_or(at::Tensor()));
   ctx->saved_data[head.prefix + "quant_type"] = head.quant_type;
   ctx->saved_data[head.prefix + "block_size"] = head.block_size;
@@ -62,7 +62,8 @@ inline void saved_head(torch::autograd::AutogradContext* ctx, SavedTensors& save
                        const std::string& prefix = "") {
   head.prefix = prefix;
   head.hidden = saved.next(), head.weight = saved.next();
-  for (auto* t : {&head.bias, &head.absmax, &head.nested, &head.low, &head.up}) *t = saved.next_optional();
+  for (auto* t : {&head.bias, &head.absmax, &head.nested, &head.lora_hidden, &head.lora_B})
+    *t = saved.next_optional();
   head.quant_type = ctx->saved_data[prefix + "quant_type"].toStringRef();
   head.block_size = ctx->saved_data[prefix + "block_size"].toInt();
   head.vocab = ctx->saved_data[prefix + "vocab"].toSymInt();

@@ -25,15 +25,16 @@ void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::Operato
 
 LinearCrossEntropyCall::LinearCrossEntropyCall(const BoxedArguments& a, bool stats)
     : Head(a), TokenCall(kLinearCrossEntropyOp, a, hidden, vocab, stats),
-      weight_grad(a.optional("weight_grad")), grad_scale(a["grad_scale"].toOptional<double>()) {
+      weight_grad(a.optional("weight_grad")), upstream_grad(a["upstream_grad"].toOptional<double>()) {
   check(kLinearCrossEntropyOp);
   TORCH_CHECK(
-      !grad_scale || (weight_grad && std::isfinite(*grad_scale) && *grad_scale != 0), kLinearCrossEntropyOp,
-      ": grad_scale: expected None, or a finite number that is not 0 together with weight_grad, received ",
-      *grad_scale);
+      !upstream_grad || (weight_grad && std::isfinite(*upstream_grad) && *upstream_grad != 0),
+      kLinearCrossEntropyOp,
+      ": upstream_grad: expected None, or a finite number that is not 0 together with weight_grad, received ",
+      *upstream_grad);
   TORCH_CHECK(
-      !grad_scale || reduction != "none", kLinearCrossEntropyOp,
-      ": grad_scale: expected None with reduction='none', whose upstream gradients are not one number");
+      !upstream_grad || reduction != "none", kLinearCrossEntropyOp,
+      ": upstream_grad: expected None with reduction='none', whose upstream gradients are not one number");
   for (const char* name : kLinearCrossEntropyOptions) options.emplace_back(name, a[name]);
 }
 
@@ -51,7 +52,7 @@ LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall&
   for (int i = 0; i < 3; ++i) {
     if (upstream[i].defined()) arguments.emplace_back(factors[i], flat(call, upstream[i]));
   }
-  const auto out = call_by_name("shoestring::linear_cross_entropy_rows", arguments);
+  const auto out = call_by_name("shoestring::_linear_cross_entropy_rows", arguments);
   const auto shaped = [&](int i) { return out[i].toTensor().view_symint(call.target.sym_sizes()); };
   LinearCrossEntropyResult r{
       {shaped(0), shaped(1), call.stats ? shaped(2) : Tensor(), call.stats ? shaped(3) : Tensor()}, {}};
@@ -59,7 +60,8 @@ LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall&
     if (mask[i] && !(i == kWeight && call.weight_grad)) r.gradients[i] = out[4 + i].toTensor();
   }
   if (mask[kHidden]) r.gradients[kHidden] = r.gradients[kHidden].view_symint(call.hidden.sym_sizes());
-  if (mask[kLow]) r.gradients[kLow] = r.gradients[kLow].view_symint(call.low->sym_sizes());
+  if (mask[kLoraHidden])
+    r.gradients[kLoraHidden] = r.gradients[kLoraHidden].view_symint(call.lora_hidden->sym_sizes());
   return r;
 }
 
@@ -99,7 +101,7 @@ LinearCrossEntropyResult linear_cross_entropy_rows_meta(const LinearCrossEntropy
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("linear_cross_entropy_rows",
+  m.impl("_linear_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<
              &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_meta>>());
 }
@@ -128,14 +130,14 @@ torch::jit::Stack call_linear_cross_entropy(const char* op, const Tensor& hidden
                            {"token_weights", o.token_weights()},
                            {"shift", o.shift()},
                            {"hard_fraction", o.hard_fraction()},
-                           {"low", o.low()},
-                           {"up", o.up()},
+                           {"lora_hidden", o.lora_hidden()},
+                           {"lora_B", o.lora_B()},
                            {"absmax", o.absmax()},
                            {"nested", o.nested()},
                            {"quant_type", o.quant_type()},
                            {"block_size", o.block_size()},
                            {"weight_grad", o.weight_grad()},
-                           {"grad_scale", o.grad_scale()},
+                           {"upstream_grad", o.upstream_grad()},
                            {"workspace_mb", o.workspace_mb()}});
 }
 

@@ -54,7 +54,7 @@ struct LinearCrossEntropyCall : Head, TokenCall {
   LinearCrossEntropyCall(const BoxedArguments& arguments, bool stats);
 
   OptionalTensor weight_grad;
-  std::optional<double> grad_scale;
+  std::optional<double> upstream_grad;
 };
 
 /// Calls linear_cross_entropy_rows through the dispatcher. Returns the losses and statistics in target's

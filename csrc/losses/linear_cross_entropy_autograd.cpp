@@ -20,23 +20,23 @@ using torch::autograd::variable_list;
 // It is known only in backward, which computes the logits again.
 //
 // Forward must not add an unscaled gradient to weight_grad, because backward could not correct it. If
-// grad_scale gives the upstream gradient, forward adds the scaled gradient to weight_grad. Otherwise backward
-// computes the logits again and adds the gradient to weight_grad.
+// upstream_grad gives the upstream gradient, forward adds the scaled gradient to weight_grad. Otherwise
+// backward computes the logits again and adds the gradient to weight_grad.
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
-                               const OptionalTensor& bias, const OptionalTensor& low,
-                               const OptionalTensor& up, LinearCrossEntropyCall call) {
+                               const OptionalTensor& bias, const OptionalTensor& lora_hidden,
+                               const OptionalTensor& lora_B, LinearCrossEntropyCall call) {
     at::AutoDispatchBelowADInplaceOrView below;
     Mask mask = require_grad(call);
     mask[kWeight] |= call.weight_grad.has_value();
     const Reduction reduction(call);
     reduction.balance(call);
     const auto compute = compute_type(hidden);
-    const bool early = reduction.scalar && (!call.weight_grad || call.grad_scale);
+    const bool early = reduction.scalar && (!call.weight_grad || call.upstream_grad);
     Tensor factor = reduction.factor(compute);
     if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
-    const double known = call.grad_scale.value_or(1);
+    const double known = call.upstream_grad.value_or(1);
     LinearCrossEntropyResult r =
         linear_cross_entropy_rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
 
@@ -81,9 +81,9 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
       TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), kLinearCrossEntropyOp,
-                  ": grad_scale: expected an upstream gradient of the loss alone, received one of its "
+                  ": upstream_grad: expected an upstream gradient of the loss alone, received one of its "
                   "statistics; leave "
-                  "grad_scale out");
+                  "upstream_grad out");
       gradients = again(ctx, std::move(saved), upstream);
     }
     gradients = once_differentiable("linear_cross_entropy", std::move(gradients));
@@ -127,9 +127,9 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
     linear_cross_entropy_without_gradients<kStats>(op, stack);
     return;
   }
-  TORCH_CHECK(!adds || recorded || call.grad_scale, kLinearCrossEntropyOp,
+  TORCH_CHECK(!adds || recorded || call.upstream_grad, kLinearCrossEntropyOp,
               ": weight_grad: expected an input that requires a gradient, since backward adds to the buffer, "
-              "received none; pass grad_scale to add to it in forward");
+              "received none; pass upstream_grad to add to it in forward");
   {
     at::AutoDispatchBelowADInplaceOrView below;
     keep_hardest(call);
@@ -139,14 +139,15 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
   // therefore called without them and with reduction='none'. These operations also need each token's lse if
   // Reduction::share is defined, i.e. for a mean with class weights and z_loss.
   if (weighted) {
-    TORCH_CHECK(!call.grad_scale, kLinearCrossEntropyOp,
-                ": grad_scale: expected None with token_weights that require a gradient");
+    TORCH_CHECK(!call.upstream_grad, kLinearCrossEntropyOp,
+                ": upstream_grad: expected None with token_weights that require a gradient");
     reduction.emplace(call);
     call.token_weights.reset();
     call.reduction = "none";
     call.stats |= reduction->share.defined();
   }
-  variable_list out = LinearCrossEntropy::apply(call.hidden, call.weight, call.bias, call.low, call.up, call);
+  variable_list out =
+      LinearCrossEntropy::apply(call.hidden, call.weight, call.bias, call.lora_hidden, call.lora_B, call);
   if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
   if (!kStats) out.resize(1);
   torch::jit::drop(*stack, op.schema().arguments().size());

@@ -36,15 +36,15 @@ class LinearCrossEntropyOnCpu {
     };
     if (!p_.weight_grad) narrow(kWeight, p_.weight);
     if (p_.bias) narrow(kBias, *p_.bias);
-    if (p_.up) narrow(kUp, *p_.up);
+    if (p_.lora_B) narrow(kLoraB, *p_.lora_B);
     return out_;
   }
 
  private:
   void add_chunk(int64_t begin);
-  // Computes the logits z (tokens, vocab) = logit_scale * (x (tokens, features) weight^T + low up^T), where
-  // low and up are the LoRA pair.
-  void make_logits(const Tensor& x, const Tensor& low, Tensor& z) const;
+  // Computes the logits z (tokens, vocab) = logit_scale * (x (tokens, features) weight^T + lora_hidden
+  // lora_B^T), where lora_hidden and lora_B are the LoRA pair.
+  void make_logits(const Tensor& x, const Tensor& lora_hidden, Tensor& z) const;
   // Runs the row kernel on the logits z of a chunk, whose first token is number `begin` of the tokens that
   // are not ignored. It writes the losses and statistics to out_. The gradient of the logits is z times the
   // returned scales, (tokens, 1). If narrow_ is set, z itself becomes the complete gradient in bf16.
@@ -56,9 +56,9 @@ class LinearCrossEntropyOnCpu {
       cpu::linear_cross_entropy().mark_double(z, vocab, least, live);
     }
   }
-  void add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x, Tensor& low,
-                          const Tensor& index);
-  void add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& low,
+  void add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale, Tensor& x,
+                          Tensor& lora_hidden, const Tensor& index);
+  void add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x, const Tensor& lora_hidden,
                      const Tensor& index);
 
   static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
@@ -80,8 +80,8 @@ class LinearCrossEntropyOnCpu {
   const Factor<T> grad_loss_, grad_lse_, grad_entropy_;
   const int64_t features_, vocab_, count_;
   const bool gradient_;
-  double total_weight_ = 0;  // sum of the class weights
-  const Tensor low_, up_;    // LoRA pair in the compute dtype (fp32 or fp64), or undefined
+  double total_weight_ = 0;            // sum of the class weights
+  const Tensor lora_hidden_, lora_B_;  // LoRA pair in the compute dtype (fp32 or fp64), or undefined
   // The weight of the output layer. If the GEMM cannot read it directly, it is converted in panels that stay
   // in cache.
   const quantization::BaseWeight weight_;
@@ -107,8 +107,9 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
       target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()),
       grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
-      vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)), low_(computed(p_.low, 1)),
-      up_(computed(p_.up, 1)), weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
+      vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)),
+      lora_hidden_(computed(p_.lora_hidden, 1)), lora_B_(computed(p_.lora_B, 1)),
+      weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
   // On a CPU with bf16 instructions, the matrix products that compute gradients take bf16 operands. The
   // logits are always fp32.
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
@@ -143,8 +144,8 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
     if (!p_.weight_grad && !fresh_) grad_weight_.zero_();
   }
   if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_.dtype(at::kDouble));
-  if (p_.mask[kLow]) gradient(kLow) = like(*p_.low);
-  if (p_.mask[kUp]) gradient(kUp) = at::zeros({vocab_, up_.size(1)}, compute_);
+  if (p_.mask[kLoraHidden]) gradient(kLoraHidden) = like(*p_.lora_hidden);
+  if (p_.mask[kLoraB]) gradient(kLoraB) = at::zeros({vocab_, lora_B_.size(1)}, compute_);
 }
 
 template <class T>
@@ -153,26 +154,26 @@ void LinearCrossEntropyOnCpu<T>::add_chunk(int64_t begin) {
   Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
   Tensor gathered = p_.hidden.index_select(0, index);  // shape (tokens, features)
   Tensor z = logits_.narrow(0, 0, tokens);
-  Tensor low = low_.defined() ? low_.index_select(0, index) : Tensor();
-  make_logits(gathered, low, z);
+  Tensor lora_hidden = lora_hidden_.defined() ? lora_hidden_.index_select(0, index) : Tensor();
+  make_logits(gathered, lora_hidden, z);
   Tensor scale = reduce_rows(z, begin);
   if (!gradient_) return;
   Tensor x = narrow_ ? gathered : gathered.to(compute_);
   const Tensor live = live_.defined() ? live_.amax(0).nonzero().squeeze(1) : Tensor();
   if (live.defined() && live.size(0) < vocab_ / 2) {
-    add_live_gradients(z, live, scale, x, low, index);
+    add_live_gradients(z, live, scale, x, lora_hidden, index);
     return;
   }
   const auto scaled = [&](const Tensor& t) { return t.defined() && !narrow_ ? t * scale : t; };
-  add_gradients(z, scale, scaled(x), scaled(low), index);
+  add_gradients(z, scale, scaled(x), scaled(lora_hidden), index);
 }
 
 template <class T>
-void LinearCrossEntropyOnCpu<T>::make_logits(const Tensor& x, const Tensor& low, Tensor& z) const {
+void LinearCrossEntropyOnCpu<T>::make_logits(const Tensor& x, const Tensor& lora_hidden, Tensor& z) const {
   weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
     gemm::gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
   });
-  if (low.defined()) gemm::gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
+  if (lora_hidden.defined()) gemm::gemm(z, lora_hidden, lora_B_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
 }
 
 template <class T>
@@ -220,11 +221,11 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
 }
 
 // The gradient of the logits is diag(scale) z, where z is the result of the row kernel and scale has one
-// factor per token. W is the weight. The caller has already multiplied x and low by scale, so
+// factor per token. W is the weight. The caller has already multiplied x and lora_hidden by scale, so
 //   grad_hidden = diag(scale) (z W),  grad_weight += z^T x,  grad_bias += z^T scale.
 template <class T>
 void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& scale, const Tensor& x,
-                                               const Tensor& low, const Tensor& index) {
+                                               const Tensor& lora_hidden, const Tensor& index) {
   const auto put = [&](int i, Tensor& sum) {
     gradient(i).index_copy_(0, index, sum.mul_(scale).to(gradient(i).scalar_type()));
   };
@@ -235,14 +236,14 @@ void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& sc
     });
     put(kHidden, sum);
   }
-  if (p_.mask[kLow]) {
-    Tensor sum = at::empty({z.size(0), up_.size(1)}, compute_);
-    gemm::gemm(sum, z, up_);
-    put(kLow, sum);
+  if (p_.mask[kLoraHidden]) {
+    Tensor sum = at::empty({z.size(0), lora_B_.size(1)}, compute_);
+    gemm::gemm(sum, z, lora_B_);
+    put(kLoraHidden, sum);
   }
   if (p_.mask[kWeight])
     gemm::gemm_rounded(grad_weight_, z.t(), x, /*beta=*/std::exchange(fresh_, false) ? 0 : 1);
-  if (p_.mask[kUp]) gemm::gemm(gradient(kUp), z.t(), low, /*beta=*/1);
+  if (p_.mask[kLoraB]) gemm::gemm(gradient(kLoraB), z.t(), lora_hidden, /*beta=*/1);
   // The bias gradient sums 16 tokens at a time in the compute dtype, and adds these sums in fp64.
   for (int64_t i = 0; p_.mask[kBias] && i < z.size(0); i += 16) {
     const int64_t n = std::min<int64_t>(16, z.size(0) - i);
@@ -254,29 +255,30 @@ void LinearCrossEntropyOnCpu<T>::add_gradients(const Tensor& z, const Tensor& sc
 // Processes the weights of these classes in groups of a few MiB.
 template <class T>
 void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tensor& live, const Tensor& scale,
-                                                    Tensor& x, Tensor& low, const Tensor& index) {
+                                                    Tensor& x, Tensor& lora_hidden, const Tensor& index) {
   const auto sum = [&](int i, int64_t columns) {
     return p_.mask[i] ? at::zeros({z.size(0), columns}, compute_) : Tensor();
   };
-  Tensor grad = sum(kHidden, features_), grad_low = sum(kLow, low.defined() ? low.size(1) : 0);
+  Tensor grad = sum(kHidden, features_),
+         grad_lora_hidden = sum(kLoraHidden, lora_hidden.defined() ? lora_hidden.size(1) : 0);
   x.mul_(scale);
-  if (low.defined()) low.mul_(scale);
+  if (lora_hidden.defined()) lora_hidden.mul_(scale);
   const int64_t step = panel_of(features_);
   for (int64_t begin = 0; begin < live.size(0); begin += step) {
     const Tensor classes = live.narrow(0, begin, std::min(step, live.size(0) - begin));
     const Tensor some = z.index_select(1, classes);  // shape (tokens, classes)
     if (p_.mask[kHidden]) grad.addmm_(some, p_.weight.index_select(0, classes).to(type()));
-    if (p_.mask[kLow]) grad_low.addmm_(some, up_.index_select(0, classes));
+    if (p_.mask[kLoraHidden]) grad_lora_hidden.addmm_(some, lora_B_.index_select(0, classes));
     if (p_.mask[kWeight]) grad_weight_.index_add_(0, classes, at::mm(some.t(), x));
     if (p_.mask[kBias])
       gradient(kBias).index_add_(0, classes, at::mv(some.t(), scale.squeeze(1)).to(at::kDouble));
-    if (p_.mask[kUp]) gradient(kUp).index_add_(0, classes, at::mm(some.t(), low));
+    if (p_.mask[kLoraB]) gradient(kLoraB).index_add_(0, classes, at::mm(some.t(), lora_hidden));
   }
   const auto put = [&](int i, const Tensor& t) {
     if (t.defined()) gradient(i).index_copy_(0, index, (t * scale).to(gradient(i).scalar_type()));
   };
   put(kHidden, grad);
-  put(kLow, grad_low);
+  put(kLoraHidden, grad_lora_hidden);
 }
 
 LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyProblem& p) {
@@ -285,8 +287,9 @@ LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyP
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<
-                                          &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cpu>>());
+  m.impl("_linear_cross_entropy_rows",
+         torch::CppFunction::makeFromBoxedFunction<
+             &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cpu>>());
 }
 
 }  // namespace

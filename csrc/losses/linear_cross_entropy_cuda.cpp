@@ -91,7 +91,7 @@ LinearCrossEntropyResult linear_cross_entropy_rows_cuda(const LinearCrossEntropy
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_cross_entropy_rows",
+  m.impl("_linear_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<
              &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cuda>>());
 }

@@ -95,13 +95,14 @@ DistillationResult distillation_rows(const DistillationCall& call, const Tensor&
   arguments.insert(arguments.end(), {{"averaged", call.reduction == "mean"}, {"output_mask", list_of(mask)}});
   if (call.target) arguments.emplace_back("target", flat(call, *call.target));
   if (upstream.defined()) arguments.emplace_back("grad_loss", flat(call, upstream));
-  const auto out = call_by_name("shoestring::linear_distillation_rows", arguments);
+  const auto out = call_by_name("shoestring::_linear_distillation_rows", arguments);
   DistillationResult r{out[0].toTensor().view_symint(call.tokens()), {}};
   for (int i = 0; i < kInputs; ++i) {
     if (mask[i]) r.gradients[i] = out[1 + i].toTensor();
   }
   if (mask[kHidden]) r.gradients[kHidden] = r.gradients[kHidden].view_symint(call.hidden.sym_sizes());
-  if (mask[kLow]) r.gradients[kLow] = r.gradients[kLow].view_symint(call.low->sym_sizes());
+  if (mask[kLoraHidden])
+    r.gradients[kLoraHidden] = r.gradients[kLoraHidden].view_symint(call.lora_hidden->sym_sizes());
   return r;
 }
 
@@ -129,7 +130,7 @@ void distillation_without_gradients(const c10::OperatorHandle& op, torch::jit::S
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("linear_distillation_rows",
+  m.impl("_linear_distillation_rows",
          torch::CppFunction::makeFromBoxedFunction<&boxed_distillation_rows<distillation_rows_meta>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
@@ -157,8 +158,8 @@ Tensor linear_distillation(const Tensor& hidden, const Tensor& weight, const Ten
                                                           {"nested", o.nested()},
                                                           {"quant_type", o.quant_type()},
                                                           {"block_size", o.block_size()},
-                                                          {"low", o.low()},
-                                                          {"up", o.up()},
+                                                          {"lora_hidden", o.lora_hidden()},
+                                                          {"lora_B", o.lora_B()},
                                                           {"teacher_absmax", o.teacher_absmax()},
                                                           {"teacher_nested", o.teacher_nested()},
                                                           {"teacher_quant_type", o.teacher_quant_type()},

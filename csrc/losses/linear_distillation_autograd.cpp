@@ -20,8 +20,8 @@ using torch::autograd::variable_list;
 class LinearDistillation : public torch::autograd::Function<LinearDistillation> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
-                               const OptionalTensor& bias, const OptionalTensor& low,
-                               const OptionalTensor& up, const DistillationCall& call) {
+                               const OptionalTensor& bias, const OptionalTensor& lora_hidden,
+                               const OptionalTensor& lora_B, const DistillationCall& call) {
     at::AutoDispatchBelowADInplaceOrView below;
     const Mask mask = require_grad(call);
     const auto compute = compute_type(hidden);
@@ -88,7 +88,8 @@ void distillation_autograd(const c10::OperatorHandle& op, torch::jit::Stack* sta
     op.callBoxed(stack);
     return;
   }
-  variable_list out = LinearDistillation::apply(call.hidden, call.weight, call.bias, call.low, call.up, call);
+  variable_list out =
+      LinearDistillation::apply(call.hidden, call.weight, call.bias, call.lora_hidden, call.lora_B, call);
   torch::jit::drop(*stack, op.schema().arguments().size());
   torch::jit::push(*stack, std::move(out[0]));
 }

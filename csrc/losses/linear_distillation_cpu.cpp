@@ -36,7 +36,7 @@ class DistillationOnCpu {
   // at number `begin` of the tokens that are not ignored. The kernel writes the losses to out_. If gradients
   // are requested, z becomes the gradient of the student's logits before their division by the temperature.
   void reduce_rows(const Tensor& z, const Tensor& teacher, int64_t begin);
-  void add_gradients(const Tensor& z, const Tensor& x, const Tensor& low, const Tensor& index);
+  void add_gradients(const Tensor& z, const Tensor& x, const Tensor& lora_hidden, const Tensor& index);
 
   static at::ScalarType type() { return c10::CppTypeToScalarType<T>::value; }
   // Returns the rows of t whose numbers are in `index`, converted to the compute dtype (fp32 or fp64).
@@ -50,7 +50,7 @@ class DistillationOnCpu {
   const std::vector<int64_t> rows_;
   // bias in the compute dtype, divided by the temperature; undefined without a bias
   const Tensor bias_, teacher_bias_;
-  const Tensor up_;  // LoRA factor (vocab, rank) in the compute dtype; undefined without LoRA
+  const Tensor lora_B_;  // LoRA factor (vocab, rank) in the compute dtype; undefined without LoRA
   // The weights of student and teacher. If the GEMM cannot read a weight directly, it is converted in panels
   // that stay in cache.
   const quantization::BaseWeight weight_, teacher_weight_;
@@ -66,7 +66,8 @@ DistillationOnCpu<T>::DistillationOnCpu(const DistillationProblem& problem)
     : p_(problem), compute_(p_.hidden.options().dtype(type())),
       rows_(rows_that_count(kDistillationOp, p_.hidden.size(0), p_.target, p_.ignore_index)),
       bias_(divided(p_.bias)), teacher_bias_(divided(p_.teacher.bias)),
-      up_(p_.up ? p_.up->to(type()) : Tensor()), weight_(p_.base(Backend::kCpu, kDistillationOp, type())),
+      lora_B_(p_.lora_B ? p_.lora_B->to(type()) : Tensor()),
+      weight_(p_.base(Backend::kCpu, kDistillationOp, type())),
       teacher_weight_(p_.teacher.base(Backend::kCpu, kDistillationOp, type())), vocab_(p_.vocab.expect_int()),
       count_(rows_.size()) {
   const int64_t workspace = p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb;
@@ -82,15 +83,16 @@ DistillationOnCpu<T>::DistillationOnCpu(const DistillationProblem& problem)
   if (p_.mask[kHidden]) out_.gradients[kHidden] = at::zeros(p_.hidden.sizes(), p_.hidden.options());
   if (p_.mask[kWeight]) out_.gradients[kWeight] = at::zeros(p_.weight.sizes(), compute_);
   if (p_.mask[kBias]) out_.gradients[kBias] = at::zeros({vocab_}, compute_);
-  if (p_.mask[kLow]) out_.gradients[kLow] = at::zeros(p_.low->sizes(), p_.low->options());
-  if (p_.mask[kUp]) out_.gradients[kUp] = at::zeros(up_.sizes(), compute_);
+  if (p_.mask[kLoraHidden])
+    out_.gradients[kLoraHidden] = at::zeros(p_.lora_hidden->sizes(), p_.lora_hidden->options());
+  if (p_.mask[kLoraB]) out_.gradients[kLoraB] = at::zeros(lora_B_.sizes(), compute_);
 }
 
 template <class T>
 DistillationResult DistillationOnCpu<T>::operator()() {
   for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
   const auto inputs = p_.inputs();
-  for (int i : {kWeight, kBias, kUp}) {
+  for (int i : {kWeight, kBias, kLoraB}) {
     if (p_.mask[i]) out_.gradients[i] = out_.gradients[i].to(inputs[i]->scalar_type());
   }
   return out_;
@@ -101,12 +103,14 @@ void DistillationOnCpu<T>::add_chunk(int64_t begin) {
   const int64_t tokens = std::min(chunk_, count_ - begin);
   const Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
   const Tensor z = logits_.narrow(0, 0, tokens), teacher = teacher_.narrow(0, 0, tokens);
-  const Tensor x = rows_of(p_.hidden, index), low = p_.low ? rows_of(*p_.low, index) : Tensor();
+  const Tensor x = rows_of(p_.hidden, index),
+               lora_hidden = p_.lora_hidden ? rows_of(*p_.lora_hidden, index) : Tensor();
   make_logits(x, weight_, z);
-  if (low.defined()) gemm::gemm(z, low, up_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
+  if (lora_hidden.defined())
+    gemm::gemm(z, lora_hidden, lora_B_.t(), /*beta=*/1, /*alpha=*/1 / p_.temperature);
   make_logits(rows_of(p_.teacher.hidden, index), teacher_weight_, teacher);
   reduce_rows(z, teacher, begin);
-  if (p_.wants_gradient()) add_gradients(z, x, low, index);
+  if (p_.wants_gradient()) add_gradients(z, x, lora_hidden, index);
 }
 
 template <class T>
@@ -135,7 +139,7 @@ void DistillationOnCpu<T>::reduce_rows(const Tensor& z, const Tensor& teacher, i
 }
 
 template <class T>
-void DistillationOnCpu<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& low,
+void DistillationOnCpu<T>::add_gradients(const Tensor& z, const Tensor& x, const Tensor& lora_hidden,
                                          const Tensor& index) {
   if (p_.mask[kHidden]) {
     Tensor grad = at::empty({z.size(0), p_.hidden.size(1)}, compute_);
@@ -146,8 +150,9 @@ void DistillationOnCpu<T>::add_gradients(const Tensor& z, const Tensor& x, const
   }
   if (p_.mask[kWeight]) gemm::gemm(out_.gradients[kWeight], z.t(), x, /*beta=*/1);
   if (p_.mask[kBias]) out_.gradients[kBias].add_(z.sum(0));
-  if (p_.mask[kLow]) out_.gradients[kLow].index_copy_(0, index, at::mm(z, up_).to(p_.low->scalar_type()));
-  if (p_.mask[kUp]) gemm::gemm(out_.gradients[kUp], z.t(), low, /*beta=*/1);
+  if (p_.mask[kLoraHidden])
+    out_.gradients[kLoraHidden].index_copy_(0, index, at::mm(z, lora_B_).to(p_.lora_hidden->scalar_type()));
+  if (p_.mask[kLoraB]) gemm::gemm(out_.gradients[kLoraB], z.t(), lora_hidden, /*beta=*/1);
 }
 
 DistillationResult distillation_rows_cpu(const DistillationProblem& p) {
@@ -156,7 +161,7 @@ DistillationResult distillation_rows_cpu(const DistillationProblem& p) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("linear_distillation_rows",
+  m.impl("_linear_distillation_rows",
          torch::CppFunction::makeFromBoxedFunction<&boxed_distillation_rows<distillation_rows_cpu>>());
 }
 

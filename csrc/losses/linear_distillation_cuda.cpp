@@ -82,7 +82,7 @@ DistillationResult distillation_rows_cuda(const DistillationProblem& problem) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("linear_distillation_rows",
+  m.impl("_linear_distillation_rows",
          torch::CppFunction::makeFromBoxedFunction<&boxed_distillation_rows<distillation_rows_cuda>>());
 }
 

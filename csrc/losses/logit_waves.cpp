@@ -93,8 +93,8 @@ void LogitWaves::write_logits(const Tensor& z, const Tensor& x,
   });
 }
 
-void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeight& weight, const Tensor& up,
-                               Gradients& sums) const {
+void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeight& weight,
+                               const Tensor& lora_B, Gradients& sums) const {
   const Tensor &grad = chunk.grad, &x = chunk.x;
   const int64_t begin = chunk.begin;
   const double scale = scale_ * options_.logit_scale;
@@ -111,20 +111,22 @@ void LogitWaves::add_gradients(const Chunk& chunk, const quantization::BaseWeigh
   const double beta = begin == 0 && !options_.weight_grad && !live_.defined() ? 0 : 1;
   if (mask_[kWeight]) gemm::gemm(sums[kWeight], grad.t(), x, beta, scale);
   if (mask_[kBias]) sums[kBias].add_(grad.sum(0, /*keepdim=*/false, compute_type(x)), scale);
-  if (mask_[kLow]) gemm::gemm(sums[kLow].narrow(0, begin, grad.size(0)), grad, up, /*beta=*/0, scale);
-  if (mask_[kUp]) gemm::gemm(sums[kUp], grad.t(), chunk.low, /*beta=*/1, scale);
+  if (mask_[kLoraHidden])
+    gemm::gemm(sums[kLoraHidden].narrow(0, begin, grad.size(0)), grad, lora_B, /*beta=*/0, scale);
+  if (mask_[kLoraB]) gemm::gemm(sums[kLoraB], grad.t(), chunk.lora_hidden, /*beta=*/1, scale);
 }
 
 // Computes the same gradients as add_gradients(), but only for the given classes. Processes the weights of
 // these classes in groups of 64 MiB, since there can still be many classes.
-void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, const Tensor& up,
+void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, const Tensor& lora_B,
                                     Gradients& sums) const {
-  const Tensor &x = chunk.x, &low = chunk.low;
+  const Tensor &x = chunk.x, &lora_hidden = chunk.lora_hidden;
   const double scale = scale_ * options_.logit_scale;
   const auto sum = [&](int i, int64_t columns) {
     return mask_[i] ? at::zeros({x.size(0), columns}, compute()) : Tensor();
   };
-  const Tensor hidden = sum(kHidden, x.size(1)), of_low = sum(kLow, low.defined() ? low.size(1) : 0);
+  const Tensor hidden = sum(kHidden, x.size(1)),
+               of_lora_hidden = sum(kLoraHidden, lora_hidden.defined() ? lora_hidden.size(1) : 0);
   const int64_t row = std::max<int64_t>(1, x.size(1) * static_cast<int64_t>(x.itemsize()));
   const int64_t step = std::max<int64_t>(128, (int64_t{64} << 20) / row);
   for (int64_t first = 0; first < classes.size(0); first += step) {
@@ -136,22 +138,23 @@ void LogitWaves::add_live_gradients(const Chunk& chunk, const Tensor& classes, c
       sums[i].index_add_(0, these, product.to(sums[i].scalar_type()));
     };
     if (mask_[kHidden]) gemm::gemm(hidden, grad, head_.weight.index_select(0, these), /*beta=*/1, scale);
-    if (mask_[kLow]) gemm::gemm(of_low, grad, up.index_select(0, these), /*beta=*/1, scale);
+    if (mask_[kLoraHidden])
+      gemm::gemm(of_lora_hidden, grad, lora_B.index_select(0, these), /*beta=*/1, scale);
     if (mask_[kWeight]) add(kWeight, x);
     if (mask_[kBias])
       sums[kBias].index_add_(0, these, grad.sum(0, /*keepdim=*/false, compute_type(x)), scale);
-    if (mask_[kUp]) add(kUp, low);
+    if (mask_[kLoraB]) add(kLoraB, lora_hidden);
   }
   if (mask_[kHidden]) sums[kHidden].narrow(0, chunk.begin, x.size(0)).copy_(hidden);
-  if (mask_[kLow]) sums[kLow].narrow(0, chunk.begin, x.size(0)).copy_(of_low);
+  if (mask_[kLoraHidden]) sums[kLoraHidden].narrow(0, chunk.begin, x.size(0)).copy_(of_lora_hidden);
 }
 
 Gradients LogitWaves::run(const StartRows& start_rows) const {
   const Tensor& hidden = head_.hidden;
   const auto dtype = hidden.scalar_type();
   const quantization::BaseWeight weight = head_.base(Backend::kCuda, op_, dtype);
-  const Tensor low_rows = head_.low ? head_.low->to(dtype) : Tensor(),
-               up = head_.up ? head_.up->to(dtype) : Tensor();
+  const Tensor lora_hidden_rows = head_.lora_hidden ? head_.lora_hidden->to(dtype) : Tensor(),
+               lora_B = head_.lora_B ? head_.lora_B->to(dtype) : Tensor();
   const bool gradient = any(mask_);
   const Tensor logits = buffer();
   Tensor grad_logits = gradient ? logits : Tensor();
@@ -169,37 +172,39 @@ Gradients LogitWaves::run(const StartRows& start_rows) const {
     gradients[kWeight] = options_.weight_grad ? *options_.weight_grad : start(head_.weight.sizes(), type);
   }
   if (mask_[kBias]) gradients[kBias] = at::zeros({vocab_}, compute());
-  if (mask_[kLow]) gradients[kLow] = at::empty({tokens(), low_rows.size(1)}, hidden.options());
-  if (mask_[kUp]) gradients[kUp] = at::zeros(up.sizes(), compute());
+  if (mask_[kLoraHidden])
+    gradients[kLoraHidden] = at::empty({tokens(), lora_hidden_rows.size(1)}, hidden.options());
+  if (mask_[kLoraB]) gradients[kLoraB] = at::zeros(lora_B.sizes(), compute());
 
   for (int64_t begin = 0; begin < tokens(); begin += chunk_) {
     const int64_t count = std::min(chunk_, tokens() - begin);
     const Tensor x = counted(hidden, begin, count),
-                 low = low_rows.defined() ? counted(low_rows, begin, count) : Tensor();
+                 lora_hidden =
+                     lora_hidden_rows.defined() ? counted(lora_hidden_rows, begin, count) : Tensor();
     if (live_.defined()) live_.zero_();
     for (int64_t first = 0; first < count; first += wave_) {
       const int64_t some = std::min(wave_, count - first);
       const Tensor z = logits.narrow(0, 0, some);
       write_logits(z, x.narrow(0, first, some), weight);
-      if (low.defined()) {
-        gemm::gemm(z.narrow(1, 0, vocab_), low.narrow(0, first, some), up.t(), /*beta=*/1,
+      if (lora_hidden.defined()) {
+        gemm::gemm(z.narrow(1, 0, vocab_), lora_hidden.narrow(0, first, some), lora_B.t(), /*beta=*/1,
                    options_.logit_scale);
       }
       start_rows(z, gradient ? grad_logits.narrow(0, first, some) : Tensor(), begin + first);
     }
     if (!gradient) continue;
-    const Chunk chunk{grad_logits.narrow(0, 0, count).narrow(1, 0, vocab_), x, low, begin};
+    const Chunk chunk{grad_logits.narrow(0, 0, count).narrow(1, 0, vocab_), x, lora_hidden, begin};
     // nonzero() waits for the GPU, and nothing else here does. The host must know how many classes are
     // marked, because this number is a size of the matrix products.
     const Tensor classes = live_.defined() ? live_.narrow(0, 0, vocab_).nonzero().squeeze(1) : Tensor();
     if (classes.defined() && classes.size(0) < vocab_ / 2) {
-      add_live_gradients(chunk, classes, up, gradients);
+      add_live_gradients(chunk, classes, lora_B, gradients);
     } else {
-      add_gradients(chunk, weight, up, gradients);
+      add_gradients(chunk, weight, lora_B, gradients);
     }
   }
   const auto inputs = head_.inputs();
-  for (int i : {kWeight, kBias, kLow, kUp}) {
+  for (int i : {kWeight, kBias, kLoraHidden, kLoraB}) {
     if (mask_[i] && !(i == kWeight && options_.weight_grad))
       gradients[i] = gradients[i].to(inputs[i]->scalar_type());
   }

@@ -72,13 +72,14 @@ class LogitWaves {
   bool narrow() const;
   void plan();
   struct Chunk {
-    // shapes: gradient of the logits (count, vocab), hidden (count, features), low (count, rank) or undefined
-    at::Tensor grad, x, low;
+    // shapes: gradient of the logits (count, vocab), hidden (count, features), lora_hidden (count, rank) or
+    // undefined
+    at::Tensor grad, x, lora_hidden;
     int64_t begin;
   };
-  void add_gradients(const Chunk& chunk, const quantization::BaseWeight& weight, const at::Tensor& up,
+  void add_gradients(const Chunk& chunk, const quantization::BaseWeight& weight, const at::Tensor& lora_B,
                      Gradients& sums) const;
-  void add_live_gradients(const Chunk& chunk, const at::Tensor& classes, const at::Tensor& up,
+  void add_live_gradients(const Chunk& chunk, const at::Tensor& classes, const at::Tensor& lora_B,
                           Gradients& sums) const;
 
   const char* op_;

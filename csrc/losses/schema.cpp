@@ -6,29 +6,31 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // linear_cross_entropy computes the cross-entropy of the logits logit_scale * (hidden W^T + low up^T +
-  // bias) against target. It processes a chunk of tokens at a time, and never has a (tokens, vocab) tensor.
+  // linear_cross_entropy computes the cross-entropy of the logits logit_scale * (hidden W^T + lora_hidden
+  // lora_B^T + bias) against target. It processes a chunk of tokens at a time, and never has a (tokens,
+  // vocab) tensor.
   //
-  // Shapes: hidden (..., features), target (...) int64, bias (vocab), low (..., rank), up (vocab, rank).
-  // weight is W (vocab, features) or, if absmax is given, the codes of a quantised W. The loss is fp32 for
-  // 16-bit inputs.
+  // Shapes: hidden (..., features), target (...) int64, bias (vocab), lora_hidden (..., rank), lora_B (vocab,
+  // rank). weight is W (vocab, features) or, if absmax is given, the codes of a quantised W. The loss is fp32
+  // for 16-bit inputs.
   //
   // If weight_grad, fp32 (vocab, features), is given, the gradient of the weight is added to it. This happens
-  // in backward; or in forward, if grad_scale gives the upstream gradient that backward is going to get.
+  // in backward; or in forward, if upstream_grad gives the upstream gradient that backward is going to get.
   const auto quantized = [](const std::string& of) {
     return "Tensor? " + of + "absmax=None, Tensor? " + of + "nested=None, str " + of +
            "quant_type='nf4', int " + of + "block_size=64, ";
   };
-  const std::string layer = quantized("") + "Tensor? low=None, Tensor? up=None, ";
+  const std::string layer = quantized("") + "Tensor? lora_hidden=None, Tensor? lora_B=None, ";
   const std::string gradients =
-      "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_low, Tensor grad_up)";
+      "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_lora_hidden, Tensor "
+      "grad_lora_B)";
   const std::string rule = layer +
                            "Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., "
                            "float softcap=0., float logit_scale=1., float z_loss=0., float filter_eps=0., "
                            "Tensor(a!)? weight_grad=None, int workspace_mb=0";
   const std::string call = "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
                            ", str reduction='mean', Tensor? token_weights=None, bool shift=False, float "
-                           "hard_fraction=1., float? grad_scale=None)";
+                           "hard_fraction=1., float? upstream_grad=None)";
   m.def(("linear_cross_entropy" + call + " -> Tensor").c_str());
   // Like linear_cross_entropy, but also returns each token's loss, log-sum-exp, entropy and most likely
   // class. Loss, log-sum-exp and entropy are fp32 for 16-bit inputs.
@@ -36,17 +38,17 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
          " -> (Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)")
             .c_str());
   // Computes loss, log-sum-exp, entropy and argmax of each token, for linear_cross_entropy and
-  // linear_cross_entropy_with_stats. Shapes: hidden (tokens, features), target (tokens), low (tokens, rank).
-  // entropy and argmax are empty unless stats is set.
+  // linear_cross_entropy_with_stats. Shapes: hidden (tokens, features), target (tokens), lora_hidden (tokens,
+  // rank). entropy and argmax are empty unless stats is set.
   //
-  // output_mask (hidden, weight, bias, low, up) requests gradients of sum(grad_loss * loss + grad_lse * lse +
-  // grad_entropy * entropy). The upstream gradients grad_loss, grad_lse and grad_entropy have the shape () or
-  // (tokens). A gradient that is not requested is returned empty. So is the gradient of the weight if it was
-  // added to weight_grad.
+  // output_mask (hidden, weight, bias, lora_hidden, lora_B) requests gradients of sum(grad_loss * loss +
+  // grad_lse * lse + grad_entropy * entropy). The upstream gradients grad_loss, grad_lse and grad_entropy
+  // have the shape () or (tokens). A gradient that is not requested is returned empty. So is the gradient of
+  // the weight if it was added to weight_grad.
   //
   // averaged tells that the upstream gradients are about 1 / tokens. The 16-bit gradient of the logits is
   // then stored multiplied by about the number of tokens.
-  m.def(("linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " +
+  m.def(("_linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " +
          rule +
          ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool averaged=False, "
          "bool stats=False, bool[5] output_mask=[False, False, False, False, False]) -> (Tensor loss, Tensor "
@@ -55,8 +57,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
             .c_str());
   // Computes the part of a cross-entropy that belongs to one shard of the classes, whose first class is
   // first_class. Returns for each token, in target's shape, the log-sum-exp of its logits in this shard and
-  // the logit of its target. This logit is 0 if the target is in another shard. weight, bias and up belong to
-  // this shard's classes; target holds class indices of the whole vocabulary.
+  // the logit of its target. This logit is 0 if the target is in another shard. weight, bias and lora_B
+  // belong to this shard's classes; target holds class indices of the whole vocabulary.
   m.def(("linear_cross_entropy_shard(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int "
          "first_class, " +
          layer +
@@ -84,11 +86,11 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // tensor, if `gradient` is set. cross_entropy_rows_ writes it into the logits.
   const std::string each =
       ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool stats=False";
-  m.def(("cross_entropy_rows(Tensor logits, " + of_logits + each +
+  m.def(("_cross_entropy_rows(Tensor logits, " + of_logits + each +
          ", bool gradient=False) -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor "
          "grad_logits)")
             .c_str());
-  m.def(("cross_entropy_rows_(Tensor(a!) logits, " + of_logits + each +
+  m.def(("_cross_entropy_rows_(Tensor(a!) logits, " + of_logits + each +
          ") -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)")
             .c_str());
   // Computes for each token the divergence between two softmax distributions, a teacher's and a student's.
@@ -98,8 +100,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // - 'reverse_kl': KL(student || teacher);
   // - 'jsd': beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 - beta) student.
   // The student's layer has the same arguments as in linear_cross_entropy. The teacher's layer has its own
-  // number of features, no LoRA pair (low, up), and no gradient. Tokens whose target (...) int64 is
-  // ignore_index are ignored.
+  // number of features, no LoRA pair (lora_hidden, lora_B), and no gradient. Tokens whose target (...) int64
+  // is ignore_index are ignored.
   const std::string distilled =
       "(Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor? bias=None, "
       "Tensor? teacher_bias=None, *, " +
@@ -111,7 +113,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // output_mask requests gradients of sum(grad_loss * loss), where grad_loss has the shape () or (tokens). A
   // gradient that is not requested is returned empty. averaged tells that grad_loss is about 1 / tokens, as
   // in linear_cross_entropy_rows.
-  m.def(("linear_distillation_rows" + distilled +
+  m.def(("_linear_distillation_rows" + distilled +
          ", Tensor? grad_loss=None, bool averaged=False, bool[5] output_mask=[False, False, False, False, "
          "False]) -> (Tensor loss, " +
          gradients)

@@ -110,8 +110,8 @@ LinearCrossEntropyShard linear_cross_entropy_shard(const Tensor& hidden, const T
                                                               {"ignore_index", o.ignore_index()},
                                                               {"softcap", o.softcap()},
                                                               {"logit_scale", o.logit_scale()},
-                                                              {"low", o.low()},
-                                                              {"up", o.up()},
+                                                              {"lora_hidden", o.lora_hidden()},
+                                                              {"lora_B", o.lora_B()},
                                                               {"absmax", o.absmax()},
                                                               {"nested", o.nested()},
                                                               {"quant_type", o.quant_type()},
@@ -139,7 +139,7 @@ Tensor vocab_parallel_linear_cross_entropy(const Tensor& hidden, const Tensor& w
     if (count > 1) target.narrow(-1, 0, count - 1).copy_(given.narrow(-1, 1, count - 1));
   }
   auto local = shard;
-  if (shard.low()) local.low(losses::replicated(*shard.low(), all_reduce));
+  if (shard.lora_hidden()) local.lora_hidden(losses::replicated(*shard.lora_hidden(), all_reduce));
   const auto part = linear_cross_entropy_shard(losses::replicated(hidden, all_reduce), weight, target,
                                                first_class, bias, local);
 

@@ -135,8 +135,8 @@ void register_activation_store(torch::Library& library) {
   const auto reload = [](const c10::intrusive_ptr<StoredActivation>& activation) {
     return activation->reload();
   };
-  library.impl("store_activation", torch::dispatch(key, store));
-  library.impl("reload_activation", torch::dispatch(key, reload));
+  library.impl("_store_activation", torch::dispatch(key, store));
+  library.impl("_reload_activation", torch::dispatch(key, reload));
 }
 
 }  // namespace shoestring::offload

@@ -9,7 +9,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // returns it for backward. Python code uses torch.classes.shoestring.ActivationStore, C++ code
   // shoestring/offload_activations.h.
   shoestring::offload::register_activation_store(m);
-  m.def(R"(store_activation(__torch__.torch.classes.shoestring.ActivationStore store,
+  m.def(R"(_store_activation(__torch__.torch.classes.shoestring.ActivationStore store,
       Tensor x) -> __torch__.torch.classes.shoestring.StoredActivation)");
-  m.def("reload_activation(__torch__.torch.classes.shoestring.StoredActivation activation) -> Tensor");
+  m.def("_reload_activation(__torch__.torch.classes.shoestring.StoredActivation activation) -> Tensor");
 }

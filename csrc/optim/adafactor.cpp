@@ -70,7 +70,7 @@ void adafactor(const Call& call) {
     if (moments.empty()) {
       factor = factor / over;
     } else {
-      s.run("ema_", u, u, s.before,
+      s.run("_ema_", u, u, s.before,
             {s.moment("exp_avg", moments[0]), {{"beta", options.beta1}, {"clip_coef", over.reciprocal()}}});
     }
     s.apply(u, factor);

@@ -13,7 +13,7 @@ struct Apply {
   static kernels::ApplyOptions options(const Call& call) { return {call.options()}; }
 };
 
-const RegisteredRule<Apply> kApplyRegistered("apply_");
+const RegisteredRule<Apply> kApplyRegistered("_apply_");
 
 }  // namespace
 }  // namespace shoestring::optim::ops

@@ -17,9 +17,9 @@ std::string names(const std::map<std::string, Tensor>& tensors) {
 
 Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
   const bool large = param.numel() >= Access::min_quantize_size(options);
-  return {large ? Access::state(options) : "fp32",
-          Access::weights(options) == "remainder" && param.scalar_type() == at::kBFloat16, param.device(),
-          param.device()};
+  return {large ? Access::state_format(options) : "fp32",
+          Access::weight_rounding(options) == "remainder" && param.scalar_type() == at::kBFloat16,
+          param.device(), param.device()};
 }
 
 std::vector<Part> parts(const Rule& rule, const Kind& kind) {
@@ -194,7 +194,7 @@ void check_state(const Rule& rule, const ParamState& state, const Tensor& param,
   const auto same = [](const auto& a, const auto& b) { return a.first == b.first; };
   const auto& tensors = state.tensors();
   TORCH_CHECK(std::equal(expected.begin(), expected.end(), tensors.begin(), tensors.end(), same),
-              "shoestring::optim::", rule.name, ": state=\"", kind.state, "\": expected the entries ",
+              "shoestring::optim::", rule.name, ": state_format=\"", kind.state, "\": expected the entries ",
               names(expected), ", received ", names(tensors));
   const auto fits = [&](const std::string& name, at::ScalarType dtype, at::IntArrayRef shape) {
     const Tensor& t = tensors.at(name);

@@ -21,7 +21,7 @@
 namespace shoestring::optim::detail {
 
 inline constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};
-inline constexpr const char* kWeights[] = {"plain", "stochastic", "remainder"};
+inline constexpr const char* kRoundings[] = {"nearest", "stochastic", "remainder"};
 inline constexpr int64_t kBlock = kernels::kStateBlock;
 
 /// Properties that all parameters of an arena (flat tensors of optimizer state) share: state format, whether

@@ -201,7 +201,7 @@ void Core::step_values(size_t group, const Arena& arena, const std::vector<Tenso
                            {"clip_coef", number(clip_coef)},
                            {"found_inf", number(found_inf_)},
                            {"accumulated", some(accumulated)},
-                           {"stochastic_rounding", Access::weights(o) == "stochastic"},
+                           {"stochastic_rounding", Access::weight_rounding(o) == "stochastic"},
                            {"seed", Access::seed(o)},
                            {"numbers", arena.numbers}};
   if (arena.part) {
@@ -260,16 +260,16 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
     const Tensor& p = group.params()[i];
     const auto type = p.scalar_type();
     const std::string which = c10::str("params[", i, "]");
-    const bool half = type == at::kHalf && Access::weights(options) != "plain";
+    const bool half = type == at::kHalf && Access::weight_rounding(options) != "nearest";
     expect(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, name, which.c_str(),
            "fp32, bf16 or fp16", type);
     expect(p.dim() == 2 || !Access::rule(options).takes_matrices_alone, name, which.c_str(),
            "a matrix (use shoestring::optim::AdamW for parameters of other shapes)",
            c10::str("shape ", p.sizes()));
-    expect(
-        !half, name, which.c_str(),
-        "bf16 (or fp32, on which the option has no effect) with weights=\"" + Access::weights(options) + "\"",
-        type);
+    expect(!half, name, which.c_str(),
+           "bf16 (or fp32, on which the option has no effect) with weight_rounding=\"" +
+               Access::weight_rounding(options) + "\"",
+           type);
     expect(seen.insert(p.unsafeGetTensorImpl()).second, name, which.c_str(), "each parameter once",
            "a duplicate");
   }

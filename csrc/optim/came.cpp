@@ -61,7 +61,7 @@ void came(const Call& call) {
 
     const bool factored = s.param.dim() > 1;
     const Tensor m = factored ? s.empty() : u;
-    s.run("ema_", m, u, s.before, {s.moment("exp_avg", mean), {{"beta", o.beta1}}});
+    s.run("_ema_", m, u, s.before, {s.moment("exp_avg", mean), {{"beta", o.beta1}}});
     if (factored) {
       u = instability.advance(s, u.sub_(m).square_().add_(o.eps2), share3, kLeast);
       m.mul_(inverse_root(u));

@@ -77,7 +77,7 @@ void Share::advance(const Tensor& mean, const Tensor& fresh, const Tensor& weigh
 
 void Share::apply(const Tensor& update, const OptionalTensor& factor, const OptionalTensor& lr,
                   bool maximize) const {
-  run("apply_", param, update, step,
+  run("_apply_", param, update, step,
       {{{"lr", call["lr"]},
         {"lr_tensor", lr ? lr : call.lr_tensor},
         {"weight_decay", call["weight_decay"]},

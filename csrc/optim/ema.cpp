@@ -15,7 +15,7 @@ struct Ema {
   }
 };
 
-const RegisteredRule<Ema> kEmaRegistered("ema_");
+const RegisteredRule<Ema> kEmaRegistered("_ema_");
 
 }  // namespace
 }  // namespace shoestring::optim::ops

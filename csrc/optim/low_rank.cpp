@@ -62,8 +62,9 @@ void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o)
   const double decay = class_.weight_decay(*options);
   expect(!o.rank || decay == 0 || !class_.decay_is_a_penalty, "weight_decay",
          c10::str("0 with ", class_.name, ", where it is an L2 penalty (or no rank)"), c10::str(decay));
-  const std::string weights = class_.weights(*options);
-  expect(!o.rank || weights == "plain", "weights", "\"plain\" (or no rank)", "\"" + weights + "\"");
+  const std::string rounding = class_.weight_rounding(*options);
+  expect(!o.rank || rounding == "nearest", "weight_rounding", "\"nearest\" (or no rank)",
+         "\"" + rounding + "\"");
 
   Group added{o, {}, {}};
   // Index of the next parameter in the optimizer. It is hashed into the parameter's seed, so that no two

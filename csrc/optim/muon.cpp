@@ -73,7 +73,7 @@ void muon(const Call& call) {
   }
   for (const Share& s : shares(call, {momentum})) {
     Tensor x = s.empty();
-    s.run("ema_", x, s.grad, s.before,
+    s.run("_ema_", x, s.grad, s.before,
           {s.of_gradient(),
            s.moment("exp_avg", momentum),
            {{"beta", options.momentum}, {"nesterov", options.nesterov}}});

@@ -96,8 +96,8 @@ std::vector<Field> Access::fields(const LowMemoryOptions& options) {
   auto& o = const_cast<LowMemoryOptions&>(options);
   std::vector<Field> all{{"lr", &o.lr_, &kAtLeastZero},
                          {"maximize", &o.maximize_},
-                         {"state", &o.state_},
-                         {"weights", &o.weights_},
+                         {"state_format", &o.state_format_},
+                         {"weight_rounding", &o.weight_rounding_},
                          {"min_quantize_size", &o.min_quantize_size_, &kAtLeastZero},
                          {"seed", &o.seed_}};
   for (const Field& field : o.fields()) all.push_back(field);
@@ -109,8 +109,8 @@ void Access::check(const LowMemoryOptions& options) {
   for (const Field& field : fields(options)) {
     if (field.allowed != nullptr) check_numbers(rule, field);
   }
-  check_choice(rule, "state", kStates, options.state_);
-  check_choice(rule, "weights", kWeights, options.weights_);
+  check_choice(rule, "state_format", kStates, options.state_format_);
+  check_choice(rule, "weight_rounding", kRoundings, options.weight_rounding_);
   options.check();
 }
 
@@ -131,15 +131,8 @@ void LowMemoryOptions::serialize(torch::serialize::OutputArchive& archive) const
 }
 
 void LowMemoryOptions::serialize(torch::serialize::InputArchive& archive) {
-  // Archives of the first format do not have the options weights, min_quantize_size and seed.
-  weights_ = "plain";
-  min_quantize_size_ = seed_ = 0;
-  c10::IValue weights;
-  const bool first = !archive.try_read("weights", weights);
   for (const auto& field : detail::Access::fields(*this)) {
-    const std::string name = field.name;
-    if (first && (name == "weights" || name == "min_quantize_size" || name == "seed")) continue;
-    std::visit([&](auto* value) { detail::read_option(archive, name, *value); }, field.value);
+    std::visit([&](auto* value) { detail::read_option(archive, field.name, *value); }, field.value);
   }
 }
 

@@ -95,8 +95,8 @@ struct Access {
   static void assign(torch::optim::OptimizerOptions& to, const torch::optim::OptimizerOptions& from);
   static bool maximize(const LowMemoryOptions& o) { return o.maximize_; }
   static void check_step(const LowMemoryOptions& o) { o.check_step(); }
-  static const std::string& state(const LowMemoryOptions& o) { return o.state_; }
-  static const std::string& weights(const LowMemoryOptions& o) { return o.weights_; }
+  static const std::string& state_format(const LowMemoryOptions& o) { return o.state_format_; }
+  static const std::string& weight_rounding(const LowMemoryOptions& o) { return o.weight_rounding_; }
   static int64_t min_quantize_size(const LowMemoryOptions& o) { return o.min_quantize_size_; }
   static int64_t seed(const LowMemoryOptions& o) { return o.seed_; }
 

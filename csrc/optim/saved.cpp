@@ -80,9 +80,8 @@ void LowMemoryOptimizer::save(OutputArchive& archive) const {
 // LibTorch's archives identify parameters, and their state, by the addresses that the parameters had when
 // they were saved.
 void LowMemoryOptimizer::load(InputArchive& archive) {
-  c10::IValue version, optimizer("AdamW");  // early archives of AdamW do not contain the optimizer's name
-  archive.try_read("optimizer", optimizer);
-  const bool ours = archive.try_read("format_version", version);
+  c10::IValue version, optimizer;
+  const bool ours = archive.try_read("format_version", version) && archive.try_read("optimizer", optimizer);
   const char* name = core_->name();
   expect(ours && version.toInt() == kFormatVersion && optimizer.toStringRef() == name, name, "load",
          c10::str("an archive of this optimizer, format_version ", kFormatVersion),

@@ -84,7 +84,7 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
         const auto kept = some.values.find("weight_remainder");
         const Tensor remainder = kept == some.values.end() ? Tensor() : kept->second.to(device);
         if (remainder.defined()) arguments.emplace_back("weight_remainder", remainder);
-        call_by_name("shoestring::apply_", arguments);
+        call_by_name("shoestring::_apply_", arguments);
         if (remainder.defined() && !remainder.is_same(kept->second)) kept->second.copy_(remainder);
       };
       if (arena.offloaded == nullptr && arena.host == nullptr) {

@@ -61,7 +61,7 @@ Tensor run_quantized_linear_backward(const Tensor& grad_output, const Tensor& pa
                                      const OptionalTensor& nested, c10::SymInt in_features,
                                      c10::string_view quant_type, int64_t block_size) {
   const int64_t rows = grad_output.size(-1), columns = in_features.expect_int();
-  check_packed("quantized_linear_backward", packed, absmax, nested, rows * in_features, quant_type,
+  check_packed("_quantized_linear_backward", packed, absmax, nested, rows * in_features, quant_type,
                block_size, grad_output.device());
   const c10::OptionalDeviceGuard guard(grad_output.device());
   const gemm::Products products(backend, grad_output);
@@ -90,15 +90,15 @@ Tensor quantized_linear_backward_meta(const Tensor& grad_output, const Tensor&, 
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("quantized_linear", run_quantized_linear<Backend::kCpu>);
-  m.impl("quantized_linear_backward", run_quantized_linear_backward<Backend::kCpu>);
+  m.impl("_quantized_linear_backward", run_quantized_linear_backward<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
   m.impl("quantized_linear", run_quantized_linear<Backend::kCuda>);
-  m.impl("quantized_linear_backward", run_quantized_linear_backward<Backend::kCuda>);
+  m.impl("_quantized_linear_backward", run_quantized_linear_backward<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("quantized_linear", quantized_linear_meta);
-  m.impl("quantized_linear_backward", quantized_linear_backward_meta);
+  m.impl("_quantized_linear_backward", quantized_linear_backward_meta);
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ class QuantizedLinear : public torch::autograd::Function<QuantizedLinear> {
     {
       at::AutoDispatchBelowADInplaceOrView below;
       if (ctx->saved_data["by_x"].toBool()) {
-        static auto op = find<QuantizedLinearBackwardSignature>("shoestring::quantized_linear_backward");
+        static auto op = find<QuantizedLinearBackwardSignature>("shoestring::_quantized_linear_backward");
         gradients[0] = op.call(
             grad, saved[0], saved[1], as_optional(saved[2]), ctx->saved_data["in_features"].toSymInt(),
             ctx->saved_data["quant_type"].toStringView(), ctx->saved_data["block_size"].toInt());

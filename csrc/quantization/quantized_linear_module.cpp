@@ -24,7 +24,7 @@ void QuantizedLinearImpl::reset() {
   set_weight(dense);
   packed = register_buffer("packed", packed);
   absmax = register_buffer("absmax", absmax);
-  if (options.nested()) nested = register_buffer("nested", nested);
+  if (options.double_quant()) nested = register_buffer("nested", nested);
   if (options.bias()) {
     const double bound = 1 / std::sqrt(static_cast<double>(options.in_features()));
     bias = register_parameter("bias", torch::empty({options.out_features()}).uniform_(-bound, bound));
@@ -41,21 +41,22 @@ void QuantizedLinearImpl::set_weight(const Tensor& dense) {
   int64_t& block = options.quantize().block_size();
   dtype = dense.scalar_type();
   if (options.quantize().quant_type() == "int8") {
-    TORCH_CHECK((block == QuantizeOptions().block_size() || block == columns) && !options.nested(),
-                "QuantizedLinear: block_size and nested: expected the defaults with quant_type 'int8', whose "
-                "rows have one "
-                "fp32 scale each, received ",
-                block, " and ", options.nested());
+    TORCH_CHECK(
+        (block == QuantizeOptions().block_size() || block == columns) && !options.double_quant(),
+        "QuantizedLinear: block_size and double_quant: expected the defaults with quant_type 'int8', whose "
+        "rows have one "
+        "fp32 scale each, received ",
+        block, " and ", options.double_quant());
     block = columns;
     const auto [bytes, scales] = quantize_int8(dense);
     return take(bytes, scales, Tensor());
   }
-  TORCH_CHECK(
-      !options.nested() || options.quantize().quant_type() != "int4",
-      "QuantizedLinear: nested: expected false with quant_type 'int4', whose scales are bf16, received true");
+  TORCH_CHECK(!options.double_quant() || options.quantize().quant_type() != "int4",
+              "QuantizedLinear: double_quant: expected false with quant_type 'int4', whose scales are bf16, "
+              "received true");
   auto [bytes, scales] = quantize_4bit(dense, options.quantize());
   Tensor second;
-  if (options.nested()) std::tie(scales, second) = quantize_absmax(scales);
+  if (options.double_quant()) std::tie(scales, second) = quantize_absmax(scales);
   take(bytes, scales, second);
 }
 
@@ -68,9 +69,9 @@ void QuantizedLinearImpl::set_parts(const Tensor& bytes, const Tensor& scales, c
   // LibTorch cannot unregister a buffer. A layer with nested (double-quantised) scales has the buffer
   // `nested` and so cannot change to plain scales.
   TORCH_CHECK(
-      second.defined() || !options.nested(),
+      second.defined() || !options.double_quant(),
       "QuantizedLinear: set_parts: second: expected nested scales, as the layer has them, received none");
-  options.quantize(quantize).nested(second.defined());
+  options.quantize(quantize).double_quant(second.defined());
   take(bytes, scales, second);
 }
 
@@ -144,7 +145,7 @@ void QuantizedLinearImpl::pretty_print(std::ostream& stream) const {
   stream << "shoestring::nn::QuantizedLinear(in_features=" << options.in_features()
          << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false")
          << ", " << options.quantize().quant_type() << ", block_size=" << options.quantize().block_size()
-         << ", nested=" << (options.nested() ? "true" : "false") << ")";
+         << ", double_quant=" << (options.double_quant() ? "true" : "false") << ")";
 }
 
 }  // namespace shoestring::nn

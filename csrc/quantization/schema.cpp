@@ -44,6 +44,6 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // and bias receive gradients.
   m.def(R"(quantized_linear(Tensor x, Tensor packed, Tensor absmax, Tensor? nested=None,
       Tensor? bias=None, *, SymInt out_features, str quant_type='nf4', int block_size=64) -> Tensor)");
-  m.def(R"(quantized_linear_backward(Tensor grad_output, Tensor packed, Tensor absmax, Tensor? nested, *,
+  m.def(R"(_quantized_linear_backward(Tensor grad_output, Tensor packed, Tensor absmax, Tensor? nested, *,
       SymInt in_features, str quant_type, int block_size) -> Tensor)");
 }

@@ -11,10 +11,10 @@
 namespace shoestring::cuda {
 namespace {
 
-using kernels::Casting;
 using kernels::Norm;
 using kernels::NormBackward;
 using kernels::NormForward;
+using kernels::Upcast;
 
 // Budget: 64 registers, 256 bytes shared, no spills.
 template <class T, int N, Group kGroup>
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) forward(Norm norm, NormForw
     io.rstd[row] = rstd;
     if (norm.centred) io.mean[row] = mean;
   }
-  const bool narrow = norm.casting == Casting::kNone, cast = norm.casting != Casting::kGemma;
+  const bool narrow = norm.upcast == Upcast::kNone, cast = norm.upcast != Upcast::kGemma;
   const float scale = narrow ? to_float(rounded<T>(rstd)) : rstd;
   Threads::template sweep<N>(norm.features, [&](int j, int64_t i) {
     const auto v = Threads::kHeld ? held[j] : load<N>(x + i);

@@ -19,7 +19,7 @@ def report() -> str:
         (
             f"shoestring {build.version}, built by {build.compiler} for PyTorch {build.torch}",
             f"PyTorch    {torch.__version__}",
-            f"CPU        {torch.ops.shoestring.cpu_capability()} kernels, {torch.get_num_threads()} threads",
+            f"CPU        {torch.ops.shoestring._cpu_capability()} kernels, {torch.get_num_threads()} threads",
             f"CUDA       {cuda}; this PyTorch {'sees' if torch.cuda.is_available() else 'sees no'} GPU",
             f"CMake      {shoestring.cmake_prefix_path}",
         )

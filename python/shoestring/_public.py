@@ -11,16 +11,11 @@ cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
 from shoestring import lora, nn, optim  # noqa: E402
 from shoestring.checkpoint import (  # noqa: E402
-    CheckpointPlan,
     CheckpointReport,
-    PlanBlock,
-    PlanChoice,
     checkpoint,
     checkpoint_model,
-    checkpoint_plan,
     checkpoint_sequential,
     offload_activations,
-    simulate_checkpoint_plan,
     tag_activation,
     tiled,
     tiled_features,
@@ -60,18 +55,14 @@ from shoestring.ops import (  # noqa: E402
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
 
 __all__ = [
-    "CheckpointPlan",
     "CheckpointReport",
     "PatchReport",
-    "PlanBlock",
-    "PlanChoice",
     "QuantizedTensor",
     "add_rms_norm",
     "attention",
     "build",
     "checkpoint",
     "checkpoint_model",
-    "checkpoint_plan",
     "checkpoint_sequential",
     "cmake_prefix_path",
     "cross_entropy",
@@ -101,7 +92,6 @@ __all__ = [
     "rope",
     "save_quantized",
     "seeded_dropout",
-    "simulate_checkpoint_plan",
     "swiglu",
     "tag_activation",
     "tiled",

@@ -9,7 +9,7 @@ Add an adapter to a model, train the model, and save the adapter::
 
 from shoestring.adapters.apply import apply
 from shoestring.adapters.files import save_adapter
-from shoestring.adapters.groups import parameter_groups
+from shoestring.adapters.groups import loraplus_param_groups
 from shoestring.adapters.ia3 import IA3Linear
 from shoestring.adapters.initialize import initialize_eva
 from shoestring.adapters.linear import LoraLinear
@@ -42,8 +42,8 @@ __all__ = [
     "disable_adapter",
     "initialize_eva",
     "load_adapter",
+    "loraplus_param_groups",
     "merge",
-    "parameter_groups",
     "save_adapter",
     "set_adapter",
     "unmerge",

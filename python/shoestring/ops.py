@@ -12,7 +12,7 @@ from shoestring.attention.attention import AttentionResult, attention, attention
 from shoestring.gemm.addmm import addmm_, addmm_reference
 from shoestring.layers.geglu import geglu, geglu_reference
 from shoestring.layers.layer_norm import layer_norm, layer_norm_reference
-from shoestring.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from shoestring.layers.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from shoestring.layers.rope import rope, rope_reference
 from shoestring.layers.seeded_dropout import seeded_dropout, seeded_dropout_reference
 from shoestring.layers.swiglu import swiglu, swiglu_reference
@@ -35,9 +35,7 @@ from shoestring.losses.vocab_parallel import linear_cross_entropy_shard, vocab_p
 from shoestring.optim.adafactor import adafactor_, adafactor_reference
 from shoestring.optim.adamw import adamw_, adamw_reference
 from shoestring.optim.ademamix import ademamix_, ademamix_reference
-from shoestring.optim.apply import apply_, apply_reference
 from shoestring.optim.came import came_, came_reference
-from shoestring.optim.ema import ema_, ema_reference
 from shoestring.optim.foreach_norm import foreach_norm, foreach_norm_reference
 from shoestring.optim.lamb import lamb_, lamb_reference
 from shoestring.optim.lion import lion_, lion_reference
@@ -82,12 +80,11 @@ __all__ = [
     "adamw_",
     "adamw_reference",
     "add_rms_norm",
+    "add_rms_norm_reference",
     "addmm_",
     "addmm_reference",
     "ademamix_",
     "ademamix_reference",
-    "apply_",
-    "apply_reference",
     "attention",
     "attention_reference",
     "came_",
@@ -103,8 +100,6 @@ __all__ = [
     "dequantize_int8_reference",
     "dequantize_state_4bit",
     "dequantize_state_4bit_reference",
-    "ema_",
-    "ema_reference",
     "foreach_norm",
     "foreach_norm_reference",
     "geglu",

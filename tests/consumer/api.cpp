@@ -40,7 +40,7 @@ int main() {
         "install_autograd_engine() refuses after a backward pass");
 
   using shoestring::optim::AdamWOptions;
-  shoestring::optim::AdamW optimizer({weight}, AdamWOptions(0.5).weight_decay(0).state("bf16"));
+  shoestring::optim::AdamW optimizer({weight}, AdamWOptions(0.5).weight_decay(0).state_format("bf16"));
   const at::Tensor before = weight.detach().clone();
   optimizer.step();
   const double moved = (before - weight).abs().mean().item<double>();

@@ -34,10 +34,10 @@ namespace lora = shoestring::lora;
 namespace nn = shoestring::nn;
 
 struct Model : torch::nn::Module {
-  nn::Linear up{nullptr}, down{nullptr};
+  nn::AdaptableLinear up{nullptr}, down{nullptr};
   Model() {
-    up = register_module("up", nn::Linear(nn::LinearOptions(8, 16).bias(false)));
-    down = register_module("down", nn::Linear(nn::LinearOptions(16, 8).bias(false)));
+    up = register_module("up", nn::AdaptableLinear(nn::AdaptableLinearOptions(8, 16).bias(false)));
+    down = register_module("down", nn::AdaptableLinear(nn::AdaptableLinearOptions(16, 8).bias(false)));
   }
   void fill(double value) {
     const torch::NoGradGuard no_grad;
@@ -78,8 +78,8 @@ void save_shards(const std::string& folder, double value) {
 // file contains alpha. A mixture of old and new files therefore loads, unless the reader detects it.
 void save_adapter(const std::string& folder, double value) {
   Model model;
-  lora::apply(model, lora::LoraOptions().adapter(nn::AdapterOptions().rank(4).alpha(value == 1 ? 4 : 32)));
-  for (nn::Linear layer : {model.up, model.down}) {
+  lora::apply(model, lora::ApplyOptions().adapter(nn::LoraOptions().rank(4).alpha(value == 1 ? 4 : 32)));
+  for (nn::AdaptableLinear layer : {model.up, model.down}) {
     const torch::NoGradGuard no_grad;
     (*layer->adapters["default"])["lora_A"].fill_(0.5);
     (*layer->adapters["default"])["lora_B"].fill_(value);

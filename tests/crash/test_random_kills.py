@@ -30,7 +30,7 @@ SMALL = ["--layers", "2", "--hidden", "128", "--heads", "2", "--kv-heads", "2", 
          "--seq-len", "32", "--steps", "40", "--checkpoint-every", "1"]  # fmt: skip
 # Training runs in this test draw no picture for their report, because drawing takes longer than the training.
 NO_PICTURE = "from shoestring.training import report; report.draw_run = lambda run: b''"
-PROGRAMS = ("train", "finetune", "finetune --plain", "train_gpt")
+PROGRAMS = ("train", "finetune", "finetune --baseline", "train_gpt")
 
 
 @dataclass
@@ -74,7 +74,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "text.txt").write_text(text())
     succeed(
-        "train", "--data", folder / "text.txt", "--out", folder / "base", *TINY, "--steps", "1", "--plain"
+        "train", "--data", folder / "text.txt", "--out", folder / "base", *TINY, "--steps", "1", "--baseline"
     )
     return folder
 
@@ -97,8 +97,8 @@ def program(request: pytest.FixtureRequest, commands: Commands, inputs: Path) ->
             "--val-fraction",
             0.2,
         ]
-    if name == "finetune --plain":
-        arguments += ["--plain", "--quantize", "none"]
+    if name == "finetune --baseline":
+        arguments += ["--baseline", "--quantize", "none"]
     result = "model" if name == "train" else "adapter"
     return Program(
         lambda out, log: commands.start(*arguments, "--out", out, "--resume", log=log, code=NO_PICTURE),

@@ -45,8 +45,8 @@ using Mutator = std::function<std::string(const std::string&, Random&)>;
 
 struct Block : torch::nn::Module {
   Block() {
-    register_module("up_proj", nn::Linear(nn::LinearOptions(8, 64)));
-    register_module("down_proj", nn::Linear(nn::LinearOptions(64, 8).bias(false)));
+    register_module("up_proj", nn::AdaptableLinear(nn::AdaptableLinearOptions(8, 64)));
+    register_module("down_proj", nn::AdaptableLinear(nn::AdaptableLinearOptions(64, 8).bias(false)));
   }
 };
 
@@ -59,8 +59,8 @@ struct Model : torch::nn::Module {
 
 struct Pair : torch::nn::Module {
   Pair() {
-    register_module("up", nn::Linear(nn::LinearOptions(64, 8)));
-    register_module("down", nn::Linear(nn::LinearOptions(8, 64)));
+    register_module("up", nn::AdaptableLinear(nn::AdaptableLinearOptions(64, 8)));
+    register_module("down", nn::AdaptableLinear(nn::AdaptableLinearOptions(8, 64)));
   }
 };
 
@@ -83,8 +83,8 @@ void write(const std::string& path, const std::string& text) {
 
 void make_adapter(const std::string& folder, const std::string& kind) {
   Model model;
-  auto options = lora::LoraOptions().target_modules({"up_proj", "down_proj"});
-  if (kind == "lora") options.adapter(nn::AdapterOptions().rank(2)).modules_to_save({"head"}).bias("all");
+  auto options = lora::ApplyOptions().target_modules({"up_proj", "down_proj"});
+  if (kind == "lora") options.adapter(nn::LoraOptions().rank(2)).modules_to_save({"head"}).bias("all");
   if (kind == "vera") options.adapter(nn::VeraOptions().rank(4).save_projection(false));
   if (kind == "ia3") options.adapter(nn::IA3Options().feedforward_modules({"down_proj"}));
   lora::apply(model, options);
@@ -141,7 +141,8 @@ Reader model(const std::string& quantize) {
             shoestring::save_model(pair, folder);
             if (quantize == "dense") return;
             const bool nested = quantize == "nf4";
-            shoestring::load_model(pair, folder, shoestring::LoadOptions().quantize(quantize).nested(nested));
+            shoestring::load_model(pair, folder,
+                                   shoestring::LoadOptions().quantize(quantize).double_quant(nested));
             shoestring::save_model(pair, folder);
           },
           {{"model.safetensors", fuzz::mutate_safetensors}},

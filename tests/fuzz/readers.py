@@ -178,7 +178,7 @@ def _read_all(folder: Path) -> None:
 
 def _make_quantized(folder: Path) -> None:
     _make_sharded(folder)
-    model = load_quantized(folder, quant_type="nf4", nested=True)
+    model = load_quantized(folder, quant_type="nf4", double_quant=True)
     save_quantized(model, folder / "quantized")
     for file in folder.iterdir():
         if file.is_file():
@@ -253,7 +253,7 @@ def _load_checkpoint(folder: Path) -> None:
 def _make_run(folder: Path) -> None:
     memory = [{"name": "weights", "formula": "4 bytes x 2", "expected": 8, "measured": 9}]
     summary = {
-        "plain": False,
+        "baseline": False,
         "train_loss": 1.5,
         "val_loss": None,
         "tokens_per_second": 10.5,

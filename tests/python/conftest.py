@@ -86,11 +86,11 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param not in CAPABILITIES:
         yield request.param
         return
-    before = torch.ops.shoestring.cpu_capability()
-    if not torch.ops.shoestring.set_cpu_capability(request.param):
+    before = torch.ops.shoestring._cpu_capability()
+    if not torch.ops.shoestring._set_cpu_capability(request.param):
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
-    torch.ops.shoestring.set_cpu_capability(before)
+    torch.ops.shoestring._set_cpu_capability(before)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def attention(device: str) -> dict[str, tuple[Tensor, float]]:
         for name, dim, options in (
             ("plain", 64, {}),
             ("causal", 128, {"causal": True}),
-            ("window", 96, {"window": (9, 3)}),
+            ("window", 96, {"window_size": (9, 3)}),
             ("capped", 64, {"softcap": 4.0, "causal": True}),
             ("everything", 40, everything),
             ("packed", 64, {"cu_seqlens_q": starts, "causal": True}),

@@ -153,7 +153,7 @@ def optimizers(device: str) -> Results:
         f"{rule.name} {state} {weights} {name}": row
         for rule in (ADAMW, LION, SGD)
         for state in ("8bit", "4bit", "bf16", "fp32")
-        for weights in ("plain", "stochastic", "remainder")
+        for weights in ("nearest", "stochastic", "remainder")
         for name, row in second_step(device, rule, state, weights).items()
     }
 
@@ -329,7 +329,7 @@ def layers(device: str) -> Results:
             weight, bias = (uniform(features, seed=s).to(device, dtype) for s in (4, 5))
             leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
             results = {
-                "rms": shoestring.add_rms_norm(x, residual, weight, eps=1e-5, casting="gemma"),
+                "rms": shoestring.add_rms_norm(x, residual, weight, eps=1e-5, upcast="gemma"),
                 "layer": (shoestring.layer_norm(x, weight, bias, eps=1e-5),),
                 "geglu": (shoestring.geglu(x, residual), shoestring.geglu(x, residual, "none")),
             }

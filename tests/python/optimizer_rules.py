@@ -13,14 +13,10 @@ from shoestring.ops import (
     adamw_reference,
     ademamix_,
     ademamix_reference,
-    apply_,
-    apply_reference,
     came_,
     came_reference,
     dequantize_8bit,
     dequantize_state_4bit,
-    ema_,
-    ema_reference,
     lamb_,
     lamb_reference,
     lion_,
@@ -32,6 +28,8 @@ from shoestring.ops import (
     sgd_,
     sgd_reference,
 )
+from shoestring.optim.apply import apply_, apply_reference
+from shoestring.optim.ema import ema_, ema_reference
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
 
 STATE_BLOCK = 256

@@ -18,13 +18,17 @@
 
 namespace shoestring::lora {
 
-struct LoraOptions {
-  /// Kind and options of the adapter: nn::AdapterOptions (LoRA), nn::IA3Options or nn::VeraOptions.
-  TORCH_ARG(nn::AnyAdapterOptions, adapter) = nn::AdapterOptions();
+using nn::IA3Options;
+using nn::LoraOptions;
+using nn::VeraOptions;
+
+struct ApplyOptions {
+  /// Kind and options of the adapter: LoraOptions, IA3Options or VeraOptions.
+  TORCH_ARG(nn::AnyAdapterOptions, adapter) = LoraOptions();
   /// Name of the new adapter. After apply it is the only adapter in use; set_adapter selects other adapters.
   TORCH_ARG(std::string, adapter_name) = "default";
   /// Layers that get an adapter: full names, or name endings that start after a dot (PEFT's rule). An empty
-  /// list selects every shoestring::nn::Linear.
+  /// list selects every shoestring::nn::AdaptableLinear.
   TORCH_ARG(std::vector<std::string>, target_modules) = {};
   /// Names of modules of any class that are trained in full. apply makes a trained copy of each one. These
   /// modules get no adapter and stay dense. Setting an adapter puts its copy into the module's own tensors.
@@ -35,19 +39,19 @@ struct LoraOptions {
   /// Disabling the adapter does not restore them.
   TORCH_ARG(std::string, bias) = "none";
   /// Quantisation format: "none", "nf4", "fp4", "int4" or "int8". apply quantises the weight of every
-  /// shoestring::nn::Linear to this format, with or without an adapter.
+  /// shoestring::nn::AdaptableLinear to this format, with or without an adapter.
   TORCH_ARG(std::string, quantize) = "none";
   /// For 4-bit weights: the number of elements that share a scale (block_size), and whether the scales of nf4
-  /// and fp4 are quantised to 8 bits, too (nested).
+  /// and fp4 are quantised to 8 bits, too (double_quant).
   TORCH_ARG(int64_t, block_size) = 64;
-  TORCH_ARG(bool, nested) = false;
+  TORCH_ARG(bool, double_quant) = false;
 };
 
 /// Freezes the module's parameters and adds trainable adapters to its shoestring::nn layers, in place. A
 /// second call adds another adapter. Declare a layer that must stay unchanged, such as an output head, as
 /// torch::nn::Linear. Returns the names of the layers that got the adapter. With the same seed, the initial
 /// values equal those of Python's shoestring.lora and of PEFT.
-SHOESTRING_API std::vector<std::string> apply(torch::nn::Module& module, const LoraOptions& options = {});
+SHOESTRING_API std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& options = {});
 
 // ---- Several adapters
 
@@ -86,12 +90,12 @@ class SHOESTRING_API AdaptersPerRowGuard {
   AdaptersPerRowGuard& operator=(const AdaptersPerRowGuard&) = delete;
 
  private:
-  std::vector<nn::AdaptedLayer*> layers_;
+  std::vector<nn::AdaptableLayer*> layers_;
 };
 
 // ---- Training
 
-struct GroupOptions {
+struct LoraPlusOptions {
   /// Learning rate of lora_B and of all vectors, divided by the learning rate of lora_A. At least 1.
   TORCH_ARG(double, lr_ratio) = 16;
   /// Learning rate of embeddings and of the adapters on embeddings.
@@ -108,21 +112,22 @@ struct ParameterGroup {
 /// Groups the parameters that require a gradient by learning rate, as in LoRA+ (arXiv 2402.12354). `lr` is
 /// the rate of lora_A and of other matrices. Raises ValueError if lr_ratio is below 1 or if the module has no
 /// trainable parameter.
-SHOESTRING_API std::vector<ParameterGroup> parameter_groups(const torch::nn::Module& module, double lr,
-                                                            const GroupOptions& options = {});
+SHOESTRING_API std::vector<ParameterGroup> loraplus_param_groups(const torch::nn::Module& module, double lr,
+                                                                 const LoraPlusOptions& options = {});
 
 /// Groups the parameters that require a gradient as in LoRA+, into parameter groups for an optimizer of
 /// LibTorch or of shoestring. Each group copies `defaults` and sets its own lr. Groups of vectors set
 /// weight_decay to 0.
 ///
 ///     shoestring::optim::AdamWOptions defaults(2e-4);
-///     shoestring::optim::AdamW optimizer(shoestring::lora::parameter_groups(*model, defaults), defaults);
+///     shoestring::optim::AdamW optimizer(shoestring::lora::loraplus_param_groups(*model, defaults),
+///     defaults);
 template <std::derived_from<torch::optim::OptimizerOptions> Options>
-std::vector<torch::optim::OptimizerParamGroup> parameter_groups(const torch::nn::Module& module,
-                                                                const Options& defaults,
-                                                                const GroupOptions& options = {}) {
+std::vector<torch::optim::OptimizerParamGroup> loraplus_param_groups(const torch::nn::Module& module,
+                                                                     const Options& defaults,
+                                                                     const LoraPlusOptions& options = {}) {
   std::vector<torch::optim::OptimizerParamGroup> groups;
-  for (auto& group : parameter_groups(module, defaults.lr(), options)) {
+  for (auto& group : loraplus_param_groups(module, defaults.lr(), options)) {
     auto own = std::make_unique<Options>(defaults);
     own->lr(group.lr);
     if (!group.weight_decay) own->weight_decay(0);

@@ -14,13 +14,13 @@
 namespace shoestring {
 
 struct LoadOptions {
-  /// The format to which load_model quantises the weights of shoestring::nn::Linear layers: "none", "nf4",
-  /// "fp4", "int4" or "int8". Weights that bitsandbytes has already quantised in the file are loaded
+  /// The format to which load_model quantises the weights of shoestring::nn::AdaptableLinear layers: "none",
+  /// "nf4", "fp4", "int4" or "int8". Weights that bitsandbytes has already quantised in the file are loaded
   /// unchanged.
   TORCH_ARG(std::string, quantize) = "none";
   /// Block size of 4-bit weights, and whether their scales are quantised as well (double quantisation).
   TORCH_ARG(int64_t, block_size) = 64;
-  TORCH_ARG(bool, nested) = false;
+  TORCH_ARG(bool, double_quant) = false;
   /// Layers that stay dense: full names, or the last components of a name, such as "lm_head".
   TORCH_ARG(std::vector<std::string>, skip) = {};
   /// The dtype of the floating-point tensors that stay dense. The default is the dtype in the file.

@@ -94,10 +94,10 @@ struct LinearCrossEntropyOptions {
   /// token of the chunk. On CUDA the host then waits for the GPU once per chunk, so a CUDA graph cannot
   /// capture the call.
   TORCH_ARG(double, filter_eps) = 0.0;
-  /// LoRA adapter of the head: low up^T is added to the logits. low (..., rank) is scaling * hidden lora_A^T,
-  /// and up (vocab, rank) is lora_B. low and up are differentiable.
-  TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
-  TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
+  /// LoRA adapter of the head: lora_hidden lora_B^T is added to the logits. lora_hidden (..., rank) is
+  /// scaling * hidden lora_A^T, after dropout if any. lora_B (vocab, rank). Both are differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, lora_hidden) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, lora_B) = std::nullopt;
   /// If absmax is given, weight holds the codes of a frozen quantised weight. absmax, nested, quant_type and
   /// block_size are passed as in quantized_linear and QuantizeOptions.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
@@ -106,12 +106,12 @@ struct LinearCrossEntropyOptions {
   TORCH_ARG(int64_t, block_size) = 64;
   /// weight_grad is an fp32 buffer in the shape of weight. The gradient of the weight is added to this
   /// buffer, and no other gradient of the weight is allocated. By default the addition happens in the
-  /// backward pass, which then computes the logits a second time. With grad_scale, the gradient that the loss
-  /// will receive in backward, the addition happens in the forward pass. Without grad_scale, some input must
-  /// require a gradient, so that a backward pass exists. With gradients disabled (at::NoGradGuard) nothing is
-  /// added.
+  /// backward pass, which then computes the logits a second time. With upstream_grad, the gradient that the
+  /// loss will receive in backward, the addition happens in the forward pass. Without upstream_grad, some
+  /// input must require a gradient, so that a backward pass exists. With gradients disabled (at::NoGradGuard)
+  /// nothing is added.
   TORCH_ARG(std::optional<at::Tensor>, weight_grad) = std::nullopt;
-  TORCH_ARG(std::optional<double>, grad_scale) = std::nullopt;
+  TORCH_ARG(std::optional<double>, upstream_grad) = std::nullopt;
   /// Upper bound in MiB on the chunk of logits in memory; 0 selects the device's default. The default on the
   /// CPU is 64 MiB. On CUDA it is 256 MiB, but at least 1024 tokens in fp32 or 128 tokens in 16 bits. For
   /// 16-bit inputs whose weight needs a gradient, CUDA adds room for the logits' 16-bit gradient. That
@@ -150,10 +150,11 @@ struct LinearDistillationOptions {
   TORCH_ARG(std::optional<at::Tensor>, teacher_nested) = std::nullopt;
   TORCH_ARG(std::string, teacher_quant_type) = "nf4";
   TORCH_ARG(int64_t, teacher_block_size) = 64;
-  /// LoRA adapter of the student's head: low up^T is added to the student's logits. low (..., rank) is
-  /// scaling * hidden lora_A^T, and up (vocab, rank) is lora_B. low and up are differentiable.
-  TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
-  TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
+  /// LoRA adapter of the student's head: lora_hidden lora_B^T is added to the student's logits. lora_hidden
+  /// (..., rank) is scaling * hidden lora_A^T, after dropout if any. lora_B (vocab, rank). Both are
+  /// differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, lora_hidden) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, lora_B) = std::nullopt;
   /// Targets, int64, in the shape of hidden without its last dimension. Tokens whose target is ignore_index
   /// count neither in the loss nor in the mean.
   TORCH_ARG(std::optional<at::Tensor>, target) = std::nullopt;
@@ -194,8 +195,8 @@ struct AttentionOptions {
   TORCH_ARG(bool, causal) = false;
   /// How many keys to the left and to the right of its own position a query attends to; -1 means all. The
   /// last query is aligned with the last key.
-  using Window = std::array<int64_t, 2>;
-  TORCH_ARG(Window, window) = { -1, -1 };
+  using WindowSize = std::array<int64_t, 2>;
+  TORCH_ARG(WindowSize, window_size) = { -1, -1 };
   /// If not 0, each score is replaced by softcap * tanh(score / softcap).
   TORCH_ARG(double, softcap) = 0.0;
   /// Factor for q k^T. The default is 1 / sqrt(head_dim).
@@ -329,13 +330,13 @@ SHOESTRING_API at::Tensor seeded_dropout(const at::Tensor& x, const at::Tensor& 
 /// Computes silu(gate) * up in fp32 and rounds once. Saves only gate and up for backward.
 SHOESTRING_API at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-/// Computes gelu(gate) * up in fp32 and rounds once. `approximate` is "tanh" or "none" (the exact GELU).
+/// Computes gelu(gate) * up in fp32 and rounds once. `approximate` is "none" (the exact GELU) or "tanh".
 /// Saves only gate and up for backward.
 SHOESTRING_API at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up,
-                                const std::string& approximate = "tanh");
+                                const std::string& approximate = "none");
 
-struct RmsNormOptions {
-  explicit RmsNormOptions(double eps) : eps_(eps) {}
+struct RMSNormOptions {
+  explicit RMSNormOptions(double eps) : eps_(eps) {}
   /// A constant that is added to the mean of squares.
   TORCH_ARG(double, eps);
   /// A constant that is added to the weight. Gemma uses 1.
@@ -344,18 +345,18 @@ struct RmsNormOptions {
   /// bits. With "llama", the normalised row is rounded. With "gemma", no value is rounded. With "none", the
   /// reciprocal root, the normalised row and the weight are rounded. The gradients are those of the function
   /// without rounding.
-  TORCH_ARG(std::string, casting) = "llama";
+  TORCH_ARG(std::string, upcast) = "llama";
 };
 
 /// Computes x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, with fp32 sums. Returns
 /// x's dtype. weight (features), any floating-point dtype. Saves x and one number per row for backward.
 SHOESTRING_API at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
-                                   const RmsNormOptions& options);
+                                   const RMSNormOptions& options);
 /// Returns rms_norm(x + residual) and x + residual, computed in one pass.
 SHOESTRING_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
                                                                const at::Tensor& residual,
                                                                const std::optional<at::Tensor>& weight,
-                                                               const RmsNormOptions& options);
+                                                               const RMSNormOptions& options);
 
 /// Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32. Returns x's
 /// dtype. weight and bias (features), any floating-point dtype. Saves x and two numbers per row for backward.

@@ -22,11 +22,11 @@ struct LinearCrossEntropyShardOptions {
   TORCH_ARG(double, softcap) = 0.0;
   /// Factor for the logits, applied after the bias and before softcap; not 0.
   TORCH_ARG(double, logit_scale) = 1.0;
-  /// LoRA on the output head: low * up^T is added to the logits. low (..., rank) is scaling * hidden *
-  /// lora_A^T. up (classes of this shard, rank) holds this shard's rows of lora_B. low and up are
-  /// differentiable.
-  TORCH_ARG(std::optional<at::Tensor>, low) = std::nullopt;
-  TORCH_ARG(std::optional<at::Tensor>, up) = std::nullopt;
+  /// LoRA on the output head: lora_hidden lora_B^T is added to the logits. lora_hidden (..., rank) is scaling
+  /// * hidden lora_A^T, after dropout if any. lora_B (classes of this shard, rank) holds this shard's rows.
+  /// Both are differentiable.
+  TORCH_ARG(std::optional<at::Tensor>, lora_hidden) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, lora_B) = std::nullopt;
   /// If absmax is given, `weight` holds the codes of a frozen quantised weight. absmax, nested, quant_type
   /// and block_size have the meaning that they have in QuantizeOptions and quantized_linear.
   TORCH_ARG(std::optional<at::Tensor>, absmax) = std::nullopt;
@@ -90,12 +90,12 @@ using AllReduce = std::function<at::Tensor(at::Tensor x, Reduce reduce)>;
 /// arguments, apart from first_class and the tensors of their own classes.
 ///
 /// Communication: forward makes two reductions, of one and of three numbers per token. Backward reduces the
-/// fp32 gradient of hidden, and the gradient of `low` if it is given.
+/// fp32 gradient of hidden, and the gradient of `lora_hidden` if it is given.
 ///
 /// Every process gets the same loss, and must differentiate it with the same upstream gradient. After
-/// backward, every process has the complete gradients of hidden and low, and the gradients of its own rows of
-/// weight, bias and up. A target that belongs to no process, or to several, is an error (on CUDA, a
-/// device-side assertion).
+/// backward, every process has the complete gradients of hidden and lora_hidden, and the gradients of its own
+/// rows of weight, bias and lora_B. A target that belongs to no process, or to several, is an error (on CUDA,
+/// a device-side assertion).
 SHOESTRING_API at::Tensor vocab_parallel_linear_cross_entropy(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, int64_t first_class,
     const AllReduce& all_reduce, const std::optional<at::Tensor>& bias = std::nullopt,

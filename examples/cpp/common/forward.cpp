@@ -26,8 +26,8 @@ std::vector<shoestring::BlockFunction> Forward::functions(const Tensor& rows) {
   const int64_t tokens = rows.size(1) - 1;
   auto all = model_->model->functions(tokens);
   all.emplace_back([weight = model_->output_weight(), target = rows.narrow(1, 1, tokens),
-                    plain = options_.plain, workspace = options_.workspace_mb](const Tensor& hidden) {
-    if (plain) {
+                    baseline = options_.baseline, workspace = options_.workspace_mb](const Tensor& hidden) {
+    if (baseline) {
       const Tensor logits = at::linear(hidden, weight).to(at::kFloat);
       return at::cross_entropy_loss(logits.flatten(0, 1), target.flatten());
     }

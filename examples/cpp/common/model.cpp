@@ -19,9 +19,9 @@ namespace {
 
 constexpr double kInitStd = 0.02;
 
-shoestring::nn::Linear linear(const LlamaConfig& config, int64_t in, int64_t out) {
-  shoestring::nn::Linear layer(
-      shoestring::nn::LinearOptions(in, out).bias(false).placeholder(config.placeholders));
+shoestring::nn::AdaptableLinear linear(const LlamaConfig& config, int64_t in, int64_t out) {
+  shoestring::nn::AdaptableLinear layer(
+      shoestring::nn::AdaptableLinearOptions(in, out).bias(false).placeholder(config.placeholders));
   if (config.placeholders) return layer;
   torch::nn::init::normal_(layer->weight, 0, kInitStd);
   layer->to(config.device, config.dtype);

@@ -48,7 +48,7 @@ struct AttentionImpl : torch::nn::Module {
 
   int64_t head_dim;
   bool grouped;
-  shoestring::nn::Linear q_proj = nullptr, k_proj = nullptr, v_proj = nullptr, o_proj = nullptr;
+  shoestring::nn::AdaptableLinear q_proj = nullptr, k_proj = nullptr, v_proj = nullptr, o_proj = nullptr;
 };
 TORCH_MODULE(Attention);
 
@@ -56,7 +56,7 @@ struct MlpImpl : torch::nn::Module {
   explicit MlpImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& x);
 
-  shoestring::nn::Linear gate_proj = nullptr, up_proj = nullptr, down_proj = nullptr;
+  shoestring::nn::AdaptableLinear gate_proj = nullptr, up_proj = nullptr, down_proj = nullptr;
 };
 TORCH_MODULE(Mlp);
 

@@ -25,8 +25,8 @@ std::unique_ptr<torch::optim::Optimizer> make(const std::vector<ParameterGroup>&
   defaults.weight_decay(o.weight_decay);
   if constexpr (std::derived_from<Options, optim::LowMemoryOptions>) {
     const auto dash = o.weights.find('-');
-    defaults.state(o.optimizer_state)
-        .weights(dash == std::string::npos ? "plain" : o.weights.substr(dash + 1));
+    defaults.state_format(o.optimizer_state)
+        .weight_rounding(dash == std::string::npos ? "nearest" : o.weights.substr(dash + 1));
   }
   std::vector<torch::optim::OptimizerParamGroup> own;
   for (const auto& group : groups) {
@@ -41,7 +41,7 @@ std::unique_ptr<torch::optim::Optimizer> make(const std::vector<ParameterGroup>&
 std::unique_ptr<torch::optim::Optimizer> make(const std::string& name,
                                               const std::vector<ParameterGroup>& groups,
                                               const LoopOptions& o) {
-  if (o.plain) {
+  if (o.baseline) {
     return make<torch::optim::AdamW>(groups, o, torch::optim::AdamWOptions(o.lr).betas(o.betas));
   }
   if (name == "adamw") return make<optim::AdamW>(groups, o, optim::AdamWOptions(o.lr).betas(o.betas));

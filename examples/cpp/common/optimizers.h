@@ -11,8 +11,8 @@
 #include "options.h"
 
 /// The optimizers of a run, which together step all trained parameters. --optimizer muon needs two: Muon for
-/// the matrices of hidden layers, AdamW for the other parameters. With --plain, the optimizer is LibTorch's
-/// AdamW.
+/// the matrices of hidden layers, AdamW for the other parameters. With --baseline, the optimizer is
+/// LibTorch's AdamW.
 class Optimizers {
  public:
   /// groups: the trained parameters, with the highest learning rate of each group.

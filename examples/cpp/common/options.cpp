@@ -113,7 +113,7 @@ void check_loop_options(const LoopOptions& o) {
       {"--optimizer " + o.optimizer, o.optimizer != "adamw"},
       {"--step-in-backward", o.step_in_backward},
   };
-  for (const auto& [option, given] : ours) refuse_together(option, given, "--plain", o.plain);
+  for (const auto& [option, given] : ours) refuse_together(option, given, "--baseline", o.baseline);
 }
 
 void refuse_together(const std::string& option, bool given, const std::string& other, bool other_given) {

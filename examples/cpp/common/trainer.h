@@ -40,7 +40,7 @@ class Progress {
 
 /// The training loop. A Prefetcher reads the micro-batches ahead. The host waits for the device only to read
 /// losses and norms, every --log-every steps and one interval late, before a validation or a step that is due
-/// for `after`, and in each step with --plain or --step-in-backward.
+/// for `after`, and in each step with --baseline or --step-in-backward.
 struct Trainer {
   const LoopOptions& options;
   Forward& forward;

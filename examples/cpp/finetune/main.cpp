@@ -49,7 +49,7 @@ LlamaForCausalLM load(const FinetuneOptions& options, const TokenFile& file, at:
   LlamaForCausalLM model(config);
   auto load_options = shoestring::LoadOptions()
                           .quantize(options.quantize)
-                          .nested(options.nested())
+                          .double_quant(options.double_quant())
                           .dtype(base_dtype(options))
                           .device(device)
                           // Older model files contain the tensor inv_freq, which follows from rope_theta.
@@ -64,9 +64,8 @@ LlamaForCausalLM load(const FinetuneOptions& options, const TokenFile& file, at:
 std::vector<Tensor> add_adapters(LlamaForCausalLM& model, const FinetuneOptions& options) {
   const auto names = shoestring::lora::apply(
       *model,
-      shoestring::lora::LoraOptions()
-          .adapter(
-              shoestring::nn::AdapterOptions().rank(options.rank).alpha(options.alpha).init(options.init))
+      shoestring::lora::ApplyOptions()
+          .adapter(shoestring::nn::LoraOptions().rank(options.rank).alpha(options.alpha).init(options.init))
           .target_modules(options.targets()));
   std::vector<Tensor> trained;
   for (const Tensor& p : model->parameters()) {
@@ -89,8 +88,8 @@ void train(LlamaForCausalLM& model, const Split& data, const FinetuneOptions& op
     // keeps freed blocks below 32 MiB in the heap for the next training step.
     ::mallopt(M_MMAP_THRESHOLD, 32 << 20);
   }
-  const auto plus = shoestring::lora::GroupOptions().lr_ratio(options.lr_ratio);
-  Optimizers optimizers(shoestring::lora::parameter_groups(*model, options.lr, plus), {}, options);
+  const auto plus = shoestring::lora::LoraPlusOptions().lr_ratio(options.lr_ratio);
+  Optimizers optimizers(shoestring::lora::loraplus_param_groups(*model, options.lr, plus), {}, options);
   Trainer trainer{options, forward, optimizers, data, trained, options.keep_memory};
   trainer.on_reading = [&](const Reading& reading) { result.losses.push_back(reading.loss); };
   const auto is_last = [&](int64_t step) { return step == options.steps; };

@@ -44,7 +44,7 @@ FinetuneOptions parse_options(int argc, const char* const* argv) {
   line.add("quantize", o.quantize, kDecides, "how frozen weights of linear layers are kept",
            {"nf4", "fp4", "int4", "int8", "none"});
   line.add("block-size", o.block_size, 32, 1 << 20, kDecides, "of 4 bits: weights that share a scale");
-  line.add("no-nested", o.no_nested, kDecides, "of nf4 and fp4: scales in fp32, not in 8 bits");
+  line.add("no-double-quant", o.no_double_quant, kDecides, "of nf4 and fp4: scales in fp32, not in 8 bits");
   line.add("rank", o.rank, 1, 1 << 14, kDecides, "rank of the adapters");
   line.add("alpha", o.alpha, 0, 1e6, kDecides, "adapters are scaled by alpha / rank");
   line.add("target-modules", o.target_modules, kDecides, "all-linear, or names separated by commas");

@@ -17,9 +17,9 @@ struct FinetuneOptions : LoopOptions {
   std::string quantize = "nf4", target_modules = "all-linear", init = "default";
   int64_t block_size = 64, rank = 16;
   double alpha = 32, lr_ratio = 1;
-  bool no_nested = false, keep_memory = false;
+  bool no_double_quant = false, keep_memory = false;
 
-  bool nested() const { return !no_nested && (quantize == "nf4" || quantize == "fp4"); }
+  bool double_quant() const { return !no_double_quant && (quantize == "nf4" || quantize == "fp4"); }
   /// Returns the names of the layers that get an adapter. An empty list selects all linear layers.
   std::vector<std::string> targets() const;
 };

@@ -1,6 +1,6 @@
 // Trains a Llama-style model from scratch on a token file, in C++ alone. shoestring provides the loss, which
 // never stores the logits, and the optimizer, whose state takes 2 bytes per parameter instead of 8. With
-// --plain, LibTorch's own loss and optimizer are used instead.
+// --baseline, LibTorch's own loss and optimizer are used instead.
 
 #include <ATen/Parallel.h>
 #include <shoestring/autograd.h>
@@ -72,7 +72,7 @@ void train(const TrainOptions& options) {
   remove_unfinished(options.out);
   std::printf("%.1f M parameters, %lld tokens, vocabulary %lld, %s on %s, %d threads%s\n",
               static_cast<double>(parameters) / 1e6, static_cast<long long>(file.size()),
-              static_cast<long long>(file.vocab_size()), options.plain ? "plain LibTorch" : "shoestring",
+              static_cast<long long>(file.vocab_size()), options.baseline ? "plain LibTorch" : "shoestring",
               device.str().c_str(), at::get_num_threads(),
               start > 0 ? (", from step " + std::to_string(start)).c_str() : "");
   std::fflush(stdout);

@@ -33,7 +33,7 @@ TrainOptions parse_options(int argc, const char* const* argv) {
            "steps between checkpoints; the last two are kept");
   line.add("resume", o.resume, kMayChange,
            "continue the run in --out from its newest checkpoint, bit for bit");
-  line.add("plain", o.plain, kDecides, "the same with LibTorch's own loss and AdamW, to compare");
+  line.add("baseline", o.baseline, kDecides, "the same with LibTorch's own loss and AdamW, to compare");
   line.parse(argc, argv);
   check_loop_options(o);
   check(o);

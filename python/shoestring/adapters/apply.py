@@ -46,7 +46,7 @@ def apply(
     *,
     adapter_name: str = DEFAULT,
     quantize: str | None = None,
-    nested: bool = False,
+    double_quant: bool = False,
     block_size: int | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -61,7 +61,7 @@ def apply(
         quantize: None, or "nf4", "fp4", "int4" or "int8", to quantise weights to 4 bits (QLoRA, arXiv
             2305.14314) or int8. This quantises every linear layer, with or without an adapter, one after the
             other. The output head and modules_to_save are not quantised.
-        nested: quantise the scales of 4-bit weights to 8 bits (double quantisation). Not with "int4" and
+        double_quant: quantise the scales of 4-bit weights to 8 bits (double quantisation). Not with "int4" and
             "int8".
         block_size: number of elements of a 4-bit weight that share a scale: a power of two from 32 to 4096;
             None is 64. Not with "int8", which has one scale per row.
@@ -95,13 +95,13 @@ def apply(
     plan = _plan(model, chosen)
     saved = saved_modules(model, chosen)
     tokens = start(model, chosen) if isinstance(chosen, VirtualOptions) else None
-    _check_quantize(model, quantize, block_size, nested)
+    _check_quantize(model, quantize, block_size, double_quant)
 
     model.requires_grad_(False)
 
     def quantized(layer: nn.Module) -> None:
         if quantize is not None and type(layer) is nn.Linear and layer is not output_head(model):
-            quantize_weight(layer, quantize, block_size, nested)
+            quantize_weight(layer, quantize, block_size, double_quant)
             layer.__class__ = QuantizedLinear
             layer.compute_dtype = None  # type: ignore[assignment]
 
@@ -111,7 +111,7 @@ def apply(
         # is quantised.
         if isinstance(own, LoraOptions) and own.changes_base:
             assert isinstance(layer, nn.Linear)
-            taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, nested))
+            taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, double_quant))
             quantized(layer)
     for name, layer in all_linear(model).items():
         # The modules in modules_to_save stay dense, because they are trained.
@@ -268,7 +268,7 @@ def _check_together(module: Any, own: Options, name: str) -> None:
 
 
 def _quantizer(
-    layer: nn.Linear, quantize: str | None, block_size: int | None, nested: bool
+    layer: nn.Linear, quantize: str | None, block_size: int | None, double_quant: bool
 ) -> Callable[[Tensor], QuantizedTensor] | None:
     """Return the function that will quantise a layer's weight, or None if the weight stays dense.
 
@@ -280,24 +280,26 @@ def _quantizer(
     if quantize is None:
         return None
     size = own.shape[1] if quantize == "int8" else block_size or 64
-    return lambda x: quantize_parts(x, quantize, size, nested)
+    return lambda x: quantize_parts(x, quantize, size, double_quant)
 
 
-def _check_quantize(model: nn.Module, quantize: str | None, block_size: int | None, nested: bool) -> None:
+def _check_quantize(
+    model: nn.Module, quantize: str | None, block_size: int | None, double_quant: bool
+) -> None:
     if quantize is None:
         return
     if quantize not in (*TYPES, "int8"):
         raise ValueError(
             f"lora.apply: quantize: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quantize!r}"
         )
-    if quantize == "int4" and nested:
+    if quantize == "int4" and double_quant:
         raise ValueError(
-            "lora.apply: nested: expected False with quantize 'int4', whose scales are bf16, received True"
+            "lora.apply: double_quant: expected False with quantize 'int4', whose scales are bf16, received True"
         )
-    if quantize == "int8" and (block_size is not None or nested):
+    if quantize == "int8" and (block_size is not None or double_quant):
         raise ValueError(
-            "lora.apply: block_size and nested: expected None and False with quantize 'int8', whose rows have one fp32 "
-            f"scale each, received {block_size!r} and {nested!r}"
+            "lora.apply: block_size and double_quant: expected None and False with quantize 'int8', whose rows have one fp32 "
+            f"scale each, received {block_size!r} and {double_quant!r}"
         )
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"lora.apply: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 
-def parameter_groups(
+def loraplus_param_groups(
     model: nn.Module,
     lr: float,
     *,
@@ -31,7 +31,7 @@ def parameter_groups(
         ValueError: lr_ratio is below 1, or no parameter requires a gradient.
     """
     if lr_ratio < 1:
-        raise ValueError(f"lora.parameter_groups: lr_ratio: expected at least 1, received {lr_ratio!r}")
+        raise ValueError(f"lora.loraplus_param_groups: lr_ratio: expected at least 1, received {lr_ratio!r}")
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     for name, parameter in model.named_parameters():
@@ -42,6 +42,6 @@ def parameter_groups(
         groups.setdefault((rate, 0.0 if parameter.dim() == 1 else weight_decay), []).append(parameter)
     if not groups:
         raise ValueError(
-            "lora.parameter_groups: model: expected parameters that require a gradient, received none"
+            "lora.loraplus_param_groups: model: expected parameters that require a gradient, received none"
         )
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]

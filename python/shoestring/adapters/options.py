@@ -129,7 +129,7 @@ class LoraOptions(Options):
 
     @property
     def scaling(self) -> float:
-        """The factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) if ``rslora`` is set."""
+        """The factor of the low-rank product, alpha / rank, or alpha / sqrt(rank) if ``rslora`` is set."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property

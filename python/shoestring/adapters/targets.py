@@ -244,7 +244,9 @@ def first_match(patterns: Sequence[str], name: str, rule: int) -> tuple[int, str
             raise ValueError(
                 f"lora: pattern: expected text without lone surrogates, received {pattern[:100]!a}"
             )
-    result: tuple[int, str] = torch.ops.shoestring.match_patterns("lora: pattern", list(patterns), name, rule)
+    result: tuple[int, str] = torch.ops.shoestring._match_patterns(
+        "lora: pattern", list(patterns), name, rule
+    )
     return result
 
 

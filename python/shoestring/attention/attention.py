@@ -25,7 +25,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
     bias: Tensor | None = None,
@@ -45,7 +45,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
     bias: Tensor | None = None,
@@ -65,7 +65,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
     bias: Tensor | None = None,
@@ -84,7 +84,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
     bias: Tensor | None = None,
@@ -114,9 +114,9 @@ def attention(
         v: (batch, kv heads, keys, value_dim), or packed like k; value_dim may differ from head_dim.
         causal: True if a query attends only to keys up to its own position. If the numbers of queries and
             keys differ, the last query and the last key have the same position.
-        window: numbers of keys to the left and to the right of its own position that a query attends to,
+        window_size: numbers of keys to the left and to the right of its own position that a query attends to,
             aligned as for ``causal``; -1 is no limit. A sliding window of ``w`` tokens is ``causal=True,
-            window=(w - 1, -1)``.
+            window_size=(w - 1, -1)``.
         softcap: if above 0, scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
         scale: default ``1 / sqrt(head_dim)``.
         bias: added to the scores after ``softcap``, (batch, heads, queries, keys); each dimension may be 1.
@@ -156,7 +156,7 @@ def attention(
     arguments = (q, k, v, bias, sinks)
     options = {
         "causal": causal,
-        "window": list(window) if window is not None else [-1, -1],
+        "window_size": list(window_size) if window_size is not None else [-1, -1],
         "softcap": softcap,
         "scale": scale,
         "alibi_slopes": alibi_slopes,
@@ -178,7 +178,7 @@ def attention_reference(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
     bias: Tensor | None = None,
@@ -209,7 +209,7 @@ def attention_reference(
                 attention_reference(
                     *(t.transpose(0, 1)[None] for t in (q[b:e], k[bk:ek], v[bk:ek])),
                     causal=causal,
-                    window=window,
+                    window_size=window_size,
                     softcap=softcap,
                     scale=scale,
                     bias=rows,
@@ -230,7 +230,7 @@ def attention_reference(
     distance = torch.arange(keys, device=q.device) - here
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[..., None, None] * distance.abs()
-    left, right = window or (-1, -1)
+    left, right = window_size or (-1, -1)
     if left >= 0:
         scores = scores.masked_fill(distance < -left, -math.inf)
     if causal or right >= 0:

@@ -31,7 +31,7 @@ class Attention(nn.Module):
             and values. None: features.
         bias: whether ``q_proj``, ``k_proj`` and ``v_proj`` have a bias.
         out_bias: whether ``o_proj`` has a bias.
-        causal, window, softcap, scale: as in ``shoestring.attention``.
+        causal, window_size, softcap, scale: as in ``shoestring.attention``.
         qk_norm: whether RMSNorm is applied to each head of queries and keys, before the rotary embedding. If
             there is a rotary embedding, one pass computes both, without rounding the fp32 result in between.
         norm_eps, norm_offset: arguments of the RMSNorm of queries and keys, as in ``shoestring.rms_norm``;
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         bias: bool = False,
         out_bias: bool = False,
         causal: bool = False,
-        window: tuple[int, int] | None = None,
+        window_size: tuple[int, int] | None = None,
         softcap: float = 0.0,
         scale: float | None = None,
         qk_norm: bool = False,
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.head_dim = features // num_heads if head_dim is None else head_dim
         self.value_dim = self.head_dim if value_dim is None else value_dim
         self.source_features = features if source_features is None else source_features
-        self.causal, self.window, self.softcap, self.scale = causal, window, softcap, scale
+        self.causal, self.window_size, self.softcap, self.scale = causal, window_size, softcap, scale
         self.norm_eps, self.norm_offset = norm_eps, norm_offset
         self.rotary_dim, self.interleaved, self.dropout_p = rotary_dim, interleaved, dropout_p
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -167,7 +167,7 @@ class Attention(nn.Module):
             else {}
         )
         out: Tensor = attention(
-            q, k, v, causal=self.causal, window=self.window, softcap=self.softcap, scale=self.scale, sinks=self.sinks,
+            q, k, v, causal=self.causal, window_size=self.window_size, softcap=self.softcap, scale=self.scale, sinks=self.sinks,
             bias=bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **dropout,
         )  # fmt: skip
         result: Tensor = self.o_proj((out if cu_seqlens_q is not None else out.transpose(1, 2)).flatten(-2))

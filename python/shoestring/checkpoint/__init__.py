@@ -3,26 +3,14 @@
 from shoestring.checkpoint.function import checkpoint, checkpoint_sequential, tag_activation
 from shoestring.checkpoint.model import CheckpointReport, checkpoint_model
 from shoestring.checkpoint.offload import offload_activations
-from shoestring.checkpoint.plan import (
-    CheckpointPlan,
-    PlanBlock,
-    PlanChoice,
-    checkpoint_plan,
-    simulate_checkpoint_plan,
-)
 from shoestring.checkpoint.tiled import tiled, tiled_features
 
 __all__ = [
-    "CheckpointPlan",
     "CheckpointReport",
-    "PlanBlock",
-    "PlanChoice",
     "checkpoint",
     "checkpoint_model",
-    "checkpoint_plan",
     "checkpoint_sequential",
     "offload_activations",
-    "simulate_checkpoint_plan",
     "tag_activation",
     "tiled",
     "tiled_features",

@@ -62,7 +62,7 @@ def _run_without_tape() -> _Run:
 
 @functools.cache
 def _operators(names: tuple[str, ...]) -> set[str]:
-    operators = set(torch.ops.shoestring.checkpoint_operators(names))
+    operators = set(torch.ops.shoestring._checkpoint_operators(names))
     for name in names:
         if name not in operators and name not in ("attention", "products"):
             raise ValueError(
@@ -118,7 +118,7 @@ def checkpoint(
     Raises:
         TypeError: ``keep`` is a string, or an item is neither an operator, a group nor a tag.
         torch.utils.checkpoint.CheckpointError: raised in backward if ``fn`` saved other tensors in the second
-        run.
+            run.
     """
     if isinstance(keep, str):
         raise TypeError(f'checkpoint: keep: expected a list, received {keep!r}; write ["{keep}"]')

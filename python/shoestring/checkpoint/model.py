@@ -25,13 +25,13 @@ from shoestring.checkpoint.measure import (
     sharded_modules,
 )
 from shoestring.checkpoint.offload import offload_activations
-from shoestring.checkpoint.plan import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
+from shoestring.checkpoint.planner import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def _choices() -> tuple[Mapping[str, tuple[str, ...] | None], frozenset[str]]:
-    names, recomputed, keep, offloaded = torch.ops.shoestring.checkpoint_choices()
+    names, recomputed, keep, offloaded = torch.ops.shoestring._checkpoint_choices()
     kept = {
         name: tuple(operators) if again else None
         for name, again, operators in zip(names, recomputed, keep, strict=True)

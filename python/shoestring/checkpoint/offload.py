@@ -83,7 +83,7 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
             str(device), compression or "none", prefetch, max_pending, min_bytes, folder or "", host_bytes
         )
         self.exclude(exclude)
-        super().__init__(self._pack, torch.ops.shoestring.reload_activation)
+        super().__init__(self._pack, torch.ops.shoestring._reload_activation)
 
     def exclude(self, tensors: nn.Module | Iterable[Tensor]) -> None:
         """Keep the storages of these tensors on the device from now on."""
@@ -129,5 +129,5 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
     def _pack(self, x: Tensor) -> torch.ScriptObject:
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             self._store.exclude([x])
-        result: torch.ScriptObject = torch.ops.shoestring.store_activation(self._store, x)
+        result: torch.ScriptObject = torch.ops.shoestring._store_activation(self._store, x)
         return result

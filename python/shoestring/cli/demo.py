@@ -63,7 +63,7 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
     say(f"training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
     run_in_turns(
         {
-            "plain": [*common, "--plain", "--out", str(train / "plain")],
+            "baseline": [*common, "--baseline", "--out", str(train / "baseline")],
             "shoestring": [*common, "--out", str(train / "shoestring")],
         },
         train,
@@ -79,10 +79,10 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
     )
     run_in_turns(
         {
-            "peft-lora": [*common, "--plain", "--quantize", "none", "--out", str(tune / "peft-lora")],
+            "peft-lora": [*common, "--baseline", "--quantize", "none", "--out", str(tune / "peft-lora")],
             "peft-bitsandbytes": [
                 *common,
-                "--plain",
+                "--baseline",
                 "--quantize",
                 "nf4",
                 "--out",
@@ -94,7 +94,7 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
     )
 
     groups = {
-        "train": [train / name for name in ("plain", "shoestring")],
+        "train": [train / name for name in ("baseline", "shoestring")],
         "finetune": [tune / name for name in ("peft-lora", "peft-bitsandbytes", "shoestring")],
     }
     tables = write_sections(out, "shoestring beside plain PyTorch", groups)

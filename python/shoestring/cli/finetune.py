@@ -45,9 +45,9 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
     trust = config.trust_remote_code
     folder = locate_model(config.model, trust)
     check_model_directory(folder)
-    if is_quantized(folder) and (config.full or config.plain or config.merge):
+    if is_quantized(folder) and (config.full or config.baseline or config.merge):
         raise InputError(
-            f"--model {folder}: its weights are quantised already: expected no --full, --plain or --merge"
+            f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
         )
     tokenizer = load_tokenizer(folder, trust)
     files = find_files(source.data, source.glob)
@@ -68,12 +68,12 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
         memory.import_models()
         baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
-        model = load_model(folder, dtype, None if config.plain else config.frozen_format, trust, device)
+        model = load_model(folder, dtype, None if config.baseline else config.frozen_format, trust, device)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"
             )
-        fused = None if config.plain else fused_loss(model, config.workspace_mb)
+        fused = None if config.baseline else fused_loss(model, config.workspace_mb)
         pack = config.pack if fused is not None and kind != TEXT and can_pack(model) else "none"
         if config.pack == "fill" and pack == "none":
             raise InputError(
@@ -94,7 +94,7 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
                 model.save_pretrained(target)
                 tokenizer.save_pretrained(target)
             else:
-                save_adapter(model, target, config.plain)
+                save_adapter(model, target, config.baseline)
 
         loss = fused or plain_loss(model)
         result = "model" if config.full else "adapter"
@@ -116,7 +116,7 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
         if config.merge:
             del model
             base = merge_adapter(
-                load_model(folder, dtype, trust_remote_code=trust), run / "adapter", config.plain
+                load_model(folder, dtype, trust_remote_code=trust), run / "adapter", config.baseline
             )
             with atomic_directory(run / "model") as partial:
                 base.save_pretrained(partial)

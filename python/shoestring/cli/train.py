@@ -68,7 +68,9 @@ def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
             tokenizer.save_pretrained(target)
 
         make_loss = (
-            (lambda: plain_loss(model)) if config.plain else (lambda: fused_loss(model, config.workspace_mb))
+            (lambda: plain_loss(model))
+            if config.baseline
+            else (lambda: fused_loss(model, config.workspace_mb))
         )
         with Console(config.steps) as console:
             summary = execute(

@@ -59,7 +59,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
             while part:
                 part = part[file.write(part) :]
         for name in names:
-            error = torch.ops.shoestring.write_tensor(
+            error = torch.ops.shoestring._write_tensor(
                 file.fileno(), tensors[name].detach().cpu().contiguous()
             )
             if error:

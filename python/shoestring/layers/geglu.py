@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """Compute ``gelu(gate) * up`` in one pass, in fp32 (fp64 for fp64), rounded once (arXiv 2002.05202).
 
     For very negative x, the usual formula of GELU, ``x * (1 + erf(x / sqrt(2))) / 2``, loses its digits to
@@ -14,7 +14,7 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
 
     Args:
         gate, up: any shape, the same for both, with the same dtype and device; fp32, fp64, bf16 or fp16.
-        approximate: "tanh" (Gemma, GPT-2) or "none", as in ``torch.nn.functional.gelu``.
+        approximate: "none" (the exact GELU) or "tanh" (Gemma, GPT-2), as in ``torch.nn.functional.gelu``.
 
     Returns:
         The shape and dtype of gate. Differentiable once.
@@ -26,6 +26,6 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     return result
 
 
-def geglu_reference(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
+def geglu_reference(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """Compute ``gelu(gate) * up`` (``geglu``) in plain PyTorch."""
     return F.gelu(gate, approximate=approximate) * up

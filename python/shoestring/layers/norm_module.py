@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.layers.layer_norm import layer_norm
-from shoestring.layers.rms_norm import rms_norm
+from shoestring.layers.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -13,13 +13,13 @@ class RMSNorm(nn.Module):
     Its state_dict has the keys of ``torch.nn.RMSNorm`` and of the norms in transformers. It rounds like the
     following:
 
-    - ``torch.nn.RMSNorm`` with ``casting="gemma"``,
-    - Llama's norm with ``casting="llama"``,
-    - Gemma's norm with ``offset=1, casting="gemma"``.
+    - ``torch.nn.RMSNorm`` with ``upcast="gemma"``,
+    - Llama's norm with ``upcast="llama"``,
+    - Gemma's norm with ``offset=1, upcast="gemma"``.
 
     Args:
         features: size of the last dimension of the input.
-        eps, offset, casting: as in ``shoestring.rms_norm``.
+        eps, offset, upcast: as in ``shoestring.rms_norm``.
         device, dtype: device and dtype of the weight. The dtype may differ from that of the input.
     """
 
@@ -29,36 +29,38 @@ class RMSNorm(nn.Module):
         eps: float = 1e-6,
         *,
         offset: float = 0.0,
-        casting: str = "llama",
+        upcast: str = "llama",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
         self.offset = offset
-        self.casting = casting
+        self.upcast = upcast
         self.weight = nn.Parameter(torch.full((features,), 1.0 - offset, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply RMSNorm to x or, with a residual, to ``x + residual``.
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (..., features). The result has the shape and dtype of x."""
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, upcast=self.upcast)
+
+    def forward_with_residual(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``forward(x + residual)`` and ``x + residual``, computed in one pass.
+
+        Hooks of the module do not run, since this function does not go through ``__call__``.
 
         Args:
-            x: (..., features).
-            residual: None, or a tensor with the shape and dtype of x.
+            x, residual: (..., features), with the same shape and dtype.
 
         Returns:
-            The normalised x, in the dtype of x. With a residual: two tensors, the normalised ``x + residual``
-                and ``x + residual``.
+            Two tensors with the shape and dtype of x.
         """
-        return rms_norm(
-            x, self.weight, eps=self.eps, residual=residual, offset=self.offset, casting=self.casting
-        )
+        return add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset, upcast=self.upcast)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}"
+        return f"{self.weight.shape[0]}, eps={self.eps}, offset={self.offset}, upcast={self.upcast!r}"
 
 
 class LayerNorm(nn.Module):

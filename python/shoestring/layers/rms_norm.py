@@ -1,80 +1,42 @@
-"""Root-mean-square normalisation, optionally with the addition of a residual in the same pass."""
-
-from typing import overload
+"""Root-mean-square normalisation, alone or with the addition of a residual in the same pass."""
 
 import torch
 from torch import Tensor
 
 
-@overload
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
     *,
     eps: float,
-    residual: None = None,
     offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor: ...
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    residual: Tensor,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    residual: Tensor | None,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    residual: Tensor | None = None,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor | tuple[Tensor, Tensor]:
+    upcast: str = "llama",
+) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension (arXiv 1910.07467).
 
-    Forward reads x once. Backward reads the input of the normalisation and the upstream gradient once and
-    computes all gradients. For that, the input of the normalisation and one fp32 number per row are saved.
-    Sums are fp32 (fp64 for fp64). Results are bitwise repeatable and do not depend on the number of threads.
+    Forward reads x once. Backward reads x and the upstream gradient once and computes all gradients. For
+    that, x and one fp32 number per row are saved. Sums are fp32 (fp64 for fp64). Results are bitwise
+    repeatable and do not depend on the number of threads.
 
     Args:
         x: (..., features), fp32, fp64, bf16 or fp16.
         weight: (features), in any floating-point dtype, for example fp32 for bf16 x. None: rows are not
             multiplied by a weight, and offset is not used.
         eps: added to the mean of squares.
-        residual: a tensor with the shape and dtype of x. ``x + residual``, rounded to the dtype of x, is
-            normalised, and the sum is returned too. ``add_rms_norm`` does the same.
         offset: added to the weight; 1 for Gemma.
-        casting: which intermediate results are rounded to the dtype of a 16-bit x before the last
+        upcast: which intermediate results are rounded to the dtype of a 16-bit x before the last
             multiplication. "llama" (Llama, Qwen and Mistral in transformers): the normalised row. "gemma"
             (Gemma and ``torch.nn.functional.rms_norm``): none of them. "none": the reciprocal root, the
-            normalised row and the weight, as in code without casts. Gradients do not depend on casting: they
+            normalised row and the weight, as in code without casts. Gradients do not depend on upcast: they
             are the gradients of the function without intermediate rounding, rounded once.
 
     Returns:
-        The shape and dtype of x. With a residual: two tensors, the normalised ``x + residual`` and ``x +
-            residual``. Differentiable once.
+        The shape and dtype of x. Differentiable once.
 
     Raises:
-        RuntimeError: weight or residual does not fit x, or casting is unknown.
+        RuntimeError: weight does not fit x, or upcast is unknown.
     """
-    if residual is not None:
-        return add_rms_norm(x, residual, weight, eps=eps, offset=offset, casting=casting)
-    result: Tensor = torch.ops.shoestring.rms_norm(x, weight, eps=eps, offset=offset, casting=casting)
+    result: Tensor = torch.ops.shoestring.rms_norm(x, weight, eps=eps, offset=offset, upcast=upcast)
     return result
 
 
@@ -85,77 +47,60 @@ def add_rms_norm(
     *,
     eps: float,
     offset: float = 0.0,
-    casting: str = "llama",
+    upcast: str = "llama",
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(rms_norm(x + residual), x + residual)`` in one pass forward and one pass backward.
 
-    Both results have an upstream gradient. Backward computes the gradient of the norm and adds the upstream
-    gradient of ``x + residual`` in the same pass.
+    ``x + residual`` is rounded to the dtype of x. Both results have an upstream gradient. Backward computes
+    the gradient of the norm and adds the upstream gradient of ``x + residual`` in the same pass.
 
     Args:
         x, residual: (..., features), with the same dtype.
-        weight, eps, offset, casting: as in ``rms_norm``.
+        weight, eps, offset, upcast: as in ``rms_norm``.
 
     Returns:
         Two tensors with the shape and dtype of x: the normalised ``x + residual``, and ``x + residual``.
+
+    Raises:
+        RuntimeError: weight or residual does not fit x, or upcast is unknown.
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_rms_norm(
-        x, residual, weight, eps=eps, offset=offset, casting=casting
+        x, residual, weight, eps=eps, offset=offset, upcast=upcast
     )
     return result
 
 
-@overload
 def rms_norm_reference(
     x: Tensor,
     weight: Tensor | None = None,
     *,
     eps: float,
-    residual: None = None,
     offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor: ...
-@overload
-def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    residual: Tensor,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    residual: Tensor | None,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor | tuple[Tensor, Tensor]: ...
-def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    residual: Tensor | None = None,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> Tensor | tuple[Tensor, Tensor]:
+    upcast: str = "llama",
+) -> Tensor:
     """Compute ``rms_norm`` in plain PyTorch."""
-    if residual is not None:
-        total = x + residual
-        return rms_norm_reference(total, weight, eps=eps, offset=offset, casting=casting), total
     wide = x if x.dtype == torch.float64 else x.float()
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     row = wide * rstd
-    if casting == "none":
+    if upcast == "none":
         row = x * rstd.to(x.dtype)
-    if casting == "llama":
+    if upcast == "llama":
         row = row.to(x.dtype).to(wide.dtype)
     if weight is None:
         return row.to(x.dtype)
     factor = weight.to(wide.dtype) + offset
-    return (row * (factor.to(x.dtype) if casting == "none" else factor)).to(x.dtype)
+    return (row * (factor.to(x.dtype) if upcast == "none" else factor)).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    upcast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Compute ``add_rms_norm`` in plain PyTorch."""
+    total = x + residual
+    return rms_norm_reference(total, weight, eps=eps, offset=offset, upcast=upcast), total

@@ -94,7 +94,7 @@ def rope_reference(
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
         if weight is not None:
-            x = rms_norm_reference(x, weight, eps=eps, offset=offset, casting="gemma")
+            x = rms_norm_reference(x, weight, eps=eps, offset=offset, upcast="gemma")
         part, rest = x[..., :n], x[..., n:]
         a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
         both = a * cos - b * sin, b * cos + a * sin

@@ -26,7 +26,8 @@ def weight_arguments(weight: Tensor, prefix: str = "") -> dict[str, Any]:
 def lora_arguments(
     where: str, hidden: Tensor, lora_A: Tensor | None, lora_B: Tensor | None, scaling: float
 ) -> dict[str, Tensor]:
-    """Return the two factors of LoRA's contribution to the logits: low (..., rank) and up (vocab, rank).
+    """Return the two factors of LoRA's contribution to the logits: lora_hidden (..., rank) and
+    lora_B (vocab, rank).
 
     Without lora_A and lora_B, return an empty dict.
 
@@ -41,7 +42,7 @@ def lora_arguments(
         raise ValueError(
             f"{where}: lora_A: expected shape (rank, {hidden.shape[-1]}), received {tuple(lora_A.shape)}"
         )
-    return {"low": scaling * F.linear(hidden.to(lora_A.dtype), lora_A), "up": lora_B}
+    return {"lora_hidden": scaling * F.linear(hidden.to(lora_A.dtype), lora_A), "lora_B": lora_B}
 
 
 def reference_logits(

@@ -26,9 +26,9 @@ class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
         logits. Shapes (rank, features) and (vocab, rank), any floating-point dtype; differentiable.
     weight_grad: a tensor with the shape of weight, fp32 (fp64 for fp64), such as the ``.grad`` of a tied
         embedding or a ``main_grad``. Backward adds the gradient of weight to weight_grad, and returns no
-        gradient for weight. Backward then computes the logits a second time, unless grad_scale is given.
+        gradient for weight. Backward then computes the logits a second time, unless upstream_grad is given.
         Nothing is added under ``torch.no_grad``. Not supported under ``torch.compile``.
-    grad_scale: only with weight_grad: the gradient that the loss will have in backward. The gradient of
+    upstream_grad: only with weight_grad: the gradient that the loss will have in backward. The gradient of
         weight is then added in forward, and no logits are computed twice.
     workspace_mb: limit in MiB on the logits and their gradient that are in memory at a time. On the CPU it
         includes the packing buffers of the GEMM (9 MiB, or half of workspace_mb if that is less). 0 selects
@@ -51,7 +51,7 @@ class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
     lora_B: Tensor | None
     scaling: float
     weight_grad: Tensor | None
-    grad_scale: float | None
+    upstream_grad: float | None
     workspace_mb: int
 
 
@@ -169,7 +169,7 @@ def linear_cross_entropy_reference(
 ) -> Tensor:
     """Compute ``linear_cross_entropy`` in plain PyTorch, with the whole logits in memory.
 
-    The options filter_eps, weight_grad and grad_scale are not accepted.
+    The options filter_eps, weight_grad and upstream_grad are not accepted.
     """
     given: dict[str, Any] = {**options}
     head = {name: given.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in given}

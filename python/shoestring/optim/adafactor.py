@@ -168,7 +168,7 @@ class Adafactor(WholeTensorOptimizer):
     vector of n elements takes ``4 (n + 1)``. A parameter with more than two dimensions is a batch of
     matrices. A mean of updates adds 1.02 bytes per element. A step takes 4 bytes of temporary memory per
     element of one parameter at a time. It takes 8 bytes if the gradient is not fp32 or is scaled, or with
-    ``weights="remainder"``.
+    ``weight_rounding="remainder"``.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.

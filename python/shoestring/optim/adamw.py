@@ -116,7 +116,7 @@ class AdamW(LowMemoryOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 520 bytes per block of 256 elements become 296 with 4-bit
-    state, 1024 with bf16 and 2048 with fp32. ``weights="remainder"`` adds 512. The state of a parameter is
+    state, 1024 with bf16 and 2048 with fp32. ``weight_rounding="remainder"`` adds 512. The state of a parameter is
     allocated when it first has a gradient.
 
     Args:
@@ -127,8 +127,8 @@ class AdamW(LowMemoryOptimizer):
         betas: decay of the running means of the gradient and of its square, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay, applied before the update.
-        **options: options of every optimizer here, see ``LowMemoryOptions``. Among them are ``state``,
-            ``weights``, ``max_grad_norm`` and ``step_in_backward``.
+        **options: options of every optimizer here, see ``LowMemoryOptions``. Among them are ``state_format``,
+            ``weight_rounding``, ``max_grad_norm`` and ``step_in_backward``.
 
     Attributes:
         grad_norm: with ``max_grad_norm``, the gradient norm of the last step before clipping, without the

@@ -145,7 +145,7 @@ class AdEMAMix(LowMemoryOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 1032 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 1032 bytes per block of 256 elements become 808 with 4-bit
-    state, 1536 with bf16 and 3072 with fp32. ``weights="remainder"`` adds 512. The slow mean moves less per
+    state, 1536 with bf16 and 3072 with fp32. ``weight_rounding="remainder"`` adds 512. The slow mean moves less per
     step than one quantisation level. If the other moments are 8-bit or 4-bit, the slow mean is therefore bf16
     with stochastic rounding, which is exact on average.
 

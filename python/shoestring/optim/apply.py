@@ -37,7 +37,7 @@ def apply_(
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
-    torch.ops.shoestring.apply_(params, grads, step, lr=lr, weight_decay=weight_decay, **arguments)
+    torch.ops.shoestring._apply_(params, grads, step, lr=lr, weight_decay=weight_decay, **arguments)
 
 
 def apply_reference(

@@ -13,7 +13,7 @@ from shoestring.quantization.quantize_8bit import STATE_BLOCK
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
-WEIGHTS = ("plain", "stochastic", "remainder")
+ROUNDINGS = ("nearest", "stochastic", "remainder")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Moment:
     long: bool = False
 
     def kept_as(self, state: str) -> str:
-        """Return the format in which this moment is stored, given the optimizer's option ``state``."""
+        """Return the format in which this moment is stored, given the optimizer's option ``state_format``."""
         return "bf16" if self.long and state in ("8bit", "4bit") else state
 
 

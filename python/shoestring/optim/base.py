@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
 from shoestring.optim.arena import (
+    ROUNDINGS,
     STATES,
-    WEIGHTS,
     Arena,
     Kind,
     Layout,
@@ -39,14 +39,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class LowMemoryOptions(TypedDict, total=False):
     """Keyword arguments of every optimizer.
 
-    A parameter group may override state, min_quantize_size, weights, seed and maximize.
+    A parameter group may override state_format, min_quantize_size, weight_rounding, seed and maximize.
 
-    state: how moments are stored. "8bit" and "4bit" store codes in blocks, each with an fp32 scale. "bf16"
+    state_format: how moments are stored. "8bit" and "4bit" store codes in blocks, each with an fp32 scale. "bf16"
         rounds stochastically, and "fp32" is exact. A moment that moves less per step than one quantisation
         level is stored in bf16 instead of 8 or 4 bits; the docstring of the optimizer names such moments.
     min_quantize_size: parameters with fewer elements have fp32 state.
-    weights: how bf16 weights are updated. "plain" rounds to nearest, which loses updates below half a unit in
-        the last place. "stochastic" rounds up or down at random so that the expected value is exact.
+    weight_rounding: how bf16 weights are updated. "nearest" rounds to nearest, which loses updates below half
+        a unit in the last place. "stochastic" rounds up or down at random so that the expected value is exact.
         "remainder" stores 16 more bits per weight, which gives exactly the updates of fp32 weights.
     seed: seed of stochastic rounding. Random bits depend on the seed, the step, the position of the parameter
         in the optimizer and the index of the element in the parameter. They are the same on every device and
@@ -89,9 +89,9 @@ class LowMemoryOptions(TypedDict, total=False):
     by the parameter's version counter, so it misses in-place changes through ``.data``.
     """
 
-    state: str
+    state_format: str
     min_quantize_size: int
-    weights: str
+    weight_rounding: str
     seed: int
     maximize: bool
     max_grad_norm: float | None
@@ -120,9 +120,9 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         params: Iterable[Any],
         defaults: dict[str, Any],
         *,
-        state: str = "8bit",
+        state_format: str = "8bit",
         min_quantize_size: int = 0,
-        weights: str = "plain",
+        weight_rounding: str = "nearest",
         seed: int = 0,
         maximize: bool = False,
         max_grad_norm: float | None = None,
@@ -146,7 +146,11 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
         self._init_offload(offload)
         own = dict(
-            state=state, min_quantize_size=min_quantize_size, weights=weights, seed=seed, maximize=maximize
+            state_format=state_format,
+            min_quantize_size=min_quantize_size,
+            weight_rounding=weight_rounding,
+            seed=seed,
+            maximize=maximize,
         )
         self._is_made = False
         super().__init__(params, defaults | own)
@@ -180,9 +184,17 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         positive = (not isinstance(lr, Tensor) or lr.numel() == 1) and float(lr) >= 0
         self._expect(positive, "lr", "a number of at least 0", lr)
         self._check_rule(group)
-        self._expect(group["state"] in STATES, "state", " or ".join(f'"{s}"' for s in STATES), group["state"])
         self._expect(
-            group["weights"] in WEIGHTS, "weights", " or ".join(f'"{w}"' for w in WEIGHTS), group["weights"]
+            group["state_format"] in STATES,
+            "state_format",
+            " or ".join(f'"{s}"' for s in STATES),
+            group["state_format"],
+        )
+        self._expect(
+            group["weight_rounding"] in ROUNDINGS,
+            "weight_rounding",
+            " or ".join(f'"{w}"' for w in ROUNDINGS),
+            group["weight_rounding"],
         )
         self._expect(
             isinstance(size, int) and size >= 0, "min_quantize_size", "a whole number of at least 0", size
@@ -205,9 +217,13 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
                 raise ValueError(
                     f"{self._name}: params[{i}]: expected fp32, bf16 or fp16, received {param.dtype}"
                 )
-            if group["weights"] != "plain" and isinstance(param, Tensor) and param.dtype == torch.float16:
+            if (
+                group["weight_rounding"] != "nearest"
+                and isinstance(param, Tensor)
+                and param.dtype == torch.float16
+            ):
                 raise ValueError(
-                    f'{self._name}: params[{i}]: weights="{group["weights"]}" expects bf16 (or fp32, on which '
+                    f'{self._name}: params[{i}]: weight_rounding="{group["weight_rounding"]}" expects bf16 (or fp32, on which '
                     f"it has no effect), received {param.dtype}"
                 )
             # Refuse a flattened parameter of FSDP1, since it does not say which part of which tensor it
@@ -350,7 +366,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             found_inf=number_on(device, found_inf),
             weight_remainder=arena.values.get("weight_remainder"),
             accumulated=accumulated,
-            stochastic_rounding=group["weights"] == "stochastic",
+            stochastic_rounding=group["weight_rounding"] == "stochastic",
             seed=seed_of(group["seed"], arena.kind.shards),
             numbers=arena.numbers,
             **({} if arena.part is None else dict(zip(("first_block", "blocks"), arena.part, strict=True))),
@@ -359,8 +375,8 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
         own = local(param)
         device = torch.device("cpu") if self.offload == "cpu" else own.device
-        state = group["state"] if param.numel() >= group["min_quantize_size"] else "fp32"
-        remainder = group["weights"] == "remainder" and own.dtype == torch.bfloat16
+        state = group["state_format"] if param.numel() >= group["min_quantize_size"] else "fp32"
+        remainder = group["weight_rounding"] == "remainder" and own.dtype == torch.bfloat16
         return Kind(state, remainder, device, shards(param), own.device)
 
     def _layout(self, index: int, group: dict[str, Any]) -> Layout:

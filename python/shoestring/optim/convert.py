@@ -16,7 +16,7 @@ from shoestring.quantization.quantize_state_4bit import dequantize_state_4bit, q
 NESTED = "__bnb_optimizer_quant_state__"
 # Options that the state dicts of torch.optim and bitsandbytes may lack. Of these, beta1 is an option of
 # Adafactor only.
-OURS = ("state", "min_quantize_size", "weights", "seed", "maximize", "beta1")
+OURS = ("state_format", "min_quantize_size", "weight_rounding", "seed", "maximize", "beta1")
 # Options in state dicts of torch.optim and bitsandbytes that are ignored if this package's optimizer lacks
 # them. They select an implementation, or have no effect on the update rule. imported() raises an error for
 # amsgrad and for L2 decay.
@@ -77,7 +77,7 @@ def imported(
             if entries.get(key):
                 beside = extra_of(local(param), group)
                 entries[key] = _entry(where, moments, entries[key], param, state_of(param, group), beside)
-                if group["weights"] == "remainder" and param.dtype == torch.bfloat16:
+                if group["weight_rounding"] == "remainder" and param.dtype == torch.bfloat16:
                     entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))
     # Keep surplus parameter groups of the state dict. load_state_dict raises an error for them.
     groups += state_dict["param_groups"][len(groups) :]
@@ -211,6 +211,6 @@ def exported(optimizer: Optimizer, moments: tuple[Moment, ...]) -> dict[str, Any
                 name: as_dtensor(value, param, tuple(param.shape)) for name, value in state[key].items()
             }
         state[key]["step"] = entry["step"].cpu().clone()
-    own = ("state", "min_quantize_size", "weights", "seed")
+    own = ("state_format", "min_quantize_size", "weight_rounding", "seed")
     groups = [{k: v for k, v in group.items() if k not in own} for group in state_dict["param_groups"]]
     return {"state": state, "param_groups": groups}

@@ -46,7 +46,7 @@ def ema_(
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
     """
-    torch.ops.shoestring.ema_(
+    torch.ops.shoestring._ema_(
         params, grads, step, exp_avg, exp_avg_scale, beta=beta, nesterov=nesterov, lr=lr, **arguments
     )
 

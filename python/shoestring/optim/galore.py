@@ -57,7 +57,7 @@ class GaLore(LowRankOptimizer):
         ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
         TypeError: the base optimizer lacks an option.
 
-    For 16-bit weights, decay and update are added in fp32 and rounded once, to nearest (``weights="plain"``).
+    For 16-bit weights, decay and update are added in fp32 and rounded once, to nearest (``weight_rounding="nearest"``).
     No projection is computed from a gradient that is zero or not finite. The previous projection, or at first
     a random one, is used for that step. Parameter groups, schedulers, hooks, closures and state dicts work as
     in ``torch.optim``. With a GradScaler, the step itself unscales gradients, and is skipped if they are not

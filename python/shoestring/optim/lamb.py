@@ -32,9 +32,9 @@ def lamb_(
     """Take one LAMB step in place on every parameter that has a gradient, one after another.
 
     LAMB adds weight decay to Adam's update u and rescales the sum r to the norm of the parameter p: ``r = u +
-    weight_decay p``; ``p = p - lr |p| / |r| r``. If |p| or |r| is 0, the ratio |p| / |r| counts as 1. This is
-    algorithm 2 of "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv
-    1904.00962), with the identity for phi. Temporary memory: at most 12 bytes per element of one parameter at
+    weight_decay p``; ``p = p - lr |p| / |r| r``. If ``|p|`` or ``|r|`` is 0, the ratio ``|p| / |r|`` counts
+    as 1. This is algorithm 2 of "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+    (arXiv 1904.00962), with the identity for phi. Temporary memory: at most 12 bytes per element of one parameter at
     a time (4 without weight decay). A NaN or infinite element of a gradient spoils the whole parameter.
 
     Args:
@@ -114,7 +114,7 @@ class LAMB(WholeTensorOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 520 bytes per block of 256 elements become 296 with 4-bit
-    state, 1024 with bf16 and 2048 with fp32. ``weights="remainder"`` adds 512. A step takes at most 12 bytes
+    state, 1024 with bf16 and 2048 with fp32. ``weight_rounding="remainder"`` adds 512. A step takes at most 12 bytes
     of temporary memory per element of one parameter at a time.
 
     Args:

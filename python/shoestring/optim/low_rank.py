@@ -112,9 +112,11 @@ class LowRankOptimizer(Optimizer):
             isinstance(gap, int) and gap >= 1, "update_proj_gap", "a whole number of at least 1", gap
         )
         self._expect(scale > 0, "scale", "a number above 0", scale)
-        seed, weights = group["seed"], group.get("weights", "plain")
+        seed, rounding = group["seed"], group.get("weight_rounding", "nearest")
         self._expect(isinstance(seed, int) and seed >= 0, "seed", "a whole number of at least 0", seed)
-        self._expect(rank is None or weights == "plain", "weights", '"plain", or rank=None', weights)
+        self._expect(
+            rank is None or rounding == "nearest", "weight_rounding", '"nearest", or rank=None', rounding
+        )
         if rank is not None and decay and _decay_is_a_penalty(self.base_optimizer, group):
             expected = f"0 with {self.base_optimizer.__name__}, where it is an L2 penalty (or rank=None)"
             self._expect(False, "weight_decay", expected, decay)

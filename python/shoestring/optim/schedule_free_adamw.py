@@ -147,7 +147,7 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 772 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 772 bytes per block of 256 elements become 648 with 4-bit
-    state, 1024 with bf16 and 2048 with fp32. ``weights="remainder"`` adds 512.
+    state, 1024 with bf16 and 2048 with fp32. ``weight_rounding="remainder"`` adds 512.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.

@@ -100,7 +100,7 @@ class SGD(LowMemoryOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 260 bytes per block of 256 elements become 160 with 4-bit
-    state, 512 with bf16 and 1024 with fp32. ``weights="remainder"`` adds 512.
+    state, 512 with bf16 and 1024 with fp32. ``weight_rounding="remainder"`` adds 512.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.

@@ -51,7 +51,7 @@ def owned_entries(
     for ours, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         group = {**ours, **theirs}
         # Skip an invalid option here; _check_options raises an error for it later.
-        if group["state"] not in STATES:
+        if group["state_format"] not in STATES:
             continue
         for param, key in zip(ours["params"], theirs["params"], strict=False):
             parts = optimizer._parts(param, group)

@@ -164,7 +164,7 @@ class StateDicts(Optimizer):
         where = f"{self._name}: load_state_dict"
         if entry.keys() != expected.keys():
             raise ValueError(
-                f'{where}: state="{kind.state}" expects the entries {sorted(expected)}, received {sorted(entry)}'
+                f'{where}: state_format="{kind.state}" expects the entries {sorted(expected)}, received {sorted(entry)}'
             )
         for name, (dtype, shape) in expected.items():
             value = entry[name]

@@ -40,7 +40,7 @@ def code_values(quant_type: str) -> Tensor:
 
 
 def quantize_4bit(
-    x: Tensor, quant_type: str = "nf4", block_size: int = 64, nested: bool = False
+    x: Tensor, quant_type: str = "nf4", block_size: int = 64, double_quant: bool = False
 ) -> QuantizedTensor:
     """Quantise x to 4 bits per element and one scale per block of elements.
 
@@ -62,7 +62,7 @@ def quantize_4bit(
         quant_type: "nf4" (QLoRA, arXiv 2305.14314), "fp4" or "int4".
         block_size: number of consecutive elements of the flattened x that share a scale, a power of two from
             32 to 4096.
-        nested: quantise the scales too, to 8 bits (double quantisation). At the default block size this takes
+        double_quant: quantise the scales too, to 8 bits (double quantisation). At the default block size this takes
             4.127 instead of 4.5 bits per element. Not supported for "int4".
 
     Returns:
@@ -73,9 +73,9 @@ def quantize_4bit(
 
     Raises:
         RuntimeError: the dtype, quant_type or block_size is not supported.
-        ValueError: nested is True for "int4".
+        ValueError: double_quant is True for "int4".
     """
-    return quantize_parts(x.detach(), quant_type, block_size, nested)
+    return quantize_parts(x.detach(), quant_type, block_size, double_quant)
 
 
 def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -47,13 +47,13 @@ class QuantizedLinear(KeyedLinear):
         quant_type: "nf4", "fp4", "int4" or "int8".
         block_size: number of elements that share a scale, for 4-bit types: a power of two from 32 to 4096;
             None is 64. An int8 weight has one scale per row.
-        nested: for "nf4" and "fp4": quantise the scales to 8 bits (double quantisation).
+        double_quant: for "nf4" and "fp4": quantise the scales to 8 bits (double quantisation).
         compute_dtype: dtype to which the input is converted; the output is converted back to the dtype of the
             input. None: the dtype of the input. A CPU without bf16 matrix units multiplies in fp32 in any
             case.
 
     Raises:
-        ValueError: block_size is given for "int8", or nested is True for "int8" or "int4".
+        ValueError: block_size is given for "int8", or double_quant is True for "int8" or "int4".
     """
 
     weight: QuantizedTensor
@@ -66,14 +66,14 @@ class QuantizedLinear(KeyedLinear):
         *,
         quant_type: str = "nf4",
         block_size: int | None = None,
-        nested: bool = False,
+        double_quant: bool = False,
         compute_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.compute_dtype = compute_dtype
-        quantize_weight(self, quant_type, block_size, nested)
+        quantize_weight(self, quant_type, block_size, double_quant)
 
     @classmethod
     def from_linear(
@@ -81,19 +81,19 @@ class QuantizedLinear(KeyedLinear):
         linear: nn.Linear,
         quant_type: str = "nf4",
         block_size: int | None = None,
-        nested: bool = False,
+        double_quant: bool = False,
         compute_dtype: torch.dtype | None = None,
     ) -> "QuantizedLinear":
         """Return a QuantizedLinear with the quantised weight of ``linear`` and the same bias parameter.
 
-        quant_type, block_size, nested and compute_dtype are as for the constructor.
+        quant_type, block_size, double_quant and compute_dtype are as for the constructor.
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         layer.compute_dtype = compute_dtype
         layer.register_parameter("bias", linear.bias)
-        layer.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))  # type: ignore[assignment]
+        layer.weight = frozen(_quantized(linear.weight, quant_type, block_size, double_quant))  # type: ignore[assignment]
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class QuantizedLinear(KeyedLinear):
 
     def extra_repr(self) -> str:
         w = self.weight
-        return f"{super().extra_repr()}, {w.quant_type}, block_size={w.block_size}, nested={w.nested is not None}"
+        return f"{super().extra_repr()}, {w.quant_type}, block_size={w.block_size}, double_quant={w.nested is not None}"
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -111,20 +111,22 @@ def frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _quantized(weight: Tensor, quant_type: str, block_size: int | None, nested: bool) -> QuantizedTensor:
+def _quantized(
+    weight: Tensor, quant_type: str, block_size: int | None, double_quant: bool
+) -> QuantizedTensor:
     if quant_type != "int8":
-        return quantize_4bit(weight, quant_type, 64 if block_size is None else block_size, nested)
-    if block_size is not None or nested:
+        return quantize_4bit(weight, quant_type, 64 if block_size is None else block_size, double_quant)
+    if block_size is not None or double_quant:
         raise ValueError(
-            "QuantizedLinear: block_size and nested: expected None and False with quant_type 'int8', whose rows have one "
-            f"fp32 scale each, received {block_size!r} and {nested!r}"
+            "QuantizedLinear: block_size and double_quant: expected None and False with quant_type 'int8', whose rows have one "
+            f"fp32 scale each, received {block_size!r} and {double_quant!r}"
         )
     return quantize_int8(weight)
 
 
-def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, nested: bool) -> None:
+def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, double_quant: bool) -> None:
     """Replace the dense weight of a linear layer by its quantised form."""
-    linear.weight = frozen(_quantized(linear.weight, quant_type, block_size, nested))
+    linear.weight = frozen(_quantized(linear.weight, quant_type, block_size, double_quant))
 
 
 def save_quantized(module: nn.Linear, destination: dict[str, Any], prefix: str) -> None:
@@ -298,7 +300,7 @@ def _4bit_of(state_dict: dict[str, Any], key: str, state_key: str, shape: tuple[
         )
     if quant_type == "int4" and (absmax.dtype != torch.int32 or "nested_offset" in state):
         raise ValueError(
-            f"QuantizedLinear: {key}.absmax: expected int32 with int4, not nested, received {absmax.dtype}"
+            f"QuantizedLinear: {key}.absmax: expected int32 with int4, not nested scales, received {absmax.dtype}"
         )
     scale_dtype = torch.uint8 if "nested_offset" in state else torch.float32
     if quant_type != "int4" and absmax.dtype != scale_dtype:

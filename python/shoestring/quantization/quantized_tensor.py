@@ -28,7 +28,7 @@ class QuantizedTensor(Tensor):
     instead of the dense weight. With ``nested``, the rows of each rank must be whole groups of 256 blocks
     (for example 8 rows of 2048 elements in blocks of 64).
 
-    A QuantizedTensor can be a frozen ``nn.Parameter``. Supported are detach, clone, copy_ (from a quantised
+    A QuantizedTensor can be a frozen ``nn.Parameter``. Supported are detach, clone, ``copy_`` (from a quantised
     or a dense tensor), ``to`` a device, slices and splits of rows, deep copies and pickling. ``to`` a dtype
     changes only the dtype of the dequantised tensor. Other operators raise an error; call :meth:`dequantize`
     first.
@@ -295,7 +295,7 @@ def _slice(
         if begin * blocks % GROUP or (stop * blocks % GROUP and stop < q.shape[0]):
             raise ValueError(
                 f"QuantizedTensor: rows {begin} to {stop}: expected whole groups of {GROUP} blocks, with {blocks} blocks a row, "
-                "of nested scales; quantise with nested=False"
+                "of nested scales; quantise with double_quant=False"
             )
         tables = NestedScales.of(nested)
         part = tables.scales[begin * blocks // GROUP : groups_of(stop * blocks)]
@@ -358,23 +358,23 @@ _SHARDING: dict[Any, Callable[..., Any]] = {
 }
 
 
-def quantize_parts(x: Tensor, quant_type: str, block_size: int, nested: bool) -> QuantizedTensor:
+def quantize_parts(x: Tensor, quant_type: str, block_size: int, double_quant: bool) -> QuantizedTensor:
     """Quantise x like ``quantize_4bit`` (or, for "int8", ``quantize_int8``), but without detaching x.
 
     Raises:
-        ValueError: nested is True for "int4".
+        ValueError: double_quant is True for "int4".
     """
     if quant_type == "int8":
         packed, absmax = torch.ops.shoestring.quantize_int8(x)
         return QuantizedTensor(
             packed, absmax, None, shape=x.shape, dtype=x.dtype, quant_type=quant_type, block_size=x.shape[-1]
         )
-    if nested and quant_type == "int4":
+    if double_quant and quant_type == "int4":
         raise ValueError(
-            "quantize_4bit: nested: expected False with quant_type 'int4', whose scales are bf16, received True"
+            "quantize_4bit: double_quant: expected False with quant_type 'int4', whose scales are bf16, received True"
         )
     packed, absmax = torch.ops.shoestring.quantize_4bit(x, quant_type=quant_type, block_size=block_size)
-    absmax, second = torch.ops.shoestring.quantize_absmax(absmax) if nested else (absmax, None)
+    absmax, second = torch.ops.shoestring.quantize_absmax(absmax) if double_quant else (absmax, None)
     return QuantizedTensor(
         packed,
         absmax,

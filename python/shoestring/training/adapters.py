@@ -1,4 +1,4 @@
-"""Add LoRA adapters with shoestring or, for `--plain`, with PEFT and bitsandbytes."""
+"""Add LoRA adapters with shoestring or, for `--baseline`, with PEFT and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
     model.requires_grad_(False)
     torch.manual_seed(config.seed)
     try:
-        return _plain(model, config) if config.plain else _ours(model, config)
+        return _plain(model, config) if config.baseline else _ours(model, config)
     except ValueError as error:  # raised if a name matches no module, or the rank does not fit
         raise InputError(f"--target-modules {config.targets}, --rank {config.rank}: {error}") from None
 
@@ -54,7 +54,7 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise InputError(
-            "--plain: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`"
+            "--baseline: fine-tuning with plain PyTorch needs PEFT; install it with `pip install peft`"
         ) from None
     targets = config.targets
     if isinstance(targets, list):  # PEFT ignores names that match no module
@@ -80,7 +80,7 @@ def quantize_with_bitsandbytes(model: Any) -> None:
         from bitsandbytes.nn.modules import Linear4bit, Params4bit
     except ImportError:
         raise InputError(
-            "--plain --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`"
+            "--baseline --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`"
         ) from None
     head = model.get_output_embeddings()
     device = next(model.parameters()).device
@@ -107,9 +107,9 @@ def quantize_with_bitsandbytes(model: Any) -> None:
     model.is_loaded_in_4bit = True  # PEFT uses its 4-bit LoRA layer only if the model has this attribute
 
 
-def save_adapter(model: Any, folder: Path, plain: bool) -> None:
+def save_adapter(model: Any, folder: Path, baseline: bool) -> None:
     """Write the LoRA adapter of a model to ``folder`` in PEFT's format."""
-    if plain:
+    if baseline:
         model.save_pretrained(str(folder))
         (folder / "README.md").unlink(missing_ok=True)  # remove the empty model card that PEFT writes
         return
@@ -118,9 +118,9 @@ def save_adapter(model: Any, folder: Path, plain: bool) -> None:
     lora.save_adapter(model, folder)
 
 
-def merge_adapter(base: nn.Module, adapter: Path, plain: bool) -> Any:
+def merge_adapter(base: nn.Module, adapter: Path, baseline: bool) -> Any:
     """Merge a saved LoRA adapter into a model with dense weights; return the model."""
-    if plain:
+    if baseline:
         from peft import PeftModel
 
         return PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()

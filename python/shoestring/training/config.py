@@ -73,10 +73,10 @@ PRESETS = {
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
 QUANTIZE = ("nf4", "int4", "int8", "none")
-# --weights -> how an optimizer updates the trained weights (its option `weights`)
+# --weights -> how an optimizer updates the trained weights (its option `weight_rounding`)
 ROUNDING = {
-    "fp32": "plain",
-    "bf16": "plain",
+    "fp32": "nearest",
+    "bf16": "nearest",
     "bf16-stochastic": "stochastic",
     "bf16-remainder": "remainder",
 }
@@ -169,7 +169,9 @@ class LoopConfig(StepConfig):
         bool,
         typer.Option("--resume", help="Continue the run in --out from its newest checkpoint, bit for bit."),
     ] = field(default=False, metadata=MAY_CHANGE)
-    plain: Annotated[bool, typer.Option("--plain", help="The same with plain PyTorch, to compare.")] = False
+    baseline: Annotated[bool, typer.Option("--baseline", help="The same with plain PyTorch, to compare.")] = (
+        False
+    )
     threads: Annotated[
         int | None,
         typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
@@ -248,10 +250,10 @@ class FinetuneConfig(LoopConfig):
         target_names(self.target_modules)  # target_names() raises InputError if the option names no module
         # The int8 layer of bitsandbytes also rounds its input to 8 bits, so it computes a different model
         # than shoestring's int8. bitsandbytes has no int4 layer.
-        if self.plain and self.frozen_format not in (None, "nf4"):
-            raise InputError(f"--quantize: expected nf4 | none with --plain, got {self.quantize}")
-        if self.plain and self.pack == "fill":
-            refuse_together([("--pack fill", "--plain")])
+        if self.baseline and self.frozen_format not in (None, "nf4"):
+            raise InputError(f"--quantize: expected nf4 | none with --baseline, got {self.quantize}")
+        if self.baseline and self.pack == "fill":
+            refuse_together([("--pack fill", "--baseline")])
 
     @property
     def frozen_format(self) -> str | None:

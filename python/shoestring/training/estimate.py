@@ -184,7 +184,7 @@ def _offloaded(
 def _activations(found: Estimate, model: nn.Module, config: EstimateConfig) -> None:
     def formula(gradient_checkpointing: bool) -> formulas.Activations | None:
         return formulas.activations(
-            model, config.batch_size * config.seq_len, plain=False, gradient_checkpointing=gradient_checkpointing,
+            model, config.batch_size * config.seq_len, baseline=False, gradient_checkpointing=gradient_checkpointing,
             size=config.activation_bytes,
         )  # fmt: skip
 

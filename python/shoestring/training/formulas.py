@@ -24,7 +24,7 @@ class Activations:
 
 
 def activations(
-    model: Any, tokens: int, *, plain: bool, gradient_checkpointing: bool, size: int = 4
+    model: Any, tokens: int, *, baseline: bool, gradient_checkpointing: bool, size: int = 4
 ) -> Activations | None:
     """Estimate the memory that autograd saves for the backward pass.
 
@@ -36,7 +36,7 @@ def activations(
     Args:
         model: a Hugging Face causal language model.
         tokens: number of tokens of a micro-batch.
-        plain: whether the model runs without shoestring's operators.
+        baseline: whether the model runs without shoestring's operators.
         gradient_checkpointing: whether only the inputs of the blocks are saved.
         size: bytes per element of the saved tensors.
 
@@ -53,7 +53,7 @@ def activations(
     head_dim = getattr(shape, "head_dim", None) or hidden // heads
     narrow = (getattr(shape, "num_key_value_heads", None) or heads) * head_dim
     keeps_product = any(p.requires_grad and p.shape == (hidden, mlp) for p in model.parameters())
-    vectors = [(12, hidden), (4, mlp)] if plain else [(6, hidden), (2, narrow), (2 + keeps_product, mlp)]
+    vectors = [(12, hidden), (4, mlp)] if baseline else [(6, hidden), (2, narrow), (2 + keeps_product, mlp)]
     block = tokens * size * sum(count * width for count, width in vectors)
     if gradient_checkpointing:
         estimate = tokens * size * layers * hidden
@@ -65,7 +65,7 @@ def activations(
         )
     head = model.get_output_embeddings().weight
     vocab = head.shape[0]
-    if plain:
+    if baseline:
         estimate, formula = estimate + 4 * tokens * vocab, formula + f" + {tokens} x {vocab} x 4 B"
     else:
         # number of saved rows of the hidden size: input of the last norm, gradient of the hidden states, and,

@@ -226,7 +226,7 @@ def fused_loss(model: Any, workspace_mb: int) -> Loss:
         patch(model, workspace_mb=workspace_mb)
         _check_same(loss, plain_loss(model), model)
     except (TypeError, ValueError) as error:
-        raise InputError(f"--model: {error}; use --plain for this architecture") from None
+        raise InputError(f"--model: {error}; use --baseline for this architecture") from None
     if getattr(model.config, "_attn_implementation", None) == "shoestring":
         whole = {"attention_mask": no_padding(device_of(model))}
         try:

@@ -98,7 +98,7 @@ def decayed(groups: list[Group], weight_decay: float) -> list[Group]:
 
 def stored_options(config: StepConfig) -> dict[str, Any]:
     """Return the options of the optimizer classes that decide how state and weights are stored."""
-    return {"state": config.optimizer_state, "weights": ROUNDING[config.weights]}
+    return {"state_format": config.optimizer_state, "weight_rounding": ROUNDING[config.weights]}
 
 
 def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
@@ -110,7 +110,7 @@ def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Op
         InputError: an option does not fit the optimizer.
         RuntimeError: the folder or the space of ``--offload nvme:DIR`` cannot be used.
     """
-    if config.plain:
+    if config.baseline:
         groups = decayed([{"params": trained(model)}], config.weight_decay)
         return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)]
     return [

@@ -56,7 +56,7 @@ def check_run(config: LoopConfig, out: Path) -> None:
 
 def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
     """Yield the pairs of given options that cannot be combined."""
-    plain = {
+    given_options = {
         f"--offload {config.offload}": config.offload != "none",
         f"--memory-budget {config.memory_budget}": config.memory_budget is not None,
         f"--activations {config.activations}": config.activations == "offload",
@@ -65,7 +65,7 @@ def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
         "--optimizer-arg": bool(config.optimizer_arg),
         "--step-in-backward": config.step_in_backward,
     }
-    pairs = [(option, "--plain", given and config.plain) for option, given in plain.items()]
+    pairs = [(option, "--baseline", given and config.baseline) for option, given in given_options.items()]
     recomputes = config.memory_budget is not None and config.activations == "recompute"
     pairs += [(f"--memory-budget {config.memory_budget}", "--activations recompute", recomputes)]
     # Loss scaling needs all gradients at once.
@@ -219,7 +219,7 @@ def execute(
         pack: "none", or whether a micro-batch is one row of examples without padding: "batch" or "fill".
     """
     recomputes = config.activations == "recompute"
-    if recomputes and config.plain:
+    if recomputes and config.baseline:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
         config, model, device, make_loss(), [], *data, run, progress, fingerprint.values, pack
@@ -227,7 +227,7 @@ def execute(
     report, offload = None, None
     if config.activations == "offload":
         offload = offload_activations(device=device, exclude=model)
-    if recomputes and not config.plain:
+    if recomputes and not config.baseline:
         report = checkpoint_model(model)
     if config.memory_budget is not None:
         report = _fit_memory(trainer, config.memory_budget, offload)
@@ -257,7 +257,7 @@ def execute(
     trainer.fit(start)
     used = memory.usage(device)
     peak = used.get("device_peak", used["peak"])
-    if recomputes and config.plain:
+    if recomputes and config.baseline:
         model.gradient_checkpointing_disable()
     if report is not None:
         report.undo()

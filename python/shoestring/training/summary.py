@@ -37,7 +37,7 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     return {
-        "plain": trainer.config.plain,
+        "baseline": trainer.config.baseline,
         "steps": trainer.config.steps,
         "trained_parameters": trained,
         "train_loss": statistics.fmean(row["loss"] for row in rows[-LAST:]),
@@ -71,12 +71,12 @@ def _device(rows: list[dict[str, Any]]) -> dict[str, float]:
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak memory of this process into parts, each with its formula and its measured bytes."""
     config, model = trainer.config, trainer.model
-    # PyTorch's AdamW if config.plain is set, else optimizers of shoestring
+    # PyTorch's AdamW if config.baseline is set, else optimizers of shoestring
     own: list[Any] = trainer.optimizers
     trained = formulas.trained(model)
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
-    if config.plain:
+    if config.baseline:
         # PyTorch's AdamW keeps two fp32 moments per trained element, and a 4-byte step counter per tensor.
         optimizer_formula, expected_optimizer = (
             "8 B x trained",
@@ -117,7 +117,7 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     ]
     tokens = config.batch_size * config.seq_len
     vocab = model.get_output_embeddings().weight.shape[0]
-    if config.plain:
+    if config.baseline:
         formula, expected = (
             f"logits and gradient, 2 x {tokens} x {vocab} x 4 B (the backward pass and the allocator come on top)",
             8 * tokens * vocab,
@@ -168,7 +168,7 @@ def _activations(trainer: Trainer) -> tuple[int | None, str]:
     found = formulas.activations(
         trainer.model,
         tokens,
-        plain=config.plain,
+        baseline=config.baseline,
         gradient_checkpointing=config.activations == "recompute",
         size=_width(config),
     )

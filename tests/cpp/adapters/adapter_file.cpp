@@ -35,20 +35,20 @@ std::vector<std::string> split(const std::string& text, char at) {
 }
 
 struct Block : torch::nn::Module {
-  nn::Linear up{nullptr}, down{nullptr};
+  nn::AdaptableLinear up{nullptr}, down{nullptr};
   Block() {
-    up = register_module("up_proj", nn::Linear(nn::LinearOptions(32, 64)));
-    down = register_module("down_proj", nn::Linear(nn::LinearOptions(64, 32).bias(false)));
+    up = register_module("up_proj", nn::AdaptableLinear(nn::AdaptableLinearOptions(32, 64)));
+    down = register_module("down_proj", nn::AdaptableLinear(nn::AdaptableLinearOptions(64, 32).bias(false)));
   }
   Tensor forward(const Tensor& x) { return x + down(at::silu(up(x))); }
 };
 
 struct Model : torch::nn::Module {
-  nn::Embedding embed{nullptr};
+  nn::AdaptableEmbedding embed{nullptr};
   torch::nn::Linear head{nullptr};
   std::vector<std::shared_ptr<Block>> blocks;
   Model() {
-    embed = register_module("embed", nn::Embedding(20, 32));
+    embed = register_module("embed", nn::AdaptableEmbedding(20, 32));
     for (const char* name : {"first", "second"})
       blocks.push_back(register_module(name, std::make_shared<Block>()));
     head = register_module("head", torch::nn::Linear(32, 7));
@@ -60,9 +60,9 @@ struct Model : torch::nn::Module {
   }
 };
 
-lora::LoraOptions parse(const std::string& text) {
-  lora::LoraOptions options;
-  nn::AdapterOptions adapter;
+lora::ApplyOptions parse(const std::string& text) {
+  lora::ApplyOptions options;
+  nn::LoraOptions adapter;
   nn::VeraOptions vera;
   nn::IA3Options ia3;
   std::string method = "lora";

@@ -90,12 +90,13 @@ TEST_CASE("layers together give what they give alone", "[lora]") {
     for (const char* quantize : {"none", "nf4"}) {
       CAPTURE(adapted, quantize);
       torch::manual_seed(2);
-      std::vector<Linear> layers{Linear(64, 96), Linear(64, 96), Linear(96, 64)};
+      std::vector<AdaptableLinear> layers{AdaptableLinear(64, 96), AdaptableLinear(64, 96),
+                                          AdaptableLinear(96, 64)};
       std::vector<Tensor> trained;
       for (auto& layer : layers) {
         if (!adapted) break;
         if (std::string(quantize) != "none") layer->quantize();
-        layer->add_adapter(AdapterOptions().rank(4).dora(layer.ptr() == layers[1].ptr()));
+        layer->add_adapter(LoraOptions().rank(4).dora(layer.ptr() == layers[1].ptr()));
         change(*layer->adapters["default"]);
       }
       for (auto& layer : layers) {
@@ -120,7 +121,7 @@ TEST_CASE("dropout reaches the adapter alone, and only in training", "[lora]") {
   Net net = make(options("nf4"));
   auto& layer = net->up;
   Tensor x = torch::randn({64, 64}), y = layer->forward(x);
-  std::get<AdapterOptions>(layer->adapters["default"]->options).dropout(0.5);
+  std::get<LoraOptions>(layer->adapters["default"]->options).dropout(0.5);
   layer->eval();
   CHECK(at::equal(layer->forward(x), y));
   layer->train();
@@ -165,7 +166,7 @@ TEST_CASE("merging leaves layers without an adapter alone", "[lora]") {
 TEST_CASE("adapted modules clone and serialise", "[lora]") {
   Net net = make(options("nf4", true, /*dora=*/true));
   Tensor x = torch::randn({3, 64}), y = net->forward(x);
-  auto copy = std::dynamic_pointer_cast<shoestring::nn::LinearImpl>(net->up->clone());
+  auto copy = std::dynamic_pointer_cast<shoestring::nn::AdaptableLinearImpl>(net->up->clone());
   CHECK(at::equal(copy->forward(x), net->up->forward(x)));
   std::stringstream stream;
   torch::save(net, stream);
@@ -222,17 +223,18 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
 
 TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[lora]") {
   Net net;
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"head"})),
-                    Contains("expected shoestring::nn::Linear or Embedding layers, received head"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().target_modules({"up_proj", "q_proj", "v"})),
+  CHECK_THROWS_WITH(
+      shoestring::lora::apply(*net, ApplyOptions().target_modules({"head"})),
+      Contains("expected shoestring::nn::AdaptableLinear or AdaptableEmbedding layers, received head"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().target_modules({"up_proj", "q_proj", "v"})),
                     Contains("target_modules: expected names of modules, received 'q_proj', 'v', which match "
                              "nothing; the module has ") &&
                         Contains("up_proj"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int3")),
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().quantize("int3")),
                     Contains("expected none, nf4, fp4, int4 or int8"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int4").nested(true)),
-                    Contains("nested: expected false with int4"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(0))),
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().quantize("int4").double_quant(true)),
+                    Contains("double_quant: expected false with int4"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().adapter(LoraOptions().rank(0))),
                     Contains("rank: expected at least 1, received 0"));
   CHECK_THROWS_WITH(shoestring::lora::merge(*net), Contains("expected a module with adapters"));
   for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());

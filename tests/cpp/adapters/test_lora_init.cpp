@@ -14,8 +14,8 @@ using Catch::Matchers::Contains;
 
 namespace {
 
-Tensor base_of(Linear& layer) { return layer->dense_weight().clone(); }
-Tensor change_of(Linear& layer) {
+Tensor base_of(AdaptableLinear& layer) { return layer->dense_weight().clone(); }
+Tensor change_of(AdaptableLinear& layer) {
   return layer->adapters["default"]->lora()->scaling() * lora_B(layer).mm(lora_A(layer)).detach();
 }
 
@@ -25,15 +25,15 @@ Net falling() {
   torch::manual_seed(4);
   Net net;
   const torch::NoGradGuard no_grad;
-  for (Linear layer : {net->up, net->down}) {
+  for (AdaptableLinear layer : {net->up, net->down}) {
     const auto [U, values, V] = at::linalg_svd(layer->weight, /*full_matrices=*/false);
     layer->weight.copy_((U * values[0] * at::pow(0.7, at::arange(values.numel()))).mm(V));
   }
   return net;
 }
 
-LoraOptions start(const char* init, const char* quantize = "none") {
-  return LoraOptions().quantize(quantize).adapter(AdapterOptions().rank(4).alpha(6).init(init));
+ApplyOptions start(const char* init, const char* quantize = "none") {
+  return ApplyOptions().quantize(quantize).adapter(LoraOptions().rank(4).alpha(6).init(init));
 }
 
 }  // namespace
@@ -63,7 +63,7 @@ TEST_CASE("OLoRA's matrices are the QR decomposition's", "[lora]") {
 }
 
 TEST_CASE("LoftQ and PiSSA lose less of a weight to quantising", "[lora]") {
-  const auto lost = [](const LoraOptions& options) {
+  const auto lost = [](const ApplyOptions& options) {
     torch::manual_seed(4);
     Net net;
     const Tensor dense = base_of(net->up);
@@ -76,7 +76,7 @@ TEST_CASE("LoftQ and PiSSA lose less of a weight to quantising", "[lora]") {
   CHECK(lost(start("pissa", "nf4")) < plain);
   CHECK(loftq < 0.97 * plain);
   auto more = start("loftq", "nf4");
-  std::get<AdapterOptions>(more.adapter()).loftq_iterations(5);
+  std::get<LoraOptions>(more.adapter()).loftq_iterations(5);
   CHECK(lost(more) < loftq);
 }
 
@@ -85,14 +85,14 @@ TEST_CASE("the base is what it was whenever an adapter that changed it is not in
   const Tensor x = torch::randn({5, 64}), y = net->forward(x);
   shoestring::lora::apply(*net, start("pissa"));
   CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
-  for (Linear layer : {net->up, net->down}) change(*layer->adapters["default"]);
+  for (AdaptableLinear layer : {net->up, net->down}) change(*layer->adapters["default"]);
   const Tensor trained = net->forward(x);
   CHECK_FALSE(at::allclose(trained, y, 1e-2, 1e-2));
   {
     const shoestring::lora::DisableAdapterGuard guard(*net);
     CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
   }
-  shoestring::lora::apply(*net, LoraOptions().adapter_name("other"));
+  shoestring::lora::apply(*net, ApplyOptions().adapter_name("other"));
   CHECK(at::allclose(net->forward(x), y, 1e-5, 1e-5));
   shoestring::lora::set_adapter(*net, {"default"});
   CHECK(at::allclose(net->forward(x), trained, 1e-5, 1e-5));
@@ -121,13 +121,13 @@ TEST_CASE("initialisations that cannot be are refused", "[lora]") {
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, start("loftq")),
                     Contains("expected quantize with 'loftq'"));
   CHECK_THROWS_WITH(
-      shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(65).init("pissa"))),
+      shoestring::lora::apply(*net, ApplyOptions().adapter(LoraOptions().rank(65).init("pissa"))),
       Contains("rank: expected at most 64 for 'pissa', the smaller side of"));
   CHECK_THROWS_WITH(
-      shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().dora(true).init("pissa"))),
+      shoestring::lora::apply(*net, ApplyOptions().adapter(LoraOptions().dora(true).init("pissa"))),
       Contains("init: expected its default with dora"));
-  CHECK_THROWS_WITH(shoestring::lora::apply(*net, LoraOptions().quantize("int8").nested(true)),
-                    Contains("block_size and nested"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().quantize("int8").double_quant(true)),
+                    Contains("block_size and double_quant"));
   for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());
   torch::manual_seed(0);
   shoestring::lora::apply(*net, start("gaussian"));
@@ -136,11 +136,11 @@ TEST_CASE("initialisations that cannot be are refused", "[lora]") {
 
 TEST_CASE("LoRA+ gives lora_B and vectors a learning rate of their own", "[lora]") {
   Net net;
-  shoestring::lora::apply(*net, LoraOptions().adapter(AdapterOptions().rank(4).dora(true)));
+  shoestring::lora::apply(*net, ApplyOptions().adapter(LoraOptions().rank(4).dora(true)));
   net->head->weight.requires_grad_(true);
   const shoestring::optim::AdamWOptions defaults = shoestring::optim::AdamWOptions(1e-3).weight_decay(0.1);
-  const auto groups =
-      shoestring::lora::parameter_groups(*net, defaults, shoestring::lora::GroupOptions().lr_ratio(4));
+  const auto groups = shoestring::lora::loraplus_param_groups(
+      *net, defaults, shoestring::lora::LoraPlusOptions().lr_ratio(4));
   REQUIRE(groups.size() == 3);
   std::map<double, size_t> rates;
   for (const auto& group : groups) {
@@ -160,10 +160,10 @@ TEST_CASE("LoRA+ gives lora_B and vectors a learning rate of their own", "[lora]
   // The gradient of lora_A is zero while lora_B is zero, so only weight decay changes lora_A.
   CHECK(at::equal(lora_A(net->up), A.mul(1 - 1e-4)));
 
-  torch::optim::AdamW theirs(shoestring::lora::parameter_groups(*net, torch::optim::AdamWOptions(1e-3)));
+  torch::optim::AdamW theirs(shoestring::lora::loraplus_param_groups(*net, torch::optim::AdamWOptions(1e-3)));
   CHECK(theirs.param_groups().size() == 3);
   CHECK(theirs.param_groups()[1].options().get_lr() == 16e-3);
   CHECK_THROWS_WITH(
-      shoestring::lora::parameter_groups(*net, 1e-3, shoestring::lora::GroupOptions().lr_ratio(0.5)),
+      shoestring::lora::loraplus_param_groups(*net, 1e-3, shoestring::lora::LoraPlusOptions().lr_ratio(0.5)),
       Contains("lr_ratio: expected at least 1"));
 }

@@ -16,14 +16,14 @@
 #include "folder.h"
 
 using Catch::Matchers::Contains;
-using shoestring::nn::Embedding;
+using shoestring::nn::AdaptableEmbedding;
 using shoestring::nn::IA3Options;
 using shoestring::nn::VeraOptions;
 namespace lora = shoestring::lora;
 
 namespace {
 
-LoraOptions ia3() { return LoraOptions().adapter(IA3Options().feedforward_modules({"down_proj"})); }
+ApplyOptions ia3() { return ApplyOptions().adapter(IA3Options().feedforward_modules({"down_proj"})); }
 
 }  // namespace
 
@@ -66,7 +66,8 @@ TEST_CASE("IA3 multiplies the output of a layer, or its input", "[lora]") {
 TEST_CASE("projections and a SwiGLU MLP go through IA3 and VeRA as layers alone do", "[lora]") {
   for (const bool vera : {false, true}) {
     torch::manual_seed(2);
-    std::vector<Linear> layers{Linear(64, 96), Linear(64, 96), Linear(96, 64)};
+    std::vector<AdaptableLinear> layers{AdaptableLinear(64, 96), AdaptableLinear(64, 96),
+                                        AdaptableLinear(96, 64)};
     for (size_t i = 0; i < 3; ++i) {
       if (vera) {
         layers[i]->add_adapter(VeraOptions().rank(8));
@@ -86,7 +87,7 @@ TEST_CASE("VeRA trains vectors around two matrices that all layers share", "[lor
   torch::manual_seed(4);
   Net net;
   const Tensor x = torch::randn({5, 64}), base = net->forward(x);
-  lora::apply(*net, LoraOptions().adapter(VeraOptions().rank(8).seed(3)));
+  lora::apply(*net, ApplyOptions().adapter(VeraOptions().rank(8).seed(3)));
   CHECK(at::allclose(net->forward(x), base, 1e-6, 1e-6));
   const auto& own = *net->up->adapters["default"];
   CHECK(own["vera_A"].sizes() == at::IntArrayRef({8, 128}));
@@ -109,18 +110,18 @@ TEST_CASE("VeRA trains vectors around two matrices that all layers share", "[lor
   lora::merge(*net);
   CHECK(at::allclose(net->forward(x), y, 1e-4, 1e-5));
   lora::unmerge(*net);
-  CHECK_THROWS_WITH(lora::apply(*net, LoraOptions().adapter_name("b")),
+  CHECK_THROWS_WITH(lora::apply(*net, ApplyOptions().adapter_name("b")),
                     Contains("expected adapters of the kind that up_proj has, VeRA, received LoRA"));
 }
 
 TEST_CASE("embeddings take on LoRA and DoRA", "[lora]") {
   for (const bool dora : {false, true}) {
     torch::manual_seed(4);
-    Embedding layer(shoestring::nn::EmbeddingOptions(11, 8).padding_idx(2));
+    AdaptableEmbedding layer(shoestring::nn::AdaptableEmbeddingOptions(11, 8).padding_idx(2));
     CHECK(layer->weight[2].count_nonzero().item<int64_t>() == 0);
     const Tensor ids = at::randint(11, {3, 4}), base = layer(ids);
     CHECK(at::equal(base, at::embedding(layer->weight, ids)));
-    layer->add_adapter(AdapterOptions().rank(4).alpha(6).dora(dora));
+    layer->add_adapter(LoraOptions().rank(4).alpha(6).dora(dora));
     CHECK(at::allclose(layer(ids), base, 1e-6, 1e-6));
     auto& own = *layer->adapters["default"];
     {
@@ -144,8 +145,8 @@ TEST_CASE("embeddings take on LoRA and DoRA", "[lora]") {
     const auto expected = torch::autograd::grad({exact}, wide, {(upstream * kept).to(at::kDouble)});
     for (int i = 0; i < 2; ++i) CHECK(relative_error(gradients[i], expected[i]) < 5e-6);
 
-    CHECK(
-        at::equal(std::dynamic_pointer_cast<shoestring::nn::EmbeddingImpl>(layer->clone())->forward(ids), y));
+    CHECK(at::equal(
+        std::dynamic_pointer_cast<shoestring::nn::AdaptableEmbeddingImpl>(layer->clone())->forward(ids), y));
     layer->merge();
     CHECK(at::allclose(layer(ids), y, 1e-5, 1e-5));
     layer->unmerge();
@@ -153,7 +154,7 @@ TEST_CASE("embeddings take on LoRA and DoRA", "[lora]") {
     layer->delete_adapter("default");
     CHECK(at::equal(layer(ids), base));
   }
-  Embedding layer(11, 8);
+  AdaptableEmbedding layer(11, 8);
   CHECK_THROWS_WITH(layer->add_adapter(IA3Options()), Contains("expected LoRA or DoRA without lora_bias"));
 }
 
@@ -162,7 +163,7 @@ TEST_CASE("a copy of a module is trained whole, beside its original", "[lora]") 
   Net net;
   const Tensor x = torch::randn({5, 64}), base = net->forward(x), weight = net->head->weight.detach().clone();
   const auto options = [](const char* name) {
-    return LoraOptions().adapter_name(name).modules_to_save({"head"}).quantize("nf4");
+    return ApplyOptions().adapter_name(name).modules_to_save({"head"}).quantize("nf4");
   };
   lora::apply(*net, options("a"));
   CHECK(net->head->weight.requires_grad());
@@ -217,7 +218,7 @@ TEST_CASE("a copy of a module is trained whole, beside its original", "[lora]") 
 
 TEST_CASE("backward of a trained copy under another adapter is right or an error", "[lora]") {
   Net net;
-  lora::apply(*net, LoraOptions().modules_to_save({"head"}));
+  lora::apply(*net, ApplyOptions().modules_to_save({"head"}));
   const Tensor x = torch::randn({5, 64}).requires_grad_();
   {
     const torch::NoGradGuard no_grad;
@@ -241,20 +242,20 @@ TEST_CASE("backward of a trained copy under another adapter is right or an error
 TEST_CASE("biases of the base are trained on request", "[lora]") {
   for (const char* which : {"all", "lora_only"}) {
     Net net;
-    lora::apply(*net, LoraOptions().target_modules({"up_proj"}).bias(which));
+    lora::apply(*net, ApplyOptions().target_modules({"up_proj"}).bias(which));
     CHECK(net->up->bias.requires_grad());
     CHECK(net->down->bias.requires_grad() == (std::string(which) == "all"));
     CHECK(net->head->bias.requires_grad() == (std::string(which) == "all"));
-    CHECK_THROWS_WITH(lora::apply(*net, LoraOptions().adapter_name("b").bias("all")),
+    CHECK_THROWS_WITH(lora::apply(*net, ApplyOptions().adapter_name("b").bias("all")),
                       Contains("expected 'none', since the adapter 'default' trains the base's biases"));
     lora::set_adapter(*net, {});
     CHECK_FALSE(net->up->bias.requires_grad());
   }
   Net net;
   CHECK_THROWS_WITH(lora::apply(*net, ia3().bias("all")), Contains("bias: expected 'none', received 'all'"));
-  CHECK_THROWS_WITH(lora::apply(*net, LoraOptions().bias("some")),
+  CHECK_THROWS_WITH(lora::apply(*net, ApplyOptions().bias("some")),
                     Contains("expected 'none', 'all' or 'lora_only'"));
-  CHECK_THROWS_WITH(lora::apply(*net, LoraOptions().modules_to_save({"lm_head"})),
+  CHECK_THROWS_WITH(lora::apply(*net, ApplyOptions().modules_to_save({"lm_head"})),
                     Contains("received 'lm_head', which matches nothing"));
   CHECK_THROWS_WITH(
       lora::apply(*net, ia3().target_modules({"up_proj"})),

@@ -19,14 +19,13 @@ namespace {
 Net several(const char* quantize = "none") {
   torch::manual_seed(4);
   Net net;
-  const auto options = [&](const char* name) { return LoraOptions().adapter_name(name).quantize(quantize); };
-  lora::apply(*net, options("a").adapter(AdapterOptions().rank(4).alpha(8)));
+  const auto options = [&](const char* name) { return ApplyOptions().adapter_name(name).quantize(quantize); };
+  lora::apply(*net, options("a").adapter(LoraOptions().rank(4).alpha(8)));
   lora::apply(
-      *net,
-      options("b").adapter(AdapterOptions().rank(3).alpha(5).lora_bias(true)).target_modules({"up_proj"}));
-  lora::apply(*net, options("c").adapter(AdapterOptions().rank(2).alpha(4).dora(true)));
+      *net, options("b").adapter(LoraOptions().rank(3).alpha(5).lora_bias(true)).target_modules({"up_proj"}));
+  lora::apply(*net, options("c").adapter(LoraOptions().rank(2).alpha(4).dora(true)));
   const torch::NoGradGuard no_grad;
-  for (Linear layer : {net->up, net->down}) {
+  for (AdaptableLinear layer : {net->up, net->down}) {
     for (auto& item : layer->adapters) {
       change(*item.value());
       if (item.value()->has("lora_bias")) (*item.value())["lora_bias"].normal_();
@@ -37,7 +36,7 @@ Net several(const char* quantize = "none") {
 
 // Computes a layer's output in fp64: the output of the base layer, plus the contribution of each named
 // adapter.
-Tensor exact(Linear& layer, const Tensor& x, const std::vector<std::string>& names) {
+Tensor exact(AdaptableLinear& layer, const Tensor& x, const std::vector<std::string>& names) {
   const Tensor W = layer->dense_weight().to(at::kDouble), X = x.detach().to(at::kDouble);
   Tensor y = at::linear(X, W, layer->bias.to(at::kDouble));
   for (const auto& name : names) {
@@ -123,10 +122,10 @@ TEST_CASE("an adapter that changed the base has its own rows, the others have th
   torch::manual_seed(4);
   Net net;
   const Tensor x = torch::randn({2, 3, 64}), base = net->up(x);
-  lora::apply(*net, LoraOptions().adapter_name("p").adapter(AdapterOptions().rank(4).init("pissa")));
+  lora::apply(*net, ApplyOptions().adapter_name("p").adapter(LoraOptions().rank(4).init("pissa")));
   change(*net->up->adapters["p"]);
   const Tensor alone = net->up(x);
-  lora::apply(*net, LoraOptions().adapter_name("q"));
+  lora::apply(*net, ApplyOptions().adapter_name("q"));
   const lora::AdaptersPerRowGuard guard(*net, {"p", "q"});
   CHECK(at::allclose(net->up(x)[0], alone[0], 1e-4, 1e-5));
   CHECK(at::allclose(net->up(x)[1], base[1], 1e-4, 1e-5));
@@ -198,6 +197,6 @@ TEST_CASE("adapters are deleted, cloned and saved by name", "[lora]") {
   CHECK(net->up->children().empty());
   CHECK_THROWS_WITH(lora::delete_adapter(*net, "c"),
                     Contains("expected names of this module's adapters, none; received 'c'"));
-  CHECK_THROWS_WITH(lora::apply(*net, LoraOptions().adapter_name("a.b")),
+  CHECK_THROWS_WITH(lora::apply(*net, ApplyOptions().adapter_name("a.b")),
                     Contains("adapter_name: expected a name without dots"));
 }

@@ -36,7 +36,7 @@ TEST_CASE("attention agrees with all scores in fp64, forward and backward", "[at
                              torch::randn({2, 2, 50, 16}), torch::randn({1, 4, 37, 50}), torch::randn({4})};
   std::vector<Tensor> wide;
   for (Tensor& t : inputs) wide.push_back(t.to(at::kDouble).requires_grad_()), t.requires_grad_();
-  const auto options = AttentionOptions().causal(true).window({20, -1}).bias(inputs[3]).sinks(inputs[4]);
+  const auto options = AttentionOptions().causal(true).window_size({20, -1}).bias(inputs[3]).sinks(inputs[4]);
   const Tensor out = shoestring::attention(inputs[0], inputs[1], inputs[2], options);
   const Tensor expected = exact(wide[0], wide[1], wide[2], wide[3], wide[4], 20);
   CHECK(at::allclose(out.to(at::kDouble), expected, 1e-5, 1e-6));

@@ -43,7 +43,7 @@ nn::Attention attention(const std::map<std::string, std::string>& given) {
     if (key == "value_dim") options.value_dim(std::stoll(value));
     if (key == "source_features") options.source_features(std::stoll(value));
     if (key == "rotary_dim") options.rotary_dim(std::stoll(value));
-    if (key == "left") options.window({std::stoll(value), -1});
+    if (key == "left") options.window_size({std::stoll(value), -1});
     if (key == "bias") options.bias(yes);
     if (key == "out_bias") options.out_bias(yes);
     if (key == "causal") options.causal(yes);

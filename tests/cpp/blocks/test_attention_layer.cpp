@@ -25,7 +25,7 @@ nn::AttentionInput rotated(int64_t tokens, int64_t rotary_dim) {
 // Computes the output of nn::Attention with PyTorch's operators.
 Tensor plain(const nn::Attention& module, const Tensor& x, const nn::AttentionInput& input) {
   const auto& o = module->options;
-  const auto heads = [&](nn::Linear layer) {
+  const auto heads = [&](nn::AdaptableLinear layer) {
     return at::linear(x, layer->weight, layer->bias).unflatten(-1, {-1, *o.head_dim()}).transpose(1, 2);
   };
   const auto normed = [&](const Tensor& t, nn::RMSNorm norm) {
@@ -120,7 +120,7 @@ TEST_CASE("Attention and GatedMLP take on adapters and quantised weights", "[nn]
   } model;
   const Tensor x = torch::randn({2, 6, 48}), before = model.forward(x);
   shoestring::lora::apply(
-      model, shoestring::lora::LoraOptions().adapter(nn::AdapterOptions().rank(4)).quantize("int8"));
+      model, shoestring::lora::ApplyOptions().adapter(nn::LoraOptions().rank(4)).quantize("int8"));
   CHECK(at::allclose(model.forward(x), before, 0.05, 0.02));
   model.forward(x).square().sum().backward();
   CHECK(
@@ -133,7 +133,9 @@ TEST_CASE("GatedMLP has three activations and a bias", "[nn]") {
   const Tensor x = torch::randn({3, 5, 20});
   for (const std::string activation : {"silu", "gelu", "gelu_tanh"}) {
     nn::GatedMLP module(nn::GatedMLPOptions(20, 28).activation(activation).bias(activation == "gelu"));
-    const auto linear = [](const Tensor& t, nn::Linear l) { return at::linear(t, l->weight, l->bias); };
+    const auto linear = [](const Tensor& t, nn::AdaptableLinear l) {
+      return at::linear(t, l->weight, l->bias);
+    };
     const Tensor gate = linear(x, module->gate_proj);
     const Tensor active =
         activation == "silu" ? at::silu(gate) : at::gelu(gate, activation == "gelu" ? "none" : "tanh");

@@ -16,8 +16,8 @@
 
 namespace {
 
-using shoestring::nn::Linear;
-using shoestring::nn::LinearOptions;
+using shoestring::nn::AdaptableLinear;
+using shoestring::nn::AdaptableLinearOptions;
 
 std::vector<std::string> split(const std::string& text, char at) {
   std::vector<std::string> parts;
@@ -30,17 +30,20 @@ struct Model : torch::nn::Module {
   explicit Model(const std::string& layers) {
     for (const auto& layer : split(layers, ';')) {
       const auto field = split(layer, ',');
-      const auto options =
-          LinearOptions(std::stoll(field[1]), std::stoll(field[2])).bias(field[3] == "1").placeholder(true);
-      register_module(field[0], Linear(options));
+      const auto options = AdaptableLinearOptions(std::stoll(field[1]), std::stoll(field[2]))
+                               .bias(field[3] == "1")
+                               .placeholder(true);
+      register_module(field[0], AdaptableLinear(options));
     }
   }
 };
 
 void run(char** a) {
   Model model(a[6]);
-  auto options =
-      shoestring::LoadOptions().quantize(a[2]).block_size(std::stoll(a[3])).nested(std::string(a[4]) == "1");
+  auto options = shoestring::LoadOptions()
+                     .quantize(a[2])
+                     .block_size(std::stoll(a[3]))
+                     .double_quant(std::string(a[4]) == "1");
   if (std::string(a[5]) == "bf16") options.dtype(at::kBFloat16);
   shoestring::load_model(model, a[0], options);
   shoestring::save_model(model, a[1]);

@@ -13,8 +13,8 @@ using shoestring::LoadOptions;
 using shoestring::placeholder;
 using shoestring::SafetensorsFile;
 using shoestring::TensorDict;
-using shoestring::nn::Linear;
-using shoestring::nn::LinearOptions;
+using shoestring::nn::AdaptableLinear;
+using shoestring::nn::AdaptableLinearOptions;
 
 namespace {
 
@@ -27,9 +27,11 @@ struct NetImpl : torch::nn::Module {
     embed = register_module(
         "embed", torch::nn::Embedding(
                      torch::nn::EmbeddingOptions(kVocab, kHidden)._weight(placeholder({kVocab, kHidden}))));
-    up = register_module("up", Linear(LinearOptions(kHidden, kInner).placeholder(true)));
-    down = register_module("down", Linear(LinearOptions(kInner, kHidden).bias(false).placeholder(true)));
-    head = register_module("head", Linear(LinearOptions(kHidden, kVocab).bias(false).placeholder(true)));
+    up = register_module("up", AdaptableLinear(AdaptableLinearOptions(kHidden, kInner).placeholder(true)));
+    down = register_module(
+        "down", AdaptableLinear(AdaptableLinearOptions(kInner, kHidden).bias(false).placeholder(true)));
+    head = register_module(
+        "head", AdaptableLinear(AdaptableLinearOptions(kHidden, kVocab).bias(false).placeholder(true)));
     if (tied) head->weight = embed->weight;
     norm = register_parameter("norm", placeholder({kHidden}));
     steps = register_buffer("steps", placeholder({}, at::kLong));
@@ -37,7 +39,7 @@ struct NetImpl : torch::nn::Module {
   Tensor forward(const Tensor& tokens) { return head(norm * down(at::relu(up(embed(tokens))))); }
 
   torch::nn::Embedding embed = nullptr;
-  Linear up = nullptr, down = nullptr, head = nullptr;
+  AdaptableLinear up = nullptr, down = nullptr, head = nullptr;
   Tensor norm, steps;
 };
 TORCH_MODULE(Net);
@@ -124,13 +126,14 @@ TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_
       if (nested && type[0] == 'i') continue;
       CAPTURE(type, nested);
       Net net(false);
-      shoestring::load_model(*net, folder.path,
-                             LoadOptions().quantize(type).nested(nested).skip({"head"}).dtype(at::kBFloat16));
+      shoestring::load_model(
+          *net, folder.path,
+          LoadOptions().quantize(type).double_quant(nested).skip({"head"}).dtype(at::kBFloat16));
       CHECK(net->up->is_quantized());
       CHECK(net->up->base->dtype == at::kBFloat16);
       CHECK_FALSE(net->head->is_quantized());
       CHECK(net->head->weight.scalar_type() == at::kBFloat16);
-      Linear same(LinearOptions(kHidden, kInner));
+      AdaptableLinear same(AdaptableLinearOptions(kHidden, kInner));
       same->weight.set_data(dict["up.weight"]);
       same->quantize(shoestring::QuantizeOptions().quant_type(type), nested);
       CHECK(at::equal(net->up->base->packed, same->base->packed));
@@ -155,7 +158,7 @@ TEST_CASE("load_model fills a QuantizedLinear of the model's own", "[model_files
   TensorDict dict;
   for (const char* name : {"up.weight", "up.bias"}) dict.insert(name, all[name]);
   shoestring::save_safetensors(path, dict);
-  const auto form = shoestring::nn::QuantizedLinearOptions(kHidden, kInner).nested(true);
+  const auto form = shoestring::nn::QuantizedLinearOptions(kHidden, kInner).double_quant(true);
   shoestring::nn::QuantizedLinear layer(form);
   torch::nn::Module net;
   net.register_module("up", layer);
@@ -191,7 +194,7 @@ TEST_CASE("a tied head stays dense, and adapters train over a loaded model", "[m
   Net net(true);
   shoestring::load_model(*net, folder.path, LoadOptions().quantize("nf4"));
   CHECK_FALSE(net->head->is_quantized());
-  shoestring::lora::apply(*net, shoestring::lora::LoraOptions().target_modules({"up", "down"}));
+  shoestring::lora::apply(*net, shoestring::lora::ApplyOptions().target_modules({"up", "down"}));
   net(tokens()).sum().backward();
   CHECK((*net->up->adapters["default"])["lora_B"].grad().defined());
   CHECK_FALSE(net->embed->weight.grad().defined());
@@ -234,11 +237,11 @@ TEST_CASE("load_model refuses what does not fit and leaves the module as it was"
   expect(received(dtype), "\"steps\": expected shape [] of Long, received [] of Float");
   expect(received(tensors(false), LoadOptions().quantize("nf5")),
          "quantize: expected none, nf4, fp4, int4 or int8, received 'nf5'");
-  expect(received(tensors(false), LoadOptions().quantize("int4").nested(true)),
-         "nested: expected false with int4");
+  expect(received(tensors(false), LoadOptions().quantize("int4").double_quant(true)),
+         "double_quant: expected false with int4");
   expect(received(tensors(false), LoadOptions().quantize("nf4").block_size(60)),
          "block_size: expected a power of two");
   expect(received(tensors(false), LoadOptions().dtype(at::kInt)), "dtype: expected a floating-point type");
-  expect(received(tensors(false), LoadOptions().quantize("int8").nested(true)),
-         "nested: expected the defaults with int8");
+  expect(received(tensors(false), LoadOptions().quantize("int8").double_quant(true)),
+         "double_quant: expected the defaults with int8");
 }

@@ -10,7 +10,7 @@ using at::Tensor;
 namespace nn = shoestring::nn;
 
 TEST_CASE("RMSNorm begins as a norm alone, normalises sums, and is copied", "[nn]") {
-  nn::RMSNorm norm(nn::RMSNormOptions(24).eps(1e-5).offset(1).casting("gemma"));
+  nn::RMSNorm norm(24, shoestring::RMSNormOptions(1e-5).offset(1).upcast("gemma"));
   const Tensor x = torch::randn({3, 24}), residual = torch::randn({3, 24});
   CHECK(at::equal(norm->weight, torch::zeros({24})));
   CHECK(at::allclose(norm(x), x * at::rsqrt(x.square().mean(-1, true) + 1e-5), 1e-5, 1e-6));
@@ -23,7 +23,7 @@ TEST_CASE("RMSNorm begins as a norm alone, normalises sums, and is copied", "[nn
   CHECK(at::equal(copy->forward(x), norm(x)));
   std::ostringstream text;
   norm->pretty_print(text);
-  CHECK(text.str() == "shoestring::nn::RMSNorm(24, eps=1e-05, offset=1, casting=gemma)");
+  CHECK(text.str() == "shoestring::nn::RMSNorm(24, eps=1e-05, offset=1, upcast=gemma)");
 }
 
 TEST_CASE("LayerNorm is PyTorch's, with a bias and without", "[nn]") {

@@ -6,7 +6,7 @@
 #include <shoestring/ops.h>
 
 using at::Tensor;
-using shoestring::RmsNormOptions;
+using shoestring::RMSNormOptions;
 
 namespace {
 
@@ -22,7 +22,7 @@ TEST_CASE("add_rms_norm agrees with plain tensors in fp64", "[rms_norm]") {
       wide;
   for (const Tensor& t : leaves) wide.push_back(t.detach().to(at::kDouble).requires_grad_());
   const auto [y, sum] =
-      shoestring::add_rms_norm(leaves[0], leaves[1], leaves[2], RmsNormOptions(1e-5).offset(1));
+      shoestring::add_rms_norm(leaves[0], leaves[1], leaves[2], RMSNormOptions(1e-5).offset(1));
   const Tensor exact_sum = wide[0] + wide[1], exact = plain(exact_sum, wide[2], 1e-5, 1);
   CHECK(at::allclose(y.to(at::kDouble), exact, 1e-5, 1e-6));
   CHECK(at::equal(sum, leaves[0] + leaves[1]));
@@ -35,11 +35,11 @@ TEST_CASE("add_rms_norm agrees with plain tensors in fp64", "[rms_norm]") {
 
 TEST_CASE("rms_norm takes a weight of another type, or none, and refuses a wrong one", "[rms_norm]") {
   const Tensor x = torch::randn({5, 64}).to(at::kBFloat16), weight = torch::rand({64});
-  const Tensor y = shoestring::rms_norm(x, weight, RmsNormOptions(1e-6).casting("gemma"));
+  const Tensor y = shoestring::rms_norm(x, weight, RMSNormOptions(1e-6).upcast("gemma"));
   CHECK(y.scalar_type() == at::kBFloat16);
   CHECK(at::allclose(y, plain(x.to(at::kFloat), weight, 1e-6, 0).to(at::kBFloat16), 1e-2, 1e-2));
-  CHECK(at::allclose(shoestring::rms_norm(x.to(at::kDouble), std::nullopt, RmsNormOptions(1e-6)),
+  CHECK(at::allclose(shoestring::rms_norm(x.to(at::kDouble), std::nullopt, RMSNormOptions(1e-6)),
                      plain(x.to(at::kDouble), at::ones({}, at::kDouble), 1e-6, 0)));
-  CHECK_THROWS_WITH(shoestring::rms_norm(x, torch::rand({3}), RmsNormOptions(1e-6)),
+  CHECK_THROWS_WITH(shoestring::rms_norm(x, torch::rand({3}), RMSNormOptions(1e-6)),
                     Catch::Matchers::Contains("rms_norm: weight: expected (64)"));
 }

@@ -155,7 +155,7 @@ TEST_CASE("linear_cross_entropy has quantised heads with LoRA", "[linear_cross_e
     const Tensor dense = int8 ? shoestring::dequantize_int8(packed, absmax, at::kFloat)
                               : shoestring::dequantize_4bit(packed, absmax, weight.sizes(), at::kFloat);
     LinearCrossEntropyOptions options;
-    options.low(low).up(up).absmax(absmax).quant_type(quant_type).block_size(int8 ? 32 : 64);
+    options.lora_hidden(low).lora_B(up).absmax(absmax).quant_type(quant_type).block_size(int8 ? 32 : 64);
     const Tensor loss = shoestring::linear_cross_entropy(hidden, packed, target, std::nullopt, options);
     std::vector<Tensor> leaves;
     for (const Tensor& t : {hidden, low, up}) leaves.push_back(t.detach().to(at::kDouble).requires_grad_());

@@ -83,7 +83,7 @@ TEST_CASE("linear_distillation of 4-bit heads, the student's with an adapter", "
   auto options = LinearDistillationOptions().absmax(absmax).nested(nested).teacher_absmax(teacher_absmax);
   options.teacher_quant_type("fp4").teacher_block_size(32).temperature(2).target(
       at::ones({tokens}, at::kLong));
-  options.low(0.5 * hidden.matmul(lora_A.t())).up(lora_B);
+  options.lora_hidden(0.5 * hidden.matmul(lora_A.t())).lora_B(lora_B);
   (*options.target())[0] = -100;
   const Tensor loss =
       shoestring::linear_distillation(hidden, packed, teacher_hidden, teacher_packed, bias, {}, options);

@@ -67,7 +67,7 @@ struct Leaves {
     return part;
   }
   std::vector<Tensor*> all() { return {&hidden, &weight, &bias, &lora_A, &lora_B}; }
-  Tensor low() const { return 0.5 * hidden.matmul(lora_A.t()); }
+  Tensor lora_hidden() const { return 0.5 * hidden.matmul(lora_A.t()); }
   torch::autograd::variable_list gradients(const Tensor& loss) {
     std::vector<Tensor> leaves;
     for (Tensor* t : all()) leaves.push_back(*t);
@@ -89,7 +89,7 @@ TEST_CASE("linear_cross_entropy over processes that share the classes", "[vocab_
   Leaves whole = leaves.shard(0, kVocab);
   auto options =
       LinearCrossEntropyOptions().reduction(reduction).z_loss(1e-2).shift(true).softcap(4).logit_scale(0.7);
-  options.low(whole.low()).up(whole.lora_B).token_weights(weights);
+  options.lora_hidden(whole.lora_hidden()).lora_B(whole.lora_B).token_weights(weights);
   const Tensor expected =
       shoestring::linear_cross_entropy(whole.hidden, whole.weight, whole.target, whole.bias, options);
   const auto expected_gradients = whole.gradients(expected);
@@ -106,7 +106,7 @@ TEST_CASE("linear_cross_entropy over processes that share the classes", "[vocab_
       try {
         Leaves part = leaves.shard(first[rank], first[rank + 1] - first[rank]);
         auto shard = LinearCrossEntropyShardOptions().softcap(4).logit_scale(0.7);
-        shard.low(part.low()).up(part.lora_B);
+        shard.lora_hidden(part.lora_hidden()).lora_B(part.lora_B);
         auto weighted = all;
         weighted.token_weights(weights);
         const auto all_reduce = [&, rank](Tensor x, Reduce reduce) {

@@ -51,7 +51,7 @@ TEST_CASE("every optimizer does the same with its state offloaded", "[offload]")
   for (const RuleCase& rule : rule_cases()) {
     for (const std::string state : {"8bit", "fp32"}) {
       for (const std::string place : {std::string("cpu"), std::string("stream"), "nvme:" + folder.path}) {
-        for (const std::string weights : {"plain", "remainder"}) {
+        for (const std::string weights : {"nearest", "remainder"}) {
           CAPTURE(rule.name, state, place, weights);
           const auto device = params_of(rule, at::kBFloat16), offloaded = params_of(rule, at::kBFloat16);
           const auto one = rule.make(groups_of(device), state, weights),
@@ -78,7 +78,7 @@ TEST_CASE("state moves, and checkpoints are the same wherever it lies", "[offloa
   const auto through = parameters(at::kBFloat16), moved = parameters(at::kBFloat16),
              resumed = parameters(at::kBFloat16);
   const auto make = [](const std::vector<Tensor>& params) {
-    return AdamW(groups_of(params), AdamWOptions(1e-2).weights("remainder"));
+    return AdamW(groups_of(params), AdamWOptions(1e-2).weight_rounding("remainder"));
   };
   AdamW one = make(through), two = make(moved), three = make(resumed);
   three.set_offload("stream");
@@ -326,12 +326,12 @@ TEST_CASE("room is made when a place is set, and for each new group", "[offload]
   {
     const auto huge = at::randn({600000}).requires_grad_(), small = at::randn({3000}).requires_grad_();
     const std::string message = "AdamW: offload: " + folder.path + ": expected room for ";
-    AdamW opt(std::vector<Tensor>{huge}, AdamWOptions(1e-2).state("fp32"));
+    AdamW opt(std::vector<Tensor>{huge}, AdamWOptions(1e-2).state_format("fp32"));
     CHECK_THROWS_WITH(opt.set_offload("nvme:" + folder.path),
                       Contains(message) && Contains("received 4194304 free"));
     new_gradients({huge}, 0);
     opt.step();
-    AdamW other(std::vector<Tensor>{small}, AdamWOptions(1e-2).state("fp32"));
+    AdamW other(std::vector<Tensor>{small}, AdamWOptions(1e-2).state_format("fp32"));
     other.set_offload("nvme:" + folder.path);
     CHECK_THROWS_WITH(other.add_param_group(torch::optim::OptimizerParamGroup({huge})), Contains(message));
     CHECK(other.param_groups().size() == 1);

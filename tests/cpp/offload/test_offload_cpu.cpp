@@ -58,7 +58,7 @@ struct WaitFor : torch::autograd::Function<WaitFor> {
 TEST_CASE("buckets are stepped before backward has ended", "[offload]") {
   if (is_emulated()) return;
   const auto params = large();
-  SGD opt(params, SGDOptions(0.1).state("fp32"));
+  SGD opt(params, SGDOptions(0.1).state_format("fp32"));
   opt.set_offload("cpu");
   opt.set_step_in_backward(true);
   const auto before = params[4].detach().clone();
@@ -95,7 +95,8 @@ TEST_CASE("within backward, clipping is that of all gradients", "[offload]") {
   if (is_emulated()) return;
   const Disturbed slow({.max_delay_us = 300});
   const auto device = large(), offloaded = large();
-  AdamW one(device, AdamWOptions(1e-2).state("fp32")), other(offloaded, AdamWOptions(1e-2).state("fp32"));
+  AdamW one(device, AdamWOptions(1e-2).state_format("fp32")),
+      other(offloaded, AdamWOptions(1e-2).state_format("fp32"));
   other.set_offload("cpu");
   other.set_step_in_backward(true);
   for (auto* opt : {&one, &other}) opt->set_max_grad_norm(1);

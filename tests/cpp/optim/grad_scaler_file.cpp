@@ -39,7 +39,7 @@ void run(const std::string& name, bool unscales, double max_norm, const std::str
         params, torch::optim::SGDOptions(0.1).momentum(0.5).weight_decay(0.3));
   } else {
     auto own = std::make_unique<AdamW>(
-        params, AdamWOptions(0.01).weight_decay(0.3).state(name == "AdamW" ? "fp32" : "8bit"));
+        params, AdamWOptions(0.01).weight_decay(0.3).state_format(name == "AdamW" ? "fp32" : "8bit"));
     if (!unscales && max_norm > 0) own->set_max_grad_norm(max_norm);
     optimizer = std::move(own);
   }

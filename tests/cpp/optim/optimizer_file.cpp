@@ -47,7 +47,7 @@ std::unique_ptr<LowMemoryOptimizer> make(const std::string& name, const Groups& 
 // Returns the low-rank optimizer called `name` with AdamW as its base, or null if there is no such optimizer.
 std::unique_ptr<torch::optim::Optimizer> around(const std::string& name, const Groups& groups,
                                                 double max_grad_norm) {
-  const AdamWOptions options = AdamWOptions(0.01).weight_decay(0.3).state("fp32");
+  const AdamWOptions options = AdamWOptions(0.01).weight_decay(0.3).state_format("fp32");
   const auto apollo = name == "APOLLOMini" ? APOLLOOptions::mini() : APOLLOOptions().rank(4).scale(0.5);
   std::unique_ptr<shoestring::optim::detail::LowRankCore> optimizer;
   if (name == "GaLore") {

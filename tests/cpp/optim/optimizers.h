@@ -98,12 +98,14 @@ struct RuleCase {
 
 template <class Optimizer, class Options>
 RuleCase rule_case(const std::string& name, const Options& set) {
-  return {name,
-          [set](const Groups& groups, const std::string& state, const std::string& weights) {
-            return std::make_unique<Optimizer>(
-                groups, Options(set).state(state).weights(weights).seed(1 << 20).min_quantize_size(10));
-          },
-          [](const Groups& groups) { return std::make_unique<Optimizer>(groups); }};
+  return {
+      name,
+      [set](const Groups& groups, const std::string& state, const std::string& weights) {
+        return std::make_unique<Optimizer>(
+            groups,
+            Options(set).state_format(state).weight_rounding(weights).seed(1 << 20).min_quantize_size(10));
+      },
+      [](const Groups& groups) { return std::make_unique<Optimizer>(groups); }};
 }
 
 inline std::vector<RuleCase> rule_cases() {
@@ -140,4 +142,4 @@ inline std::vector<RuleCase> rule_cases() {
 }
 
 constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};
-constexpr const char* kWeights[] = {"plain", "stochastic", "remainder"};
+constexpr const char* kRoundings[] = {"nearest", "stochastic", "remainder"};

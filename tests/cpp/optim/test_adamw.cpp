@@ -40,7 +40,7 @@ TEST_CASE("adamw with fp32 state agrees with fp64", "[adamw]") {
     m.push_back(at::zeros_like(exact.back()));
     v.push_back(at::zeros_like(exact.back()));
   }
-  AdamW opt(params, AdamWOptions(1e-2).state("fp32").weight_decay(0.1).betas({0.8, 0.95}));
+  AdamW opt(params, AdamWOptions(1e-2).state_format("fp32").weight_decay(0.1).betas({0.8, 0.95}));
   for (int step = 1; step <= 4; ++step) {
     train(opt, params, step, step + 1);
     for (size_t i = 0; i < params.size(); ++i) {
@@ -59,7 +59,7 @@ TEST_CASE("adamw with fp32 state agrees with fp64", "[adamw]") {
 
 TEST_CASE("adamw with 8-bit state follows fp32 state", "[adamw]") {
   auto params = parameters(), exact = parameters(), start = parameters();
-  AdamW opt(params), other(exact, AdamWOptions().state("fp32"));
+  AdamW opt(params), other(exact, AdamWOptions().state_format("fp32"));
   train(opt, params, 0, 20);
   train(other, exact, 0, 20);
   for (int i : {1, 2}) {
@@ -103,7 +103,7 @@ TEST_CASE("adamw: groups, closures, schedules and parameters without a gradient"
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<Tensor>{params[0], params[1]});
   groups.emplace_back(std::vector<Tensor>{params[2], params[3]},
-                      std::make_unique<AdamWOptions>(AdamWOptions(0).weight_decay(0).state("fp32")));
+                      std::make_unique<AdamWOptions>(AdamWOptions(0).weight_decay(0).state_format("fp32")));
   AdamW opt(groups, AdamWOptions(1e-2));
   const Tensor still = params[2].detach().clone(), first = params[0].detach().clone();
   Tensor loss = opt.step([&] {
@@ -137,18 +137,19 @@ TEST_CASE("adamw refuses what does not fit, and changes nothing", "[adamw]") {
   CHECK_THROWS_WITH(AdamW(params, AdamWOptions().betas({0.9, 1})),
                     Contains("betas: expected two numbers in [0, 1)"));
   CHECK_THROWS_WITH(
-      AdamW(params, AdamWOptions().state("2bit")),
-      Contains("state: expected \"8bit\" or \"4bit\" or \"bf16\" or \"fp32\", received \"2bit\""));
+      AdamW(params, AdamWOptions().state_format("2bit")),
+      Contains("state_format: expected \"8bit\" or \"4bit\" or \"bf16\" or \"fp32\", received \"2bit\""));
   CHECK_THROWS_WITH(
-      AdamW(params, AdamWOptions().weights("exact")),
-      Contains("weights: expected \"plain\" or \"stochastic\" or \"remainder\", received \"exact\""));
+      AdamW(params, AdamWOptions().weight_rounding("exact")),
+      Contains(
+          "weight_rounding: expected \"nearest\" or \"stochastic\" or \"remainder\", received \"exact\""));
   CHECK_THROWS_WITH(AdamW(params, AdamWOptions().min_quantize_size(-1)),
                     Contains("AdamW: min_quantize_size: expected a whole number of at least 0, received -1"));
   CHECK_THROWS_WITH(AdamW({params[0], params[1], params[0]}),
                     Contains("AdamW: params[2]: expected each parameter once, received a duplicate"));
-  CHECK_THROWS_WITH(
-      AdamW(parameters(at::kHalf), AdamWOptions().weights("remainder")),
-      Contains("AdamW: params[0]: expected bf16 (or fp32, on which the option has no effect) with weights="));
+  CHECK_THROWS_WITH(AdamW(parameters(at::kHalf), AdamWOptions().weight_rounding("remainder")),
+                    Contains("AdamW: params[0]: expected bf16 (or fp32, on which the option has no effect) "
+                             "with weight_rounding="));
 
   Tensor wide = at::zeros({3}, at::kDouble).requires_grad_();
   CHECK_THROWS_WITH(AdamW({params[0], wide}),

@@ -25,7 +25,7 @@ TEST_CASE("APOLLO scales gradients, by channel or as a whole, and lets their nor
       CAPTURE(mini, maximize);
       const auto params = low_rank_parameters();
       const double lr = 0.01, decay = 0.2, clip = 5;
-      APOLLO<AdamW> opt(params, AdamWOptions(lr).weight_decay(decay).state("fp32").maximize(maximize),
+      APOLLO<AdamW> opt(params, AdamWOptions(lr).weight_decay(decay).state_format("fp32").maximize(maximize),
                         mini ? APOLLOOptions::mini() : apollo_of_rank_8());
       opt.set_max_grad_norm(clip);
       int limited = 0;
@@ -91,7 +91,7 @@ TEST_CASE("APOLLO resumes bit for bit from an archive", "[apollo]") {
               (mini ? APOLLOOptions::mini() : apollo_of_rank_8()).update_proj_gap(3).seed(seed));
         };
         const auto through = low_rank_parameters(dtype), resumed = low_rank_parameters(dtype);
-        auto opt = make(through, AdamWOptions(3e-3).weight_decay(0.1).state(state), 4);
+        auto opt = make(through, AdamWOptions(3e-3).weight_decay(0.1).state_format(state), 4);
         train(opt, through, 0, 5);
         opt.param_groups()[0].options().set_lr(1e-3);
         copy(through, resumed);
@@ -129,8 +129,9 @@ TEST_CASE("APOLLO refuses what does not fit", "[apollo]") {
                     Contains("APOLLO: rank: expected none or a number of at least 1"));
   CHECK_THROWS_WITH(APOLLO<SGD>(params, SGDOptions().weight_decay(0.1)),
                     Contains("APOLLO: weight_decay: expected 0 with SGD, where it is an L2 penalty"));
-  CHECK_THROWS_WITH(APOLLO<AdamW>(params, AdamWOptions().weights("stochastic")),
-                    Contains("APOLLO: weights: expected \"plain\" (or no rank), received \"stochastic\""));
+  CHECK_THROWS_WITH(
+      APOLLO<AdamW>(params, AdamWOptions().weight_rounding("stochastic")),
+      Contains("APOLLO: weight_rounding: expected \"nearest\" (or no rank), received \"stochastic\""));
   APOLLO<AdamW> opt(params, {}, apollo_of_rank_8()),
       mini(params, {}, apollo_of_rank_8().scale_type("tensor"));
   GaLore<AdamW> galore(params, {}, GaLoreOptions().rank(8));

@@ -26,9 +26,9 @@ TEST_CASE("GaLore agrees with fp64, and its projections with an SVD", "[galore]"
       CAPTURE(side, maximize);
       auto params = low_rank_parameters();
       const double lr = 0.01, decay = 0.2, clip = 5;
-      GaLore<AdamW> opt(params,
-                        AdamWOptions(lr).weight_decay(decay).eps(1e-4).state("fp32").maximize(maximize),
-                        galore_of_rank_8().projection(side));
+      GaLore<AdamW> opt(
+          params, AdamWOptions(lr).weight_decay(decay).eps(1e-4).state_format("fp32").maximize(maximize),
+          galore_of_rank_8().projection(side));
       opt.set_max_grad_norm(clip);
       std::vector<Tensor> exact, last(params.size());
       std::vector<Adam64> adams(params.size());
@@ -85,7 +85,7 @@ TEST_CASE("GaLore: full rank is the dense step", "[galore]") {
     CAPTURE(dtype);
     std::vector<Tensor> ours{at::zeros({16, 24}, dtype).requires_grad_()},
         theirs{at::zeros({16, 24}, dtype).requires_grad_()};
-    const auto options = SGDOptions(0.1).state("fp32");
+    const auto options = SGDOptions(0.1).state_format("fp32");
     GaLore<SGD> a(ours, options, GaLoreOptions().rank(16).scale(1));
     SGD b(theirs, options);
     train(a, ours, 0, 6);
@@ -115,7 +115,7 @@ TEST_CASE("GaLore: what is not projected steps as by the base alone, with its st
 
 TEST_CASE("GaLore rounds 16-bit weights once", "[galore]") {
   auto params = low_rank_parameters(at::kBFloat16), wide = low_rank_parameters();
-  const auto options = AdamWOptions(0.01).weight_decay(0.3).eps(1e-4).state("fp32");
+  const auto options = AdamWOptions(0.01).weight_decay(0.3).eps(1e-4).state_format("fp32");
   GaLore<AdamW> opt(params, options, galore_of_rank_8().scale(1));
   std::vector<Tensor> before;
   for (const Tensor& p : params) before.push_back(p.detach().to(at::kDouble));
@@ -137,7 +137,7 @@ TEST_CASE("GaLore resumes bit for bit from an archive", "[galore]") {
     for (const char* state : {"8bit", "fp32"}) {
       CAPTURE(dtype, state);
       auto through = low_rank_parameters(dtype), resumed = low_rank_parameters(dtype);
-      GaLore<AdamW> opt(through, AdamWOptions(3e-3).weight_decay(0.1).state(state),
+      GaLore<AdamW> opt(through, AdamWOptions(3e-3).weight_decay(0.1).state_format(state),
                         galore_of_rank_8().seed(4));
       train(opt, through, 0, 5);
       opt.param_groups()[0].options().set_lr(1e-3);
@@ -175,7 +175,7 @@ TEST_CASE("GaLore: groups, closures and schedules", "[galore]") {
   Groups groups;
   groups.emplace_back(std::vector<Tensor>{params[0]});
   groups.emplace_back(std::vector<Tensor>{params[2]},
-                      std::make_unique<AdamWOptions>(AdamWOptions(0).state("fp32")));
+                      std::make_unique<AdamWOptions>(AdamWOptions(0).state_format("fp32")));
   GaLore<AdamW> opt(groups, AdamWOptions(0.1), galore_of_rank_8());
   opt.add_param_group({std::vector<Tensor>{params[1]}, std::make_unique<AdamWOptions>(0.5)},
                       GaLoreOptions().rank(std::nullopt));

@@ -117,7 +117,7 @@ TEST_CASE("our optimizers step and update without a synchronisation", "[grad_sca
   for (const RuleCase& rule : rule_cases()) {
     for (const bool unscale : {false, true}) {
       const auto params = matrices();
-      const auto opt = rule.make(two_groups(params), "8bit", "plain");
+      const auto opt = rule.make(two_groups(params), "8bit", "nearest");
       opt->set_max_grad_norm(1.0);
       GradScaler scaler = small_scaler();
       for (const double gradient : {0.5, kInf, 0.25}) {
@@ -226,7 +226,7 @@ TEST_CASE("sums of accumulate() are scaled, looked at, and refused by unscale_",
 TEST_CASE("SAM's second half is a scaled step", "[grad_scaler]") {
   for (const bool ours : {false, true}) {
     const auto base = [&](const std::vector<Tensor>& p) -> std::unique_ptr<torch::optim::Optimizer> {
-      return ours ? std::make_unique<SGD>(p, SGDOptions(0.1).state("fp32")) : libtorch_sgd(p);
+      return ours ? std::make_unique<SGD>(p, SGDOptions(0.1).state_format("fp32")) : libtorch_sgd(p);
     };
     const auto params = parameters(), plain = parameters();
     SAM opt(base(params)), other(base(plain));

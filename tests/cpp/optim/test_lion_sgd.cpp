@@ -42,7 +42,8 @@ void check_groups() {
   auto params = parameters();
   Groups groups;
   groups.emplace_back(std::vector<Tensor>{params[0], params[1]});
-  groups.emplace_back(std::vector<Tensor>{params[2]}, std::make_unique<Options>(Options(0).state("fp32")));
+  groups.emplace_back(std::vector<Tensor>{params[2]},
+                      std::make_unique<Options>(Options(0).state_format("fp32")));
   Optimizer opt(groups, Options(0.125));
   opt.add_param_group({std::vector<Tensor>{params[3]}, std::make_unique<Options>(Options(0.5))});
   CHECK(opt.param_groups()[2].options().get_lr() == 0.5);
@@ -83,7 +84,7 @@ TEST_CASE("optim::SGD follows LibTorch's", "[sgd]") {
                      nesterov));
       const auto options =
           SGDOptions(0.05).momentum(0.8).dampening(dampening).weight_decay(0.1).nesterov(nesterov);
-      SGD opt(fp32, SGDOptions(options).state("fp32")), small(coded, options);
+      SGD opt(fp32, SGDOptions(options).state_format("fp32")), small(coded, options);
       if (clipped) {
         opt.set_max_grad_norm(0.5);
         small.set_max_grad_norm(0.5);
@@ -122,7 +123,7 @@ TEST_CASE("optim::Lion agrees with fp64", "[lion]") {
       m.push_back(at::zeros_like(exact.back()));
     }
     const auto options = LionOptions(0.01).betas({0.8, 0.95}).weight_decay(0.2).maximize(maximize);
-    Lion opt(fp32, LionOptions(options).state("fp32")), small(coded, options);
+    Lion opt(fp32, LionOptions(options).state_format("fp32")), small(coded, options);
     if (maximize) {  // If maximize is set, this test also clips the gradients, which changes the moment.
       opt.set_max_grad_norm(0.5);
       small.set_max_grad_norm(0.5);
@@ -166,7 +167,8 @@ TEST_CASE("Lion and SGD refuse what does not fit, and change nothing", "[lion][s
                     Contains("Lion: lr: expected a number of at least 0, received -1"));
   CHECK_THROWS_WITH(Lion(params, LionOptions().betas({0.9, 1})),
                     Contains("Lion: betas: expected two numbers in [0, "));
-  CHECK_THROWS_WITH(Lion(params, LionOptions().state("2bit")), Contains("Lion: state: expected \"8bit\" or"));
+  CHECK_THROWS_WITH(Lion(params, LionOptions().state_format("2bit")),
+                    Contains("Lion: state_format: expected \"8bit\" or"));
   CHECK_THROWS_WITH(SGD(params, SGDOptions().weight_decay(-2)),
                     Contains("SGD: weight_decay: expected a number of at"));
   CHECK_THROWS_WITH(

@@ -20,7 +20,7 @@ void check_same(const std::string& op, const Options& options, const NamedArgume
   // 512 elements are exactly two quantisation blocks
   const Tensor ours = at::randn({16, 32}).requires_grad_();
   const std::vector<Tensor> theirs{ours.detach().clone()};
-  Optimizer opt(std::vector<Tensor>{ours}, Options(options).state("fp32").maximize(true));
+  Optimizer opt(std::vector<Tensor>{ours}, Options(options).state_format("fp32").maximize(true));
   NamedArguments state{
       {"params", theirs}, {"step", at::zeros({1})}, {"maximize", true}, {"lr", options.lr()}};
   for (const std::string& name : moments) state.emplace_back(name, at::zeros({512}));

@@ -30,7 +30,7 @@ void backward(const std::vector<Tensor>& params, int step, int micro) {
 
 AdamWOptions options(at::ScalarType dtype) {
   return AdamWOptions(1e-2)
-      .weights(dtype == at::kBFloat16 ? "stochastic" : "plain")
+      .weight_rounding(dtype == at::kBFloat16 ? "stochastic" : "nearest")
       .seed(7)
       .min_quantize_size(10);
 }
@@ -75,7 +75,7 @@ TEST_CASE("micro-batches add up within the step", "[optim]") {
 TEST_CASE("sums are kept in the dtype that was asked for", "[optim]") {
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
     const Tensor p = at::zeros({1}, at::kBFloat16).requires_grad_();
-    SGD opt({p}, SGDOptions(1).state("fp32").momentum(1e-6).weights("remainder"));
+    SGD opt({p}, SGDOptions(1).state_format("fp32").momentum(1e-6).weight_rounding("remainder"));
     opt.set_accumulate_dtype(dtype);
     {
       const auto micro = opt.accumulate();

@@ -223,7 +223,7 @@ TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
 TEST_CASE("SAM of an offloaded optimizer does the same", "[sam]") {
   const auto device = network(at::kBFloat16), host = network(at::kBFloat16);
   const auto make = [](const std::vector<Tensor>& params, const std::optional<std::string>& where) {
-    auto base = std::make_unique<AdamW>(params, AdamWOptions(0.1).weights("remainder"));
+    auto base = std::make_unique<AdamW>(params, AdamWOptions(0.1).weight_rounding("remainder"));
     base->set_offload(where);
     return SAM(std::move(base), SAMOptions(0.2));
   };

@@ -23,7 +23,7 @@ TEST_CASE("eval makes weights the average, and train takes them back", "[optim]"
     for (auto dtype : {at::kFloat, at::kBFloat16}) {
       CAPTURE(state, dtype);
       const auto params = parameters(dtype);
-      ScheduleFreeAdamW opt(params, options().state(state));
+      ScheduleFreeAdamW opt(params, options().state_format(state));
       opt.eval();  // eval() must work before the optimizer has any state
       opt.train();
       train(opt, params, 0, 5);
@@ -51,11 +51,11 @@ TEST_CASE("eval makes weights the average, and train takes them back", "[optim]"
 TEST_CASE("a mode is saved with the weights that it is of", "[optim]") {
   const Folder folder;
   const std::string path = folder / "optimizer.safetensors";
-  for (const std::string weights : kWeights) {
+  for (const std::string weights : kRoundings) {
     for (bool file : {false, true}) {
       CAPTURE(weights, file);
       const auto through = parameters(at::kBFloat16), resumed = parameters(at::kBFloat16);
-      ScheduleFreeAdamW opt(through, options().weights(weights)), other(resumed);
+      ScheduleFreeAdamW opt(through, options().weight_rounding(weights)), other(resumed);
       train(opt, through, 0, 3);
       opt.eval();
       copy(through, resumed);

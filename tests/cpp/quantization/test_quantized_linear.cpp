@@ -22,7 +22,7 @@ TEST_CASE("QuantizedLinear agrees with its dequantised weight in fp64", "[quanti
       for (int64_t in : {100, 2048}) {
         torch::manual_seed(3);
         CAPTURE(capability, nested, in);
-        QuantizedLinear layer(QuantizedLinearOptions(in, 300).nested(nested));
+        QuantizedLinear layer(QuantizedLinearOptions(in, 300).double_quant(nested));
         CHECK(layer->packed.dim() == (in == 100 ? 1 : 2));
         Tensor weight = layer->dequantize(at::kFloat).to(at::kDouble),
                bias = layer->bias.detach().to(at::kDouble);
@@ -59,14 +59,15 @@ TEST_CASE("QuantizedLinear of int8 agrees with its dequantised weight in fp64", 
   CHECK(layer->packed.scalar_type() == at::kChar);
   CHECK(at::equal(layer->dequantize(at::kFloat), copy->dequantize(at::kFloat)));
   const auto refused = Catch::Matchers::Contains("expected the defaults with quant_type 'int8'");
-  CHECK_THROWS_WITH(QuantizedLinear(QuantizedLinearOptions(100, 30).quantize(int8).nested(true)), refused);
+  CHECK_THROWS_WITH(QuantizedLinear(QuantizedLinearOptions(100, 30).quantize(int8).double_quant(true)),
+                    refused);
   CHECK_THROWS_WITH(QuantizedLinear(QuantizedLinearOptions(100, 30).quantize(int8.block_size(32))), refused);
 }
 
 TEST_CASE("QuantizedLinear clones, converts, saves and prints", "[quantized_linear]") {
   torch::manual_seed(3);
   for (bool nested : {false, true}) {
-    QuantizedLinear layer(QuantizedLinearOptions(128, 10).nested(nested));
+    QuantizedLinear layer(QuantizedLinearOptions(128, 10).double_quant(nested));
     Tensor x = torch::randn({3, 128}), y = layer->forward(x);
     auto copy = std::dynamic_pointer_cast<shoestring::nn::QuantizedLinearImpl>(layer->clone());
     CHECK(at::equal(copy->forward(x), y));
@@ -74,7 +75,7 @@ TEST_CASE("QuantizedLinear clones, converts, saves and prints", "[quantized_line
 
     std::stringstream stream;
     torch::save(layer, stream);
-    QuantizedLinear other(QuantizedLinearOptions(128, 10).nested(nested));
+    QuantizedLinear other(QuantizedLinearOptions(128, 10).double_quant(nested));
     torch::load(other, stream);
     CHECK(at::equal(other->forward(x), y));
 

@@ -142,7 +142,7 @@ def test_merge_is_exact_and_unmerge_restores_every_byte(quantize: str | None, dt
 
 
 def test_qlora_trains_and_resumes() -> None:
-    model = shoestring.lora.apply(llama(tied=True), rank=4, quantize="nf4", nested=True)
+    model = shoestring.lora.apply(llama(tied=True), rank=4, quantize="nf4", double_quant=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
     ids = torch.randint(97, (4, 16))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -155,7 +155,7 @@ def test_qlora_trains_and_resumes() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
-    twin = shoestring.lora.apply(llama(tied=True), rank=4, quantize="nf4", nested=True)
+    twin = shoestring.lora.apply(llama(tied=True), rank=4, quantize="nf4", double_quant=True)
     twin.load_state_dict(model.state_dict())
     assert torch.equal(logits(twin), logits(model))
 
@@ -232,16 +232,16 @@ def test_errors(tmp_path: Path) -> None:
         ({"alpha": float("nan")}, "alpha: expected a finite number"),
         ({"quantize": "int3"}, "quantize: expected None, 'nf4', 'fp4', 'int4' or 'int8', received 'int3'"),
         (
-            {"quantize": "int4", "nested": True},
-            "nested: expected False with quantize 'int4', whose scales are bf16",
+            {"quantize": "int4", "double_quant": True},
+            "double_quant: expected False with quantize 'int4', whose scales are bf16",
         ),
         (
             {"quantize": "int8", "block_size": 64},
-            "block_size and nested: expected None and False with quantize 'int8'",
+            "block_size and double_quant: expected None and False with quantize 'int8'",
         ),
         (
-            {"quantize": "int8", "nested": True},
-            "block_size and nested: expected None and False with quantize 'int8'",
+            {"quantize": "int8", "double_quant": True},
+            "block_size and double_quant: expected None and False with quantize 'int8'",
         ),
         ({"quantize": "nf4", "block_size": 48}, "block_size: expected one of .* received 48"),
         ({"init": "lora"}, "init: expected 'default', .* or 'pissa_niter_N', received 'lora'"),

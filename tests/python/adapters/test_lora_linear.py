@@ -61,7 +61,7 @@ def base_weight(base: str, weight: Tensor) -> Tensor:
     return (
         weight
         if base == "dense"
-        else shoestring.quantize_4bit(weight, quant_type, nested=base == "nested", block_size=32)
+        else shoestring.quantize_4bit(weight, quant_type, double_quant=base == "nested", block_size=32)
     )
 
 

@@ -42,7 +42,7 @@ def test_a_thousand_cycles_leave_every_byte(quantize: str | None, requantize: bo
     ("quantize", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("int4", False), ("int8", False)]
 )
 def test_requantising_tells_its_error(quantize: str, nested: bool) -> None:
-    model = randomise(lora.apply(llama(), rank=4, quantize=quantize, nested=nested))
+    model = randomise(lora.apply(llama(), rank=4, quantize=quantize, double_quant=nested))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, lora.LoraLinear)}
     exact = {n: m.merged(["default"])["weight"] for n, m in layers.items()}
     base = {n: m.dense_weight() for n, m in layers.items()}

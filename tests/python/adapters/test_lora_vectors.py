@@ -119,7 +119,7 @@ def test_learning_rates_are_pefts() -> None:
 
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], bias="all", use_dora=True)
     ours, theirs = lora.apply(biased(), config), peft.get_peft_model(biased(), config)
-    groups = lora.parameter_groups(ours, 1e-3, lr_ratio=16, weight_decay=0.1)
+    groups = lora.loraplus_param_groups(ours, 1e-3, lr_ratio=16, weight_decay=0.1)
     optimizer = create_loraplus_optimizer(
         theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, loraplus_weight_decay=0.1
     )
@@ -139,14 +139,14 @@ def test_learning_rates_are_pefts() -> None:
     assert all(g["weight_decay"] == 0 for g in groups if any(p.dim() == 1 for p in g["params"]))
     torch.optim.AdamW(groups)
     model = lora.apply(llama(), rank=2, target_modules=["embed_tokens", "q_proj"])
-    groups = lora.parameter_groups(model, 1e-3, lr_ratio=4, embedding_lr=1e-5)
+    groups = lora.loraplus_param_groups(model, 1e-3, lr_ratio=4, embedding_lr=1e-5)
     found = rates(groups, model)
     assert {rate for name, rate in found.items() if "embedding" in name} == {1e-5}
     assert {rate for name, rate in found.items() if "q_proj" in name} == {1e-3, 4e-3}
     with pytest.raises(ValueError, match="lr_ratio: expected at least 1, received 0.5"):
-        lora.parameter_groups(ours, 1e-3, lr_ratio=0.5)
+        lora.loraplus_param_groups(ours, 1e-3, lr_ratio=0.5)
     with pytest.raises(ValueError, match="expected parameters that require a gradient, received none"):
-        lora.parameter_groups(llama().requires_grad_(False), 1e-3)
+        lora.loraplus_param_groups(llama().requires_grad_(False), 1e-3)
 
 
 def test_errors(tmp_path: Path) -> None:

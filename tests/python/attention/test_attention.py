@@ -37,8 +37,8 @@ LENGTHS = [
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
-    "window": {"window": (37, 5)},
-    "sliding": {"causal": True, "window": (29, -1)},
+    "window_size": {"window_size": (37, 5)},
+    "sliding": {"causal": True, "window_size": (29, -1)},
     "softcap": {"softcap": 3.0, "causal": True},
     "scale": {"scale": 0.3},
     "alibi": {"slopes": 1, "causal": True},
@@ -46,11 +46,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True, "causal": True},
     "bias": {"bias": "bhqk", "causal": True},
     "bias_heads": {"bias": "1hqk"},
-    "bias_keys": {"bias": "b11k", "window": (50, 50)},
+    "bias_keys": {"bias": "b11k", "window_size": (50, 50)},
     "bias_queries": {"bias": "bhq1"},
     "bias_one": {"bias": "1111"},
     "mask": {"mask": True},
-    "all": {"causal": True, "window": (60, -1), "softcap": 4.0, "slopes": 1, "sinks": True, "bias": "1hqk"},
+    "all": {
+        "causal": True,
+        "window_size": (60, -1),
+        "softcap": 4.0,
+        "slopes": 1,
+        "sinks": True,
+        "bias": "1hqk",
+    },
 }
 
 

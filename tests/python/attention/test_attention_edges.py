@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoestring import attention
 
-EVERYTHING: dict[str, Any] = {"causal": True, "window": (6, -1), "softcap": 2.0}
+EVERYTHING: dict[str, Any] = {"causal": True, "window_size": (6, -1), "softcap": 2.0}
 
 
 def small(*, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -31,7 +31,7 @@ def test_gradcheck() -> None:
 
 def test_opcheck() -> None:
     q, k, v, bias, sinks = small(dtype=torch.float32)
-    options = {"causal": True, "window": [3, -1]}
+    options = {"causal": True, "window_size": [3, -1]}
     for op in (torch.ops.shoestring.attention.default, torch.ops.shoestring.attention_with_lse.default):
         torch.library.opcheck(op, (q, k, v, bias, sinks), options)
     starts = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -119,8 +119,8 @@ def test_refusals() -> None:
     refused("v: expected k's tokens and heads", q, k, v[:, :, :3])
     refused("a number of heads that divides q's, 4, received 3", q, k[:, :3], v[:, :3])
     refused("expected q's batch", q, k[:1], v[:1])
-    refused("window: expected", q, k, v, window=(-2, 0))
-    refused("window: expected two numbers", q, k, v, window=(3,))
+    refused("window_size: expected", q, k, v, window_size=(-2, 0))
+    refused("window_size: expected two numbers", q, k, v, window_size=(3,))
     refused("softcap: expected", q, k, v, softcap=-1.0)
     refused(r"bias: expected \(batch, heads, queries, keys\)", q, k, v, bias=torch.randn(5, 5))
     refused("bias: expected fp32", q, k, v, bias=torch.randn(1, 1, 5, 5, dtype=torch.float64))

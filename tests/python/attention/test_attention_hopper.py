@@ -55,7 +55,7 @@ def misaligned(t: Tensor) -> Tensor:
 
 CALLS: dict[str, tuple[bool, Callable[[list[Tensor]], tuple[list[Tensor], dict[str, Any]]]]] = {
     "plain": (True, lambda x: (x, {})),
-    "options": (True, lambda x: (x, {"causal": True, "window": (9, -1), "softcap": 3.0, "scale": 0.2})),
+    "options": (True, lambda x: (x, {"causal": True, "window_size": (9, -1), "softcap": 3.0, "scale": 0.2})),
     "dim 40": (True, lambda x: ([t[..., :40] for t in x], {})),
     "transposed": (True, lambda x: ([t.transpose(1, 2).contiguous().transpose(1, 2) for t in x], {})),
     "fp32": (False, lambda x: ([t.float() for t in x], {})),
@@ -88,7 +88,7 @@ def test_which_calls_it_takes(name: str, capability: str, backend: str) -> None:
 @pytest.mark.device
 @pytest.mark.each_gpu
 @pytest.mark.sample(simt=45)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (70, 3)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 3)}], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 127), (128, 257), (300, 70)])
 def test_edges_of_tiles(
@@ -138,7 +138,7 @@ def test_an_upstream_gradient_that_no_copy_takes(capability: str, backend: str) 
 @pytest.mark.device
 @pytest.mark.each_gpu
 @pytest.mark.sample(simt=45)
-@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 5.0}, {"window": (70, 3)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 5.0}, {"window_size": (70, 3)}], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 300), (64, 97), (300, 70), (97, 129)])
 def test_gradients_at_edges_of_tiles(
@@ -184,8 +184,8 @@ def test_the_last_row_that_passes_is_alone_in_its_tile(
     inputs, upstream = make(194, 194, dim, heads=1), torch.randn(1, 1, 194, dim).to(torch.bfloat16)
     query, key = (192, 127) if window[0] else (127, 192)
     inputs[0][:, :, query] = inputs[1][:, :, key] * 4 / math.sqrt(dim)
-    exact = gradients(attention_reference, inputs, upstream.double(), window=window)
-    for name, a, b in zip("qkv", gradients(attention, inputs, upstream, window=window), exact):
+    exact = gradients(attention_reference, inputs, upstream.double(), window_size=window)
+    for name, a, b in zip("qkv", gradients(attention, inputs, upstream, window_size=window), exact):
         assert relative_error(a, b) < 8e-3, name
         assert (a.double() - b).abs().max() < 2e-2 * b.abs().max(), name
 

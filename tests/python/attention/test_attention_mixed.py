@@ -57,7 +57,7 @@ def draw(seed: int) -> tuple[torch.dtype, dict[str, Tensor], dict[str, Any], lis
     for name, value in [
         ("causal", True),
         ("softcap", 2.0),
-        ("window", (chance.choice([-1, 0, 9, 30]), chance.choice([-1, 0, 9]))),
+        ("window_size", (chance.choice([-1, 0, 9, 30]), chance.choice([-1, 0, 9]))),
         ("scale", chance.choice([-0.3, 0.0, 0.5])),
         ("alibi_slopes", torch.rand(slopes) * 0.3),
     ]:

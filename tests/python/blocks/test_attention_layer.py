@@ -21,11 +21,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "llama": ({"num_kv_heads": 2, "causal": True}, ("cos", "sin")),
     "qwen3": (QWEN, ("cos", "sin")),
     "gemma": (
-        QWEN | {"norm_offset": 1.0, "softcap": 3.0, "scale": 0.3, "window": (3, -1)},
+        QWEN | {"norm_offset": 1.0, "softcap": 3.0, "scale": 0.3, "window_size": (3, -1)},
         ("cos", "sin", "position_ids"),
     ),
     "gpt_oss": (
-        {"bias": True, "out_bias": True, "sinks": True, "window": (4, -1), "causal": True},
+        {"bias": True, "out_bias": True, "sinks": True, "window_size": (4, -1), "causal": True},
         ("cos", "sin"),
     ),
     "neighbours": ({"interleaved": True, "rotary_dim": 8, "num_kv_heads": 1}, ("cos", "sin")),
@@ -83,7 +83,7 @@ def plain(module: Attention, x: Tensor, source: Tensor | None = None, **given: A
         q, k = rope_reference(
             q, k, given["cos"], given["sin"], position_ids=given.get("position_ids"), **turned
         )
-    options = {name: getattr(module, name) for name in ("causal", "window", "softcap", "scale", "sinks")}
+    options = {name: getattr(module, name) for name in ("causal", "window_size", "softcap", "scale", "sinks")}
     options |= {name: t for name, t in given.items() if name not in ("cos", "sin", "position_ids")}
     out = attention_reference(q, k, v, **options).out
     return F.linear(
@@ -144,7 +144,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "layer_types": ["sliding_attention"],
             "query_pre_attn_scalar": 9,
         },
-        {"num_kv_heads": 2, "qk_norm": True, "norm_offset": 1.0, "scale": 1 / 3, "window": (4, -1)},
+        {"num_kv_heads": 2, "qk_norm": True, "norm_offset": 1.0, "scale": 1 / 3, "window_size": (4, -1)},
     ),
     "GptOss": (
         {
@@ -153,7 +153,7 @@ THEIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
         },
-        {"num_kv_heads": 2, "bias": True, "out_bias": True, "sinks": True, "window": (4, -1)},
+        {"num_kv_heads": 2, "bias": True, "out_bias": True, "sinks": True, "window_size": (4, -1)},
     ),
 }
 

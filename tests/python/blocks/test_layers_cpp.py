@@ -89,7 +89,7 @@ def test_attention(case: str, tmp_path: Path) -> None:
     sizes = {"features": 64, "num_heads": 4}
     here = {key: value for key, value in options.items() if key != "left"}
     if "left" in options:
-        here["window"] = (options["left"], -1)
+        here["window_size"] = (options["left"], -1)
     module = shoestring.nn.Attention(**sizes, **here).train()
     compare("attention", module, sizes | options, inputs_of(options, names), tmp_path)
 

@@ -13,9 +13,9 @@ from test_checkpoint_model import TOKENS, Model, step
 from torch import nn
 
 import shoestring
-from shoestring.checkpoint import PlanBlock, simulate_checkpoint_plan
 from shoestring.checkpoint import model as planner
 from shoestring.checkpoint.blocks import Treatment, treat
+from shoestring.checkpoint.planner import PlanBlock, checkpoint_plan, simulate_checkpoint_plan
 
 
 def plan(model: nn.Module, budget: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[PlanBlock]]:
@@ -24,7 +24,7 @@ def plan(model: nn.Module, budget: int, monkeypatch: pytest.MonkeyPatch) -> tupl
 
     def seen(row: list[PlanBlock], *args: Any, **options: Any) -> Any:
         rows.append(row)
-        return shoestring.checkpoint_plan(row, *args, **options)
+        return checkpoint_plan(row, *args, **options)
 
     with monkeypatch.context() as patched:
         patched.setattr(planner, "checkpoint_plan", seen)

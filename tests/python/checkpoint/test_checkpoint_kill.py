@@ -27,7 +27,7 @@ class Run:
     def __init__(self, weights: str) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 300)).bfloat16()
-        self.optimizer = AdamW(self.model.parameters(), weights=weights, seed=5)
+        self.optimizer = AdamW(self.model.parameters(), weight_rounding=weights, seed=5)
         self.step = 0
 
     def train(self, until: int) -> None:

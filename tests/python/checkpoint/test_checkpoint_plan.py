@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoestring.checkpoint import (
+from shoestring.checkpoint.planner import (
     CheckpointPlan,
     PlanBlock,
     PlanChoice,

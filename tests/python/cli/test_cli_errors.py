@@ -21,7 +21,9 @@ from cli_helpers import TINY, TUNE, refuse, run, succeed, text, write_jsonl
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.txt").write_text(text())
-    succeed("train", "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--steps", "1", "--plain")
+    succeed(
+        "train", "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--steps", "1", "--baseline"
+    )
     return folder / "run"
 
 
@@ -78,7 +80,7 @@ def test_bad_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], Path], message: str
 ) -> None:
     out = tmp_path / "deep" / "run"
-    assert message in refuse(capsys, "train", "--data", make(tmp_path), "--out", out, *TINY, "--plain")
+    assert message in refuse(capsys, "train", "--data", make(tmp_path), "--out", out, *TINY, "--baseline")
     assert not (tmp_path / "deep").exists()
 
 
@@ -118,7 +120,7 @@ def test_bad_examples(
         "--out",
         tmp_path / "run",
         *TUNE,
-        "--plain",
+        "--baseline",
     )
     assert message in line
     assert not (tmp_path / "run").exists()
@@ -212,7 +214,7 @@ def test_bad_model(
     damage(model)
     data = write(text(20).encode())(tmp_path)
     assert message in refuse(
-        capsys, "finetune", "--model", model, "--data", data, "--out", tmp_path / "run", *TUNE, "--plain"
+        capsys, "finetune", "--model", model, "--data", data, "--out", tmp_path / "run", *TUNE, "--baseline"
     )
     assert not (tmp_path / "run").exists()
 
@@ -221,7 +223,7 @@ def test_bad_model(
 def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str) -> None:
     data = write(b"text")(tmp_path)
     line = refuse(
-        capsys, "finetune", "--model", model, "--data", data, "--out", tmp_path / "run", *TUNE, "--plain"
+        capsys, "finetune", "--model", model, "--data", data, "--out", tmp_path / "run", *TUNE, "--baseline"
     )
     assert f"--model {model}: no such directory" in line
 
@@ -240,9 +242,9 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
         (["--val-fraction", "1"], "--val-fraction: expected 0 to less than 1, got 1.0"),
         (["--threads", "0"], "--threads: expected at least 1, got 0"),
         (["--memory-budget", "much"], "--memory-budget: expected a number of bytes, or a string such as"),
-        (["--memory-budget", "1GiB"], "--memory-budget 1GiB: expected no --plain"),
+        (["--memory-budget", "1GiB"], "--memory-budget 1GiB: expected no --baseline"),
         (["--offload", "disk"], "--offload: expected none | cpu | stream | nvme:DIR, got disk"),
-        (["--offload", "cpu"], "--offload cpu: expected no --plain, received both; leave one of them out"),
+        (["--offload", "cpu"], "--offload cpu: expected no --baseline, received both; leave one of them out"),
         (["--checkpoint-every", "0"], "--checkpoint-every: expected at least 1, got 0"),
         (["--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
         (["--no-such-option"], "No such option: --no-such-option"),
@@ -255,7 +257,7 @@ def test_bad_option(
 ) -> None:
     data = write(text(50).encode())(tmp_path)
     assert message in refuse(
-        capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, "--plain", *options
+        capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, "--baseline", *options
     )
     assert not (tmp_path / "run").exists()
 
@@ -288,7 +290,7 @@ def test_folder_in_use(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         run_folder,
         *TUNE,
         "--resume",
-        "--plain",
+        "--baseline",
     )
     assert "a run of `shoestring train`, not of `shoestring finetune`" in line
 
@@ -296,7 +298,7 @@ def test_folder_in_use(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_empty_folder_stays_and_stays_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(b"too short")(tmp_path)
     (tmp_path / "run").mkdir()
-    refuse(capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, "--plain")
+    refuse(capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, "--baseline")
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -332,7 +334,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_disk(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(text(50).encode())(tmp_path)
     out = small_disk / "run"
-    steps = ["--steps", "6", "--checkpoint-every", "1", "--plain"]
+    steps = ["--steps", "6", "--checkpoint-every", "1", "--baseline"]
     line = refuse(capsys, "train", "--data", data, "--out", out, *TINY, *steps)
     assert "No space left on device" in line
     assert not list(out.rglob("*.partial")) and list((out / "checkpoints").iterdir())
@@ -357,7 +359,7 @@ def test_full_disk_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(torch, "save", full)
     data = write(text(50).encode())(tmp_path)
-    steps = ["--steps", "3", "--checkpoint-every", "1", "--plain"]
+    steps = ["--steps", "3", "--checkpoint-every", "1", "--baseline"]
     assert "No space left on device" in refuse(
         capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, *steps
     )

@@ -28,7 +28,7 @@ from shoestring.training import loop
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.txt").write_text(text())
-    steps = ["--steps", "20", "--lr", "1e-2", "--plain"]
+    steps = ["--steps", "20", "--lr", "1e-2", "--baseline"]
     succeed("train", "--data", folder / "text.txt", "--out", folder / "run", *TINY, *steps)
     return folder / "run" / "model"
 
@@ -67,7 +67,7 @@ def test_twins_learn_the_same(
     succeed(
         *command(model, data[kind], tmp_path / "ours", "--quantize", quantize, "--optimizer-state", state)
     )
-    succeed(*command(model, data[kind], tmp_path / "plain", "--quantize", quantize, "--plain"))
+    succeed(*command(model, data[kind], tmp_path / "plain", "--quantize", quantize, "--baseline"))
     ours, plain = losses(tmp_path / "ours"), losses(tmp_path / "plain")
     assert ours[0][0] == pytest.approx(plain[0][0], rel=1e-4) and ours[0][1] == pytest.approx(
         plain[0][1], rel=1e-2
@@ -105,8 +105,8 @@ def test_integers_learn_as_full_weights_do(
     for part in json.loads((tmp_path / kind / "summary.json").read_text())["memory"]:
         if part["name"] == "weights":
             assert part["measured"] == pytest.approx(part["expected"], rel=0.001)
-    line = refuse(capsys, *command(model, data["text"], tmp_path / "plain", "--quantize", kind, "--plain"))
-    assert "quantize" in line and "nf4 | none with --plain" in line
+    line = refuse(capsys, *command(model, data["text"], tmp_path / "plain", "--quantize", kind, "--baseline"))
+    assert "quantize" in line and "nf4 | none with --baseline" in line
 
 
 def test_quantised_weights_are_codes_from_the_beginning(
@@ -134,16 +134,16 @@ def test_quantised_weights_are_codes_from_the_beginning(
     for quantize in ("nf4", "none"):
         succeed(*command(tmp_path / "model", data["text"], tmp_path / quantize, "--quantize", quantize))
         assert losses(tmp_path / quantize) == losses(tmp_path / "run")
-    for option in ("--full", "--plain", "--merge"):
+    for option in ("--full", "--baseline", "--merge"):
         line = refuse(capsys, *command(tmp_path / "model", data["text"], tmp_path / "no", option))
-        assert "quantised already: expected no --full, --plain or --merge" in line
+        assert "quantised already: expected no --full, --baseline or --merge" in line
     line = refuse(capsys, *command(tmp_path / "model", data["text"], tmp_path / "no", "--quantize", "int8"))
     assert "its weights are nf4 or fp4 already" in line
 
 
 def test_full_finetuning_changes_every_weight(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     succeed(*command(model, data["text"], tmp_path / "ours", "--full"))
-    succeed(*command(model, data["text"], tmp_path / "plain", "--full", "--plain"))
+    succeed(*command(model, data["text"], tmp_path / "plain", "--full", "--baseline"))
     for a, b in zip(losses(tmp_path / "ours"), losses(tmp_path / "plain"), strict=True):
         assert a[0] == pytest.approx(b[0], rel=0.01)
     before, after = weights(model), weights(tmp_path / "ours" / "model")
@@ -152,7 +152,7 @@ def test_full_finetuning_changes_every_weight(model: Path, data: dict[str, Path]
     )
 
 
-@pytest.mark.parametrize("plain", [[], ["--plain"]], ids=["ours", "plain"])
+@pytest.mark.parametrize("plain", [[], ["--baseline"]], ids=["ours", "plain"])
 def test_merged_model_says_what_the_adapter_says(
     model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], plain: list[str]
 ) -> None:
@@ -189,7 +189,7 @@ def test_peft_reads_our_adapter(model: Path, data: dict[str, Path], tmp_path: Pa
 
 def test_target_modules_are_honoured(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     for number, (targets, plain) in enumerate(
-        (targets, plain) for targets in ("q_proj", "q_proj, v_proj") for plain in ([], ["--plain"])
+        (targets, plain) for targets in ("q_proj", "q_proj, v_proj") for plain in ([], ["--baseline"])
     ):
         out = tmp_path / f"run{number}"
         succeed(*command(model, data["text"], out, "--target-modules", targets, "--steps", 1, *plain))
@@ -200,7 +200,7 @@ def test_target_modules_are_honoured(model: Path, data: dict[str, Path], tmp_pat
 def test_targets_that_match_nothing(
     model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for plain in ([], ["--plain"]):
+    for plain in ([], ["--baseline"]):
         for targets in ("nothing", "q_proj, v_porj"):
             given = command(model, data["text"], tmp_path / "run", "--target-modules", targets, *plain)
             line = refuse(capsys, *given)
@@ -249,11 +249,13 @@ def test_resume_with_another_model_names_it(
 
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    succeed(*command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain"))
+    succeed(*command(copy, data["text"], tmp_path / "run", "--steps", 1, "--baseline"))
     changed = weights(copy)
     changed["model.norm.weight"] += 1
     save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
-    line = refuse(capsys, *command(copy, data["text"], tmp_path / "run", "--steps", 1, "--plain", "--resume"))
+    line = refuse(
+        capsys, *command(copy, data["text"], tmp_path / "run", "--steps", 1, "--baseline", "--resume")
+    )
     assert "model_files differs" in line
 
 
@@ -274,7 +276,7 @@ def test_filled_batches(
     succeed(*command(model, data["completion"], tmp_path / "fill", "--pack", "fill", "--resume"))
     assert losses(tmp_path / "fill") == before
     for more, message in (
-        (["--plain"], "--pack fill: expected no --plain"),
+        (["--baseline"], "--pack fill: expected no --baseline"),
         ([], "--pack fill: expected prompts with completions, or messages, got text"),
     ):
         out = tmp_path / "refused"

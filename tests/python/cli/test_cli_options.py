@@ -82,7 +82,7 @@ def test_every_command_is_here() -> None:
 
 def test_the_choices_are_those_of_the_library() -> None:
     assert set(declared.OPTIMIZERS) == set(optimizers.OPTIMIZERS)
-    assert set(config.ROUNDING.values()) == set(arena.WEIGHTS)
+    assert set(config.ROUNDING.values()) == set(arena.ROUNDINGS)
     for state in arena.STATES:
         assert declared.STATE_CHECK(None, state) == state
 
@@ -93,7 +93,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("given")
     (folder / "data").mkdir()
     (folder / "data" / "text.txt").write_text(text(60))
-    tiny = ["--preset", "tiny", "--vocab-size", "300", "--steps", "1", "--plain", "--threads", "1"]
+    tiny = ["--preset", "tiny", "--vocab-size", "300", "--steps", "1", "--baseline", "--threads", "1"]
     succeed(
         "train", "--data", folder / "data", "--out", folder / "run", *tiny, "--seq-len", 16, "--batch-size", 1
     )

@@ -79,7 +79,7 @@ def commands(directory: Path, out: Path) -> dict[str, list[object]]:
         "generate": ["generate", "--model", model, "--max-new-tokens", 1, "hello"],
         "estimate": ["estimate", "--model", model],
         "finetune": [*tune, "--out", out / "tuned"],
-        "plain": [*tune, "--plain", "--quantize", "none", "--out", out / "plain"],
+        "plain": [*tune, "--baseline", "--quantize", "none", "--out", out / "plain"],
     }
 
 

@@ -89,8 +89,8 @@ def test_recorded_settings_are_json_values() -> None:
 
 
 def test_settings_that_contradict_each_other() -> None:
-    with pytest.raises(InputError, match="--quantize: expected nf4 | none with --plain, got int8"):
-        FinetuneConfig(model="m", plain=True, quantize="int8")
+    with pytest.raises(InputError, match="--quantize: expected nf4 | none with --baseline, got int8"):
+        FinetuneConfig(model="m", baseline=True, quantize="int8")
     for settings in (FinetuneConfig, EstimateConfig):
         with pytest.raises(InputError, match="--target-modules: expected all-linear, or names"):
             settings(model="m", target_modules=" , ")

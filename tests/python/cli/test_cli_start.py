@@ -59,8 +59,8 @@ def seconds(*arguments: str) -> float:
         (["train", "--data", "x", "--out", "y", "--preset", "huge"], "--preset: expected tiny | mini"),
         (["finetune", "--data", "x"], "Missing option"),
         (
-            ["finetune", "--data=x", "--out=y", "--model=z", "--plain", "--quantize=int8"],
-            "nf4 | none with --plain",
+            ["finetune", "--data=x", "--out=y", "--model=z", "--baseline", "--quantize=int8"],
+            "nf4 | none with --baseline",
         ),
         (["estimate", "--model", "tiny", "--optimizer", "adam"], "--optimizer: expected adamw | lion | "),
         (["compare", "nowhere"], "nowhere: not a finished run (no run.json in it)"),
@@ -95,7 +95,7 @@ def test_import_is_whole_elsewhere(tmp_path: Path) -> None:
     """If another package runs under `python -m`, importing shoestring is complete, not lazy."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "__init__.py").write_text(
-        "import shoestring, torch; torch.ops.shoestring.cpu_capability()"
+        "import shoestring, torch; torch.ops.shoestring._cpu_capability()"
     )
     (tmp_path / "theirs" / "main.py").write_text(
         "import shoestring; print(shoestring.__version__, len(shoestring.__all__))"

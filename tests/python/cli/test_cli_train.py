@@ -32,7 +32,7 @@ def command(data: Path, out: Path, *more: object) -> list[object]:
 def twins(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("twins")
     succeed(*command(data, folder / "ours"))
-    succeed(*command(data, folder / "plain", "--plain"))
+    succeed(*command(data, folder / "plain", "--baseline"))
     return folder / "ours", folder / "plain"
 
 
@@ -61,7 +61,7 @@ def test_run_folder_is_complete(twins: tuple[Path, Path]) -> None:
             assert (folder / name).stat().st_size > 0
         assert not list(folder.rglob("*.partial"))
         summary = json.loads((folder / "summary.json").read_text())
-        assert summary["plain"] == (folder.name == "plain") and summary["steps"] == 12
+        assert summary["baseline"] == (folder.name == "plain") and summary["steps"] == 12
         assert sum(part["measured"] for part in summary["memory"]) == pytest.approx(
             summary["peak_memory"], rel=0.02
         )
@@ -81,13 +81,13 @@ def test_memory_follows_its_formula(twins: tuple[Path, Path]) -> None:
             assert parts[part]["measured"] == pytest.approx(parts[part]["expected"], rel=0.001)
         assert parts["activations"]["measured"] == pytest.approx(parts["activations"]["expected"], rel=0.1)
         measured.append(parts["optimizer"]["measured"])
-    # The optimizer state has 8 bits per value, and 32 bits in the run with --plain.
+    # The optimizer state has 8 bits per value, and 32 bits in the run with --baseline.
     assert measured[0] < 0.3 * measured[1]
 
 
 def test_accumulation_gives_the_same_gradient(data: Path, tmp_path: Path) -> None:
     for name, batch, times in (("one", 8, 1), ("four", 2, 4)):
-        more = ["--batch-size", batch, "--accumulate", times, "--steps", 2, "--plain", "--val-fraction", 0]
+        more = ["--batch-size", batch, "--accumulate", times, "--steps", 2, "--baseline", "--val-fraction", 0]
         succeed(*command(data, tmp_path / name, *more))
     for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "four"), strict=True):
         assert a[:2] == pytest.approx(b[:2], rel=1e-4) and a[2] is None
@@ -161,7 +161,7 @@ class Killed(BaseException):
     """An exception that ends a run inside this process like a kill, because no code catches it."""
 
 
-@pytest.mark.parametrize("plain", [[], ["--plain"]], ids=["ours", "plain"])
+@pytest.mark.parametrize("plain", [[], ["--baseline"]], ids=["ours", "plain"])
 def test_stopped_run_continues_bit_for_bit(
     data: Path, twins: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: list[str]
 ) -> None:
@@ -239,7 +239,7 @@ def test_killed_run_continues_bit_for_bit(data: Path, twins: tuple[Path, Path], 
 
 
 def test_finished_run_can_be_resumed(data: Path, tmp_path: Path) -> None:
-    more = ["--steps", 2, "--plain", "--resume"]
+    more = ["--steps", 2, "--baseline", "--resume"]
     succeed(*command(data, tmp_path / "run", *more))
     before = losses(tmp_path / "run")
     succeed(*command(data, tmp_path / "run", *more))
@@ -252,7 +252,7 @@ def test_finished_run_can_be_resumed(data: Path, tmp_path: Path) -> None:
         (["--lr", "0.5"], "lr"),
         (["--preset", "mini"], "preset"),
         (["--seed", "7"], "seed"),
-        (["--plain"], "plain"),
+        (["--baseline"], "baseline"),
     ],
 )
 def test_resume_with_another_setting_names_it(
@@ -274,7 +274,7 @@ def test_loss_that_is_not_finite_stops_the_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    more = ["--lr", "1e30", "--warmup", "0", "--clip", "0", "--plain", "--checkpoint-every", "1"]
+    more = ["--lr", "1e30", "--warmup", "0", "--clip", "0", "--baseline", "--checkpoint-every", "1"]
     line = refuse(capsys, *command(data, out, *more))
     assert "step 2: the " in line and "--lr" in line
     assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000001"] and not (
@@ -293,13 +293,13 @@ def test_interrupt_leaves_nothing_half_written(
         return saved(*arguments, **options)
 
     monkeypatch.setattr(loop, "save_checkpoint", interrupted)
-    assert run(*command(data, tmp_path / "run", "--plain")) == 130
+    assert run(*command(data, tmp_path / "run", "--baseline")) == 130
     assert capsys.readouterr().err == "shoestring: checkpoint at step 4, continue with --resume\n"
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 def test_threads_are_recorded_and_taken_again(data: Path, tmp_path: Path) -> None:
-    more = ["--steps", 1, "--plain", "--resume"]
+    more = ["--steps", 1, "--baseline", "--resume"]
     succeed(*command(data, tmp_path / "run", *more))
     assert json.loads((tmp_path / "run" / "run.json").read_text())["threads"] == 1
     threads = torch.get_num_threads()

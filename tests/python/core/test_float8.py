@@ -23,13 +23,13 @@ def heads(x: Tensor) -> Tensor:
 CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "swiglu gate, up": lambda x, w: ops.swiglu(x, x),
     "swiglu gate": lambda x, w: ops.swiglu(x, w),
-    "swiglu_backward": lambda x, w: torch.ops.shoestring.swiglu_backward(x, x, x),
-    "swiglu_backward grad": lambda x, w: torch.ops.shoestring.swiglu_backward(x, w, w),
+    "swiglu_backward": lambda x, w: torch.ops.shoestring._swiglu_backward(x, x, x),
+    "swiglu_backward grad": lambda x, w: torch.ops.shoestring._swiglu_backward(x, w, w),
     "geglu": lambda x, w: ops.geglu(x, x),
-    "geglu_backward": lambda x, w: torch.ops.shoestring.geglu_backward(x, x, x, "none"),
+    "geglu_backward": lambda x, w: torch.ops.shoestring._geglu_backward(x, x, x, "none"),
     "rms_norm x": lambda x, w: ops.rms_norm(x, w[0], eps=1e-6),
     "rms_norm weight": lambda x, w: ops.rms_norm(w, x[0], eps=1e-6),
-    "rms_norm residual": lambda x, w: ops.rms_norm(w, w[0], eps=1e-6, residual=x),
+    "add_rms_norm": lambda x, w: ops.add_rms_norm(w, x, w[0], eps=1e-6),
     "layer_norm x": lambda x, w: ops.layer_norm(x, w[0], w[0], eps=1e-5),
     "layer_norm weight": lambda x, w: ops.layer_norm(w, x[0], w[0], eps=1e-5),
     "rope q": lambda x, w: ops.rope(heads(x), heads(x), w, w),
@@ -71,4 +71,4 @@ def test_a_gradient_of_another_shape_is_refused(backend: str, op: str) -> None:
     with pytest.raises(
         RuntimeError, match=f"{op}_backward: grad: expected the shape, dtype and device of up"
     ):
-        getattr(torch.ops.shoestring, f"{op}_backward")(x[:4], x, x, *rest)
+        getattr(torch.ops.shoestring, f"_{op}_backward")(x[:4], x, x, *rest)

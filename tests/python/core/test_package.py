@@ -44,7 +44,11 @@ def test_another_pytorch_is_told_at_import(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_capability_can_be_forced_and_a_wrong_name_is_refused() -> None:
-    command = [sys.executable, "-c", "import shoestring, torch; print(torch.ops.shoestring.cpu_capability())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import shoestring, torch; print(torch.ops.shoestring._cpu_capability())",
+    ]
     import os
 
     forced = subprocess.run(
@@ -52,7 +56,7 @@ def test_capability_can_be_forced_and_a_wrong_name_is_refused() -> None:
     )
     assert forced.stdout.strip() == "plain", forced.stderr
     with pytest.raises(RuntimeError, match="expected plain, avx2 or avx512, received 'sse9'"):
-        torch.ops.shoestring.set_cpu_capability("sse9")
+        torch.ops.shoestring._set_cpu_capability("sse9")
 
 
 def test_no_code_is_shared_between_capabilities() -> None:

@@ -157,7 +157,7 @@ def test_peft_loads_the_adapter(
     figures, logits, tokens = results(finetune(program, models[kind], data, out, *options), out)
     assert len(figures["losses"]) == 30
     assert figures["validation_loss"] < 0.95 * figures["validation_loss_before"]
-    base = dequantised(models[kind], nested=True)
+    base = dequantised(models[kind], double_quant=True)
     assert figures["validation_loss_before"] == pytest.approx(loss(base), abs=1e-5)
     model = PeftModel.from_pretrained(base, out)
     assert figures["validation_loss"] == pytest.approx(loss(model), abs=1e-5)
@@ -196,7 +196,7 @@ def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Pa
         ["--quantize", "none"],
         ["--quantize", "int8"],
         ["--quantize", "int4"],
-        ["--quantize", "fp4", "--block-size", "32", "--no-nested"],
+        ["--quantize", "fp4", "--block-size", "32", "--no-double-quant"],
     ):
         out = tmp_path / options[1]
         done = finetune(program, models["plain"], data, out, "--steps", "3", "--precision", "bf16", *options)
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_bitsandbytes(
     for layer in list(model.model.modules()):
         for name, child in layer.named_children():
             if isinstance(child, nn.Linear):
-                setattr(layer, name, QuantizedLinear.from_linear(child, "nf4", 128, nested=True))
+                setattr(layer, name, QuantizedLinear.from_linear(child, "nf4", 128, double_quant=True))
     config = json.loads((models["plain"] / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (folder / "config.json").write_text(json.dumps(config))
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_bitsandbytes(
     done = finetune(program, folder, data, out, "--steps", "0", "--quantize", "int8")
     figures, _, _ = results(done, out)
     assert figures["validation_loss"] == pytest.approx(
-        loss(dequantised(models["plain"], block_size=128, nested=True)), abs=1e-5
+        loss(dequantised(models["plain"], block_size=128, double_quant=True)), abs=1e-5
     )
 
 
@@ -262,7 +262,7 @@ def losses_of_both(
     shared = [*TUNE, "--steps", "8", "--lr", "1e-2", "--seed", "3", *options]
     model, run = base / "base" / "model", folder / "python"
     succeed("finetune", "--model", model, "--data", base / "text.txt", "--out", run, *shared)
-    own = ["--no-nested", "--json", folder / "cpp.json", "--out", folder / "cpp"]
+    own = ["--no-double-quant", "--json", folder / "cpp.json", "--out", folder / "cpp"]
     command = [program, "--model", model, "--data", run / "tokens.bin", *shared, *own]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr

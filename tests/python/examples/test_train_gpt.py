@@ -216,7 +216,7 @@ def test_products_and_weights_in_16_bits(
     assert f'"dtype": "{name}"' in (tmp_path / "run" / "config.json").read_text()
 
 
-FP16 = [[], ["--plain"], ["--optimizer", "muon", "--accumulate", "2"]]
+FP16 = [[], ["--baseline"], ["--optimizer", "muon", "--accumulate", "2"]]
 
 
 @pytest.mark.parametrize("options", FP16, ids=" ".join)
@@ -303,7 +303,7 @@ def test_a_step_reads_nothing_from_the_device(program: Path, data: Path, tmp_pat
         "--accumulate 2 --optimizer muon",
         "--activations recompute",
         "--precision fp16",
-        "--plain",
+        "--baseline",
     ):
         for steps in ("4", "8"):
             done = train(program, data, tmp_path / f"run{len(reads)}", *options.split(), "--steps", steps,
@@ -312,16 +312,16 @@ def test_a_step_reads_nothing_from_the_device(program: Path, data: Path, tmp_pat
             reads[options, steps] = int(done.stderr.split()[-2])
         # The CPU kernel of the fused loss's backward reads its factor, which lies on the CPU, for each of its two
         # gradients. LibTorch's AdamW cannot skip a step, so the host must know whether to step.
-        of_step = {"--plain": 1, "--accumulate 2 --optimizer muon": 4}.get(options, 2)
+        of_step = {"--baseline": 1, "--accumulate 2 --optimizer muon": 4}.get(options, 2)
         assert reads[options, "8"] - reads[options, "4"] == 4 * of_step, options
 
 
 def test_plain_is_the_same_training(
     program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:
-    done = train(program, data, tmp_path / "plain", "--plain")
+    done = train(program, data, tmp_path / "plain", "--baseline")
     assert done.returncode == 0, done.stderr
-    # The first losses with and without --plain agree, because the optimizers have not stepped yet.
+    # The first losses with and without --baseline agree, because the optimizers have not stepped yet.
     assert losses(done.stdout)[0] == pytest.approx(losses(whole[1])[0], abs=1e-4)
     assert validation_loss(done.stdout) == pytest.approx(validation_loss(whole[1]), rel=0.01)
 
@@ -330,7 +330,7 @@ def test_plain_is_the_same_training(
 def test_resume_after_a_kill_is_exact(
     program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, plain: bool
 ) -> None:
-    options = ["--plain"] if plain else []
+    options = ["--baseline"] if plain else []
     expected = whole[0]
     if plain:
         expected = tmp_path / "whole"
@@ -428,12 +428,12 @@ def test_transformers_computes_the_same(whole: tuple[Path, str], tokens: np.ndar
             ["--optimizer", "muon", "--step-in-backward"],
             "--optimizer muon: expected no --step-in-backward, received both",
         ),
-        (["--optimizer", "lion", "--plain"], "--optimizer lion: expected no --plain, received both"),
-        (["--step-in-backward", "--plain"], "--step-in-backward: expected no --plain, received both"),
+        (["--optimizer", "lion", "--baseline"], "--optimizer lion: expected no --baseline, received both"),
+        (["--step-in-backward", "--baseline"], "--step-in-backward: expected no --baseline, received both"),
         (["--resume"], "there is no checkpoint"),
         (["--out", "/proc/none/run"], "cannot make the folder"),
         (["--lr", "1e30", "--clip", "0"], "; training stopped before the weights changed"),
-        (["--lr", "1e30", "--clip", "0", "--plain"], "; training stopped before the weights changed"),
+        (["--lr", "1e30", "--clip", "0", "--baseline"], "; training stopped before the weights changed"),
         (
             ["--lr", "1e30", "--clip", "0", "--precision", "fp16"],
             "; training stopped before the weights changed",
@@ -462,8 +462,8 @@ def test_a_run_is_not_mixed_with_another(
         "hidden differs: the run has 32, this command has 64",
     )
     refused(
-        train(program, data, out, "--resume", "--plain"),
-        "plain differs: the run has no, this command has yes",
+        train(program, data, out, "--resume", "--baseline"),
+        "baseline differs: the run has no, this command has yes",
     )
     refused(train(program, other, out, "--resume"), "data differs: ")
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before

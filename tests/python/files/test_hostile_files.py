@@ -155,7 +155,10 @@ def test_bytes_of_bool(tmp_path: Path) -> None:
         (lambda groups: groups[0]["options"].update(lr=None), "expected options of this optimizer's types"),
         (lambda groups: groups[0]["options"].update(betas=5), "betas: expected several values"),
         (lambda groups: groups[0]["options"].update(betas=[0.9, "x"]), "betas: expected a value as"),
-        (lambda groups: groups[0]["options"].update(state=["8bit"]), "state: expected one value"),
+        (
+            lambda groups: groups[0]["options"].update(state_format=["8bit"]),
+            "state_format: expected one value",
+        ),
         (lambda groups: groups[0]["options"].update(maximize=7), "maximize: expected a value as False"),
         (lambda groups: groups[0].update(extra=[1]), "expected groups with the options"),
         (lambda groups: groups[0].update(size=1e300), "expected groups with the options"),

@@ -69,4 +69,4 @@ def test_errors(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.path.getsize(tmp_path / "file") == 100_000
     with pytest.raises(RuntimeError, match="write_tensor: x: expected a contiguous CPU tensor"):
-        torch.ops.shoestring.write_tensor(1, torch.ones(2, 3).t())
+        torch.ops.shoestring._write_tensor(1, torch.ones(2, 3).t())

@@ -65,7 +65,7 @@ def states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"quant_type": "nf4", "nested": True},
+        {"quant_type": "nf4", "double_quant": True},
         {"quant_type": "fp4", "block_size": 128},
         {"quant_type": "int4"},
         {"quant_type": "int8"},
@@ -131,7 +131,7 @@ def test_layers_that_stay_dense(tmp_path: Path) -> None:
 
 
 def test_it_trains(tmp_path: Path) -> None:
-    model = shoestring.load_quantized(write_model(tmp_path), nested=True)
+    model = shoestring.load_quantized(write_model(tmp_path), double_quant=True)
     shoestring.lora.apply(model.train(), rank=4)
     optimizer = shoestring.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -196,12 +196,12 @@ def configure(**fields: Any) -> Callable[[Path], None]:
         ),
         (
             configure(),
-            {"quant_type": "int4", "nested": True},
-            "nested: expected False with quant_type 'int4'",
+            {"quant_type": "int4", "double_quant": True},
+            "double_quant: expected False with quant_type 'int4'",
         ),
         (
             configure(),
-            {"quant_type": "int8", "nested": True},
+            {"quant_type": "int8", "double_quant": True},
             "expected None and False with quant_type 'int8'",
         ),
         (configure(), {"block_size": 65}, "block_size: expected one of"),

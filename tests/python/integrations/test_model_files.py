@@ -22,9 +22,9 @@ LAYERS = {"whole": (128, 96, True), "straddling": (100, 7, False), "odd": (33, 3
           "many": (256, 160, False)}  # fmt: skip
 FORMS: list[dict[str, Any]] = [
     {"quant_type": "nf4"},
-    {"quant_type": "nf4", "nested": True},
+    {"quant_type": "nf4", "double_quant": True},
     {"quant_type": "fp4", "block_size": 32},
-    {"quant_type": "fp4", "block_size": 128, "nested": True},
+    {"quant_type": "fp4", "block_size": 128, "double_quant": True},
     {"quant_type": "int4"},
     {"quant_type": "int8"},
 ]
@@ -55,9 +55,9 @@ def save(state: dict[str, Tensor], path: Path) -> None:
 
 
 def arguments(source: Path, target: Path, dtype: str = "file", layers: dict[str, tuple[int, int, bool]] = LAYERS,
-              quant_type: str = "none", block_size: int = 64, nested: bool = False) -> list[str]:  # fmt: skip
+              quant_type: str = "none", block_size: int = 64, double_quant: bool = False) -> list[str]:  # fmt: skip
     described = ";".join(f"{name},{into},{out},{bias:d}" for name, (into, out, bias) in layers.items())
-    return [str(source), str(target), quant_type, str(block_size), str(int(nested)), dtype, described]
+    return [str(source), str(target), quant_type, str(block_size), str(int(double_quant)), dtype, described]
 
 
 def run(*models: list[str]) -> subprocess.CompletedProcess[str]:
@@ -154,7 +154,7 @@ def test_types_of_what_stays_dense(tmp_path: Path) -> None:
 )  # fmt: skip
 @pytest.mark.sample(5)
 def test_damaged_keys(change: dict[str, Any], part: str, tmp_path: Path) -> None:
-    state = quantized(dense(torch.float32), quant_type="nf4", nested=True).state_dict()
+    state = quantized(dense(torch.float32), quant_type="nf4", double_quant=True).state_dict()
     for name, value in change.items():
         key = "many.weight.quant_state.bitsandbytes__nf4" if name == "state" else name
         if isinstance(value, tuple):

@@ -311,5 +311,5 @@ def test_the_commands_refuse_a_model_that_shifts_in_any_case() -> None:
     from shoestring.training.models import fused_loss
 
     kind = type("Shifting", (Biased,), {"change": staticmethod(lambda logits: logits)})
-    with pytest.raises(InputError, match="--model: expected a loss of .* use --plain"):
+    with pytest.raises(InputError, match="--model: expected a loss of .* use --baseline"):
         fused_loss(kind(transformers.LlamaConfig(**SMALL)), 0)

@@ -141,7 +141,7 @@ def test_compiled_models_have_their_windows(name: str) -> None:
         ) -> Any:
             for node in graph.graph.nodes:
                 if str(node.target).removeprefix("shoestring.").removesuffix(".default") == "attention":
-                    windows.append(node.kwargs["window"])
+                    windows.append(node.kwargs["window_size"])
                     bias = node.args[3]
                     sizes.add(0 if bias is None else bias.meta["example_value"].numel())
             return graph

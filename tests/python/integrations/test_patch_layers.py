@@ -30,13 +30,13 @@ SMALL: dict[str, Any] = {
 # Models with two layers. Each entry has: the options of the configuration; the number of norms; the number of
 # attention modules with rotary embeddings; the number of gated MLPs; how the norms round.
 MODELS: dict[str, tuple[dict[str, Any], int, int, int, str]] = {
-    "Llama": ({}, 5, 2, 2, "casting 'llama'"),
-    "Mistral": ({}, 5, 2, 2, "casting 'llama'"),
-    "Qwen2": ({}, 5, 2, 2, "casting 'llama'"),
-    "Qwen3": ({}, 9, 2, 2, "casting 'llama'"),
-    "Gemma": ({}, 5, 2, 2, "casting 'gemma', offset 1"),
-    "Gemma2": ({}, 9, 2, 2, "casting 'gemma', offset 1"),
-    "Olmo2": ({}, 9, 2, 2, "casting 'gemma'"),
+    "Llama": ({}, 5, 2, 2, "upcast 'llama'"),
+    "Mistral": ({}, 5, 2, 2, "upcast 'llama'"),
+    "Qwen2": ({}, 5, 2, 2, "upcast 'llama'"),
+    "Qwen3": ({}, 9, 2, 2, "upcast 'llama'"),
+    "Gemma": ({}, 5, 2, 2, "upcast 'gemma', offset 1"),
+    "Gemma2": ({}, 9, 2, 2, "upcast 'gemma', offset 1"),
+    "Olmo2": ({}, 9, 2, 2, "upcast 'gemma'"),
     "GPT2": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}, 5, 0, 0, "LayerNorm"),
     "GPTNeoX": ({"rotary_pct": 0.5}, 5, 2, 0, "LayerNorm"),
     "Cohere": ({}, 0, 2, 2, ""),

@@ -15,7 +15,7 @@ import shoestring
 
 KINDS = [
     {"quant_type": "nf4"},
-    {"quant_type": "nf4", "nested": True},
+    {"quant_type": "nf4", "double_quant": True},
     {"quant_type": "fp4", "block_size": 128},
     {"quant_type": "int8"},
 ]
@@ -121,7 +121,7 @@ def test_what_bitsandbytes_saved_in_8_bits_loads(tmp_path: Path) -> None:
 
 
 def test_damaged_codes_are_refused(tmp_path: Path) -> None:
-    model = shoestring.load_quantized(write_model(tmp_path / "dense"), nested=True)
+    model = shoestring.load_quantized(write_model(tmp_path / "dense"), double_quant=True)
     shoestring.save_quantized(model, tmp_path / "saved")
     file, key = tmp_path / "saved/model.safetensors", "model.layers.0.mlp.up_proj.weight"
     whole = load_file(file)

@@ -27,7 +27,7 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def test_torch_has_the_same() -> None:
-    assert_same(shoestring.nn.RMSNorm(24, 1e-5, casting="gemma"), nn.RMSNorm(24, 1e-5))
+    assert_same(shoestring.nn.RMSNorm(24, 1e-5, upcast="gemma"), nn.RMSNorm(24, 1e-5))
     assert_same(shoestring.nn.LayerNorm(24), nn.LayerNorm(24))
     assert_same(shoestring.nn.LayerNorm(24, 1e-3, bias=False), nn.LayerNorm(24, 1e-3, bias=False))
 
@@ -36,12 +36,12 @@ def test_a_new_norm_only_normalises_and_adds() -> None:
     x, residual = torch.randn(4, 24), torch.randn(4, 24)
     for offset in (0.0, 1.0):
         norm = shoestring.nn.RMSNorm(24, offset=offset, dtype=torch.bfloat16)
-        y, total = norm(x, residual)
+        y, total = norm.forward_with_residual(x, residual)
         assert (
             torch.equal(total, x + residual)
             and torch.equal(y, norm(total))
             and norm.weight.dtype == torch.bfloat16
         )
         torch.testing.assert_close(y.square().mean(-1), torch.ones(4))
-    assert repr(norm) == "RMSNorm(24, eps=1e-06, offset=1.0, casting='llama')"
+    assert repr(norm) == "RMSNorm(24, eps=1e-06, offset=1.0, upcast='llama')"
     assert repr(shoestring.nn.LayerNorm(8)) == "LayerNorm(8, eps=1e-05, bias=True)"

@@ -170,10 +170,10 @@ def test_opcheck(reduction: str) -> None:
     for operator in (OPERATORS.cross_entropy_, OPERATORS.cross_entropy_with_stats_):
         torch.library.opcheck(operator.default, (leaf.detach(), target), options)
     one = torch.ones(())
-    torch.library.opcheck(OPERATORS.cross_entropy_rows_.default, (leaf.detach(), target), {"grad_loss": one})
+    torch.library.opcheck(OPERATORS._cross_entropy_rows_.default, (leaf.detach(), target), {"grad_loss": one})
     for stats in (False, True):
         arguments = {"grad_loss": one, "stats": stats, "gradient": True}
-        torch.library.opcheck(OPERATORS.cross_entropy_rows.default, (leaf.detach(), target), arguments)
+        torch.library.opcheck(OPERATORS._cross_entropy_rows.default, (leaf.detach(), target), arguments)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

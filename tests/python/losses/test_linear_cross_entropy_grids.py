@@ -151,7 +151,7 @@ def cut_cross_entropy_case(
 @pytest.fixture
 def own_backend(backend: str) -> str:
     """Return the name of the backend; for the CPU, return the CPU capability that is selected by default."""
-    return torch.ops.shoestring.cpu_capability() if backend == "cpu" else backend
+    return torch.ops.shoestring._cpu_capability() if backend == "cpu" else backend
 
 
 # Two of the three shapes (tokens, vocab, features) that Cut Cross-Entropy tests. The sizes of one shape are

@@ -26,7 +26,7 @@ def adapter(rank: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 def quantized(weight: Tensor, quant_type: str, nested: bool = False) -> shoestring.QuantizedTensor:
     if quant_type == "int8":
         return shoestring.quantize_int8(weight)
-    return shoestring.quantize_4bit(weight, quant_type, nested=nested)
+    return shoestring.quantize_4bit(weight, quant_type, double_quant=nested)
 
 
 def as_double(leaves: list[Tensor]) -> list[Tensor]:
@@ -83,8 +83,8 @@ def test_an_adapted_head_in_fp64() -> None:
 
 @pytest.mark.sample(simt=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("grad_scale", [None, 0.25])
-def test_the_weight_s_gradient_is_added_to_a_buffer(dtype: torch.dtype, grad_scale: float | None) -> None:
+@pytest.mark.parametrize("upstream_grad", [None, 0.25])
+def test_the_weight_s_gradient_is_added_to_a_buffer(dtype: torch.dtype, upstream_grad: float | None) -> None:
     """Two micro-batches add their weight gradients to one buffer, with or without a factor of 0.25."""
     # random values that are as small as the gradients added to them
     buffer = torch.randn(VOCAB, FEATURES) / 1000
@@ -95,7 +95,7 @@ def test_the_weight_s_gradient_is_added_to_a_buffer(dtype: torch.dtype, grad_sca
         hidden, _, bias, target = make(TOKENS, FEATURES, VOCAB, dtype)
         options = dict(workspace_mb=1, label_smoothing=0.1, softcap=3.0)
         loss = shoestring.linear_cross_entropy(
-            hidden, weight, target, bias, weight_grad=buffer, grad_scale=grad_scale, **options
+            hidden, weight, target, bias, weight_grad=buffer, upstream_grad=upstream_grad, **options
         )
         (loss * 0.25).backward()
         leaves = as_double([hidden, weight, bias])
@@ -126,18 +126,18 @@ def test_a_buffer_alone_is_added_to_once_and_never_without_gradients() -> None:
     hidden, weight, bias, target = (t.detach() for t in make(6, 4, 9, ignored=0))
     buffer = torch.zeros(9, 4)
     with torch.no_grad():
-        shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer, grad_scale=1.0)
+        shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer, upstream_grad=1.0)
     assert (buffer == 0).all()
     with pytest.raises(RuntimeError, match="weight_grad: expected an input that requires a gradient"):
         shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer)
-    shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer, grad_scale=2.0)
+    shoestring.linear_cross_entropy(hidden, weight, target, bias, weight_grad=buffer, upstream_grad=2.0)
     leaf = weight.clone().requires_grad_()
     expected = torch.autograd.grad(linear_cross_entropy_reference(hidden, leaf, target, bias), leaf)[0]
     torch.testing.assert_close(buffer, 2 * expected)
     stats = shoestring.linear_cross_entropy_with_stats(
-        hidden.requires_grad_(), weight, target, bias, weight_grad=buffer, grad_scale=1.0
+        hidden.requires_grad_(), weight, target, bias, weight_grad=buffer, upstream_grad=1.0
     )
-    with pytest.raises(RuntimeError, match="grad_scale: expected an upstream gradient of the loss alone"):
+    with pytest.raises(RuntimeError, match="upstream_grad: expected an upstream gradient of the loss alone"):
         stats.lse.sum().backward()
 
 
@@ -151,17 +151,17 @@ def test_a_buffer_alone_is_added_to_once_and_never_without_gradients() -> None:
         ),
         (
             {"lora_A": torch.ones(2, 4), "lora_B": torch.ones(8, 2)},
-            r"up: expected shape \(9, 2\), rank as in low",
+            r"lora_B: expected shape \(9, 2\), rank as in lora_hidden",
         ),
         ({"weight_grad": torch.ones(9, 5)}, r"weight_grad: expected Float of weight's shape, \[9, 4\]"),
         ({"weight_grad": torch.ones(9, 4).bfloat16()}, "weight_grad: expected Float"),
         (
-            {"grad_scale": 1.0},
-            "grad_scale: expected None, or a finite number that is not 0 together with weight_grad",
+            {"upstream_grad": 1.0},
+            "upstream_grad: expected None, or a finite number that is not 0 together with weight_grad",
         ),
         (
-            {"weight_grad": torch.ones(9, 4), "grad_scale": 1.0, "reduction": "none"},
-            "grad_scale: expected None with",
+            {"weight_grad": torch.ones(9, 4), "upstream_grad": 1.0, "reduction": "none"},
+            "upstream_grad: expected None with",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -239,7 +239,7 @@ def test_a_filtered_gradient_is_added_to_a_buffer() -> None:
     """With filter_eps, chunks of tokens add gradients to one buffer, also for a class in several chunks."""
     hidden, weight, bias, target = peaky(TOKENS, FEATURES, VOCAB, torch.float32)
     buffer = torch.ones(VOCAB, FEATURES)
-    for options in ({}, {"weight_grad": buffer, "grad_scale": 1.0}):
+    for options in ({}, {"weight_grad": buffer, "upstream_grad": 1.0}):
         shoestring.linear_cross_entropy(
             hidden, weight, target, bias, filter_eps=2.0**-8, workspace_mb=1, **options
         ).backward()

@@ -49,7 +49,7 @@ def packed(weight: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     if kind == "int8":
         codes = shoestring.quantize_int8(weight.detach())
     else:
-        codes = shoestring.quantize_4bit(weight.detach(), kind, nested=kind == "nf4")
+        codes = shoestring.quantize_4bit(weight.detach(), kind, double_quant=kind == "nf4")
     return codes, codes.dequantize(weight.dtype)
 
 
@@ -154,7 +154,9 @@ def test_opcheck_and_compile_of_a_quantised_head_with_an_adapter() -> None:
     hidden = torch.randn(6, 32, requires_grad=True)
     operator = torch.ops.shoestring.linear_distillation.default
     torch.library.opcheck(
-        operator, (hidden, head.packed, torch.randn(6, 32), head.packed), {**parts, "low": low, "up": up}
+        operator,
+        (hidden, head.packed, torch.randn(6, 32), head.packed),
+        {**parts, "lora_hidden": low, "lora_B": up},
     )
     lora_A = torch.randn(2, 32, requires_grad=True)
 
@@ -183,7 +185,7 @@ def test_opcheck_and_compile_of_a_quantised_head_with_an_adapter() -> None:
         ),
         (
             {"lora_A": torch.ones(2, 4), "lora_B": torch.ones(8, 2)},
-            r"up: expected shape \(9, 2\), rank as in low",
+            r"lora_B: expected shape \(9, 2\), rank as in lora_hidden",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -40,7 +40,7 @@ def where(place: str, folder: Path) -> str:
 def made(offload: str | None, within: bool) -> tuple[list[nn.Parameter], LowMemoryOptimizer]:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(n, generator=generator)) for n in (5000, 300)]
-    return params, AdamW(params, lr=1e-2, state="fp32", offload=offload, step_in_backward=within)
+    return params, AdamW(params, lr=1e-2, state_format="fp32", offload=offload, step_in_backward=within)
 
 
 def backward(params: list[nn.Parameter], step: int) -> None:

@@ -31,7 +31,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def optimizer(sizes: list[int], folder: Path) -> AdamW:
     groups = [{"params": [nn.Parameter(torch.zeros(size))]} for size in sizes]
     frozen = nn.Parameter(torch.zeros(1 << 20), requires_grad=False)
-    return AdamW([*groups, {"params": [frozen]}], state="fp32", offload=f"nvme:{folder}")
+    return AdamW([*groups, {"params": [frozen]}], state_format="fp32", offload=f"nvme:{folder}")
 
 
 @pytest.mark.parametrize("reserves", [True, False], ids=["fallocate", "zeros"])
@@ -73,7 +73,7 @@ import resource, sys, torch
 from shoestring.optim import AdamW
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    AdamW([torch.nn.Parameter(torch.zeros(300_000))], state="fp32", offload=f"nvme:{sys.argv[1]}")
+    AdamW([torch.nn.Parameter(torch.zeros(300_000))], state_format="fp32", offload=f"nvme:{sys.argv[1]}")
 except RuntimeError as error:
     print(str(error).splitlines()[0])
 """

@@ -118,7 +118,7 @@ LARGE = {"fp32": 1_500_000, "bf16": 2_500_000, "8bit": 4_600_000, "4bit": 64_000
 
 
 @PLACES
-@pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
+@pytest.mark.parametrize("weights", ["nearest", "stochastic", "remainder"])
 @pytest.mark.parametrize("state", ["fp32", "8bit", "bf16", "4bit"])
 @pytest.mark.sample(12)
 def test_same_as_on_the_device(place: str, state: str, weights: str, tmp_path: Path) -> None:
@@ -126,7 +126,14 @@ def test_same_as_on_the_device(place: str, state: str, weights: str, tmp_path: P
     results = []
     for where in (None, place):
         params = weights_of(1, torch.bfloat16, LARGE[state])
-        opt = AdamW(params, lr=1e-2, state=state, weights=weights, seed=3, offload=offload(where, tmp_path))
+        opt = AdamW(
+            params,
+            lr=1e-2,
+            state_format=state,
+            weight_rounding=weights,
+            seed=3,
+            offload=offload(where, tmp_path),
+        )
         train(opt, params, range(4))
         results.append(entries(opt, params))
     expect_same(*results)
@@ -148,8 +155,8 @@ def test_every_optimizer(optimizer: Make, place: str, state: str, tmp_path: Path
         opt = optimizer(
             groups,
             lr=1e-2,
-            state=state,
-            weights="remainder",
+            state_format=state,
+            weight_rounding="remainder",
             max_grad_norm=5.0,
             offload=offload(where, tmp_path),
         )
@@ -168,7 +175,7 @@ def fifty_steps(where: str | None, step_in_backward: bool) -> list[tuple[int, st
     # The state of the large parameter fills half of a chunk.
     params = weights_of(3, torch.float32, 500_000)
     options = dict(max_grad_norm=5.0, step_in_backward=step_in_backward, offload=where)
-    opt = AdamW(params, lr=1e-2, state="fp32", **options)
+    opt = AdamW(params, lr=1e-2, state_format="fp32", **options)
     train(opt, params, range(50), sums=True, schedule=True)
     return entries(opt, params)
 
@@ -201,8 +208,8 @@ def test_steps_in_backward_of_what_chunks_divide(place: str, dtype: torch.dtype,
         opt = AdEMAMix(
             params,
             lr=1e-2,
-            state="fp32",
-            weights="stochastic" if dtype == torch.bfloat16 else "plain",
+            state_format="fp32",
+            weight_rounding="stochastic" if dtype == torch.bfloat16 else "nearest",
             step_in_backward=True,
             offload=offload(where, tmp_path),
         )
@@ -221,7 +228,7 @@ def test_a_column_major_parameter(tmp_path: Path) -> None:
     for where in (None, "stream", "nvme"):
         generator = torch.Generator().manual_seed(1)
         p = nn.Parameter(torch.randn(1200, 1100, generator=generator).t())
-        opt = SGD([p], state="fp32", lr=0.1, offload=offload(where, tmp_path))
+        opt = SGD([p], state_format="fp32", lr=0.1, offload=offload(where, tmp_path))
         for _ in range(2):
             p.grad = torch.randn(1100, 1200, generator=generator)
             opt.step()
@@ -234,15 +241,15 @@ def test_a_column_major_parameter(tmp_path: Path) -> None:
 def test_checkpoints_are_the_same(place: str, tmp_path: Path) -> None:
     """Training resumes from state dicts and files if the saved run, the resumed run, or both offload."""
     through = weights_of(5, torch.bfloat16, 64_000)
-    plain = AdamW(through, lr=1e-2, weights="remainder")
+    plain = AdamW(through, lr=1e-2, weight_rounding="remainder")
     train(plain, through, range(6))
     for first, second in ((place, None), (None, place), (place, place)):
         for by_file in (False, True):
             params = weights_of(5, torch.bfloat16, 64_000)
-            opt = AdamW(params, lr=1e-2, weights="remainder", offload=offload(first, tmp_path))
+            opt = AdamW(params, lr=1e-2, weight_rounding="remainder", offload=offload(first, tmp_path))
             train(opt, params, range(3))
             resumed = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in params]
-            other = AdamW(resumed, lr=1e-2, weights="remainder", offload=offload(second, tmp_path))
+            other = AdamW(resumed, lr=1e-2, weight_rounding="remainder", offload=offload(second, tmp_path))
             if by_file:
                 save_optimizer(opt, tmp_path / "optimizer.safetensors")
                 load_optimizer(other, tmp_path / "optimizer.safetensors")
@@ -261,7 +268,7 @@ def test_checkpoints_are_the_same(place: str, tmp_path: Path) -> None:
 def clipped(folder: Path) -> tuple[list[nn.Parameter], AdamW]:
     params = weights_of(6, torch.float32, 2 * LARGE["fp32"])
     groups = [{"params": params[1:2]}, {"params": [params[0], *params[2:]]}]
-    return params, AdamW(groups, lr=1e-2, state="fp32", max_grad_norm=3.0, offload=f"nvme:{folder}")
+    return params, AdamW(groups, lr=1e-2, state_format="fp32", max_grad_norm=3.0, offload=f"nvme:{folder}")
 
 
 @functools.cache
@@ -300,7 +307,7 @@ def test_a_step_that_fails_can_be_repeated(fail_after: int, error: int, tmp_path
 
 def test_other_gradients_do_not_finish_a_step(tmp_path: Path) -> None:
     params = weights_of(6, torch.float32, 2 * LARGE["fp32"])
-    opt = AdamW(params, state="fp32", offload=f"nvme:{tmp_path}")
+    opt = AdamW(params, state_format="fp32", offload=f"nvme:{tmp_path}")
     train(opt, params, range(1))
     saved = copy.deepcopy(opt.state_dict())
     disturb(fail_after=4, error=errno.EIO)  # the read of the third chunk fails
@@ -362,14 +369,14 @@ def reset_peak():
 MEMORY = (
     MARKS
     + """
-opt2 = AdamW([torch.nn.Parameter(torch.zeros(300))], state="fp32")
+opt2 = AdamW([torch.nn.Parameter(torch.zeros(300))], state_format="fp32")
 opt2.param_groups[0]["params"][0].grad = torch.zeros(300)
 opt2.step()
 for n in (12_000_000, 24_000_000):
     p = opt = None
     p = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     p.grad = torch.full_like(p, 0.5)
-    opt = AdamW([p], state="fp32", offload=sys.argv[1])
+    opt = AdamW([p], state_format="fp32", offload=sys.argv[1])
     before = kib("VmRSS")
     opt.step()
     reset_peak()
@@ -398,7 +405,7 @@ SAVED = (
 def made(n, where):
     p = torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16))
     p.grad = torch.full_like(p, 0.5)
-    opt = AdamW([p], state="fp32", offload=where)
+    opt = AdamW([p], state_format="fp32", offload=where)
     opt.step()
     return opt
 
@@ -433,7 +440,7 @@ import sys, torch
 from shoestring.optim import AdamW, save_optimizer
 torch.manual_seed(0)
 p = torch.nn.Parameter(torch.randn(3_000_000))
-opt = AdamW([p], state="fp32", offload=f"nvme:{sys.argv[1]}")
+opt = AdamW([p], state_format="fp32", offload=f"nvme:{sys.argv[1]}")
 for step in range(1000):
     p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
     opt.step()
@@ -459,12 +466,12 @@ def test_a_killed_process_resumes_from_its_checkpoint_and_leaves_nothing(tmp_pat
             opt.step()
 
     p = torch.load(tmp_path / "p.pt", weights_only=False)
-    opt = AdamW([p], state="fp32", offload=f"nvme:{tmp_path}")
+    opt = AdamW([p], state_format="fp32", offload=f"nvme:{tmp_path}")
     load_optimizer(opt, tmp_path / "optimizer.safetensors")
     steps(opt, p, range(3, 5))
     torch.manual_seed(0)
     q = nn.Parameter(torch.randn(3_000_000))
-    plain = AdamW([q], state="fp32")
+    plain = AdamW([q], state_format="fp32")
     steps(plain, q, range(5))
     assert torch.equal(p, q)
     assert torch.equal(opt.state[p]["exp_avg_sq"], plain.state[q]["exp_avg_sq"])

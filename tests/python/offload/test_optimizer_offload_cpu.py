@@ -52,7 +52,7 @@ def expect_same(a: nn.Module, b: nn.Module, opt_a: LowMemoryOptimizer, opt_b: Lo
             assert torch.equal(value, opt_b.state[q][entry]), f"{entry} of {name}"
 
 
-@pytest.mark.parametrize("weights", ["plain", "remainder"])
+@pytest.mark.parametrize("weights", ["nearest", "remainder"])
 @pytest.mark.parametrize("state", ["8bit", "fp32"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["", "in backward"])
 @pytest.mark.sample(4)
@@ -67,8 +67,8 @@ def test_fifty_steps(in_backward: bool, state: str, weights: str) -> None:
         opt = AdamW(
             model.parameters(),
             lr=1e-2,
-            state=state,
-            weights=weights,
+            state_format=state,
+            weight_rounding=weights,
             max_grad_norm=0.1,
             offload=offload,
             step_in_backward=in_backward and offload is not None,
@@ -179,7 +179,12 @@ def test_exact_clipping_is_by_the_norm_of_this_step() -> None:
     """
     model = model_of(width=100)
     opt = SGD(
-        model.parameters(), lr=1.0, state="fp32", offload="cpu", step_in_backward=True, max_grad_norm=1e-3
+        model.parameters(),
+        lr=1.0,
+        state_format="fp32",
+        offload="cpu",
+        step_in_backward=True,
+        max_grad_norm=1e-3,
     )
     before = [p.detach().clone() for p in model.parameters()]
     model(batch_of(0, width=100)).square().mean().backward()
@@ -197,7 +202,7 @@ def test_changes_between_steps_are_seen(how: str) -> None:
     for offload in (None, "cpu"):
         model = model_of(torch.bfloat16, 100)
         rule = ScheduleFreeAdamW if how == "schedule-free" else AdamW
-        opt = rule(model.parameters(), lr=1e-2, weights="remainder", offload=offload)
+        opt = rule(model.parameters(), lr=1e-2, weight_rounding="remainder", offload=offload)
         for step in range(4):
             model(batch_of(step, torch.bfloat16, 100)).float().square().mean().backward()
             opt.step()

@@ -43,7 +43,12 @@ def test_streamed_state_is_the_same(place: str, state: str, tmp_path: Path) -> N
     models = [model_of(torch.bfloat16) for _ in range(2)]
     for model, where in zip(models, (None, f"nvme:{tmp_path}" if place == "nvme" else place), strict=True):
         opt = AdamW(
-            model.parameters(), lr=1e-3, state=state, weights="remainder", max_grad_norm=0.1, offload=where
+            model.parameters(),
+            lr=1e-3,
+            state_format=state,
+            weight_rounding="remainder",
+            max_grad_norm=0.1,
+            offload=where,
         )
         train(opt, model, torch.bfloat16, 3)
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -59,8 +64,8 @@ def test_the_cpu_steps_as_the_device_does(dtype: torch.dtype, in_backward: bool)
         opt = AdamW(
             model.parameters(),
             lr=1e-3,
-            state="fp32",
-            weights="remainder",
+            state_format="fp32",
+            weight_rounding="remainder",
             max_grad_norm=0.1,
             offload=where,
             step_in_backward=in_backward and where is not None,

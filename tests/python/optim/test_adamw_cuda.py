@@ -59,12 +59,12 @@ def test_graph_replays_are_steps(state: str) -> None:
     ours[2].data = ours[2].data.contiguous(memory_format=torch.channels_last)
     for p in ours:
         p.grad = torch.randn_like(p)
-    opt = AdamW(ours, lr=torch.tensor(1e-2), state=state)
+    opt = AdamW(ours, lr=torch.tensor(1e-2), state_format=state)
     opt.found_inf = torch.zeros(())
     # The first step allocates the optimizer's state, which must exist before the graph is captured.
     opt.step()
     plain = [Parameter(p.detach().clone()) for p in ours]
-    twin = AdamW(plain, lr=1e-2, state=state)
+    twin = AdamW(plain, lr=1e-2, state_format=state)
     twin.load_state_dict(copy.deepcopy(opt.state_dict()))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

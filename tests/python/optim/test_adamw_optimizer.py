@@ -44,7 +44,7 @@ def test_fp32_state_is_torch(maximize: bool) -> None:
     options = dict(maximize=maximize, weight_decay=0.1)
     a, b = (
         optimizer([{"params": p[:2], "lr": 3e-3}, {"params": p[2:], "betas": (0.8, 0.9)}], **options, **more)
-        for optimizer, p, more in ((AdamW, ours, {"state": "fp32"}), (torch.optim.AdamW, theirs, {}))
+        for optimizer, p, more in ((AdamW, ours, {"state_format": "fp32"}), (torch.optim.AdamW, theirs, {}))
     )
     for step in range(20):
         gradients(ours, step)
@@ -109,7 +109,7 @@ def test_bitsandbytes_tolerances(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bitwise_resume(dtype: torch.dtype, state: str) -> None:
     through = parameters(dtype)
-    opt = AdamW(through, state=state)
+    opt = AdamW(through, state_format=state)
     train(opt, through, range(5))
     before = [p.detach().clone() for p in through]
 
@@ -117,7 +117,7 @@ def test_bitwise_resume(dtype: torch.dtype, state: str) -> None:
     saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     assert saved["format_version"] == 1
     resumed = [Parameter(p.clone()) for p in before]
-    other = AdamW(resumed, state=state)
+    other = AdamW(resumed, state_format=state)
     other.load_state_dict(saved)
     for a, b in zip(opt.state.values(), other.state.values(), strict=True):
         assert all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
@@ -157,8 +157,8 @@ def test_a_load_copies() -> None:
             "exp_avg_scale: expected .*32 \\(2,\\)",
         ),
         (
-            lambda s: s["param_groups"][0].update(state="3bit"),
-            'state: expected "8bit" or "4bit" or "bf16" or "fp32"',
+            lambda s: s["param_groups"][0].update(state_format="3bit"),
+            'state_format: expected "8bit" or "4bit" or "bf16" or "fp32"',
         ),
         (lambda s: s.update(format_version=2), "expected format_version 1, received 2"),
     ],
@@ -185,7 +185,7 @@ def test_schedulers_groups_and_late_parameters() -> None:
     train(opt, params, range(2))
     schedule.step()
     assert float(opt.param_groups[0]["lr"]) == pytest.approx(5e-3)
-    opt.add_param_group({"params": params[2:], "state": "fp32", "lr": 1e-3})
+    opt.add_param_group({"params": params[2:], "state_format": "fp32", "lr": 1e-3})
     untouched = params[1].detach().clone()
     for step in range(2, 4):
         gradients(params, step)
@@ -207,7 +207,7 @@ def test_memory_formula() -> None:
     sizes = [2**20, 12345, 3]
     params = [Parameter(torch.randn(n)) for n in sizes]
     for state, block in (("8bit", 520), ("fp32", 2048)):
-        opt = AdamW(params, state=state)
+        opt = AdamW(params, state_format=state)
         for p in params:
             p.grad = torch.ones_like(p)
         opt.step()
@@ -256,7 +256,10 @@ def test_closure_hooks_and_compiled_training_step() -> None:
         ({"betas": (0.9, 1.0)}, "AdamW: betas: expected"),
         ({"eps": -1e-8}, "AdamW: eps: expected"),
         ({"weight_decay": float("nan")}, "AdamW: weight_decay: expected"),
-        ({"state": "int8"}, 'AdamW: state: expected "8bit" or "4bit" or "bf16" or "fp32", received \'int8\''),
+        (
+            {"state_format": "int8"},
+            'AdamW: state_format: expected "8bit" or "4bit" or "bf16" or "fp32", received \'int8\'',
+        ),
     ],
 )
 def test_bad_options(options: dict, message: str) -> None:

@@ -52,7 +52,9 @@ def test_follows_fp64(cls: type, scale_type: str, maximize: bool) -> None:
     params = parameters()
     rank, clip, decay, lr, scale = 1 if cls is APOLLOMini else 8, 5.0, 0.2, 1e-2, 1.7
     options = dict(rank=rank, update_proj_gap=3, scale=scale, scale_type=scale_type, max_grad_norm=clip)
-    opt = cls(params, AdamW, lr=lr, weight_decay=decay, maximize=maximize, state="fp32", eps=1e-6, **options)
+    opt = cls(
+        params, AdamW, lr=lr, weight_decay=decay, maximize=maximize, state_format="fp32", eps=1e-6, **options
+    )
     exact = [p.detach().double() for p in params]
     rules = [Apollo64(scale_type == "tensor") for _ in params]
     grown = []
@@ -83,7 +85,7 @@ def test_follows_fp64(cls: type, scale_type: str, maximize: bool) -> None:
 def test_16_bit_weights_are_rounded_once(dtype: torch.dtype) -> None:
     params = parameters(dtype)
     before = [p.detach().double() for p in params]
-    opt = APOLLO(params, AdamW, rank=8, lr=1e-2, weight_decay=0.3, state="fp32", eps=1e-6)
+    opt = APOLLO(params, AdamW, rank=8, lr=1e-2, weight_decay=0.3, state_format="fp32", eps=1e-6)
     gradients(params, 0)
     opt.step()
     for i in PROJECTED:

@@ -131,7 +131,7 @@ def test_fp32_state_is_the_plain_rule(
     rule: type, plain: type, options: dict[str, Any], sizes: list[tuple[int, ...]], error: float
 ) -> None:
     ours, theirs = parameters(sizes), parameters(sizes)
-    train(rule(ours, state="fp32", **options), ours, range(6))
+    train(rule(ours, state_format="fp32", **options), ours, range(6))
     train(plain(theirs, **options), theirs, range(6))
     assert apart(ours, theirs, parameters(sizes)) < error
 
@@ -154,7 +154,7 @@ def test_8bit_state_follows_fp32(
     """Training with 8-bit state stays close to training with fp32 state, relative to the weights' change."""
     ours, exact = parameters(sizes), parameters(sizes)
     train(rule(ours, **options), ours, range(10))
-    train(rule(exact, state="fp32", **options), exact, range(10))
+    train(rule(exact, state_format="fp32", **options), exact, range(10))
     assert 0 < apart(ours, exact, parameters(sizes)) < error
 
 
@@ -163,7 +163,7 @@ def test_muon_reads_torchs_state_and_writes_it() -> None:
     b = torch.optim.Muon(theirs, lr=0.02)
     train(b, theirs, range(3))
     ours = [Parameter(p.detach().clone()) for p in theirs]
-    a = Muon(ours, state="fp32")
+    a = Muon(ours, state_format="fp32")
     a.load_state_dict(b.state_dict())
     for p, q in zip(ours, theirs, strict=True):
         assert torch.equal(a.state[p]["momentum_buffer"], b.state[q]["momentum_buffer"])
@@ -187,7 +187,7 @@ def test_adafactor_reads_torchs_state(dtype: torch.dtype) -> None:
     saved = copy.deepcopy(b.state_dict())
     a.load_state_dict(saved)
     group = a.param_groups[0]
-    assert (group["lr"], group["d"], group["beta1"], group["state"]) == (0.05, 2.0, 0.0, "8bit")
+    assert (group["lr"], group["d"], group["beta1"], group["state_format"]) == (0.05, 2.0, 0.0, "8bit")
     for p, q in zip(ours, theirs, strict=True):
         for name, value in b.state[q].items():
             assert torch.equal(a.state[p][name], value.float())

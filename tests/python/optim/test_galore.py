@@ -39,7 +39,7 @@ def test_follows_fp64(side: str, maximize: bool) -> None:
     rank, clip, decay, lr, scale = 8, 5.0, 0.2, 1e-2, 0.5
     options = dict(rank=rank, update_proj_gap=3, scale=scale, projection=side, max_grad_norm=clip)
     opt = GaLore(
-        params, AdamW, lr=lr, weight_decay=decay, maximize=maximize, state="fp32", eps=1e-4, **options
+        params, AdamW, lr=lr, weight_decay=decay, maximize=maximize, state_format="fp32", eps=1e-4, **options
     )
     exact = [p.detach().double() for p in params]
     adams = [Adam64(eps=1e-4) for _ in params]
@@ -79,7 +79,7 @@ def test_follows_fp64(side: str, maximize: bool) -> None:
 def test_16_bit_weights_are_rounded_once(dtype: torch.dtype) -> None:
     params = parameters(dtype)
     before = [p.detach().double() for p in params]
-    opt = GaLore(params, AdamW, rank=8, lr=1e-2, weight_decay=0.3, scale=1.0, state="fp32")
+    opt = GaLore(params, AdamW, rank=8, lr=1e-2, weight_decay=0.3, scale=1.0, state_format="fp32")
     gradients(params, 0)
     opt.step()
     for i in PROJECTED:
@@ -125,8 +125,8 @@ def test_full_rank_is_the_dense_step(dtype: torch.dtype) -> None:
     This holds for every projection with orthonormal columns; with other columns the steps would differ.
     """
     ours, theirs = (Parameter(torch.zeros(16, 24, dtype=dtype)) for _ in range(2))
-    a = GaLore([ours], SGD, rank=16, scale=1.0, lr=0.1, state="fp32", update_proj_gap=100)
-    b = SGD([theirs], lr=0.1, state="fp32")
+    a = GaLore([ours], SGD, rank=16, scale=1.0, lr=0.1, state_format="fp32", update_proj_gap=100)
+    b = SGD([theirs], lr=0.1, state_format="fp32")
     for _ in range(6):
         ours.grad = theirs.grad = torch.randn(16, 24).to(dtype)
         a.step()
@@ -140,7 +140,9 @@ def test_solves_a_low_rank_problem(state: str) -> None:
     """GaLore with rank 6 learns a linear map of rank 4, with an eighth of the optimizer state of AdamW."""
     target, x = torch.randn(48, 4) @ torch.randn(4, 64), torch.randn(256, 48)
     weight = Parameter(torch.zeros(48, 64))
-    opt = GaLore([weight], lr=0.4, weight_decay=0.0, state=state, rank=6, update_proj_gap=20, scale=1.0)
+    opt = GaLore(
+        [weight], lr=0.4, weight_decay=0.0, state_format=state, rank=6, update_proj_gap=20, scale=1.0
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 300)
     for _ in range(300):
         opt.zero_grad()

@@ -97,7 +97,7 @@ def test_steps_in_both_languages_are_the_same(tmp_path: Path) -> None:
         else:
             norm = None if unscales or max_norm == 0 else max_norm
             moments = "fp32" if name == "AdamW" else "8bit"
-            optimizer = AdamW(params, 0.01, weight_decay=0.3, state=moments, max_grad_norm=norm)
+            optimizer = AdamW(params, 0.01, weight_decay=0.3, state_format=moments, max_grad_norm=norm)
         case = (name, unscales, max_norm, dtypes is mixed)
         expected[case] = folder, *train(optimizer, params, grads, unscales, max_norm)
         command += [name, str(int(unscales)), str(max_norm), str(folder)]

@@ -66,7 +66,7 @@ CASES += [(SGD, torch.optim.SGD, options) for options in SGDS]
 @pytest.mark.parametrize(("rule", "plain", "options"), CASES, ids=["lion", "sgd", "nesterov", "dampening"])
 def test_fp32_state_is_the_plain_rule(rule: type, plain: type, options: dict[str, Any]) -> None:
     ours, theirs = parameters(), parameters()
-    a, b = rule(ours, state="fp32", **options), plain(theirs, **options)
+    a, b = rule(ours, state_format="fp32", **options), plain(theirs, **options)
     train(a, ours, range(6))
     train(b, theirs, range(6))
     name = MOMENT[rule]
@@ -85,7 +85,7 @@ def test_8bit_state_follows_fp32(rule: type, error: float) -> None:
     """
     ours, exact, start = parameters(), parameters(), parameters()
     train(rule(ours), ours, range(10))
-    train(rule(exact, state="fp32"), exact, range(10))
+    train(rule(exact, state_format="fp32"), exact, range(10))
     went = torch.cat([(q - s).flatten() for q, s in zip(exact, start, strict=True)])
     apart = torch.cat([(p - q).flatten() for p, q in zip(ours, exact, strict=True)])
     assert 0 < apart.norm() < error * went.norm()
@@ -112,7 +112,7 @@ def test_bitwise_resume(dtype: torch.dtype, rule: type) -> None:
 def test_memory_formula(rule: type) -> None:
     for state, block in (("8bit", 260), ("fp32", 1024)):
         params = parameters()
-        a = rule(params, state=state)
+        a = rule(params, state_format=state)
         train(a, params, range(1))
         storages = [t.untyped_storage() for entry in a.state.values() for t in entry.values()]
         sizes = {s.data_ptr(): s.nbytes() for s in storages}
@@ -123,7 +123,7 @@ def test_memory_formula(rule: type) -> None:
 @pytest.mark.parametrize("rule", [Lion, SGD])
 def test_clip_is_that_of_torch(rule: type) -> None:
     ours, plain = parameters(), parameters()
-    a, b = rule(ours, state="fp32", max_grad_norm=2.0), rule(plain, state="fp32")
+    a, b = rule(ours, state_format="fp32", max_grad_norm=2.0), rule(plain, state_format="fp32")
     for step in range(3):
         train(a, ours, range(step, step + 1))
         for p, q in zip(ours, plain, strict=True):
@@ -143,7 +143,7 @@ def test_torch_sgd_and_back(state: str) -> None:
     b = torch.optim.SGD(theirs, lr=0.1, momentum=0.8)
     train(b, theirs, range(3))
     ours = twins(theirs)
-    a = SGD(ours, state=state)
+    a = SGD(ours, state_format=state)
     a.load_state_dict(copy.deepcopy(b.state_dict()))
     for p, q in zip(ours, theirs, strict=True):
         entry, buffer = a.state[p], b.state[q]["momentum_buffer"]
@@ -205,7 +205,7 @@ def test_bitsandbytes_lion(kind: str) -> None:
             "SGD: dampening: expected 0 with nesterov, received 0.1",
         ),
         (lambda p: SGD(p, lr=-1), "SGD: lr: expected"),
-        (lambda p: Lion(p, state="3bit"), "Lion: state: expected"),
+        (lambda p: Lion(p, state_format="3bit"), "Lion: state_format: expected"),
     ],
 )
 def test_bad_options(make: Callable[[list[Parameter]], object], message: str) -> None:

@@ -32,11 +32,11 @@ def plain(cls: type) -> list[int]:
 @pytest.mark.parametrize(
     ("base", "options"),
     [
-        (AdamW, {"state": "fp32", "weight_decay": 0.1}),
+        (AdamW, {"state_format": "fp32", "weight_decay": 0.1}),
         (AdamW, {"weight_decay": 0.1}),
         (AdamW, {"min_quantize_size": 300}),
-        (AdamW, {"state": "4bit"}),
-        (AdamW, {"state": "bf16"}),
+        (AdamW, {"state_format": "4bit"}),
+        (AdamW, {"state_format": "bf16"}),
         (Lion, {}),
         (SGD, {"nesterov": True}),
         (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -62,7 +62,7 @@ def test_any_base_optimizer(cls: type, base: type, options: dict) -> None:
     4-bit and bf16 state is rounded stochastically, and the random bits depend on the parameters in the
     optimizer. With such state, steps are compared with a tolerance.
     """
-    exact = options.get("state") not in ("4bit", "bf16")
+    exact = options.get("state_format") not in ("4bit", "bf16")
     ours, theirs = parameters(), parameters()
     before = [p.detach().clone() for p in ours]
     a, b = cls(ours, base, lr=1e-2, **OPTIONS[cls], **options), base(theirs, lr=1e-2, **options)
@@ -77,7 +77,7 @@ def test_any_base_optimizer(cls: type, base: type, options: dict) -> None:
             assert b.state[q].keys() <= a.state[p].keys() or "min_quantize_size" in options
     rank = 1 if cls is APOLLOMini else 8
     name = "momentum_buffer" if "SGD" in base.__name__ else "exp_avg"
-    if options.get("state") == "4bit":  # 4-bit state is stored flat, so there is no shape to check.
+    if options.get("state_format") == "4bit":  # 4-bit state is stored flat, so there is no shape to check.
         return
     shapes = [tuple(a.state[ours[i]][name].shape) for i in PROJECTED]
     assert shapes == [(rank, 40), (40, rank), (rank, 27), (rank, 48)]
@@ -146,8 +146,8 @@ def test_results_depend_on_the_seed_alone(cls: type) -> None:
 def test_the_norm_that_clips_is_of_full_gradients(cls: type) -> None:
     """Clipping uses the norm of the gradients before projection, and leaves the gradients unchanged."""
     ours, theirs = parameters(), parameters()
-    a = cls(ours, AdamW, **OPTIONS[cls], state="fp32", max_grad_norm=2.0, eps=1e-3)
-    b = cls(theirs, AdamW, **OPTIONS[cls], state="fp32", eps=1e-3)
+    a = cls(ours, AdamW, **OPTIONS[cls], state_format="fp32", max_grad_norm=2.0, eps=1e-3)
+    b = cls(theirs, AdamW, **OPTIONS[cls], state_format="fp32", eps=1e-3)
     for step in range(4):
         gradients(ours, step)
         gradients(theirs, step)
@@ -216,7 +216,7 @@ def test_grad_scaler_skips_and_unscales(cls: type, base: type) -> None:
 def test_memory_formula(cls: type, kind: str, block: int) -> None:
     for dtype, itemsize in ((torch.float32, 4), (torch.bfloat16, 2)):
         params = [Parameter(torch.zeros(size, dtype=dtype)) for size in ((96, 200), (300, 64))]
-        opt = cls(params, AdamW, state=kind, **({} if cls is APOLLOMini else {"rank": 24}))
+        opt = cls(params, AdamW, state_format=kind, **({} if cls is APOLLOMini else {"rank": 24}))
         for p in params:
             p.grad = torch.ones_like(p)
         opt.step()
@@ -304,7 +304,10 @@ def test_closures_hooks_and_compiled_training_steps() -> None:
         ({"update_proj_gap": 0}, "{}: update_proj_gap: expected a whole number of at least 1, received 0"),
         ({"scale": -1.0}, "{}: scale: expected a number above 0, received -1.0"),
         ({"seed": -1}, "{}: seed: expected a whole number of at least 0, received -1"),
-        ({"weights": "stochastic"}, '{}: weights: expected "plain", or rank=None, received .stochastic.'),
+        (
+            {"weight_rounding": "stochastic"},
+            '{}: weight_rounding: expected "nearest", or rank=None, received .stochastic.',
+        ),
         (
             {"step_in_backward": True},
             "{}: step_in_backward: expected an option of AdamW's groups, received True",

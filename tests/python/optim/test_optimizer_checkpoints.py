@@ -72,10 +72,10 @@ def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
     for i, (a, b) in enumerate(zip(_moments(opt), moments, strict=True)):
         # The shards of the first weight are whole quantisation blocks, so its two moments (indices 0 and 1)
         # are not quantised again.
-        if i < 2 or options["state"] not in GAP:
+        if i < 2 or options["state_format"] not in GAP:
             assert torch.equal(a, b)
         else:
-            torch.testing.assert_close(a, b, rtol=0, atol=GAP[options["state"]] * b.abs().max().item())
+            torch.testing.assert_close(a, b, rtol=0, atol=GAP[options["state_format"]] * b.abs().max().item())
     assert all(entry["step"] == 3 for entry in opt.state.values())
     train(net, opt, range(3, 5), lambda step: batch(step, torch.bfloat16))
     for p, q in zip(net.parameters(), after, strict=True):
@@ -87,23 +87,23 @@ def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (dict(state="8bit", weights="remainder"), True),
-        (dict(state="8bit"), False),
-        (dict(state="4bit"), True),
-        (dict(state="bf16", weights="stochastic"), True),
-        (dict(state="fp32", weights="remainder"), True),
+        (dict(state_format="8bit", weight_rounding="remainder"), True),
+        (dict(state_format="8bit"), False),
+        (dict(state_format="4bit"), True),
+        (dict(state_format="bf16", weight_rounding="stochastic"), True),
+        (dict(state_format="fp32", weight_rounding="remainder"), True),
     ],
 )
 @pytest.mark.sample(3)
 def test_checkpoints_of_two_processes(options: dict, named: bool, tmp_path: Path) -> None:
     run(2, tmp_path, _save, str(tmp_path / "saved"), options, named)
-    for world in (2, 1, 4) if named and options["state"] == "8bit" else (2, 4):
+    for world in (2, 1, 4) if named and options["state_format"] == "8bit" else (2, 4):
         run(world, tmp_path, _load, str(tmp_path / "saved"), options, named)
 
 
 def _whole_states(rank: int, kind: str) -> None:
     net, plain = fully_shard(model()), model()
-    opt, other = AdamW(net.parameters(), state=kind), AdamW(plain.parameters(), state=kind)
+    opt, other = AdamW(net.parameters(), state_format=kind), AdamW(plain.parameters(), state_format=kind)
     train(net, opt, range(3))
     full = StateDictOptions(full_state_dict=True)
     state = get_optimizer_state_dict(net, opt, options=full)
@@ -116,7 +116,7 @@ def _whole_states(rank: int, kind: str) -> None:
     again = fully_shard(model())
     # Full state dicts, from plain or sharded parameters, load into an optimizer of sharded parameters.
     for load in ("plain", "direct", "broadcast"):
-        third, source = AdamW(again.parameters(), state=kind), opt if load == "broadcast" else other
+        third, source = AdamW(again.parameters(), state_format=kind), opt if load == "broadcast" else other
         if load == "direct":
             third.load_state_dict(other.state_dict())
         elif load == "plain":
@@ -132,7 +132,7 @@ def _whole_states(rank: int, kind: str) -> None:
     theirs = torch.optim.AdamW(again.parameters())
     theirs.load_state_dict(third.torch_state_dict())
     train(again, theirs, range(1))
-    fourth = AdamW(again.parameters(), state=kind)
+    fourth = AdamW(again.parameters(), state_format=kind)
     fourth.load_state_dict(theirs.state_dict())
     for i, a in enumerate(_moments(fourth)):
         b = theirs.state[[*again.parameters()][i // 2]][("exp_avg", "exp_avg_sq")[i % 2]].full_tensor()

@@ -37,7 +37,7 @@ def pair(dtype: torch.dtype = torch.float32, **options: object) -> tuple[AdamW, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1.0, 1e-2], ids=["clipped", "not clipped"])
 def test_clip_is_that_of_torch(size: float, dtype: torch.dtype) -> None:
-    a, b, ours, plain = pair(dtype, state="fp32")
+    a, b, ours, plain = pair(dtype, state_format="fp32")
     for step in range(4):
         gradients(ours, step, size)
         gradients(plain, step, size)
@@ -139,7 +139,7 @@ def test_small_parameters_keep_fp32_state() -> None:
     """
     ours, quantized, exact = parameters(), parameters(), parameters()
     a = AdamW(ours, min_quantize_size=257)
-    b, c = AdamW(quantized), AdamW(exact, state="fp32")
+    b, c = AdamW(quantized), AdamW(exact, state_format="fp32")
     for step in range(3):
         for params in (ours, quantized, exact):
             gradients(params, step)
@@ -170,7 +170,7 @@ def test_small_parameters_keep_fp32_state() -> None:
 
     wrong = copy.deepcopy(a.state_dict())
     wrong["param_groups"][0]["min_quantize_size"] = 1000
-    with pytest.raises(ValueError, match='state="fp32" expects the entries'):
+    with pytest.raises(ValueError, match='state_format="fp32" expects the entries'):
         other.load_state_dict(wrong)
     with pytest.raises(
         ValueError, match="min_quantize_size: expected a whole number of at least 0, received -1"

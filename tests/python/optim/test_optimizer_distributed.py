@@ -35,7 +35,7 @@ def _fsdp_bitwise(rank: int, kind: type[LowMemoryOptimizer], state: str) -> None
     nets = aligned(), aligned()
     fully_shard(nets[0])
     for net in nets:
-        train(net, kind(net.parameters(), lr=1e-2, state=state), range(4))
+        train(net, kind(net.parameters(), lr=1e-2, state_format=state), range(4))
     for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(p.full_tensor(), q)
 
@@ -54,10 +54,12 @@ def _fsdp(rank: int, kind: type[LowMemoryOptimizer], options: dict[str, Any]) ->
         assert isinstance(p, DTensor)
         # Sharding moves the boundaries of quantisation blocks, so scales differ. Updates then differ by some
         # hundredths of their size.
-        torch.testing.assert_close(whole(p), q, rtol=0, atol=1e-6 if options["state"] == "fp32" else 2e-3)
+        torch.testing.assert_close(
+            whole(p), q, rtol=0, atol=1e-6 if options["state_format"] == "fp32" else 2e-3
+        )
     if opt.max_grad_norm is not None:
         torch.testing.assert_close(
-            opt.grad_norm, other.grad_norm, rtol=1e-4 if options["state"] == "fp32" else 1e-2, atol=0
+            opt.grad_norm, other.grad_norm, rtol=1e-4 if options["state_format"] == "fp32" else 1e-2, atol=0
         )
         assert_replicated(opt.grad_norm)
 
@@ -65,10 +67,10 @@ def _fsdp(rank: int, kind: type[LowMemoryOptimizer], options: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("world", "kind", "options"),
     [
-        (2, AdamW, dict(state="8bit")),
-        (2, Lion, dict(state="fp32", max_grad_norm=0.5)),
-        (4, AdamW, dict(state="fp32", max_grad_norm=0.5)),
-        (4, SGD, dict(state="8bit", momentum=0.9, max_grad_norm=0.5)),
+        (2, AdamW, dict(state_format="8bit")),
+        (2, Lion, dict(state_format="fp32", max_grad_norm=0.5)),
+        (4, AdamW, dict(state_format="fp32", max_grad_norm=0.5)),
+        (4, SGD, dict(state_format="8bit", momentum=0.9, max_grad_norm=0.5)),
     ],
 )
 def test_fsdp_is_one_process(world: int, kind: type, options: dict, tmp_path: Path) -> None:
@@ -81,7 +83,9 @@ def _replicas(rank: int) -> None:
     # The optimizer's group has one plain parameter beside the sharded parameters.
     alone = Parameter(torch.ones(300, dtype=torch.bfloat16))
     fully_shard(net, mesh=mesh)
-    opt = AdamW([*net.parameters(), alone], state="bf16", weights="stochastic", max_grad_norm=0.5)
+    opt = AdamW(
+        [*net.parameters(), alone], state_format="bf16", weight_rounding="stochastic", max_grad_norm=0.5
+    )
     for step in range(3):
         opt.zero_grad()
         alone.grad = torch.full_like(alone, 0.01 * (step + 1))
@@ -109,7 +113,7 @@ def _tensor_parallel(rank: int) -> None:
         return Parameter(distribute_tensor(start, mesh, [placement]))
 
     params = [parameter(Shard(1)), parameter(Replicate()), parameter(Shard(0))]
-    opt = AdamW(params, weights="stochastic", max_grad_norm=1.0)
+    opt = AdamW(params, weight_rounding="stochastic", max_grad_norm=1.0)
 
     def step(opt: AdamW, params: list[Parameter]) -> None:
         # The gradient is a Partial DTensor: the sum over two processes, of which each holds one half.
@@ -129,7 +133,7 @@ def _tensor_parallel(rank: int) -> None:
         dist.all_gather(others, mine)
         assert not torch.equal(*others) and relative_error(*others) < 0.01
     again = [Parameter(p.detach().clone()) for p in params]
-    other = AdamW(again, weights="stochastic", max_grad_norm=1.0)
+    other = AdamW(again, weight_rounding="stochastic", max_grad_norm=1.0)
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     step(opt, params)
     step(other, again)
@@ -242,7 +246,7 @@ def _ddp(rank: int) -> None:
         nets = [
             DistributedDataParallel(model(torch.bfloat16), gradient_as_bucket_view=view) for _ in range(2)
         ]
-        kept, summed = (AdamW(n.parameters(), weights="stochastic", max_grad_norm=0.5) for n in nets)
+        kept, summed = (AdamW(n.parameters(), weight_rounding="stochastic", max_grad_norm=0.5) for n in nets)
         for step in range(3):
             for net, opt in zip(nets, (kept, summed), strict=True):
                 opt.zero_grad()

@@ -76,7 +76,7 @@ def drifts(stream: Stream) -> dict[str, Drift]:
     eps = 1e-12  # this eps is less than the square root of any second moment in these tests
     params = {state: Parameter(torch.zeros(SHAPE)) for state in states}
     options = dict(lr=1.0, betas=BETAS, eps=eps, weight_decay=0.0)
-    optimizers = [AdamW([p], state=state, **options) for state, p in params.items()]
+    optimizers = [AdamW([p], state_format=state, **options) for state, p in params.items()]
     m, v = torch.zeros(2, *SHAPE, dtype=torch.float64)
     error, most, size, reference = dict.fromkeys(states, 0.0), dict.fromkeys(states, 0.0), 0.0, 0.0
     for step, grad in enumerate(stream.gradients()):
@@ -149,7 +149,9 @@ def test_a_slow_mean_is_followed(sigma: float, seed: int) -> None:
     """
     beta = 0.9999
     params = {state: Parameter(torch.zeros(SHAPE)) for state in ("8bit", "4bit")}
-    optimizers = {state: AdEMAMix([p], betas=(0.9, 0.999, beta), state=state) for state, p in params.items()}
+    optimizers = {
+        state: AdEMAMix([p], betas=(0.9, 0.999, beta), state_format=state) for state, p in params.items()
+    }
     eight, four, exact = torch.zeros(SHAPE), torch.zeros(SHAPE), torch.zeros(SHAPE, dtype=torch.float64)
     for step, grad in enumerate(Stream(seed, sigma).gradients()):
         exact.lerp_(grad.double(), 1 - beta)
@@ -175,7 +177,7 @@ def test_an_average_is_followed(sigma: float, seed: int) -> None:
     """The evaluation weights of ScheduleFreeAdamW follow x, the paper's average of weights, in fp64."""
     lr, beta2, eps = 1e-3, BETAS[1], 1e-12
     params = {state: Parameter(torch.zeros(SHAPE)) for state in AVERAGE}
-    optimizers = {s: ScheduleFreeAdamW([p], lr, BETAS, eps, state=s) for s, p in params.items()}
+    optimizers = {s: ScheduleFreeAdamW([p], lr, BETAS, eps, state_format=s) for s, p in params.items()}
     x, z, v = torch.zeros(3, *SHAPE, dtype=torch.float64)
     for step, grad in enumerate(Stream(seed, sigma).gradients()):
         v.lerp_(grad.double().square(), 1 - beta2)

@@ -56,7 +56,7 @@ def test_scheduler(name: str, kind: str) -> None:
         options, (ours, theirs) = dict(lr=1e-2), (AdamW, torch.optim.AdamW)
     nets = model(), model()
     lrs = [options["lr"] if kind != "tensor" else torch.tensor(1e-2) for _ in nets]
-    a = ours(nets[0].parameters(), **options | dict(lr=lrs[0]), state="fp32")
+    a = ours(nets[0].parameters(), **options | dict(lr=lrs[0]), state_format="fp32")
     b = theirs(nets[1].parameters(), **options | dict(lr=lrs[1]))
     schedules = [SCHEDULERS[name](o) for o in (a, b)]
     for step in range(6):
@@ -149,7 +149,7 @@ def test_named_parameters_and_their_names() -> None:
 def test_averaged_model(average: str) -> None:
     nets = model(), model()
     opts = (
-        AdamW(nets[0].parameters(), lr=1e-2, state="fp32"),
+        AdamW(nets[0].parameters(), lr=1e-2, state_format="fp32"),
         torch.optim.AdamW(nets[1].parameters(), lr=1e-2),
     )
     averages = []

@@ -32,7 +32,7 @@ from shoestring.optim import (
     load_optimizer,
     save_optimizer,
 )
-from shoestring.optim.arena import STATES, WEIGHTS
+from shoestring.optim.arena import ROUNDINGS, STATES
 
 # Shapes of the parameters in two groups. One parameter is smaller than a state block of 256 elements, several
 # span more than one block, and one has no elements.
@@ -146,10 +146,10 @@ def test_steps_in_both_languages_are_the_same(rule: str, tmp_path: Path) -> None
     So do three steps in C++ and three in Python.
     """
     half, runs, checks = STEPS // 2, [], []
-    for state, mode in itertools.product(STATES, WEIGHTS):
-        dtype = torch.float32 if mode == "plain" else torch.bfloat16
+    for state, mode in itertools.product(STATES, ROUNDINGS):
+        dtype = torch.float32 if mode == "nearest" else torch.bfloat16
         norm = 0.0 if mode == "stochastic" else 0.5
-        options = {"state": state, "weights": mode, "max_grad_norm": norm or None}
+        options = {"state_format": state, "weight_rounding": mode, "max_grad_norm": norm or None}
         grads, params = gradients(rule, dtype), weights(rule, dtype)
         whole = make(rule, params, **options)
         run_python(whole, params, grads, 0, half)
@@ -197,7 +197,9 @@ def test_low_rank_steps_are_the_same_in_both_languages(rule: str, norm: float, t
     )
     save_file(grads, tmp_path / "grads.safetensors")
     groups = [{"params": group} for group in params]
-    optimizer = kind(groups, AdamW, lr=0.01, weight_decay=0.3, state="fp32", update_proj_gap=2, seed=3, **own)
+    optimizer = kind(
+        groups, AdamW, lr=0.01, weight_decay=0.3, state_format="fp32", update_proj_gap=2, seed=3, **own
+    )
     optimizer.max_grad_norm = norm or None
     run_python(optimizer, params, grads, 0, STEPS)
     done = run_cpp((rule, tmp_path, 0, STEPS, norm))

@@ -94,7 +94,7 @@ def test_bf16_gradients_are_added_in_fp32() -> None:
     """
     p = nn.Parameter(torch.zeros(300, dtype=torch.bfloat16))
     for dtype, expected in ((torch.float32, 1 + 2**-8), (torch.bfloat16, 1 + 2**-9)):
-        opt = SGD([p], lr=1.0, momentum=0.5, state="fp32", accumulate_dtype=dtype)
+        opt = SGD([p], lr=1.0, momentum=0.5, state_format="fp32", accumulate_dtype=dtype)
         for grad in (1.0, 2**-9):
             with opt.accumulate():
                 (p * grad).sum().backward()
@@ -110,7 +110,7 @@ def test_bf16_gradients_are_added_in_fp32() -> None:
 
 def test_a_parameter_without_a_last_gradient_is_stepped() -> None:
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    opt = SGD([a, b], lr=0.5, momentum=0.5, state="fp32")
+    opt = SGD([a, b], lr=0.5, momentum=0.5, state_format="fp32")
     with opt.accumulate():
         (a + b).sum().backward()
     a.sum().backward()
@@ -132,8 +132,10 @@ def test_steps_within_backward(
     results = []
     for release in (False, True):
         model = net(dtype)
-        weights = "stochastic" if dtype == torch.bfloat16 else "plain"
-        opt = optimizer(model.parameters(), lr=1e-2, state=state, weights=weights, step_in_backward=release)
+        weights = "stochastic" if dtype == torch.bfloat16 else "nearest"
+        opt = optimizer(
+            model.parameters(), lr=1e-2, state_format=state, weight_rounding=weights, step_in_backward=release
+        )
         if accumulate:
             train(model, opt, range(3), True)
         else:
@@ -154,8 +156,8 @@ def test_clipping_within_backward_is_by_the_last_norm() -> None:
     A checkpoint keeps the norm of the last step.
     """
     model, plain = net(), net()
-    opt = SGD(model.parameters(), lr=0.1, state="fp32", step_in_backward=True, max_grad_norm=0.01)
-    other = SGD(plain.parameters(), lr=0.1, state="fp32")
+    opt = SGD(model.parameters(), lr=0.1, state_format="fp32", step_in_backward=True, max_grad_norm=0.01)
+    other = SGD(plain.parameters(), lr=0.1, state_format="fp32")
     factor = 1.0
     for step in range(4):
         loss_of(model, step, 0).backward()
@@ -173,7 +175,7 @@ def test_clipping_within_backward_is_by_the_last_norm() -> None:
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, q)
     again = copy.deepcopy(model)
-    resumed = SGD(again.parameters(), lr=0.1, state="fp32", step_in_backward=True, max_grad_norm=0.01)
+    resumed = SGD(again.parameters(), lr=0.1, state_format="fp32", step_in_backward=True, max_grad_norm=0.01)
     resumed.load_state_dict(opt.state_dict())
     for m, o in ((model, opt), (again, resumed)):
         loss_of(m, 5, 0).backward()
@@ -184,7 +186,7 @@ def test_clipping_within_backward_is_by_the_last_norm() -> None:
 def test_grad_scaler_looks_at_sums() -> None:
     """With a GradScaler, an infinite gradient in an early micro-batch skips this step and no other step."""
     p = nn.Parameter(torch.ones(300))
-    opt = SGD([p], lr=0.5, momentum=0.5, state="fp32")
+    opt = SGD([p], lr=0.5, momentum=0.5, state_format="fp32")
     scaler = torch.amp.GradScaler(p.device.type, init_scale=16.0, growth_interval=100)
     for bad in (True, False):
         with opt.accumulate():
@@ -225,8 +227,8 @@ def test_remainders_are_fp32_weights(optimizer: Callable[..., LowMemoryOptimizer
     weights = [nn.Parameter(masters[0].detach().bfloat16()), nn.Parameter(masters[1].detach().clone())]
     with torch.no_grad():
         masters[0].copy_(weights[0])
-    ours = optimizer(weights, lr=1e-3, state=state, weights="remainder")
-    theirs = optimizer(masters, lr=1e-3, state=state)
+    ours = optimizer(weights, lr=1e-3, state_format=state, weight_rounding="remainder")
+    theirs = optimizer(masters, lr=1e-3, state_format=state)
     for _ in range(5):
         for p, q in zip(weights, masters, strict=True):
             p.grad = torch.randn_like(p)
@@ -243,10 +245,10 @@ def test_remainders_are_fp32_weights(optimizer: Callable[..., LowMemoryOptimizer
 
 @OPTIMIZERS
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("weights", ["plain", "stochastic", "remainder"])
+@pytest.mark.parametrize("weights", ["nearest", "stochastic", "remainder"])
 def test_resume_is_bitwise(optimizer: Callable[..., LowMemoryOptimizer], state: str, weights: str) -> None:
     """A new model and optimizer that load a checkpoint continue with the bits of uninterrupted training."""
-    options = dict(lr=1e-3, state=state, weights=weights, min_quantize_size=30, seed=5)
+    options = dict(lr=1e-3, state_format=state, weight_rounding=weights, min_quantize_size=30, seed=5)
     model = net(torch.bfloat16)
     opt = optimizer(model.parameters(), **options)
     train(model, opt, range(2), False)
@@ -266,12 +268,15 @@ def test_resume_is_bitwise(optimizer: Callable[..., LowMemoryOptimizer], state: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "exact"}, 'weights: expected "plain" or "stochastic" or "remainder", received'),
+        (
+            {"weight_rounding": "exact"},
+            'weight_rounding: expected "nearest" or "stochastic" or "remainder", received',
+        ),
         ({"seed": 0.5}, "seed: expected a whole number"),
         ({"accumulate_dtype": torch.float16}, "accumulate_dtype: expected torch.float32 or torch.bfloat16"),
         (
-            {"weights": "remainder"},
-            'params\\[1\\]: weights="remainder" expects bf16 .*, received torch.float16',
+            {"weight_rounding": "remainder"},
+            'params\\[1\\]: weight_rounding="remainder" expects bf16 .*, received torch.float16',
         ),
     ],
 )

@@ -54,11 +54,11 @@ def test_torch_state(state: str, dtype: torch.dtype) -> None:
     b = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1)
     train(b, theirs, range(3))
     ours = twins(theirs)
-    a = AdamW(ours, state=state, min_quantize_size=257, maximize=True)
+    a = AdamW(ours, state_format=state, min_quantize_size=257, maximize=True)
     before = copy.deepcopy(b.state_dict())
     a.load_state_dict(b.state_dict())
     group = a.param_groups[0]
-    assert (group["lr"], group["betas"], group["state"], group["maximize"]) == (
+    assert (group["lr"], group["betas"], group["state_format"], group["maximize"]) == (
         3e-3,
         (0.8, 0.95),
         state,
@@ -92,7 +92,7 @@ def test_back_to_torch(state: str) -> None:
     The steps agree for 8-bit state too, since moments are quantised after a step and not before it.
     """
     ours = parameters()
-    a = AdamW(ours, lr=3e-3, state=state, weight_decay=0.1)
+    a = AdamW(ours, lr=3e-3, state_format=state, weight_decay=0.1)
     train(a, ours, range(3))
     theirs = twins(ours)
     b = torch.optim.AdamW(theirs)
@@ -144,7 +144,7 @@ def test_bitsandbytes_state(state: str, kind: str) -> None:
     theirs = parameters()
     saved = bitsandbytes_state(theirs, kind)
     ours, exact = twins(theirs), twins(theirs)
-    a = AdamW(ours, state=state)
+    a = AdamW(ours, state_format=state)
     a.load_state_dict(saved)
     for i, p in enumerate(ours):
         tensors, entry = saved["state"][i]["__bnb_optimizer_quant_state__"], a.state[p]

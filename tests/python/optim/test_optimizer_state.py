@@ -52,7 +52,7 @@ class Rule:
     options: dict[str, Any] = field(default_factory=dict)
     stepped: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
     extra: Callable[[tuple[int, ...], int], int] = lambda shape, item: 0
-    weights: tuple[str, ...] = ("fp32", "plain", "stochastic", "remainder")
+    weights: tuple[str, ...] = ("fp32", "nearest", "stochastic", "remainder")
     sizes: tuple[tuple[int, ...], ...] = SIZES
     long: int = 0
 
@@ -68,7 +68,7 @@ LOW_RANK: dict[str, Any] = dict(
     signed=(True, False),
     options={"rank": RANK, "update_proj_gap": 4},
     stepped=lambda shape: (RANK, max(shape)) if projected(shape) else shape,
-    weights=("fp32", "plain"),
+    weights=("fp32", "nearest"),
 )
 MATRICES = ((3, 100), (20, 40), (1, 257), (0, 3))
 
@@ -115,7 +115,12 @@ EVERY = pytest.mark.parametrize(
 
 
 def made(rule: Rule, params: list[Parameter], state: str, weights: str) -> torch.optim.Optimizer:
-    return rule.make(params, state=state, weights="plain" if weights == "fp32" else weights, **rule.options)
+    return rule.make(
+        params,
+        state_format=state,
+        weight_rounding="nearest" if weights == "fp32" else weights,
+        **rule.options,
+    )
 
 
 def parameters(sizes: tuple[tuple[int, ...], ...], weights: str) -> list[Parameter]:

@@ -145,7 +145,9 @@ def test_lightning(precision: str, tmp_path: Path) -> None:
         def configure_optimizers(self) -> dict[str, Any]:
             # With mixed precision, Lightning does not clip for an optimizer that unscales gradients in its
             # step, so the optimizer clips by itself.
-            opt = AdamW(self.parameters(), weights="remainder", max_grad_norm=0.5 if is_mixed else None)
+            opt = AdamW(
+                self.parameters(), weight_rounding="remainder", max_grad_norm=0.5 if is_mixed else None
+            )
             schedule = lr_scheduler.OneCycleLR(opt, 1e-2, total_steps=10)
             return {"optimizer": opt, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

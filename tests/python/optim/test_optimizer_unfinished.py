@@ -63,7 +63,7 @@ class Run:
         groups = [{"params": self.params[:1]}, {"params": self.params[1:]}]
         where = f"nvme:{folder}" if place == "nvme" else place
         self.opt = AdamW(
-            groups, lr=1e-2, state="fp32", offload=where, step_in_backward=within, max_grad_norm=clip
+            groups, lr=1e-2, state_format="fp32", offload=where, step_in_backward=within, max_grad_norm=clip
         )
 
     def loss(self, step: int) -> Tensor:

@@ -64,7 +64,7 @@ def test_follows_fp64(adaptive: bool) -> None:
     """
     params = parameters()
     groups = [{"params": params[:2]}, {"params": params[2:], "rho": 0.4}]
-    opt = SAM(groups, SGD, rho=0.2, adaptive=adaptive, lr=0.05, momentum=0.8, state="fp32")
+    opt = SAM(groups, SGD, rho=0.2, adaptive=adaptive, lr=0.05, momentum=0.8, state_format="fp32")
     exact, momentum = [p.detach().double() for p in params], [0.0] * 3
     for step in range(6):
         first = gradients(exact, step)
@@ -298,7 +298,7 @@ def test_schedulers_groups_and_base_are_one() -> None:
     train(opt, params, range(1))
     assert len(calls) == 1
     schedule.step()
-    opt.add_param_group({"params": params[2:], "rho": 0.3, "state": "fp32"})
+    opt.add_param_group({"params": params[2:], "rho": 0.3, "state_format": "fp32"})
     assert opt.base_optimizer.param_groups[0]["lr"] == pytest.approx(5e-3)
     assert [g["rho"] for g in opt.base_optimizer.param_groups] == [0.1, 0.3]
     train(opt, params, range(1, 3))

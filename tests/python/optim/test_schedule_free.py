@@ -17,7 +17,7 @@ pytestmark = pytest.mark.device
 SIZES = [(20, 13), (300,), (1,), (0,)]
 STATES = pytest.mark.parametrize("state", ["8bit", "4bit", "bf16", "fp32"])
 # "fp32" means fp32 weights. The other entries are values of the option `weights`, tested with bf16 weights.
-KINDS = ("fp32", "plain", "stochastic", "remainder")
+KINDS = ("fp32", "nearest", "stochastic", "remainder")
 WEIGHTS = pytest.mark.parametrize("weights", KINDS)
 
 
@@ -28,7 +28,9 @@ def parameters(weights: str = "fp32", sizes: list[tuple[int, ...]] = SIZES) -> l
 
 
 def made(params: list[Parameter], weights: str = "fp32", **options: Any) -> ScheduleFreeAdamW:
-    return ScheduleFreeAdamW(params, 0.05, weights="plain" if weights == "fp32" else weights, **options)
+    return ScheduleFreeAdamW(
+        params, 0.05, weight_rounding="nearest" if weights == "fp32" else weights, **options
+    )
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[Parameter], steps: range) -> None:
@@ -72,7 +74,7 @@ def test_is_the_paper(warmup_steps: int, maximize: bool) -> None:
     """
     betas, ours = (0.8, 0.95), parameters()
     optimizer = ScheduleFreeAdamW(
-        ours, betas=betas, weight_decay=0.2, warmup_steps=warmup_steps, state="fp32", maximize=maximize
+        ours, betas=betas, weight_decay=0.2, warmup_steps=warmup_steps, state_format="fp32", maximize=maximize
     )
     theirs = [Paper(p.detach(), betas, 0.2, warmup_steps) for p in ours]
     for step in range(12):
@@ -125,7 +127,7 @@ def test_eval_and_train(state: str, weights: str) -> None:
     unit in the last place. A second eval() or train() in a row changes nothing.
     """
     params = parameters(weights)
-    optimizer = made(params, weights, state=state, betas=(0.8, 0.9))
+    optimizer = made(params, weights, state_format=state, betas=(0.8, 0.9))
     train(optimizer, params, range(6))
     y = [values(p, optimizer) for p in params]
     before = copy.deepcopy(optimizer.state_dict())
@@ -167,7 +169,7 @@ def unit(x: Tensor, weights: str) -> Tensor:
 @pytest.mark.parametrize("in_eval", [False, True])
 def test_bitwise_resume_in_both_modes(state: str, weights: str, in_eval: bool) -> None:
     through = parameters(weights)
-    straight = made(through, weights, state=state, warmup_steps=4)
+    straight = made(through, weights, state_format=state, warmup_steps=4)
     train(straight, through, range(3))
     if in_eval:
         straight.eval()
@@ -296,9 +298,9 @@ def test_learns_without_a_schedule(backend: str, one_thread: None) -> None:
     if backend == "simt":
         pytest.skip("a training of thousands of launches takes the emulator minutes")
     constant = learned(torch.optim.AdamW)[1]
-    exact = learned(ScheduleFreeAdamW, state="fp32", warmup_steps=20)
+    exact = learned(ScheduleFreeAdamW, state_format="fp32", warmup_steps=20)
     assert exact[1] < exact[0] and exact[1] < 0.7 * constant
     for state, margin in (("bf16", 1.01), ("8bit", 1.02), ("4bit", 1.05)):
-        error = learned(ScheduleFreeAdamW, state=state, warmup_steps=20)[1]
+        error = learned(ScheduleFreeAdamW, state_format=state, warmup_steps=20)[1]
         print(f"{state}: {error:.4f}, fp32: {exact[1]:.4f}, AdamW: {constant:.4f}")
         assert error < margin * exact[1]

@@ -20,7 +20,8 @@ from shoestring.optim import ScheduleFreeAdamW
 def _modes(rank: int, state: str) -> None:
     sharded, plain = fully_shard(model()), model()
     opts = [
-        ScheduleFreeAdamW(net.parameters(), 1e-2, state=state, max_grad_norm=0.5) for net in (sharded, plain)
+        ScheduleFreeAdamW(net.parameters(), 1e-2, state_format=state, max_grad_norm=0.5)
+        for net in (sharded, plain)
     ]
     for net, opt in zip((sharded, plain), opts, strict=True):
         train(net, opt, range(4))
@@ -31,13 +32,13 @@ def _modes(rank: int, state: str) -> None:
     for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(p), q, rtol=0, atol=atol)
     again = fully_shard(model())
-    other = ScheduleFreeAdamW(again.parameters(), state=state)
+    other = ScheduleFreeAdamW(again.parameters(), state_format=state)
     set_model_state_dict(again, get_model_state_dict(sharded))
     set_optimizer_state_dict(again, other, get_optimizer_state_dict(sharded, opts[0]))
     alone = model()
     full = StateDictOptions(full_state_dict=True)
     set_model_state_dict(alone, get_model_state_dict(sharded, options=full))
-    third = ScheduleFreeAdamW(alone.parameters(), state=state)
+    third = ScheduleFreeAdamW(alone.parameters(), state_format=state)
     set_optimizer_state_dict(
         alone, third, get_optimizer_state_dict(sharded, opts[0], options=full), options=full
     )

@@ -126,7 +126,7 @@ def test_memory_that_is_not_aligned(capability: str) -> None:
 def test_nested_scales(capability: str, n: int) -> None:
     """Nested scales are dequantised as in the reference. Their error is at most half a quantisation step."""
     x = torch.randn(n) * torch.rand(n).exp()
-    plain, q = shoestring.quantize_4bit(x), shoestring.quantize_4bit(x, nested=True)
+    plain, q = shoestring.quantize_4bit(x), shoestring.quantize_4bit(x, double_quant=True)
     assert q.nested is not None and same(q.packed, plain.packed)
     assert same(q.dequantize(), dequantized(q))
     offset, table, groups = q.nested[0], q.nested[1:257], q.nested[257:]
@@ -144,7 +144,7 @@ def test_nested_scales_are_bitsandbytes(capability: str, n: int) -> None:
     bnb = pytest.importorskip("bitsandbytes.functional")
     x = torch.randn(n) * torch.rand(n).exp()
     packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
-    q = shoestring.quantize_4bit(x, nested=True)
+    q = shoestring.quantize_4bit(x, double_quant=True)
     assert q.nested is not None
     assert torch.equal(q.absmax, state.absmax)
     assert torch.equal(q.nested[0], state.offset)
@@ -176,7 +176,7 @@ def test_error_table(block: int) -> None:
 @pytest.mark.device
 def test_repeatable(capability: str) -> None:
     x = torch.randn(30_001)
-    (first, second) = (shoestring.quantize_4bit(x, nested=True) for _ in range(2))
+    (first, second) = (shoestring.quantize_4bit(x, double_quant=True) for _ in range(2))
     for a, b in zip(
         (*first.parts(), first.dequantize()), (*second.parts(), second.dequantize()), strict=True
     ):
@@ -210,7 +210,7 @@ def test_strides_and_empty() -> None:
     x = torch.randn(96, 40).t()
     assert torch.equal(shoestring.quantize_4bit(x).packed, shoestring.quantize_4bit(x.contiguous()).packed)
     for nested in (False, True):
-        empty = shoestring.quantize_4bit(torch.empty(0, 64), nested=nested)
+        empty = shoestring.quantize_4bit(torch.empty(0, 64), double_quant=nested)
         assert empty.dequantize().shape == (0, 64)
 
 
@@ -237,7 +237,7 @@ def test_full_size(backend: str, numel: int) -> None:
         pytest.skip(f"needs {6 * numel >> 30} GiB of GPU memory")
     for block in (64, 4096):
         x = torch.randn(numel, dtype=torch.bfloat16)
-        q = shoestring.quantize_4bit(x, block_size=block, nested=block == 64)
+        q = shoestring.quantize_4bit(x, block_size=block, double_quant=block == 64)
         y = q.dequantize()
         last, middle = (numel // 4096 - 1) * 4096, numel // 8192 * 4096
         for begin, end in ((0, 1 << 20), (middle, middle + (1 << 20)), (last, numel)):
@@ -290,7 +290,7 @@ def test_memory_formula() -> None:
     x = torch.randn(1024, 1024)
     assert shoestring.quantize_4bit(x).nbytes_held() == x.numel() // 2 + x.numel() // 64 * 4
     nested = x.numel() // 2 + x.numel() // 64 + 4 * (257 + x.numel() // 64 // 256)
-    assert shoestring.quantize_4bit(x, nested=True).nbytes_held() == nested
+    assert shoestring.quantize_4bit(x, double_quant=True).nbytes_held() == nested
 
 
 @pytest.mark.device
@@ -298,7 +298,7 @@ def test_memory_formula() -> None:
 def test_quantized_tensor_as_a_parameter(nested: bool) -> None:
     x = torch.randn(8, 128, dtype=torch.bfloat16)
     linear = nn.Linear(128, 8)
-    linear.weight = nn.Parameter(shoestring.quantize_4bit(x, nested=nested), requires_grad=False)
+    linear.weight = nn.Parameter(shoestring.quantize_4bit(x, double_quant=nested), requires_grad=False)
     exact = linear.weight.dequantize()
     assert isinstance(linear.weight, nn.Parameter) and linear.weight.shape == (8, 128)
     linear.to(torch.float16)
@@ -314,7 +314,7 @@ def test_quantized_tensor_as_a_parameter(nested: bool) -> None:
     assert torch.equal(torch.load(file, weights_only=False).dequantize(torch.bfloat16), exact)
     assert linear.weight.to("meta").packed.device.type == "meta"
 
-    target = shoestring.quantize_4bit(torch.zeros(8, 128), nested=nested)
+    target = shoestring.quantize_4bit(torch.zeros(8, 128), double_quant=nested)
     target.copy_(linear.weight)
     assert torch.equal(target.dequantize(torch.bfloat16), exact)
     target.copy_(x)  # copy_ from a dense tensor quantises it

@@ -308,11 +308,11 @@ def test_errors() -> None:
     options = {"shape": (4, 64), "dtype": torch.float32, "quant_type": "int4"}
     with pytest.raises(
         ValueError,
-        match="quantize_4bit: nested: expected False with quant_type 'int4', whose scales are bf16",
+        match="quantize_4bit: double_quant: expected False with quant_type 'int4', whose scales are bf16",
     ):
-        shoestring.quantize_4bit(torch.randn(64), "int4", nested=True)
-    with pytest.raises(ValueError, match="nested: expected False with quant_type 'int4'"):
-        QuantizedLinear(64, 4, quant_type="int4", nested=True)
+        shoestring.quantize_4bit(torch.randn(64), "int4", double_quant=True)
+    with pytest.raises(ValueError, match="double_quant: expected False with quant_type 'int4'"):
+        QuantizedLinear(64, 4, quant_type="int4", double_quant=True)
     with pytest.raises(
         RuntimeError, match="dequantize_4bit: absmax: expected 4 scales of Int, received 4 of Float"
     ):

@@ -20,7 +20,9 @@ KINDS = ["nf4", "nested", "int4", "int8"]
 def quantized(weight: Tensor, kind: str) -> shoestring.QuantizedTensor:
     if kind == "int8":
         return shoestring.quantize_int8(weight)
-    return shoestring.quantize_4bit(weight, "int4" if kind == "int4" else "nf4", nested=kind == "nested")
+    return shoestring.quantize_4bit(
+        weight, "int4" if kind == "int4" else "nf4", double_quant=kind == "nested"
+    )
 
 
 def parts(q: shoestring.QuantizedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -94,7 +96,7 @@ def test_several_panels_in_bf16(backend: str) -> None:
     """With several panels, the error in bf16 is that of one product with the whole weight."""
     if backend != "cuda":
         pytest.skip("panels of 64 MiB: a test for the GPU")
-    weight = shoestring.quantize_4bit(torch.randn(5 * 4096, 8192), nested=True)  # five panels
+    weight = shoestring.quantize_4bit(torch.randn(5 * 4096, 8192), double_quant=True)  # five panels
     dense = weight.dequantize(torch.bfloat16)
     x, upstream = torch.randn(33, 8192).bfloat16().requires_grad_(), torch.randn(33, 5 * 4096).bfloat16()
     leaf = x.detach().double().requires_grad_()
@@ -198,7 +200,7 @@ def test_no_synchronisation_and_a_graph(backend: str) -> None:
     """
     if backend != "cuda":
         pytest.skip("a test for the GPU")
-    weight = shoestring.quantize_4bit(torch.randn(96, 256), nested=True)
+    weight = shoestring.quantize_4bit(torch.randn(96, 256), double_quant=True)
     x, upstream = torch.randn(8, 256, requires_grad=True), torch.randn(8, 96)
 
     def step() -> tuple[Tensor, Tensor]:
@@ -243,7 +245,7 @@ def test_state_dict_is_bitsandbytes(backend: str, quant_type: str, nested: bool)
         pytest.skip("the bytes are those of bitsandbytes' CPU path")
     bnb = pytest.importorskip("bitsandbytes")
     linear = nn.Linear(96, 40).to(torch.bfloat16)
-    ours = QuantizedLinear.from_linear(linear, quant_type, nested=nested)
+    ours = QuantizedLinear.from_linear(linear, quant_type, double_quant=nested)
     theirs = bnb.nn.Linear4bit(96, 40, quant_type=quant_type, compress_statistics=nested)
     theirs.load_state_dict(linear.to(torch.bfloat16).state_dict())
     theirs = theirs.to(torch.bfloat16).to("cpu")
@@ -262,7 +264,7 @@ def test_state_dict_is_bitsandbytes(backend: str, quant_type: str, nested: bool)
     loaded.load_state_dict(reference)
     assert torch.equal(loaded.weight.dequantize(), ours.weight.dequantize())
     assert loaded.weight.dtype == torch.bfloat16 and torch.equal(loaded.bias, ours.bias.float())
-    dense = QuantizedLinear(96, 40, quant_type=quant_type, nested=nested)
+    dense = QuantizedLinear(96, 40, quant_type=quant_type, double_quant=nested)
     dense.load_state_dict(linear.state_dict())
     assert torch.equal(dense.weight.packed, ours.weight.packed)
 
@@ -315,9 +317,9 @@ def test_errors() -> None:
         RuntimeError, match="quant_type: expected 'nf4', 'fp4', 'int4' or 'int8', received 'int5'"
     ):
         op(x, int8.packed, int8.absmax, out_features=6, quant_type="int5")
-    for change in ({"block_size": 64}, {"nested": True}):
+    for change in ({"block_size": 64}, {"double_quant": True}):
         with pytest.raises(
-            ValueError, match="QuantizedLinear: block_size and nested: expected None and False with"
+            ValueError, match="QuantizedLinear: block_size and double_quant: expected None and False with"
         ):
             QuantizedLinear(64, 6, quant_type="int8", **change)
     state = QuantizedLinear(64, 6, quant_type="int8").state_dict()

@@ -17,7 +17,7 @@ from shoestring import QuantizedTensor
 
 KINDS = [
     {"quantize": "nf4"},
-    {"quantize": "nf4", "nested": True, "block_size": 32},
+    {"quantize": "nf4", "double_quant": True, "block_size": 32},
     {"quantize": "fp4", "block_size": 128},
     {"quantize": "int4"},
     {"quantize": "int8"},
@@ -142,7 +142,7 @@ def _refused(rank: int) -> None:
     ):
         fully_shard(
             shoestring.lora.apply(
-                nn.Sequential(nn.Linear(256, 200)), quantize="nf4", nested=True, block_size=32
+                nn.Sequential(nn.Linear(256, 200)), quantize="nf4", double_quant=True, block_size=32
             )
         )
     with pytest.raises(ValueError, match="expected consecutive rows of a tensor whose rows are whole blocks"):

@@ -27,7 +27,7 @@ def test_the_formula_counts_what_is_there(tmp_path: Path, benchmarks: None) -> N
     shape = dict(hidden=512, intermediate=1024, layers=2, heads=8, kv_heads=2, vocab_size=512)
     write_random_llama(tmp_path / "model", **shape)
     parts = predicted_bytes(shape, tokens=64, workspace=1 << 20)
-    model = shoestring.load_quantized(tmp_path / "model", nested=True)
+    model = shoestring.load_quantized(tmp_path / "model", double_quant=True)
     weights = parts["linear weights, 4.127 bits"] + parts["embedding and head, bf16"]
     # The formula omits the norms and, for each weight, the 1 KB table that decodes its quantised scales.
     assert memory.weight_bytes(model) == pytest.approx(weights, rel=0.02)

@@ -42,7 +42,7 @@ def llama(adapter: str | None = None, dtype: torch.dtype = torch.float32) -> Any
     model = transformers.LlamaForCausalLM(config).to(dtype)
     if adapter is not None:
         quantize = None if adapter == "lora" else adapter
-        shoestring.lora.apply(model, rank=4, alpha=8, quantize=quantize, nested=adapter == "nf4")
+        shoestring.lora.apply(model, rank=4, alpha=8, quantize=quantize, double_quant=adapter == "nf4")
     return model
 
 
@@ -93,8 +93,10 @@ CLIP: dict[str, Any] = {"options": {"max_grad_norm": 1.0}}
 CASES = {
     "dense": Case(),
     "dense, clipped": Case(**CLIP),
-    "dense, stochastic": Case(options={"state": "4bit", "weights": "stochastic"}, **BF16),
-    "dense, remainder in backward": Case(options={"weights": "remainder", "step_in_backward": True}, **BF16),
+    "dense, stochastic": Case(options={"state_format": "4bit", "weight_rounding": "stochastic"}, **BF16),
+    "dense, remainder in backward": Case(
+        options={"weight_rounding": "remainder", "step_in_backward": True}, **BF16
+    ),
     "accumulate": Case(accumulate=True, **CLIP),
     "scaled": Case(scaled=True, **CLIP),
     "NF4": Case(adapter="nf4"),
@@ -138,7 +140,7 @@ def test_a_step_stays_on_the_device(name: str) -> None:
     for received, wanted in zip(found.calls, expected.calls):
         assert received == wanted
     assert len(found.calls) == len(expected.calls) > 400
-    assert any(call.startswith("shoestring.linear_cross_entropy") for call, _ in found.calls)
+    assert any(call.startswith("shoestring._linear_cross_entropy") for call, _ in found.calls)
 
 
 @pytest.mark.parametrize("name", ["dense", "NF4", "checkpoint", "scaled", "Muon"])

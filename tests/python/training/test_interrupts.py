@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text(text())
     succeed(
-        "train", "--data", folder / "text.txt", "--out", folder / "base", *TINY, "--steps", "1", "--plain"
+        "train", "--data", folder / "text.txt", "--out", folder / "base", *TINY, "--steps", "1", "--baseline"
     )
     return folder
 

@@ -144,7 +144,7 @@ def test_metrics_with_a_damaged_row(
 @pytest.mark.parametrize(
     "change",
     [{"train_loss": "low"}, {"memory": [1]}, {"memory": [{"name": "weights"}]}, {"memory": {}}, {"val_loss": "x"},
-     {"peak_memory": None}, {"plain": None}],
+     {"peak_memory": None}, {"baseline": None}],
     ids=str,
 )  # fmt: skip
 def test_a_damaged_summary(
@@ -241,7 +241,7 @@ def test_too_little_room_for_the_state(
 def test_the_last_checkpoint_is_promised_only_where_it_is(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hot = ["--lr", "1e30", "--warmup", "0", "--clip", "0", "--plain"]
+    hot = ["--lr", "1e30", "--warmup", "0", "--clip", "0", "--baseline"]
     for every, kept in ((1, True), (6, False)):
         out = tmp_path / f"run{every}"
         line = refuse(capsys, *train(data, out, *hot, "--checkpoint-every", every))

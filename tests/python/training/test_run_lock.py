@@ -19,7 +19,7 @@ from cli_server import Commands, wait_for
 from shoestring.core.errors import InputError
 from shoestring.files.lock import LOCK, locked
 
-STEPS = ["--steps", "6", "--checkpoint-every", "2", "--plain"]
+STEPS = ["--steps", "6", "--checkpoint-every", "2", "--baseline"]
 # Python code that patches Trainer.fit to create the file "held", and to wait until the test removes that
 # file.
 HOLD = """

@@ -17,7 +17,7 @@
 namespace shoestring::nn {
 
 /// Options of LoRA (arXiv 2106.09685) and of its variants.
-struct AdapterOptions {
+struct LoraOptions {
   /// Rank of the adapter: the number of rows of lora_A and of columns of lora_B.
   TORCH_ARG(int64_t, rank) = 16;
   /// Numerator of the scaling. The low-rank product is multiplied by alpha / rank, or by alpha / sqrt(rank)
@@ -76,7 +76,7 @@ struct VeraOptions {
   TORCH_ARG(bool, save_projection) = true;
 };
 
-using AnyAdapterOptions = std::variant<AdapterOptions, IA3Options, VeraOptions>;
+using AnyAdapterOptions = std::variant<LoraOptions, IA3Options, VeraOptions>;
 
 /// One adapter of one layer: its options, and its parameters under their Python names (lora_A, lora_B, ...).
 class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
@@ -96,7 +96,7 @@ class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
   /// from the base weight.
   void set_fixed(const std::string& name, const at::Tensor& value);
   /// Returns the options of a LoRA adapter, or null for IA3 and VeRA.
-  const AdapterOptions* lora() const { return std::get_if<AdapterOptions>(&options); }
+  const LoraOptions* lora() const { return std::get_if<LoraOptions>(&options); }
 
   AnyAdapterOptions options;
   /// Biases of the base layer that are trained together with this adapter: "none", "all", "lora_only" or
@@ -120,7 +120,7 @@ struct MergeOptions {
 
 /// Base class of layers that accept adapters. It is not a module by itself. Users call the functions of
 /// shoestring/lora.h, which treat all layers of a model alike.
-class SHOESTRING_API AdaptedLayer {
+class SHOESTRING_API AdaptableLayer {
  public:
   using Shapes = torch::OrderedDict<std::string, std::vector<int64_t>>;
 
@@ -130,7 +130,7 @@ class SHOESTRING_API AdaptedLayer {
     at::Tensor uses;                 // (rows, names): 1 if the row uses the adapter, else 0
   };
 
-  virtual ~AdaptedLayer() = default;
+  virtual ~AdaptableLayer() = default;
 
   bool has_adapter() const { return !adapters.is_empty(); }
   bool has_adapter(const std::string& name) const { return adapters.contains(name); }
@@ -148,7 +148,7 @@ class SHOESTRING_API AdaptedLayer {
   ///
   /// given: lora_A and lora_B whose product has already been subtracted from the base weight, or VeRA's
   /// vera_A and vera_B.
-  void add_adapter(const AnyAdapterOptions& options = AdapterOptions(),
+  void add_adapter(const AnyAdapterOptions& options = LoraOptions(),
                    const std::string& adapter_name = "default",
                    AdapterImpl::Tensors given = AdapterImpl::Tensors());
   /// Adds an adapter like add_adapter, but with given values. If the layer has an adapter of that name with

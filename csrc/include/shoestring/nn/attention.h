@@ -34,10 +34,10 @@ struct AttentionOptions {
   /// bias: q_proj, k_proj and v_proj have a bias. out_bias: o_proj has a bias.
   TORCH_ARG(bool, bias) = false;
   TORCH_ARG(bool, out_bias) = false;
-  /// causal, window, softcap and scale have the meaning that they have in shoestring::AttentionOptions.
+  /// causal, window_size, softcap and scale have the meaning that they have in shoestring::AttentionOptions.
   TORCH_ARG(bool, causal) = false;
-  using Window = std::array<int64_t, 2>;
-  TORCH_ARG(Window, window) = { -1, -1 };
+  using WindowSize = std::array<int64_t, 2>;
+  TORCH_ARG(WindowSize, window_size) = { -1, -1 };
   TORCH_ARG(double, softcap) = 0.0;
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
   /// Applies RMSNorm to each head of queries and keys before the rotation, in the same pass over memory.
@@ -91,7 +91,7 @@ class SHOESTRING_API AttentionImpl : public torch::nn::Cloneable<AttentionImpl> 
   at::Tensor forward(const at::Tensor& x, const AttentionInput& input = {});
 
   AttentionOptions options;
-  Linear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
+  AdaptableLinear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
   // Norms that are applied to each head of queries and keys; empty if options.qk_norm is false.
   RMSNorm q_norm{nullptr}, k_norm{nullptr};
   at::Tensor sinks;  // attention sink of each head, (num_heads); undefined if options.sinks is false

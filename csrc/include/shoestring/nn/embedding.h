@@ -15,8 +15,8 @@
 
 namespace shoestring::nn {
 
-struct EmbeddingOptions {
-  EmbeddingOptions(int64_t num_embeddings, int64_t embedding_dim)
+struct AdaptableEmbeddingOptions {
+  AdaptableEmbeddingOptions(int64_t num_embeddings, int64_t embedding_dim)
       : num_embeddings_(num_embeddings), embedding_dim_(embedding_dim) {}
   TORCH_ARG(int64_t, num_embeddings);
   TORCH_ARG(int64_t, embedding_dim);
@@ -30,11 +30,12 @@ struct EmbeddingOptions {
 /// of an adapter is ignored. lora_embedding_A is (rank, num_embeddings) and starts at zero; lora_embedding_B
 /// is (embedding_dim, rank). DoRA's magnitude is (embedding_dim): one norm per output feature, over all
 /// tokens of the vocabulary.
-class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>, public AdaptedLayer {
+class SHOESTRING_API AdaptableEmbeddingImpl : public torch::nn::Cloneable<AdaptableEmbeddingImpl>,
+                                              public AdaptableLayer {
  public:
-  EmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
-      : EmbeddingImpl(EmbeddingOptions(num_embeddings, embedding_dim)) {}
-  explicit EmbeddingImpl(const EmbeddingOptions& options);
+  AdaptableEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
+      : AdaptableEmbeddingImpl(AdaptableEmbeddingOptions(num_embeddings, embedding_dim)) {}
+  explicit AdaptableEmbeddingImpl(const AdaptableEmbeddingOptions& options);
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
@@ -49,7 +50,7 @@ class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>,
   at::TensorOptions adapter_type() const override;
   const at::Tensor& base_weight() const override { return weight; }
 
-  EmbeddingOptions options;
+  AdaptableEmbeddingOptions options;
   at::Tensor weight;  // (num_embeddings, embedding_dim)
 
  private:
@@ -66,6 +67,6 @@ class SHOESTRING_API EmbeddingImpl : public torch::nn::Cloneable<EmbeddingImpl>,
 
   std::optional<Former> former_;
 };
-TORCH_MODULE(Embedding);
+TORCH_MODULE(AdaptableEmbedding);
 
 }  // namespace shoestring::nn

@@ -43,7 +43,7 @@ class SHOESTRING_API GatedMLPImpl : public torch::nn::Cloneable<GatedMLPImpl> {
   at::Tensor forward(const at::Tensor& x);
 
   GatedMLPOptions options;
-  Linear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
+  AdaptableLinear gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
 };
 TORCH_MODULE(GatedMLP);
 

@@ -19,8 +19,8 @@ namespace shoestring::nn {
 
 struct Part;  // internal type, not part of the API
 
-struct LinearOptions {
-  LinearOptions(int64_t in_features, int64_t out_features)
+struct AdaptableLinearOptions {
+  AdaptableLinearOptions(int64_t in_features, int64_t out_features)
       : in_features_(in_features), out_features_(out_features) {}
   TORCH_ARG(int64_t, in_features);
   TORCH_ARG(int64_t, out_features);
@@ -31,24 +31,25 @@ struct LinearOptions {
 
 /// torch::nn::Linear, with the same parameter names, that can be quantised and accepts adapters. A LibTorch
 /// module holds its layers in its own members, so no function can replace a layer from outside. Declare
-/// `shoestring::nn::Linear` instead of `torch::nn::Linear`; `shoestring::lora::apply` then converts the layer
-/// in place.
+/// `shoestring::nn::AdaptableLinear` instead of `torch::nn::Linear`; `shoestring::lora::apply` then converts
+/// the layer in place.
 ///
 /// Several LoRA adapters in use are computed as one low-rank product: their matrices are concatenated along
 /// the rank, and each lora_B is multiplied by its scaling. With several DoRA adapters in use, the layer adds
 /// up the change that each one alone makes to the base weight.
-class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, public AdaptedLayer {
+class SHOESTRING_API AdaptableLinearImpl : public torch::nn::Cloneable<AdaptableLinearImpl>,
+                                           public AdaptableLayer {
  public:
-  LinearImpl(int64_t in_features, int64_t out_features)
-      : LinearImpl(LinearOptions(in_features, out_features)) {}
-  explicit LinearImpl(const LinearOptions& options);
+  AdaptableLinearImpl(int64_t in_features, int64_t out_features)
+      : AdaptableLinearImpl(AdaptableLinearOptions(in_features, out_features)) {}
+  explicit AdaptableLinearImpl(const AdaptableLinearOptions& options);
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
   at::Tensor forward(const at::Tensor& x);
 
   /// Replaces the dense weight with a frozen quantised weight in the submodule `base`.
-  void quantize(const QuantizeOptions& options = {}, bool nested = false);
+  void quantize(const QuantizeOptions& options = {}, bool double_quant = false);
   /// Replaces the weight with a weight that is already quantised, given as in QuantizedLinearImpl::set_parts.
   /// `dtype` is the dtype of the dense weight after merge().
   void set_quantized(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
@@ -77,7 +78,7 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
   /// Returns the current dropout probability of lora_A's input: 0 outside training.
   double dropout() const;
 
-  LinearOptions options;
+  AdaptableLinearOptions options;
   at::Tensor weight;  // dense weight; undefined if the layer is quantised
   at::Tensor bias;    // (out_features); undefined if options.bias() is false
   QuantizedLinear base{nullptr};
@@ -112,17 +113,17 @@ class SHOESTRING_API LinearImpl : public torch::nn::Cloneable<LinearImpl>, publi
 
   std::optional<Former> former_;
 };
-TORCH_MODULE(Linear);
+TORCH_MODULE(AdaptableLinear);
 
 /// Computes several layers that read the same input, such as the projections of query, key and value. If all
 /// their weights are frozen, the layers are computed by one call of lora_linear_group, and their adapters
 /// share one dropout mask. Otherwise the layers run one after the other.
 SHOESTRING_API std::vector<at::Tensor> forward_together(const at::Tensor& x,
-                                                        const std::vector<Linear>& layers);
+                                                        const std::vector<AdaptableLinear>& layers);
 
 /// Computes down(silu(gate(x)) * up(x)), Llama's MLP. If the weight of `down` is frozen, silu(gate(x)) and
 /// silu(gate(x)) * up(x) are not saved for backward.
-SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const Linear& gate, const Linear& up,
-                                     const Linear& down);
+SHOESTRING_API at::Tensor swiglu_mlp(const at::Tensor& x, const AdaptableLinear& gate,
+                                     const AdaptableLinear& up, const AdaptableLinear& down);
 
 }  // namespace shoestring::nn

@@ -13,20 +13,10 @@
 
 namespace shoestring::nn {
 
-struct RMSNormOptions {
-  explicit RMSNormOptions(int64_t features) : features_(features) {}
-  TORCH_ARG(int64_t, features);
-  /// eps, offset and casting have the meaning that they have in shoestring::RmsNormOptions.
-  TORCH_ARG(double, eps) = 1e-6;
-  TORCH_ARG(double, offset) = 0.0;
-  TORCH_ARG(std::string, casting) = "llama";
-};
-
 /// shoestring::rms_norm as a module. The weight starts at 1 - offset.
 class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
  public:
-  explicit RMSNormImpl(int64_t features) : RMSNormImpl(RMSNormOptions(features)) {}
-  explicit RMSNormImpl(const RMSNormOptions& options);
+  explicit RMSNormImpl(int64_t features, RMSNormOptions options = RMSNormOptions(1e-6));
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
@@ -36,6 +26,7 @@ class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
   /// Returns forward(x + residual) and the sum x + residual.
   std::tuple<at::Tensor, at::Tensor> forward_with_residual(const at::Tensor& x, const at::Tensor& residual);
 
+  int64_t features;
   RMSNormOptions options;
   at::Tensor weight;  // (features)
 };

@@ -22,7 +22,7 @@ struct QuantizedLinearOptions {
   /// in_features.
   TORCH_ARG(QuantizeOptions, quantize) = {};
   /// If true, the scales are quantised to 8 bits (double quantisation); for "nf4" and "fp4" only.
-  TORCH_ARG(bool, nested) = false;
+  TORCH_ARG(bool, double_quant) = false;
 };
 
 /// A linear layer with a frozen weight in 4 bits (QLoRA) or int8. A 4-bit weight has bitsandbytes' byte

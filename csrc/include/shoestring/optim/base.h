@@ -38,7 +38,7 @@ class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
 
   double lr_;
   bool maximize_ = false;
-  std::string state_ = "8bit", weights_ = "plain";
+  std::string state_format_ = "8bit", weight_rounding_ = "nearest";
   int64_t min_quantize_size_ = 0, seed_ = 0;
 
  private:
@@ -71,14 +71,14 @@ class OptionsOf : public LowMemoryOptions {
   /// Format of the moments. "8bit" and "4bit" store codes in blocks with fp32 scales. "bf16" rounds
   /// stochastically. "fp32" stores full precision. A moment that changes per step by less than one
   /// quantisation level is stored as bf16 instead of codes.
-  SHOESTRING_OPTION(std::string, state)
+  SHOESTRING_OPTION(std::string, state_format)
   /// Parameters with fewer elements than this have fp32 state.
   SHOESTRING_OPTION(int64_t, min_quantize_size)
   /// How updates are applied to bf16 weights:
-  /// - "plain" rounds to nearest, which loses updates below half a unit in the last place;
+  /// - "nearest" rounds to nearest, which loses updates below half a unit in the last place;
   /// - "stochastic" rounds up or down at random, so that the expected value is right;
   /// - "remainder" stores 16 more bits per weight, which gives exactly the weights of fp32 training.
-  SHOESTRING_OPTION(std::string, weights)
+  SHOESTRING_OPTION(std::string, weight_rounding)
   /// Seed of stochastic rounding. The random bits depend on the seed, the step number, the parameter's number
   /// in the optimizer and the element's index. They do not depend on the device, and Python draws the same
   /// bits.

@@ -49,7 +49,7 @@ struct BaseClass {
   double& (*weight_decay)(torch::optim::OptimizerOptions& options);
   bool (*maximize)(const torch::optim::OptimizerOptions& options);
   // Returns the rounding mode of bf16 weights.
-  std::string (*weights)(const torch::optim::OptimizerOptions& options);
+  std::string (*weight_rounding)(const torch::optim::OptimizerOptions& options);
   // Returns whether the options have the class's options type, such as AdamWOptions.
   bool (*fits)(const torch::optim::OptimizerOptions& options);
   bool decay_is_a_penalty;
@@ -61,16 +61,17 @@ BaseClass base_class(const typename BaseTraits<Base>::Options& defaults) {
   using Options = typename BaseTraits<Base>::Options;
   using torch::optim::OptimizerOptions;
   using torch::optim::OptimizerParamGroup;
-  return {[defaults] { return std::make_unique<Base>(std::vector<OptimizerParamGroup>(), defaults); },
-          [](torch::optim::Optimizer& optimizer, const OptimizerParamGroup& group) {
-            static_cast<Base&>(optimizer).add_param_group(group);
-          },
-          [](OptimizerOptions& options) -> double& { return static_cast<Options&>(options).weight_decay(); },
-          [](const OptimizerOptions& options) { return static_cast<const Options&>(options).maximize(); },
-          [](const OptimizerOptions& options) { return static_cast<const Options&>(options).weights(); },
-          [](const OptimizerOptions& options) { return dynamic_cast<const Options*>(&options) != nullptr; },
-          BaseTraits<Base>::decay_is_a_penalty,
-          BaseTraits<Base>::name};
+  return {
+      [defaults] { return std::make_unique<Base>(std::vector<OptimizerParamGroup>(), defaults); },
+      [](torch::optim::Optimizer& optimizer, const OptimizerParamGroup& group) {
+        static_cast<Base&>(optimizer).add_param_group(group);
+      },
+      [](OptimizerOptions& options) -> double& { return static_cast<Options&>(options).weight_decay(); },
+      [](const OptimizerOptions& options) { return static_cast<const Options&>(options).maximize(); },
+      [](const OptimizerOptions& options) { return static_cast<const Options&>(options).weight_rounding(); },
+      [](const OptimizerOptions& options) { return dynamic_cast<const Options*>(&options) != nullptr; },
+      BaseTraits<Base>::decay_is_a_penalty,
+      BaseTraits<Base>::name};
 }
 
 /// Options of a parameter group that GaLore and APOLLO share. `kind` is GaLore's `projection` or APOLLO's

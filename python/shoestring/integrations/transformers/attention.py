@@ -113,7 +113,7 @@ def attend(
         bias = position_bias if bias is None else _sum(position_bias, bias)
     options: dict[str, Any] = {
         "causal": causal,
-        "window": (window - 1, -1) if window else None,
+        "window_size": (window - 1, -1) if window else None,
         "softcap": softcap or 0.0,
         "scale": scaling,
         "bias": bias,

@@ -59,7 +59,7 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
             if options is None:
                 left.append((name, "a norm that computes something else"))
                 continue
-            what = f"fused RMSNorm, casting {options['casting']!r}" + (
+            what = f"fused RMSNorm, upcast {options['upcast']!r}" + (
                 ", offset 1" if options["offset"] else ""
             )
             changes.append((name, what, derive(module, _rms_norm(type(module).forward, options))))
@@ -73,7 +73,7 @@ def _eps(module: Any, x: Tensor) -> float:
 
 
 def _norm_options(module: Any) -> dict[str, Any] | None:
-    """Return an RMSNorm's options ``offset`` and ``casting``, found from the rounding of its bf16 results.
+    """Return an RMSNorm's options ``offset`` and ``upcast``, found from the rounding of its bf16 results.
 
     Return None if the module does not compute an RMSNorm.
     """
@@ -85,20 +85,20 @@ def _norm_options(module: Any) -> dict[str, Any] | None:
             trial.weight = nn.Parameter(weight, requires_grad=False)
             x = torch.randn(64, len(weight), generator=draw).bfloat16()
             expected, agree = trial(x), {}
-            for offset, casting in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")):
-                ours = rms_norm_reference(x, weight, eps=_eps(module, x), offset=offset, casting=casting)
-                agree[offset, casting] = (ours == expected).double().mean().item()
+            for offset, upcast in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")):
+                ours = rms_norm_reference(x, weight, eps=_eps(module, x), offset=offset, upcast=upcast)
+                agree[offset, upcast] = (ours == expected).double().mean().item()
     except Exception:  # raised if the norm's forward has another signature
         return None
-    (offset, casting), share = max(agree.items(), key=lambda item: item[1])
-    return {"offset": offset, "casting": casting} if share > 0.99 else None
+    (offset, upcast), share = max(agree.items(), key=lambda item: item[1])
+    return {"offset": offset, "upcast": upcast} if share > 0.99 else None
 
 
 def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     # Whether the norm's result has the wider of the dtypes of x and the weight, which the fused operator does
     # not support.
     def widens(self: Any, x: Tensor) -> bool:
-        return bool(options["casting"] == "llama" and self.weight.dtype != x.dtype)
+        return bool(options["upcast"] == "llama" and self.weight.dtype != x.dtype)
 
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:

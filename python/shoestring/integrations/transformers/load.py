@@ -44,7 +44,7 @@ def load_quantized(
     *,
     quant_type: str | None = None,
     block_size: int | None = None,
-    nested: bool = False,
+    double_quant: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     skip_modules: Sequence[str] = (),
     device: torch.device | str = "cpu",
@@ -67,7 +67,7 @@ def load_quantized(
             type. The type of a quantised checkpoint cannot be changed.
         block_size: for 4 bits, the number of weights that share a scale, a power of two from 32 to 4096. None
             means 64.
-        nested: for "nf4" and "fp4", store scales in 8 bits (double quantisation), which takes 4.127 instead
+        double_quant: for "nf4" and "fp4", store scales in 8 bits (double quantisation), which takes 4.127 instead
             of 4.5 bits per weight.
         dtype: the dtype of weights that stay dense (embeddings, norms, biases, output head), and the dtype
             that quantised weights represent: fp32, bf16 or fp16.
@@ -86,13 +86,13 @@ def load_quantized(
             missing, surplus or of another shape than in config.json, another quantisation method was used, or
             the code is not trusted.
     """
-    _check(quant_type, block_size, nested, dtype)
+    _check(quant_type, block_size, double_quant, dtype)
     folder = Path(directory)
     ready = _quantized_already(folder)
-    if ready and (nested or block_size is not None or quant_type not in (None, *ready)):
+    if ready and (double_quant or block_size is not None or quant_type not in (None, *ready)):
         raise ValueError(
             f"{METHOD}: {folder}: its weights are {' or '.join(ready)} already: expected quant_type None, block_size None and "
-            f"nested False, received {quant_type!r}, {block_size!r} and {nested!r}"
+            f"double_quant False, received {quant_type!r}, {block_size!r} and {double_quant!r}"
         )
     model, stored = _model_and_files(folder, dtype, trust_remote_code)
     layers = _linear_layers(model, skip_modules)
@@ -108,7 +108,7 @@ def load_quantized(
                 _set_codes(layers[module_name], reader, parts[module_name], module_name, dtype, device)
             elif layer is not None and not ready:
                 layer.weight = frozen(reader.borrow(stored_name).to(device, dtype))
-                quantize_weight(layer, quant_type or "nf4", block_size, nested)
+                quantize_weight(layer, quant_type or "nf4", block_size, double_quant)
                 _make_quantized(layer)
             else:
                 _set(model, names, reader.read(stored_name).to(device, like.dtype))
@@ -151,19 +151,19 @@ def _model_and_files(
     return model, _model_names(model, stored)
 
 
-def _check(quant_type: str | None, block_size: int | None, nested: bool, dtype: torch.dtype) -> None:
+def _check(quant_type: str | None, block_size: int | None, double_quant: bool, dtype: torch.dtype) -> None:
     if quant_type not in (None, *TYPES, "int8"):
         raise ValueError(
             f"{METHOD}: quant_type: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quant_type!r}"
         )
-    if quant_type == "int4" and nested:
+    if quant_type == "int4" and double_quant:
         raise ValueError(
-            f"{METHOD}: nested: expected False with quant_type 'int4', whose scales are bf16, received True"
+            f"{METHOD}: double_quant: expected False with quant_type 'int4', whose scales are bf16, received True"
         )
-    if quant_type == "int8" and (block_size is not None or nested):
+    if quant_type == "int8" and (block_size is not None or double_quant):
         raise ValueError(
-            f"{METHOD}: block_size and nested: expected None and False with quant_type 'int8', whose rows have one fp32 "
-            f"scale each, received {block_size!r} and {nested!r}"
+            f"{METHOD}: block_size and double_quant: expected None and False with quant_type 'int8', whose rows have one fp32 "
+            f"scale each, received {block_size!r} and {double_quant!r}"
         )
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"{METHOD}: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")

@@ -1,4 +1,4 @@
-"""Configuration of Sphinx. ``make docs`` builds the site; see CONTRIBUTING.md.
+"""Configuration of Sphinx. ``make docs`` builds the site, into build-docs/html.
 
 The package is imported from the folder ``python`` with the libraries that ``make build`` has put there. A GPU is not
 needed.

@@ -33,7 +33,7 @@ def page() -> str:
         schema = getattr(torch.ops.shoestring, name).default._schema
         names = _names(schema)
         text = [
-            f"````{{py:function}} torch.ops.shoestring.{name}({names})",
+            f"````{{py:function}} torch.ops.shoestring.{name}({names})\n:single-line-parameter-list:\n",
             f"```text\n{_wrapped(str(schema))}\n```",
         ]
         if name in shoestring.ops.__all__:
@@ -50,7 +50,7 @@ def _names(schema: torch._C.FunctionSchema) -> str:
     for argument in schema.arguments:
         if argument.kwarg_only and "*" not in names:
             names.append("*")
-        names.append(argument.name + ("=..." if argument.has_default_value() else ""))
+        names.append(argument.name)
     return ", ".join(names)
 
 

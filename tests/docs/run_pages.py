@@ -130,7 +130,8 @@ def _as_main() -> Iterator[types.ModuleType]:
 def show(result: Result) -> None:
     """Print a line on a page, and what it printed if it failed."""
     print(
-        f"{'ok' if result.passed else 'not ok'} {name_of(result.page)} ({result.seconds:.1f} s)", flush=True
+        f"{'ok' if result.passed else 'not ok'} {name_of(result.page)} ({result.seconds:.1f} s of processor time)",
+        flush=True,
     )
     if not result.passed:
         print(result.output, flush=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -170,7 +171,7 @@ def test_every_command_and_option_is_in_the_site(site: Path) -> None:
     from shoestring.cli.app import app
 
     text = (site / "cli.html").read_text()
-    group = typer.main.get_command(app)
+    group: Any = typer.main.get_command(app)
     assert len(group.commands) >= 7
     options = {
         (name, spelling)

@@ -31,7 +31,10 @@ def _machine(data: dict[str, Any], name: str) -> list[str]:
         timed = [table for table in benchmark["tables"] if _is_timed(table)]
         # A benchmark of shoestring has the name of its script.
         parts.append(f"### `{benchmark['benchmark']}`")
-        rows = ["| case | candidate | ms | rate | times ours |", "| --- | --- | --: | --: | --: |"]
+        rows = [
+            "| case | candidate | ms | rate | time / time of first row |",
+            "| --- | --- | --: | --: | --: |",
+        ]
         for table in timed:
             for index, row in enumerate(table["rows"]):
                 case = table["title"] if index == 0 else ""

@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 
 # packages that the pip extra shoestring[cli] installs
-PACKAGES = ("typer", "rich", "numpy", "transformers", "tokenizers", "matplotlib")
+PACKAGES = ("typer", "rich", "numpy", "transformers", "tokenizers", "jinja2", "matplotlib")
 
 
 def main(argv: list[str] | None = None) -> int:

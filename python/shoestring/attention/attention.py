@@ -12,6 +12,12 @@ class AttentionResult(NamedTuple):
 
     out: the output of attention.
     lse: the log-sum-exp of the scores of each query.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 32)
+        >>> result = shoestring.attention(q, k, v, return_lse=True)
+        >>> result.out.shape, result.lse.shape
+        (torch.Size([1, 2, 16, 32]), torch.Size([1, 2, 16]))
     """
 
     out: Tensor
@@ -148,6 +154,16 @@ def attention(
 
     Raises:
         RuntimeError: a shape, dtype or option does not fit.
+
+    Example:
+        >>> q = torch.randn(1, 8, 128, 64)
+        >>> k, v = torch.randn(2, 1, 2, 128, 64)
+        >>> shoestring.attention(q, k, v, causal=True).shape
+        torch.Size([1, 8, 128, 64])
+        >>> q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))  # packed: (tokens, heads, head_dim)
+        >>> cu_seqlens = torch.tensor([0, 48, 128], dtype=torch.int32)  # two sequences
+        >>> shoestring.attention(q, k, v, causal=True, cu_seqlens_q=cu_seqlens).shape
+        torch.Size([128, 8, 64])
 
     The algorithm is FlashAttention (Dao et al., arXiv 2205.14135; Dao, arXiv 2307.08691). On the CPU, a
     vector register holds the scores of several queries for one key. The maximum and sum of a row thus need no

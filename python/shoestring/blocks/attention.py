@@ -43,6 +43,12 @@ class Attention(nn.Module):
 
     Raises:
         ValueError: the sizes are not consistent, or dropout_p is outside [0, 1).
+
+    Example:
+        >>> layer = shoestring.nn.Attention(256, 8, num_kv_heads=2, causal=True)
+        >>> angles = torch.outer(torch.arange(16), 10000 ** (-torch.arange(0, 32, 2) / 32))
+        >>> layer(torch.randn(1, 16, 256), cos=angles.cos(), sin=angles.sin()).shape
+        torch.Size([1, 16, 256])
     """
 
     def __init__(

@@ -30,6 +30,13 @@ class GatedMLP(nn.Module):
 
     Raises:
         ValueError: the activation is unknown.
+
+    Example:
+        >>> mlp = shoestring.nn.GatedMLP(64, 192)
+        >>> mlp(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+        >>> sorted(mlp.state_dict())
+        ['down_proj.weight', 'gate_proj.weight', 'up_proj.weight']
     """
 
     def __init__(

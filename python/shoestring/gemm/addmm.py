@@ -20,10 +20,18 @@ def addmm_(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha
             views are efficient.
         mat2: (k, n), in the dtype of mat1.
 
-    Not differentiable.
+    The operator is not differentiable.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit.
+
+    Example:
+        >>> x = torch.ones(16, 4, dtype=torch.bfloat16)
+        >>> grad_output = torch.ones(16, 8, dtype=torch.bfloat16)
+        >>> main_grad = torch.zeros(8, 4)
+        >>> shoestring.ops.addmm_(main_grad, grad_output.T, x)
+        >>> torch.equal(main_grad, torch.full((8, 4), 16.0))
+        True
     """
     torch.ops.shoestring.addmm_(self, mat1, mat2, beta=beta, alpha=alpha)
 

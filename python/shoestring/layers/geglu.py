@@ -21,6 +21,12 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
     Raises:
         RuntimeError: gate and up differ in shape, dtype or device, or approximate is unknown.
+
+    Example:
+        >>> gate, up = torch.randn(2, 16, 64)
+        >>> expected = torch.nn.functional.gelu(gate) * up
+        >>> torch.allclose(shoestring.geglu(gate, up), expected, atol=1e-5)
+        True
     """
     result: Tensor = torch.ops.shoestring.geglu(gate, up, approximate)
     return result

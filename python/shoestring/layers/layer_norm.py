@@ -24,6 +24,13 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Raises:
         RuntimeError: the shape, dtype or device of weight or bias does not fit x.
+
+    Example:
+        >>> x, weight, bias = torch.randn(16, 64), torch.ones(64), torch.zeros(64)
+        >>> y = shoestring.layer_norm(x, weight, bias, eps=1e-5)
+        >>> expected = torch.nn.functional.layer_norm(x, (64,), weight, bias, eps=1e-5)
+        >>> torch.allclose(y, expected, atol=1e-5)
+        True
     """
     result: Tensor = torch.ops.shoestring.layer_norm(x, weight, bias, eps=eps)
     return result

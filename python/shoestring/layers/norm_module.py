@@ -21,6 +21,13 @@ class RMSNorm(nn.Module):
         features: size of the last dimension of the input.
         eps, offset, upcast: as in ``shoestring.rms_norm``.
         device, dtype: device and dtype of the weight. The dtype may differ from that of the input.
+
+    Example:
+        >>> norm = shoestring.nn.RMSNorm(64)
+        >>> x, residual = torch.randn(2, 16, 64)
+        >>> normed, total = norm.forward_with_residual(x, residual)
+        >>> torch.equal(normed, norm(x + residual))
+        True
     """
 
     def __init__(
@@ -73,6 +80,13 @@ class LayerNorm(nn.Module):
         eps: added to the variance.
         bias: whether the layer has a bias.
         device, dtype: device and dtype of the parameters. The dtype may differ from that of the input.
+
+    Example:
+        >>> norm = shoestring.nn.LayerNorm(64)
+        >>> norm(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+        >>> norm.load_state_dict(torch.nn.LayerNorm(64).state_dict())
+        <All keys matched successfully>
     """
 
     def __init__(

@@ -35,6 +35,13 @@ def rms_norm(
 
     Raises:
         RuntimeError: weight does not fit x, or upcast is unknown.
+
+    Example:
+        >>> x, weight = torch.randn(16, 64), torch.ones(64)
+        >>> y = shoestring.rms_norm(x, weight, eps=1e-6)
+        >>> expected = torch.nn.functional.rms_norm(x, (64,), weight, eps=1e-6)
+        >>> torch.allclose(y, expected, atol=1e-5)
+        True
     """
     result: Tensor = torch.ops.shoestring.rms_norm(x, weight, eps=eps, offset=offset, upcast=upcast)
     return result
@@ -63,6 +70,12 @@ def add_rms_norm(
 
     Raises:
         RuntimeError: weight or residual does not fit x, or upcast is unknown.
+
+    Example:
+        >>> x, residual = torch.randn(2, 16, 64)
+        >>> normed, total = shoestring.add_rms_norm(x, residual, torch.ones(64), eps=1e-6)
+        >>> normed.shape, torch.equal(total, x + residual)
+        (torch.Size([16, 64]), True)
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_rms_norm(
         x, residual, weight, eps=eps, offset=offset, upcast=upcast

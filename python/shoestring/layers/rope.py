@@ -53,6 +53,13 @@ def rope(
     Raises:
         RuntimeError: cos, sin, position_ids or the weights do not fit q and k.
         IndexError: on the CPU, a position that is not a row of cos and sin.
+
+    Example:
+        >>> q, k = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64)
+        >>> angles = torch.outer(torch.arange(16), 10000 ** (-torch.arange(0, 64, 2) / 64))
+        >>> q, k = shoestring.rope(q, k, angles.cos(), angles.sin())
+        >>> q.shape, k.shape
+        (torch.Size([1, 8, 16, 64]), torch.Size([1, 2, 16, 64]))
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.rope(
         q,

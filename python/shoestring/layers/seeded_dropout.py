@@ -30,6 +30,12 @@ def seeded_dropout(x: Tensor, p: float = 0.5, *, seed: Tensor | None = None) -> 
 
     Raises:
         RuntimeError: p is outside [0, 1), or seed has another dtype or device.
+
+    Example:
+        >>> x, seed = torch.randn(16, 64), torch.tensor([7])
+        >>> y = shoestring.seeded_dropout(x, 0.1, seed=seed)
+        >>> torch.equal(y, shoestring.seeded_dropout(x, 0.1, seed=seed))
+        True
     """
     result: Tensor = torch.ops.shoestring.seeded_dropout(x, draw_seed(x) if seed is None else seed, p)
     return result

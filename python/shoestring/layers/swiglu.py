@@ -20,6 +20,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: gate and up differ in shape, dtype or device.
+
+    Example:
+        >>> gate, up = torch.randn(2, 16, 64)
+        >>> expected = torch.nn.functional.silu(gate) * up
+        >>> torch.allclose(shoestring.swiglu(gate, up), expected, atol=1e-5)
+        True
     """
     result: Tensor = torch.ops.shoestring.swiglu(gate, up)
     return result

@@ -36,6 +36,12 @@ class CrossEntropyOptions(TypedDict, total=False):
     hard_fraction: if below 1, only this fraction of the tokens, rounded up, is counted: those with the
         largest (weighted) losses, including ties (online hard example mining, arXiv 1604.03540). An
         additional forward pass finds them. On the CPU the other tokens then take no time.
+
+    Example:
+        >>> options = shoestring.ops.CrossEntropyOptions(reduction="none", label_smoothing=0.1)
+        >>> logits, target = torch.randn(4, 1000), torch.tensor([3, 1, 4, 1])
+        >>> shoestring.cross_entropy(logits, target, **options).shape
+        torch.Size([4])
     """
 
     ignore_index: int
@@ -58,6 +64,12 @@ class CrossEntropyStats(NamedTuple):
     lse: log-sum-exp of the token's logits; 0 for ignored tokens.
     entropy: entropy of the softmax of the token's logits, in nats; 0 for ignored tokens.
     argmax: the most likely class, int64, the first one in a tie; -1 for ignored tokens.
+
+    Example:
+        >>> logits, target = torch.randn(4, 1000), torch.tensor([3, 1, 4, -100])
+        >>> stats = shoestring.cross_entropy_with_stats(logits, target)
+        >>> stats.loss.shape, stats.entropy.shape, stats.argmax.dtype
+        (torch.Size([]), torch.Size([4]), torch.int64)
     """
 
     loss: Tensor
@@ -111,6 +123,14 @@ def cross_entropy(
         IndexError: a target is outside [0, vocab) and is not ``ignore_index``. On CUDA this is a device-side
             assertion, as in PyTorch.
 
+    Example:
+        >>> logits = torch.randn(4, 1000, requires_grad=True)
+        >>> target = torch.tensor([3, 1, 4, -100])
+        >>> loss = shoestring.cross_entropy(logits, target)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target))
+        True
+        >>> loss.backward()
+
     Overwriting the logits with their gradient is the method of Liger Kernel (arXiv 2410.10989).
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
@@ -131,6 +151,13 @@ def cross_entropy_with_stats(
     Returns:
         A :class:`CrossEntropyStats`. All fields except ``argmax`` are differentiable. If ``inplace`` has
         overwritten the logits in forward, only ``loss`` is differentiable.
+
+    Example:
+        >>> logits = torch.randn(4, 1000, requires_grad=True)
+        >>> stats = shoestring.cross_entropy_with_stats(logits, torch.tensor([3, 1, 4, 1]))
+        >>> torch.equal(stats.argmax, logits.argmax(-1))
+        True
+        >>> (stats.loss - 0.01 * stats.entropy.mean()).backward()
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
     operators = torch.ops.shoestring

@@ -44,6 +44,12 @@ class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
 
         If the buffer holds n tokens, adding to the accumulator takes a fraction of about ``230 / n`` of the
         total time on an H200.
+
+    Example:
+        >>> options = shoestring.ops.LinearCrossEntropyOptions(softcap=30.0, z_loss=1e-4, workspace_mb=16)
+        >>> hidden, weight, target = torch.randn(4, 64), torch.randn(1000, 64), torch.tensor([3, 1, 4, 1])
+        >>> shoestring.linear_cross_entropy(hidden, weight, target, **options).shape
+        torch.Size([])
     """
 
     filter_eps: float
@@ -96,6 +102,14 @@ def linear_cross_entropy(
         IndexError: a target is outside [0, vocab) and is not ``ignore_index``. On CUDA this is a device-side
             assertion, as in PyTorch.
 
+    Example:
+        >>> hidden = torch.randn(2, 16, 64, requires_grad=True)
+        >>> weight = torch.randn(1000, 64, requires_grad=True)
+        >>> target = torch.randint(1000, (2, 16))
+        >>> shoestring.linear_cross_entropy(hidden, weight, target, shift=True).backward()
+        >>> hidden.grad.shape, weight.grad.shape
+        (torch.Size([2, 16, 64]), torch.Size([1000, 64]))
+
     The method combines Cut Cross-Entropy (arXiv 2411.09009) with Liger Kernel's gradients in forward (arXiv
     2410.10989).
     """
@@ -121,6 +135,12 @@ def linear_cross_entropy_with_stats(
 
     Returns:
         A :class:`CrossEntropyStats`. All fields except ``argmax`` are differentiable.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(4, 64), torch.randn(1000, 64), torch.tensor([3, 1, 4, 1])
+        >>> stats = shoestring.linear_cross_entropy_with_stats(hidden, weight, target)
+        >>> torch.allclose(stats.loss, stats.token_loss.mean())
+        True
     """
     arguments = operator_arguments(hidden, weight, target, bias, **options)
     return LinearCrossEntropyStats(*torch.ops.shoestring.linear_cross_entropy_with_stats(**arguments))

@@ -83,6 +83,13 @@ def linear_distillation(
         RuntimeError: a shape, dtype or option does not fit.
         ValueError: only one of lora_A and lora_B is given, or lora_A does not fit hidden.
 
+    Example:
+        >>> hidden, weight = torch.randn(4, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> teacher_hidden, teacher_weight = torch.randn(4, 96), torch.randn(1000, 96)
+        >>> shoestring.linear_distillation(hidden, weight, teacher_hidden, teacher_weight).backward()
+        >>> hidden.grad.shape
+        torch.Size([4, 64])
+
     Hinton's loss, which combines targets and a teacher, takes two calls with the same head::
 
         loss = alpha * linear_cross_entropy(hidden, weight, target)

@@ -82,6 +82,14 @@ def linear_cross_entropy_shard(
     Raises:
         ValueError: an option needs the logits of other shards.
         RuntimeError: a shape or dtype does not fit.
+
+    Example:
+        >>> hidden, weight, target = torch.randn(3, 64), torch.randn(100, 64), torch.tensor([3, 59, 99])
+        >>> first = shoestring.linear_cross_entropy_shard(hidden, weight[:50], target, first_class=0)
+        >>> second = shoestring.linear_cross_entropy_shard(hidden, weight[50:], target, first_class=50)
+        >>> loss = torch.logaddexp(first.lse, second.lse) - first.target_logit - second.target_logit
+        >>> torch.allclose(loss.mean(), shoestring.linear_cross_entropy(hidden, weight, target), atol=1e-4)
+        True
     """
     _refuse_unknown("linear_cross_entropy_shard", options)
     arguments = operator_arguments(hidden, weight, target, bias, **options)
@@ -129,6 +137,14 @@ def vocab_parallel_linear_cross_entropy(
             the logits of other ranks.
         IndexError: a target belongs to no rank, or to several. On CUDA this is a device-side assertion.
         RuntimeError: a shape or dtype does not fit.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+        >>> hidden, weight, target = torch.randn(3, 64), torch.randn(100, 64), torch.tensor([3, 59, 99])
+        >>> shoestring.vocab_parallel_linear_cross_entropy(hidden, weight, target).shape
+        torch.Size([])
+        >>> dist.destroy_process_group()
     """
     where = "vocab_parallel_linear_cross_entropy"
     if reduction not in REDUCTIONS:

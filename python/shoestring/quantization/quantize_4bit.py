@@ -62,8 +62,8 @@ def quantize_4bit(
         quant_type: "nf4" (QLoRA, arXiv 2305.14314), "fp4" or "int4".
         block_size: number of consecutive elements of the flattened x that share a scale, a power of two from
             32 to 4096.
-        double_quant: quantise the scales too, to 8 bits (double quantisation). At the default block size this takes
-            4.127 instead of 4.5 bits per element. Not supported for "int4".
+        double_quant: quantise the scales too, to 8 bits (double quantisation). At the default block size
+            this takes 4.127 instead of 4.5 bits per element. Not supported for "int4".
 
     Returns:
         A :class:`QuantizedTensor` with the shape and dtype of x. For NF4 and FP4 its bytes equal those of
@@ -74,6 +74,12 @@ def quantize_4bit(
     Raises:
         RuntimeError: the dtype, quant_type or block_size is not supported.
         ValueError: double_quant is True for "int4".
+
+    Example:
+        >>> weight = torch.randn(256, 1024, dtype=torch.bfloat16)
+        >>> q = shoestring.quantize_4bit(weight, double_quant=True)
+        >>> weight.nbytes, q.nbytes_held()
+        (524288, 136260)
     """
     return quantize_parts(x.detach(), quant_type, block_size, double_quant)
 
@@ -94,6 +100,11 @@ def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError: q is not a QuantizedTensor, or it is int8.
         RuntimeError: dtype is not fp32, bf16 or fp16.
+
+    Example:
+        >>> q = shoestring.quantize_4bit(torch.randn(64, 256))
+        >>> shoestring.dequantize_4bit(q).dtype, shoestring.dequantize_4bit(q, torch.bfloat16).dtype
+        (torch.float32, torch.bfloat16)
     """
     if not isinstance(q, QuantizedTensor):
         raise TypeError(f"dequantize_4bit: q: expected a QuantizedTensor, received {type(q).__name__}")

@@ -25,6 +25,11 @@ def quantize_8bit(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 
     Raises:
         RuntimeError: x is not fp32.
+
+    Example:
+        >>> codes, scale = shoestring.ops.quantize_8bit(torch.randn(4, 250), signed=True)
+        >>> codes.shape, codes.dtype, scale.shape
+        (torch.Size([4, 250]), torch.uint8, torch.Size([4]))
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.quantize_8bit(x, signed=signed)
     return result
@@ -43,6 +48,13 @@ def dequantize_8bit(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
     Raises:
         RuntimeError: a dtype or shape does not fit.
+
+    Example:
+        >>> x = torch.randn(1000)
+        >>> codes, scale = shoestring.ops.quantize_8bit(x, signed=True)
+        >>> y = shoestring.ops.dequantize_8bit(codes, scale, signed=True)
+        >>> torch.allclose(y, x, atol=0.01 * float(scale.max()))
+        True
     """
     result: Tensor = torch.ops.shoestring.dequantize_8bit(codes, scale, signed=signed)
     return result

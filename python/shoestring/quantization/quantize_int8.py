@@ -26,6 +26,12 @@ def quantize_int8(x: Tensor) -> QuantizedTensor:
 
     Raises:
         RuntimeError: x has another dtype, is a scalar, or has rows without elements.
+
+    Example:
+        >>> weight = torch.randn(256, 1024, dtype=torch.bfloat16)
+        >>> q = shoestring.quantize_int8(weight)
+        >>> weight.nbytes, q.nbytes_held()
+        (524288, 263168)
     """
     return quantize_parts(x.detach(), "int8", 0, False)
 
@@ -43,6 +49,12 @@ def dequantize_int8(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError: q is not an int8 QuantizedTensor.
         RuntimeError: dtype is not fp32, bf16 or fp16.
+
+    Example:
+        >>> x = torch.randn(64, 256)
+        >>> y = shoestring.dequantize_int8(shoestring.quantize_int8(x))
+        >>> torch.allclose(y, x, atol=0.005 * float(x.abs().max()))
+        True
     """
     if not isinstance(q, QuantizedTensor) or q.quant_type != "int8":
         received = f"one of {q.quant_type}" if isinstance(q, QuantizedTensor) else type(q).__name__

@@ -34,9 +34,9 @@ def quantize_state_4bit(x: Tensor, *, signed: bool, step: int | None = None) -> 
         signed: True for the map of an optimizer's first moments, False for the map of second moments.
         step: number of the optimizer step, for dithered rounding: over many steps, an element between two
             codes rounds up in proportion to its position between them. Without dithering, a change of less
-            than half a code per step would be lost. None: round to the nearest code. The magnitude of a signed
-            element is then lowered by 0.075 of a code distance before it is rounded, which minimises the
-            error of the update.
+            than half a code per step would be lost. None: round to the nearest code. The magnitude of a
+            signed element is then lowered by 0.075 of a code distance before it is rounded. This minimises
+            the error of the update.
 
     Returns:
         codes (uint8, flat, 128 bytes per block of 256 elements; element 2 i is in the lower nibble of byte i)
@@ -45,6 +45,11 @@ def quantize_state_4bit(x: Tensor, *, signed: bool, step: int | None = None) -> 
 
     Raises:
         RuntimeError: x is not fp32.
+
+    Example:
+        >>> codes, scale = shoestring.ops.quantize_state_4bit(torch.rand(1024), signed=False)
+        >>> codes.shape, scale.shape
+        (torch.Size([512]), torch.Size([8]))
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.quantize_state_4bit(x, signed=signed, step=step)
     return result
@@ -63,6 +68,11 @@ def dequantize_state_4bit(codes: Tensor, scale: Tensor, *, signed: bool, numel: 
 
     Raises:
         RuntimeError: a dtype or shape does not fit.
+
+    Example:
+        >>> codes, scale = shoestring.ops.quantize_state_4bit(torch.randn(1000), signed=True)
+        >>> shoestring.ops.dequantize_state_4bit(codes, scale, signed=True, numel=1000).shape
+        torch.Size([1000])
     """
     result: Tensor = torch.ops.shoestring.dequantize_state_4bit(codes, scale, signed=signed, numel=numel)
     return result

@@ -24,6 +24,12 @@ def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = N
 
     Raises:
         RuntimeError: a shape or dtype does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(4, 256), shoestring.quantize_4bit(torch.randn(64, 256))
+        >>> y = shoestring.quantized_linear(x, weight)
+        >>> torch.allclose(y, x @ weight.dequantize().T, atol=1e-3)
+        True
     """
     result: Tensor = torch.ops.shoestring.quantized_linear(
         x,

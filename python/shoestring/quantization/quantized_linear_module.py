@@ -54,6 +54,13 @@ class QuantizedLinear(KeyedLinear):
 
     Raises:
         ValueError: block_size is given for "int8", or double_quant is True for "int8" or "int4".
+
+    Example:
+        >>> layer = shoestring.nn.QuantizedLinear.from_linear(torch.nn.Linear(256, 64), quant_type="int8")
+        >>> layer
+        QuantizedLinear(in_features=256, out_features=64, bias=True, int8, block_size=256, double_quant=False)
+        >>> layer(torch.randn(4, 256)).shape
+        torch.Size([4, 64])
     """
 
     weight: QuantizedTensor

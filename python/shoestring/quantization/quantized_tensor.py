@@ -28,10 +28,19 @@ class QuantizedTensor(Tensor):
     instead of the dense weight. With ``nested``, the rows of each rank must be whole groups of 256 blocks
     (for example 8 rows of 2048 elements in blocks of 64).
 
-    A QuantizedTensor can be a frozen ``nn.Parameter``. Supported are detach, clone, ``copy_`` (from a quantised
+    A QuantizedTensor can be a frozen ``nn.Parameter``. It supports detach, clone, ``copy_`` (from a quantised
     or a dense tensor), ``to`` a device, slices and splits of rows, deep copies and pickling. ``to`` a dtype
     changes only the dtype of the dequantised tensor. Other operators raise an error; call :meth:`dequantize`
     first.
+
+    Example:
+        >>> q = shoestring.quantize_4bit(torch.randn(256, 1024, dtype=torch.bfloat16))
+        >>> q
+        QuantizedTensor(nf4, block_size=64, shape=(256, 1024), dtype=torch.bfloat16, device=cpu)
+        >>> q.packed.nbytes, q.absmax.nbytes, q.nbytes_held()
+        (131072, 16384, 147456)
+        >>> q.dequantize().shape
+        torch.Size([256, 1024])
 
     Attributes:
         packed: the codes. 4 bits: uint8, (N, K / 2) or (ceil(numel / 2)). int8: int8, the shape of the

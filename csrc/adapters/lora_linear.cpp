@@ -272,7 +272,7 @@ std::vector<Tensor> backward_meta(const LoraParts&, const LoraParts&, const Tens
   return result;
 }
 
-// Implements lora_linear_group on every device if no gradient is needed. Calls lora_linear_group_forward and
+// Implements lora_linear_group on every device if no gradient is needed. Calls _lora_linear_group_forward and
 // drops `low`.
 std::vector<Tensor> outputs_only(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,
                                  const OptionalTensor& seed, double dropout, at::ArrayRef<double> scaling,

@@ -1,4 +1,4 @@
-// Registers the operator match_patterns, through which Python calls first_match of adapters/pattern.h.
+// Registers the operator _match_patterns, through which Python calls first_match of adapters/pattern.h.
 #include <torch/library.h>
 
 #include <tuple>

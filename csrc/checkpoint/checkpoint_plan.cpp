@@ -1,6 +1,6 @@
 #include <string>
 #include <tuple>
-// Registers the operators checkpoint_plan, simulate_checkpoint_plan and checkpoint_choices for Python.
+// Registers the operators checkpoint_plan, simulate_checkpoint_plan and _checkpoint_choices for Python.
 
 #include <vector>
 

@@ -6,7 +6,7 @@
 namespace shoestring::activations {
 
 /// One way to treat the activations of a block: keep, recompute or offload them. Python reads the list of
-/// choices through the operator checkpoint_choices.
+/// choices through the operator _checkpoint_choices.
 struct Choice {
   std::string name;
   bool recomputed;

@@ -3,12 +3,12 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(shoestring, m) {
-  // cpu_capability returns which build of the CPU kernels is in use: plain, avx2 or avx512.
-  // set_cpu_capability selects another build for tests; it returns false if this machine does not support
+  // _cpu_capability returns which build of the CPU kernels is in use: plain, avx2 or avx512.
+  // _set_cpu_capability selects another build for tests; it returns false if this machine does not support
   // that build.
   m.def("_cpu_capability() -> str");
   m.def("_set_cpu_capability(str name) -> bool");
   // Multiplies x in place by a factor (one element). Does nothing if the factor is 1; on CUDA, the kernel
-  // tests for 1. Backward passes use scale_ to scale saved gradients.
+  // tests for 1. Backward passes use _scale_ to scale saved gradients.
   m.def("_scale_(Tensor(a!) x, Tensor factor) -> ()");
 }

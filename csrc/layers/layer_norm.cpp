@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, 
   return {at::empty_symint(x.sym_sizes(), x.options()), like(weight_grad, weight), like(bias_grad, bias)};
 }
 
-// Implements layer_norm if no gradient is needed. Calls layer_norm_forward and drops mean and rstd, which
+// Implements layer_norm if no gradient is needed. Calls _layer_norm_forward and drops mean and rstd, which
 // only backward needs.
 Tensor layer_norm_composite(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                             double eps) {

@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, con
                                             const Tensor& rstd, const Options& options, bool weight_grad,
                                             c10::optional<at::ScalarType> bias);
 
-/// Calls the operator rms_norm_forward through PyTorch's dispatcher.
+/// Calls the operator _rms_norm_forward through PyTorch's dispatcher.
 std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
                                                          const OptionalTensor& weight, double eps,
                                                          double offset, c10::string_view upcast);

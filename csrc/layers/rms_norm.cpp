@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward_meta(const Tensor& grad, const Opti
       weight_grad ? at::empty_symint(weight->sym_sizes(), weight->options()) : at::empty({0}, x.options())};
 }
 
-// Implement rms_norm and add_rms_norm if no gradient is needed. They call rms_norm_forward and drop results
+// Implement rms_norm and add_rms_norm if no gradient is needed. They call _rms_norm_forward and drop results
 // that only backward needs.
 Tensor rms_norm_composite(const Tensor& x, const OptionalTensor& weight, double eps, double offset,
                           c10::string_view upcast) {

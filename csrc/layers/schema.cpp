@@ -7,10 +7,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // only on the seed, one int64, and the index of the element. Backward recomputes the mask instead of saving
   // it.
   m.def("seeded_dropout(Tensor x, Tensor seed, float p) -> Tensor");
-  // swiglu returns silu(gate) * up, and swiglu_backward returns the gradients of gate and up.
+  // swiglu returns silu(gate) * up, and _swiglu_backward returns the gradients of gate and up.
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("_swiglu_backward(Tensor grad_output, Tensor gate, Tensor up) -> (Tensor, Tensor)");
-  // geglu returns gelu(gate) * up, and geglu_backward returns the gradients of gate and up. approximate:
+  // geglu returns gelu(gate) * up, and _geglu_backward returns the gradients of gate and up. approximate:
   // 'tanh' or 'none', as in torch.nn.functional.gelu.
   m.def("geglu(Tensor gate, Tensor up, str approximate='none') -> Tensor");
   m.def("_geglu_backward(Tensor grad_output, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
@@ -22,15 +22,15 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       str upcast='llama') -> Tensor)");
   m.def(R"(add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, float eps, float offset=0.,
       str upcast='llama') -> (Tensor y, Tensor sum))");
-  // rms_norm_forward and rms_norm_backward compute rms_norm and add_rms_norm and their gradients. sum is x +
-  // residual; it is empty without a residual. rstd has one value per row, fp64 for fp64, else fp32. grad_sum,
-  // the gradient of sum, is added to grad_x. grad_weight is empty if it is not wanted.
+  // _rms_norm_forward and _rms_norm_backward compute rms_norm and add_rms_norm and their gradients. sum is x
+  // + residual; it is empty without a residual. rstd has one value per row, fp64 for fp64, else fp32.
+  // grad_sum, the gradient of sum, is added to grad_x. grad_weight is empty if it is not wanted.
   m.def(R"(_rms_norm_forward(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset,
       str upcast) -> (Tensor y, Tensor sum, Tensor rstd))");
   m.def(R"(_rms_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd,
       float offset, bool weight_grad) -> (Tensor grad_x, Tensor grad_weight))");
   // layer_norm returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
-  // layer_norm_forward and layer_norm_backward compute it and its gradients.
+  // _layer_norm_forward and _layer_norm_backward compute it and its gradients.
   m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor");
   m.def(R"(_layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y,
       Tensor mean, Tensor rstd))");

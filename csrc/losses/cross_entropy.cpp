@@ -10,9 +10,9 @@
 namespace shoestring::losses {
 namespace {
 
-// Pushes the loss, lse, entropy and argmax of each row to the stack of a boxed call. cross_entropy_rows and
-// cross_entropy_rows_ both return them. The caller pushes the gradient of the logits, which only
-// cross_entropy_rows returns.
+// Pushes the loss, lse, entropy and argmax of each row to the stack of a boxed call. _cross_entropy_rows and
+// _cross_entropy_rows_ both return them. The caller pushes the gradient of the logits, which only
+// _cross_entropy_rows returns.
 void push_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
                              const CrossEntropyProblem& p, const RowsResult& r) {
   const auto compute = p.logits.options().dtype(compute_type(p.logits));

@@ -29,7 +29,7 @@ void check_weights(const char* op, const char* name, const OptionalTensor& weigh
 double finite(const char* op, const BoxedArguments& arguments, const char* name, const char* expected,
               bool (*holds)(double));
 
-/// The arguments of cross_entropy_rows and linear_cross_entropy_rows, which compute a loss for each row of
+/// The arguments of _cross_entropy_rows and _linear_cross_entropy_rows, which compute a loss for each row of
 /// logits. The constructor checks all arguments except for the values of the targets.
 struct RowsProblem {
   RowsProblem(const char* op, const BoxedArguments& arguments, const Tensor& input, c10::SymInt vocab);
@@ -63,7 +63,7 @@ struct TokenCall {
   OptionalTensor class_weights, token_weights;
   std::string reduction;
   double hard_fraction = 1;
-  // Options that are passed on unchanged to cross_entropy_rows or linear_cross_entropy_rows. ignore_index
+  // Options that are passed on unchanged to _cross_entropy_rows or _linear_cross_entropy_rows. ignore_index
   // must come first.
   NamedArguments options;
   bool stats = false;
@@ -156,7 +156,7 @@ std::optional<LogitsLayout> layout_of(const Tensor& logits);
 /// overwrite them.
 bool writable(const Tensor& logits);
 
-/// The checked arguments of cross_entropy_rows or cross_entropy_rows_.
+/// The checked arguments of _cross_entropy_rows or _cross_entropy_rows_.
 struct CrossEntropyProblem : RowsProblem {
   explicit CrossEntropyProblem(const BoxedArguments& arguments);
 
@@ -165,7 +165,7 @@ struct CrossEntropyProblem : RowsProblem {
   LogitsLayout layout, gradient_layout;
 };
 
-/// Boxed kernels of the operators cross_entropy_rows and cross_entropy_rows_. The argument `run` is the
+/// Boxed kernels of the operators _cross_entropy_rows and _cross_entropy_rows_. The argument `run` is the
 /// function that computes all rows on the CPU or on CUDA.
 using CrossEntropyRun = RowsResult (*)(const CrossEntropyProblem&);
 void run_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack, CrossEntropyRun run);
@@ -188,7 +188,7 @@ struct CrossEntropyCall : TokenCall {
 constexpr const char* kCrossEntropyOptions[] = {"ignore_index", "label_smoothing", "softcap", "logit_scale",
                                                 "z_loss"};
 
-/// Calls cross_entropy_rows or, for kInPlace, cross_entropy_rows_ through the dispatcher. `upstream` holds
+/// Calls _cross_entropy_rows or, for kInPlace, _cross_entropy_rows_ through the dispatcher. `upstream` holds
 /// the gradients of each token's loss, lse and entropy; an undefined tensor means no gradient.
 enum class LogitsGradient { kNone, kNew, kInPlace };
 struct CrossEntropyResult : RowsResult {

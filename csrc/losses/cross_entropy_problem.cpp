@@ -122,7 +122,8 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.reduction != "none"), 
   }
   if (call.reduction != "mean") return;
   Tensor each = weights.defined() ? weights : counted;
-  // out-of-range targets are only clamped here; cross_entropy_rows and linear_cross_entropy_rows report them
+  // out-of-range targets are only clamped here; _cross_entropy_rows and _linear_cross_entropy_rows report
+  // them
   if (call.class_weights) {
     const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
     const Tensor within = at::minimum(index, at::scalar_tensor(call.classes - 1, index.options()));

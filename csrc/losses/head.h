@@ -58,8 +58,8 @@ struct Head {
   /// raises if `mask` requests the gradient of a quantised weight.
   void check(const char* op) const;
   void check_mask(const char* op, const Mask& mask) const;
-  /// Appends the head's tensors and options to the arguments of linear_cross_entropy_rows or
-  /// linear_distillation_rows. hidden and lora_hidden are reshaped to (tokens, features) and (tokens, rank).
+  /// Appends the head's tensors and options to the arguments of _linear_cross_entropy_rows or
+  /// _linear_distillation_rows. hidden and lora_hidden are reshaped to (tokens, features) and (tokens, rank).
   void append_to(NamedArguments& arguments) const;
   /// Returns the weight, dense or quantised, as a BaseWeight, which provides it in the dtype `product` for
   /// matrix products.

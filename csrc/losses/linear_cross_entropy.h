@@ -15,7 +15,7 @@ namespace shoestring::losses {
 
 constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
-/// The arguments of linear_cross_entropy_rows. The constructor checks all of them except for the values of
+/// The arguments of _linear_cross_entropy_rows. The constructor checks all of them except for the values of
 /// the targets.
 struct LinearCrossEntropyProblem : Head, RowsProblem {
   explicit LinearCrossEntropyProblem(const BoxedArguments& arguments);
@@ -32,7 +32,7 @@ struct LinearCrossEntropyResult : RowsResult {
   Gradients gradients;
 };
 
-/// Boxed kernel of the operator linear_cross_entropy_rows. The argument `run` is the function that computes
+/// Boxed kernel of the operator _linear_cross_entropy_rows. The argument `run` is the function that computes
 /// all rows on the CPU or on CUDA.
 using LinearCrossEntropyRun = LinearCrossEntropyResult (*)(const LinearCrossEntropyProblem&);
 void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
@@ -43,7 +43,7 @@ void boxed_linear_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::
   push_linear_cross_entropy_rows(stack, op, run(problem), problem.hidden);
 }
 
-/// Options of linear_cross_entropy that are passed on unchanged to linear_cross_entropy_rows.
+/// Options of linear_cross_entropy that are passed on unchanged to _linear_cross_entropy_rows.
 constexpr const char* kLinearCrossEntropyOptions[] = {
     "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "filter_eps", "workspace_mb"};
 
@@ -57,7 +57,7 @@ struct LinearCrossEntropyCall : Head, TokenCall {
   std::optional<double> upstream_grad;
 };
 
-/// Calls linear_cross_entropy_rows through the dispatcher. Returns the losses and statistics in target's
+/// Calls _linear_cross_entropy_rows through the dispatcher. Returns the losses and statistics in target's
 /// shape, and the gradients in the shapes of their inputs. `upstream` holds the gradients of each token's
 /// loss, lse and entropy: shape (), target's shape, or undefined for no gradient.
 LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,

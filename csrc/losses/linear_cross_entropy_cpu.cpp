@@ -21,7 +21,7 @@ namespace {
 
 using at::Tensor;
 
-// Runs one call of linear_cross_entropy_rows on the CPU. It processes the tokens that are not ignored, one
+// Runs one call of _linear_cross_entropy_rows on the CPU. It processes the tokens that are not ignored, one
 // chunk at a time.
 template <class T>
 class LinearCrossEntropyOnCpu {

@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// The arguments of one call of linear_cross_entropy_rows, with the tensors that its CUDA kernels need on the
+// The arguments of one call of _linear_cross_entropy_rows, with the tensors that its CUDA kernels need on the
 // device.
 struct LinearCrossEntropyOnCuda : LinearCrossEntropyProblem {
   explicit LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem);

@@ -1,4 +1,4 @@
-// Checks the arguments of linear_cross_entropy_rows.
+// Checks the arguments of _linear_cross_entropy_rows.
 
 #include "losses/linear_cross_entropy.h"
 

@@ -21,7 +21,7 @@ kernels::Divergence divergence_of(const std::string& name) {
 }
 
 // Checks that the student's head, the teacher's head and the target match, for linear_distillation and
-// linear_distillation_rows.
+// _linear_distillation_rows.
 void check_heads(const Head& student, const Head& teacher, const OptionalTensor& target) {
   student.check(kDistillationOp);
   const Tensor &hidden = student.hidden, &of_teacher = teacher.hidden;

@@ -19,7 +19,7 @@ struct DistillationResult {
   Gradients gradients;
 };
 
-/// The arguments of linear_distillation_rows, checked by the constructor. The base class Head is the
+/// The arguments of _linear_distillation_rows, checked by the constructor. The base class Head is the
 /// student's output layer.
 struct DistillationProblem : Head {
   explicit DistillationProblem(const BoxedArguments& arguments);
@@ -37,7 +37,7 @@ struct DistillationProblem : Head {
   Mask mask;
 };
 
-/// Boxed kernel of the operator linear_distillation_rows. The argument `run` is the function that computes
+/// Boxed kernel of the operator _linear_distillation_rows. The argument `run` is the function that computes
 /// all rows on the CPU or on CUDA.
 using DistillationRun = DistillationResult (*)(const DistillationProblem&);
 void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
@@ -48,7 +48,7 @@ void boxed_distillation_rows(const c10::OperatorHandle& op, torch::jit::Stack* s
   push_distillation_rows(stack, op, run(problem), problem.hidden);
 }
 
-/// Options of linear_distillation that are passed on unchanged to linear_distillation_rows.
+/// Options of linear_distillation that are passed on unchanged to _linear_distillation_rows.
 constexpr const char* kDistillationOptions[] = {"ignore_index", "divergence", "beta", "temperature",
                                                 "workspace_mb"};
 
@@ -70,7 +70,7 @@ struct DistillationCall : Head {
   Tensor reduce(const Tensor& loss) const;
 };
 
-/// Calls linear_distillation_rows through the dispatcher. Returns the losses in the shape of the tokens, and
+/// Calls _linear_distillation_rows through the dispatcher. Returns the losses in the shape of the tokens, and
 /// the gradients in the shapes of their inputs. `upstream` is the gradient of the tokens' losses: a scalar
 /// for all tokens, or one number per token. It is undefined if no gradients are requested.
 DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask);

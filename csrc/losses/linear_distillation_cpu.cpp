@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-// Runs one call of linear_distillation_rows on the CPU. It processes the tokens that are not ignored, one
+// Runs one call of _linear_distillation_rows on the CPU. It processes the tokens that are not ignored, one
 // chunk at a time.
 template <class T>
 class DistillationOnCpu {

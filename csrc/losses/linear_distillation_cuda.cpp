@@ -10,7 +10,7 @@ namespace {
 
 using at::Tensor;
 
-// The arguments of one call of linear_distillation_rows, with the tensors that its CUDA kernels need on the
+// The arguments of one call of _linear_distillation_rows, with the tensors that its CUDA kernels need on the
 // device.
 struct DistillationOnCuda : DistillationProblem {
   explicit DistillationOnCuda(const DistillationProblem& problem)

@@ -82,8 +82,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Computes loss, log-sum-exp, entropy and argmax of each row of logits, for the four cross_entropy
   // operators. entropy and argmax are empty unless stats is set. Also computes the gradient of sum(grad_loss
   // * loss + grad_lse * lse + grad_entropy * entropy). The upstream gradients grad_loss, grad_lse and
-  // grad_entropy have the shape () or target's shape. cross_entropy_rows returns the gradient as a new
-  // tensor, if `gradient` is set. cross_entropy_rows_ writes it into the logits.
+  // grad_entropy have the shape () or target's shape. _cross_entropy_rows returns the gradient as a new
+  // tensor, if `gradient` is set. _cross_entropy_rows_ writes it into the logits.
   const std::string each =
       ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool stats=False";
   m.def(("_cross_entropy_rows(Tensor logits, " + of_logits + each +
@@ -112,7 +112,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Computes the loss of each token for linear_distillation; hidden has the shape (tokens, features).
   // output_mask requests gradients of sum(grad_loss * loss), where grad_loss has the shape () or (tokens). A
   // gradient that is not requested is returned empty. averaged tells that grad_loss is about 1 / tokens, as
-  // in linear_cross_entropy_rows.
+  // in _linear_cross_entropy_rows.
   m.def(("_linear_distillation_rows" + distilled +
          ", Tensor? grad_loss=None, bool averaged=False, bool[5] output_mask=[False, False, False, False, "
          "False]) -> (Tensor loss, " +

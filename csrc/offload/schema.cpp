@@ -5,9 +5,9 @@
 #include "offload/activation_store.h"
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // store_activation moves a tensor x that autograd saves to host memory or to a disk, and reload_activation
-  // returns it for backward. Python code uses torch.classes.shoestring.ActivationStore, C++ code
-  // shoestring/offload_activations.h.
+  // _store_activation moves a tensor x that autograd saves to host memory or to a disk, and
+  // _reload_activation returns it for backward. Python code uses torch.classes.shoestring.ActivationStore,
+  // C++ code shoestring/offload_activations.h.
   shoestring::offload::register_activation_store(m);
   m.def(R"(_store_activation(__torch__.torch.classes.shoestring.ActivationStore store,
       Tensor x) -> __torch__.torch.classes.shoestring.StoredActivation)");

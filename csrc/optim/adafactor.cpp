@@ -64,7 +64,7 @@ void adafactor(const Call& call) {
     const Tensor over = (at::linalg_vector_norm(u) / (root * options.d)).clamp_min_(1);
 
     // Adafactor's step size in step t is min(lr, 1 / sqrt(t)). It is divided by lr here, because the operator
-    // apply_ multiplies by lr.
+    // _apply_ multiplies by lr.
     const Tensor rate = call.lr_tensor ? call.lr_tensor->reshape({}) * t.sqrt() : t.sqrt() * lr;
     Tensor factor = (s.weight_norm() / root).clamp_min_(options.eps2) * rate.reciprocal().clamp_max_(1);
     if (moments.empty()) {

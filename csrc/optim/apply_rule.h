@@ -8,7 +8,7 @@ struct ApplyOptions;
 
 // The update rule of the operator apply_: param = param * (1 - lr * weight_decay) - lr * update. The update
 // is passed in place of the gradient. Optimizers such as LAMB and Muon compute the update with other
-// operators and call apply_ last. So they support every rounding mode of bf16 weights.
+// operators and call _apply_ last. So they support every rounding mode of bf16 weights.
 struct alignas(8) ApplyRule {
   static constexpr const char* kName = "apply";
   static constexpr int kMoments = 0;

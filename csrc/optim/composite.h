@@ -54,7 +54,7 @@ class Share {
   /// optimizer step is then skipped.
   void advance(const Tensor& mean, const Tensor& fresh, const Tensor& weight) const;
 
-  /// Calls the operator apply_ on the parameter: param = param * (1 - lr * weight_decay) - lr * factor *
+  /// Calls the operator _apply_ on the parameter: param = param * (1 - lr * weight_decay) - lr * factor *
   /// update. `lr` (one element) replaces the lr of the operator call. Without `factor`, the factor is 1. With
   /// `maximize`, the update is added.
   void apply(const Tensor& update, const OptionalTensor& factor = {}, const OptionalTensor& lr = {},

@@ -6,9 +6,10 @@ namespace shoestring::kernels {
 
 struct EmaOptions;
 
-// The update rule of the operator ema_. It updates exp_avg, the running mean of gradients, and overwrites the
-// parameter with lr * exp_avg. With Nesterov momentum, it overwrites the parameter with lr * (beta * exp_avg
-// + (1 - beta) * gradient). Optimizers such as Muon call ema_ first and process its result.
+// The update rule of the operator _ema_. It updates exp_avg, the running mean of gradients, and overwrites
+// the parameter with lr * exp_avg. With Nesterov momentum, it overwrites the parameter with lr * (beta *
+// exp_avg
+// + (1 - beta) * gradient). Optimizers such as Muon call _ema_ first and process its result.
 struct alignas(16) EmaRule {
   static constexpr const char* kName = "ema";
   static constexpr int kMoments = 1;  // the update rule has one moment, exp_avg

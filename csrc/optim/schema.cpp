@@ -46,10 +46,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   optimizer("sgd_", R"(Tensor(c!) momentum_buffer, Tensor(d!)? momentum_buffer_scale, *, float lr,
       float momentum, float dampening, float weight_decay, bool nesterov=False)");
   // Computes params = params (1 - lr weight_decay) - lr grads. Optimizers such as LAMB and Muon pass their
-  // update as `grads` and call apply_ last.
+  // update as `grads` and call _apply_ last.
   optimizer("_apply_", "*, float lr, float weight_decay");
   // Computes exp_avg = beta exp_avg + (1 - beta) grads, and overwrites params with lr exp_avg. With nesterov,
-  // overwrites params with lr (beta exp_avg + (1 - beta) grads). Optimizers such as Muon call ema_ first and
+  // overwrites params with lr (beta exp_avg + (1 - beta) grads). Optimizers such as Muon call _ema_ first and
   // process its result.
   optimizer("_ema_", R"(Tensor(c!) exp_avg, Tensor(d!)? exp_avg_scale, *, float beta, bool nesterov=False,
       float lr=1.)");

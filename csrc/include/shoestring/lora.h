@@ -143,8 +143,8 @@ using MergeOptions = nn::MergeOptions;
 /// The rounding errors of merging adapters into weights. An error is norm(merged weight - exact weight) /
 /// norm(change of the weight by the adapters).
 struct MergeReport {
-  std::map<std::string, double> layers;  // rounding error of each layer, by the layer's name
-  double error = 0;  // rounding error of all layers together; 0 if no adapter changed a weight
+  std::map<std::string, double> layers;  ///< rounding error of each layer, by the layer's name
+  double error = 0;  ///< rounding error of all layers together; 0 if no adapter changed a weight
 };
 
 /// Adds the adapters to the weights of their layers and removes all adapters from the layers. A merged weight

@@ -23,9 +23,9 @@ SHOESTRING_API std::string cpu_capability();
 /// this machine does not support the build `name`.
 SHOESTRING_API bool set_cpu_capability(const std::string& name);
 
+/// Options of cross_entropy. The options without a comment have the same meaning as in
+/// LinearCrossEntropyOptions.
 struct CrossEntropyOptions {
-  /// Options of cross_entropy. The fields without a comment have the same meaning as in
-  /// LinearCrossEntropyOptions.
   TORCH_ARG(int64_t, ignore_index) = -100;
   TORCH_ARG(std::string, reduction) = "mean";
   TORCH_ARG(double, label_smoothing) = 0.0;

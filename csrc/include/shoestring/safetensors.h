@@ -24,7 +24,7 @@ class SHOESTRING_API SafetensorsFile {
     std::string name;
     at::ScalarType dtype;
     std::vector<int64_t> shape;
-    int64_t begin, end;  // begin and end of the tensor, in bytes after the end of the header
+    int64_t begin, end;  ///< begin and end of the tensor, in bytes after the end of the header
   };
 
   explicit SafetensorsFile(const std::string& path);

@@ -43,8 +43,8 @@ struct LinearCrossEntropyShardOptions {
 /// Result of one shard for each token. lse and target_logit have the shape of target (fp32 for 16-bit
 /// inputs), and are 0 at ignored tokens.
 struct LinearCrossEntropyShard {
-  at::Tensor lse;           // log-sum-exp of the token's logits over this shard's classes
-  at::Tensor target_logit;  // logit of the token's target; 0 if another shard has the target
+  at::Tensor lse;           ///< log-sum-exp of the token's logits over this shard's classes
+  at::Tensor target_logit;  ///< logit of the token's target; 0 if another shard has the target
 };
 
 /// Computes one shard's part of linear_cross_entropy; the caller combines the parts of all shards. Let m be

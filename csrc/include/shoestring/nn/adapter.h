@@ -102,8 +102,8 @@ class SHOESTRING_API AdapterImpl : public torch::nn::Cloneable<AdapterImpl> {
   /// Biases of the base layer that are trained together with this adapter: "none", "all", "lora_only" or
   /// "vera_only".
   std::string bias = "none";
-  Tensors tensors;  // parameters
-  Tensors fixed;    // buffers
+  Tensors tensors;  ///< parameters
+  Tensors fixed;    ///< buffers
 };
 TORCH_MODULE(Adapter);
 
@@ -126,8 +126,8 @@ class SHOESTRING_API AdaptableLayer {
 
   /// Tells which adapters each row of a batch uses.
   struct Rows {
-    std::vector<std::string> names;  // names of this layer's adapters that at least one row uses
-    at::Tensor uses;                 // (rows, names): 1 if the row uses the adapter, else 0
+    std::vector<std::string> names;  ///< names of this layer's adapters that at least one row uses
+    at::Tensor uses;                 ///< (rows, names): 1 if the row uses the adapter, else 0
   };
 
   virtual ~AdaptableLayer() = default;
@@ -174,7 +174,7 @@ class SHOESTRING_API AdaptableLayer {
   torch::OrderedDict<std::string, Adapter> adapters;
   // Names of the adapters in use in the model; this layer may lack some of them.
   std::vector<std::string> active;
-  bool enabled = true;  // if false, forward computes the base layer without adapters
+  bool enabled = true;  ///< if false, forward computes the base layer without adapters
   // if set, tells which adapters each row of the batch uses, and `active` is ignored
   std::optional<Rows> rows;
 

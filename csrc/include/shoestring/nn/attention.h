@@ -94,7 +94,7 @@ class SHOESTRING_API AttentionImpl : public torch::nn::Cloneable<AttentionImpl> 
   AdaptableLinear q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
   // Norms that are applied to each head of queries and keys; empty if options.qk_norm is false.
   RMSNorm q_norm{nullptr}, k_norm{nullptr};
-  at::Tensor sinks;  // attention sink of each head, (num_heads); undefined if options.sinks is false
+  at::Tensor sinks;  ///< attention sink of each head, (num_heads); undefined if options.sinks is false
 
  protected:
   FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(AttentionInput())})

@@ -51,7 +51,7 @@ class SHOESTRING_API AdaptableEmbeddingImpl : public torch::nn::Cloneable<Adapta
   const at::Tensor& base_weight() const override { return weight; }
 
   AdaptableEmbeddingOptions options;
-  at::Tensor weight;  // (num_embeddings, embedding_dim)
+  at::Tensor weight;  ///< (num_embeddings, embedding_dim)
 
  private:
   struct Former {

@@ -79,8 +79,8 @@ class SHOESTRING_API AdaptableLinearImpl : public torch::nn::Cloneable<Adaptable
   double dropout() const;
 
   AdaptableLinearOptions options;
-  at::Tensor weight;  // dense weight; undefined if the layer is quantised
-  at::Tensor bias;    // (out_features); undefined if options.bias() is false
+  at::Tensor weight;  ///< dense weight; undefined if the layer is quantised
+  at::Tensor bias;    ///< (out_features); undefined if options.bias() is false
   QuantizedLinear base{nullptr};
 
  private:

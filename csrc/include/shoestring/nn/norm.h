@@ -28,7 +28,7 @@ class SHOESTRING_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
 
   int64_t features;
   RMSNormOptions options;
-  at::Tensor weight;  // (features)
+  at::Tensor weight;  ///< (features)
 };
 TORCH_MODULE(RMSNorm);
 
@@ -52,7 +52,7 @@ class SHOESTRING_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> 
   at::Tensor forward(const at::Tensor& x);
 
   LayerNormOptions options;
-  at::Tensor weight, bias;  // (features); bias is undefined if options.bias is false
+  at::Tensor weight, bias;  ///< (features); bias is undefined if options.bias is false
 };
 TORCH_MODULE(LayerNorm);
 

@@ -54,11 +54,11 @@ class SHOESTRING_API QuantizedLinearImpl : public torch::nn::Cloneable<Quantized
   at::Tensor dequantize(at::ScalarType dtype) const;
 
   QuantizedLinearOptions options;
-  at::Tensor packed;                  // codes: uint8 for 4 bits, int8 for "int8"
-  at::Tensor absmax;                  // scales of blocks: fp32, uint8 codes if nested, or int32 for "int4"
-  at::Tensor nested;                  // fp32, the second result of quantize_absmax; undefined if not nested
-  at::Tensor bias;                    // (out_features); undefined without a bias
-  at::ScalarType dtype = at::kFloat;  // dtype of the dense weight before quantisation
+  at::Tensor packed;                  ///< codes: uint8 for 4 bits, int8 for "int8"
+  at::Tensor absmax;                  ///< scales of blocks: fp32, uint8 codes if nested, or int32 for "int4"
+  at::Tensor nested;                  ///< fp32, the second result of quantize_absmax; undefined if not nested
+  at::Tensor bias;                    ///< (out_features); undefined without a bias
+  at::ScalarType dtype = at::kFloat;  ///< dtype of the dense weight before quantisation
 
  private:
   void take(at::Tensor bytes, at::Tensor scales, const at::Tensor& second);

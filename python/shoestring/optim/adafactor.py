@@ -72,6 +72,13 @@ def adafactor_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step = torch.ones(4, 8), torch.ones(4, 8), torch.zeros(1)
+        >>> means = dict(row_var=[torch.zeros(4, 1)], col_var=[torch.zeros(1, 8)], variance=[torch.zeros(0)])
+        >>> shoestring.ops.adafactor_([param], [grad], step, **means, lr=0.1)
+        >>> torch.allclose(param, torch.tensor(0.9))
+        True
     """
     torch.ops.shoestring.adafactor_(
         params,
@@ -189,6 +196,14 @@ class Adafactor(WholeTensorOptimizer):
     Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
     holds ``step, row_var, col_var, variance`` in fp32; tensors that the parameter does not need are empty. If
     beta1 is above 0, it also holds ``exp_avg`` and the scale of ``exp_avg``.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = shoestring.optim.Adafactor(model.parameters(), lr=1e-2)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sum(tensor.nbytes for tensor in optimizer.state[model.weight].values())
+        516
     """
 
     _operator = staticmethod(adafactor_)

@@ -55,6 +55,14 @@ def adamw_(
 
     On a GPU, unless the state is fp32, the square root and the reciprocal of the update use hardware
     approximations. Their error is one or two units in the last place, and eps is at least 1.1e-19.
+
+    Example:
+        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
+        >>> mean, variance = torch.zeros(1024), torch.zeros(1024)  # 1000, rounded up to a multiple of 256
+        >>> rule = dict(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+        >>> shoestring.ops.adamw_([param], [grad], step, mean, None, variance, None, **rule)
+        >>> torch.allclose(param, torch.tensor(0.9))
+        True
     """
     torch.ops.shoestring.adamw_(
         params,
@@ -116,8 +124,8 @@ class AdamW(LowMemoryOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 520 bytes per block of 256 elements become 296 with 4-bit
-    state, 1024 with bf16 and 2048 with fp32. ``weight_rounding="remainder"`` adds 512. The state of a parameter is
-    allocated when it first has a gradient.
+    state, 1024 with bf16 and 2048 with fp32. ``weight_rounding="remainder"`` adds 512. The state of a
+    parameter is allocated when it first has a gradient.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
@@ -150,6 +158,14 @@ class AdamW(LowMemoryOptimizer):
     replace them through ``load_state_dict``; assigning a new tensor to an entry has no effect.
     ``load_state_dict`` also reads the state dicts of ``torch.optim.AdamW``, of bitsandbytes' ``AdamW8bit``
     and of its variants.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = shoestring.optim.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sum(tensor.nbytes for tensor in optimizer.state[model.weight].values())
+        8324
     """
 
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))

@@ -66,6 +66,14 @@ def ademamix_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
+        >>> fast, slow, square = torch.zeros(1024), torch.zeros(1024), torch.zeros(1024)
+        >>> rule = dict(lr=0.1, beta1=0.9, beta2=0.999, beta3=0.99, alpha=5.0, eps=1e-8, weight_decay=0.0)
+        >>> shoestring.ops.ademamix_([param], [grad], step, fast, None, slow, square, None, **rule)
+        >>> torch.allclose(param, torch.tensor(1 - 0.1 * (1 + 5.0 * 0.01)))
+        True
     """
     torch.ops.shoestring.ademamix_(
         params,
@@ -145,9 +153,9 @@ class AdEMAMix(LowMemoryOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 1032 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 1032 bytes per block of 256 elements become 808 with 4-bit
-    state, 1536 with bf16 and 3072 with fp32. ``weight_rounding="remainder"`` adds 512. The slow mean moves less per
-    step than one quantisation level. If the other moments are 8-bit or 4-bit, the slow mean is therefore bf16
-    with stochastic rounding, which is exact on average.
+    state, 1536 with bf16 and 3072 with fp32. ``weight_rounding="remainder"`` adds 512. The slow mean moves
+    less per step than one quantisation level. If the other moments are 8-bit or 4-bit, the slow mean is
+    therefore bf16 with stochastic rounding, which is exact on average.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
@@ -168,6 +176,14 @@ class AdEMAMix(LowMemoryOptimizer):
 
     Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
     ``state[p]`` holds the entries of ``AdamW`` and ``exp_avg_slow``, which never has a scale.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = shoestring.optim.AdEMAMix(model.parameters(), lr=1e-3, alpha=5.0)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["exp_avg_slow"].dtype
+        torch.bfloat16
     """
 
     _moments = (

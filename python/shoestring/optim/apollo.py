@@ -52,6 +52,14 @@ class APOLLO(LowRankOptimizer):
     holds ``norm`` (fp32, the norm of the last update before lr and scale), ``projection_age`` (in steps) and
     ``seed``. ``state[p]`` also holds the base optimizer's entries in the virtual parameter's shape. Updates
     have the bias correction of the base optimizer.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = shoestring.optim.APOLLO(model.parameters(), shoestring.optim.AdamW, rank=4, lr=1e-3)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["exp_avg"].shape
+        torch.Size([4, 64])
     """
 
     _virtual_options = {"weight_decay": 0.0, "lr": 1.0}
@@ -123,6 +131,14 @@ class APOLLOMini(APOLLO):
     Memory, for a matrix whose longer side is l: ``ceil(l / 256) * 520 + 8`` bytes with 8-bit AdamW as the
     base optimizer. ``scale`` defaults to the square root of 128. Arguments, errors and behaviour are
     otherwise those of ``APOLLO``.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = shoestring.optim.APOLLOMini(model.parameters(), lr=1e-3)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["exp_avg"].shape
+        torch.Size([1, 64])
     """
 
     def __init__(

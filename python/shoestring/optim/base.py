@@ -41,9 +41,10 @@ class LowMemoryOptions(TypedDict, total=False):
 
     A parameter group may override state_format, min_quantize_size, weight_rounding, seed and maximize.
 
-    state_format: how moments are stored. "8bit" and "4bit" store codes in blocks, each with an fp32 scale. "bf16"
-        rounds stochastically, and "fp32" is exact. A moment that moves less per step than one quantisation
-        level is stored in bf16 instead of 8 or 4 bits; the docstring of the optimizer names such moments.
+    state_format: how moments are stored. "8bit" and "4bit" store codes in blocks, each with an fp32 scale.
+        "bf16" rounds stochastically, and "fp32" is exact. A moment that moves less per step than one
+        quantisation level is stored in bf16 instead of 8 or 4 bits; the docstring of the optimizer names such
+        moments.
     min_quantize_size: parameters with fewer elements have fp32 state.
     weight_rounding: how bf16 weights are updated. "nearest" rounds to nearest, which loses updates below half
         a unit in the last place. "stochastic" rounds up or down at random so that the expected value is exact.

@@ -76,6 +76,15 @@ def came_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step, mean = torch.ones(4, 8), torch.ones(4, 8), torch.zeros(1), torch.zeros(256)
+        >>> names = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", "exp_avg_res_row", "exp_avg_res_col")
+        >>> shapes = ((4, 1), (1, 8), 0, (4, 1), (1, 8))
+        >>> factors = {name: [torch.zeros(shape)] for name, shape in zip(names, shapes)}
+        >>> shoestring.ops.came_([param], [grad], step, mean, **factors, lr=0.01)
+        >>> step, bool((param < 1).all())
+        (tensor([1.]), True)
     """
     torch.ops.shoestring.came_(
         params,
@@ -176,6 +185,14 @@ class CAME(WholeTensorOptimizer):
     Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
     holds ``step``, ``exp_avg`` and the scale of ``exp_avg``, and in fp32 ``exp_avg_sq_row, exp_avg_sq_col,
     exp_avg_sq, exp_avg_res_row, exp_avg_res_col``. Tensors that the parameter does not need are empty.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = shoestring.optim.CAME(model.parameters(), lr=2e-4)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["exp_avg_sq_row"].shape
+        torch.Size([32, 1])
     """
 
     _moments = (Moment("exp_avg", signed=True),)

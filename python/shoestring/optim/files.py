@@ -38,6 +38,14 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
             string or a list of these, or a parameter is a DTensor. For DTensors use
             ``torch.distributed.checkpoint``.
         OSError: the file cannot be written. An existing file is unchanged then.
+
+    Example:
+        >>> import os
+        >>> model = torch.nn.Linear(8, 2)
+        >>> optimizer = shoestring.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> shoestring.optim.save_optimizer(optimizer, "optimizer.safetensors")
+        >>> os.path.exists("optimizer.safetensors")
+        True
     """
     groups = []
     tensors: dict[str, Tensor] = {}
@@ -77,6 +85,15 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     Raises:
         ValueError: the file is damaged, or does not fit the optimizer. Nothing has changed then.
         OSError: the file cannot be read.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 2)
+        >>> optimizer = shoestring.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> shoestring.optim.save_optimizer(optimizer, "optimizer.safetensors")
+        >>> resumed = shoestring.optim.AdamW(model.parameters(), lr=0.1)
+        >>> shoestring.optim.load_optimizer(resumed, "optimizer.safetensors")
+        >>> resumed.param_groups[0]["lr"]
+        0.001
     """
     where = f"{type(optimizer).__name__}: load_optimizer: {os.fspath(path)}"
     check_regular(path, where)

@@ -23,6 +23,11 @@ def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     Raises:
         RuntimeError: the list is empty, or a tensor has an unsupported dtype or layout, or another device.
+
+    Example:
+        >>> grads = [torch.ones(4), torch.ones(3, 3, dtype=torch.bfloat16)]
+        >>> shoestring.ops.foreach_norm(grads)
+        tensor([2., 3.])
     """
     if not tensors:  # PyTorch cannot select a backend for an operator call without a tensor
         raise RuntimeError("foreach_norm: tensors: expected at least one tensor, received none")

@@ -50,22 +50,31 @@ class GaLore(LowRankOptimizer):
         max_grad_norm: clip gradients to this norm, taken over the full gradients of all parameters. The step
             clips internally and ``.grad`` does not change. The attribute may be changed between steps; the
             attribute ``grad_norm`` is the gradient norm of the last step before clipping.
-        options: options of the base optimizer: lr, betas, weight_decay, state, ... ``weight_decay`` applies
-            to the whole weight.
+        options: options of the base optimizer: lr, betas, weight_decay, state_format, ... ``weight_decay``
+            applies to the whole weight.
 
     Raises:
         ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
         TypeError: the base optimizer lacks an option.
 
-    For 16-bit weights, decay and update are added in fp32 and rounded once, to nearest (``weight_rounding="nearest"``).
-    No projection is computed from a gradient that is zero or not finite. The previous projection, or at first
-    a random one, is used for that step. Parameter groups, schedulers, hooks, closures and state dicts work as
-    in ``torch.optim``. With a GradScaler, the step itself unscales gradients, and is skipped if they are not
-    finite. Computing a projection waits for the device, so a step cannot be captured in a CUDA graph. DTensor
-    parameters raise an error, since a projection needs the whole matrix.
+    For 16-bit weights, decay and update are added in fp32 and rounded once, to nearest
+    (``weight_rounding="nearest"``). No projection is computed from a gradient that is zero or not finite. The
+    previous projection, or at first a random one, is used for that step. Parameter groups, schedulers, hooks,
+    closures and state dicts work as in ``torch.optim``. With a GradScaler, the step itself unscales
+    gradients, and is skipped if they are not finite. Computing a projection waits for the device, so a step
+    cannot be captured in a CUDA graph. DTensor parameters raise an error, since a projection needs the whole
+    matrix.
 
     ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (in steps) and ``seed`` (of the next
     projection). It also holds the base optimizer's entries in the virtual parameter's shape.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = shoestring.optim.GaLore(model.parameters(), shoestring.optim.AdamW, rank=4, lr=1e-3)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["projection"].shape
+        torch.Size([32, 4])
     """
 
     def __init__(

@@ -34,8 +34,9 @@ def lamb_(
     LAMB adds weight decay to Adam's update u and rescales the sum r to the norm of the parameter p: ``r = u +
     weight_decay p``; ``p = p - lr |p| / |r| r``. If ``|p|`` or ``|r|`` is 0, the ratio ``|p| / |r|`` counts
     as 1. This is algorithm 2 of "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-    (arXiv 1904.00962), with the identity for phi. Temporary memory: at most 12 bytes per element of one parameter at
-    a time (4 without weight decay). A NaN or infinite element of a gradient spoils the whole parameter.
+    (arXiv 1904.00962), with the identity for phi. Temporary memory: at most 12 bytes per element of one
+    parameter at a time (4 without weight decay). A NaN or infinite element of a gradient spoils the whole
+    parameter.
 
     Args:
         params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
@@ -55,6 +56,14 @@ def lamb_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
+        >>> mean, variance = torch.zeros(1024), torch.zeros(1024)
+        >>> rule = dict(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0)
+        >>> shoestring.ops.lamb_([param], [grad], step, mean, None, variance, None, **rule)
+        >>> torch.allclose(param, torch.tensor(0.9))
+        True
     """
     torch.ops.shoestring.lamb_(
         params,
@@ -114,8 +123,8 @@ class LAMB(WholeTensorOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 520 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 520 bytes per block of 256 elements become 296 with 4-bit
-    state, 1024 with bf16 and 2048 with fp32. ``weight_rounding="remainder"`` adds 512. A step takes at most 12 bytes
-    of temporary memory per element of one parameter at a time.
+    state, 1024 with bf16 and 2048 with fp32. ``weight_rounding="remainder"`` adds 512. A step takes at
+    most 12 bytes of temporary memory per element of one parameter at a time.
 
     Args:
         params: parameters, named parameters or parameter groups; fp32, bf16 or fp16.
@@ -129,6 +138,14 @@ class LAMB(WholeTensorOptimizer):
         ValueError: an option, a parameter or a loaded state does not fit. Nothing has changed then.
 
     Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = shoestring.optim.LAMB(model.parameters(), lr=1e-3, weight_decay=0.01)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sum(tensor.nbytes for tensor in optimizer.state[model.weight].values())
+        8324
     """
 
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))

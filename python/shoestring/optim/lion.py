@@ -51,6 +51,13 @@ def lion_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
+        >>> rule = dict(lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0)
+        >>> shoestring.ops.lion_([param], [grad], step, torch.zeros(1024), None, **rule)
+        >>> torch.allclose(param, torch.tensor(0.9))
+        True
     """
     torch.ops.shoestring.lion_(
         params,
@@ -114,6 +121,14 @@ class Lion(LowMemoryOptimizer):
     Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
     ``state[p]`` holds ``step, exp_avg, exp_avg_scale``. ``load_state_dict`` also reads bitsandbytes'
     ``Lion8bit``.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = shoestring.optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sum(tensor.nbytes for tensor in optimizer.state[model.weight].values())
+        4164
     """
 
     _moments = (Moment("exp_avg", signed=True),)

@@ -63,6 +63,12 @@ def muon_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step, mean = torch.ones(4, 8), torch.ones(4, 8), torch.zeros(1), torch.zeros(256)
+        >>> shoestring.ops.muon_([param], [grad], step, mean, None, lr=0.1, momentum=0.95, weight_decay=0.0)
+        >>> step, bool((param < 1).all())
+        (tensor([1.]), True)
     """
     torch.ops.shoestring.muon_(
         params,
@@ -139,8 +145,8 @@ class Muon(WholeTensorOptimizer):
 
     Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 260 bytes per block of 256 elements become 160 with 4-bit
-    state, 512 with bf16 and 1024 with fp32. ``weight_rounding="remainder"`` adds 512. A step takes at most 16 bytes
-    of temporary memory per element of one parameter at a time (8 with bf16 products).
+    state, 512 with bf16 and 1024 with fp32. ``weight_rounding="remainder"`` adds 512. A step takes at
+    most 16 bytes of temporary memory per element of one parameter at a time (8 with bf16 products).
 
     Args:
         params: matrices, as parameters, named parameters or parameter groups; fp32, bf16 or fp16.
@@ -162,6 +168,14 @@ class Muon(WholeTensorOptimizer):
     Parameter groups, state dicts, GradScaler and ``grad_norm`` work as documented for ``AdamW``. ``state[p]``
     holds ``step, momentum_buffer, momentum_buffer_scale``. ``load_state_dict`` also reads the state dicts of
     ``torch.optim.Muon``.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64, bias=False)
+        >>> optimizer = shoestring.optim.Muon(model.parameters(), lr=1e-3, adjust_lr_fn="match_rms_adamw")
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sum(tensor.nbytes for tensor in optimizer.state[model.weight].values())
+        4164
     """
 
     _moments = (Moment("momentum_buffer", signed=True),)

@@ -68,6 +68,15 @@ class SAM(Optimizer):
     it. Layers with random numbers, such as dropout, draw new numbers in the second pass. Sum gradients of
     micro-batches in ``.grad``, not with the base optimizer's ``accumulate()``. The move uphill is computed in
     fp32 and rounded once. In 16-bit weights, a move below half a unit in the last place is lost.
+
+    Example:
+        >>> model, x = torch.nn.Linear(8, 2), torch.randn(4, 8)
+        >>> optimizer = shoestring.optim.SAM(model.parameters(), shoestring.optim.AdamW, rho=0.05, lr=1e-3)
+        >>> for half in (optimizer.first_step, optimizer.second_step):
+        ...     model(x).square().mean().backward()
+        ...     half(zero_grad=True)
+        >>> optimizer.state[model.weight]["exp_avg"].dtype
+        torch.uint8
     """
 
     # With this attribute, GradScaler calls step even if gradients are not finite. SAM's step must restore the

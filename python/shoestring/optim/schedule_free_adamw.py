@@ -70,6 +70,14 @@ def schedule_free_adamw_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
+        >>> offset, variance = torch.zeros(1024), torch.zeros(1024)
+        >>> rule = dict(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+        >>> shoestring.ops.schedule_free_adamw_([param], [grad], step, offset, variance, None, **rule)
+        >>> torch.allclose(param, torch.tensor(0.9))
+        True
     """
     torch.ops.shoestring.schedule_free_adamw_(
         params,
@@ -171,6 +179,15 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
     ``state[p]`` holds ``step, offset, exp_avg_sq, exp_avg_sq_scale`` (no scale with fp32 or bf16 state). Each
     group holds the mode as ``train_mode``.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 32)
+        >>> optimizer = shoestring.optim.ScheduleFreeAdamW(model.parameters(), lr=2.5e-3, warmup_steps=10)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.eval()
+        >>> optimizer.param_groups[0]["train_mode"]
+        False
     """
 
     _moments = (Moment("offset", signed=True, long=True), Moment("exp_avg_sq", signed=False))

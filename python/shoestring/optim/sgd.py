@@ -51,6 +51,13 @@ def sgd_(
 
     Raises:
         RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
+
+    Example:
+        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
+        >>> rule = dict(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0)
+        >>> shoestring.ops.sgd_([param], [grad], step, torch.zeros(1024), None, **rule)
+        >>> torch.allclose(param, torch.tensor(0.9))
+        True
     """
     torch.ops.shoestring.sgd_(
         params,
@@ -118,6 +125,14 @@ class SGD(LowMemoryOptimizer):
     Parameter groups, state dicts, GradScaler, CUDA graphs and ``grad_norm`` work as documented for ``AdamW``.
     ``state[p]`` holds ``step, momentum_buffer, momentum_buffer_scale``. ``load_state_dict`` also reads the
     state dicts of ``torch.optim.SGD``.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = shoestring.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        >>> model(torch.randn(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> sum(tensor.nbytes for tensor in optimizer.state[model.weight].values())
+        4164
     """
 
     _moments = (Moment("momentum_buffer", signed=True),)

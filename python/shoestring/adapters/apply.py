@@ -61,8 +61,8 @@ def apply(
         quantize: None, or "nf4", "fp4", "int4" or "int8", to quantise weights to 4 bits (QLoRA, arXiv
             2305.14314) or int8. This quantises every linear layer, with or without an adapter, one after the
             other. The output head and modules_to_save are not quantised.
-        double_quant: quantise the scales of 4-bit weights to 8 bits (double quantisation). Not with "int4" and
-            "int8".
+        double_quant: quantise the scales of 4-bit weights to 8 bits (double quantisation). Not with "int4"
+            and "int8".
         block_size: number of elements of a 4-bit weight that share a scale: a power of two from 32 to 4096;
             None is 64. Not with "int8", which has one scale per row.
         options: the arguments of :class:`LoraOptions`, which may be given instead of ``config``: rank, alpha,
@@ -76,6 +76,12 @@ def apply(
         ValueError: an option is out of range or, in a PEFT configuration, not supported; a name or pattern
             matches nothing; a target cannot have an adapter of this kind; or the model has an adapter of that
             name already.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        >>> model = shoestring.lora.apply(model, rank=4, target_modules=["0"], quantize="nf4")
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['0.lora_A.default', '0.lora_B.default']
     """
     if config is not None and options:
         raise ValueError(

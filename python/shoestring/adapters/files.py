@@ -62,6 +62,13 @@ def save_adapter(
     Raises:
         ValueError: the model has no adapters, or none with one of the names.
         OSError: the directory cannot be written.
+
+    Example:
+        >>> import os
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), rank=2)
+        >>> shoestring.lora.save_adapter(model, "adapter")
+        >>> sorted(os.listdir("adapter"))
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     names = names_of(model) if adapter_names is None else check_known("save_adapter", model, adapter_names)
     if not names:

@@ -29,6 +29,13 @@ def loraplus_param_groups(
 
     Raises:
         ValueError: lr_ratio is below 1, or no parameter requires a gradient.
+
+    Example:
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), rank=2)
+        >>> groups = shoestring.lora.loraplus_param_groups(model, lr=0.001, lr_ratio=16)
+        >>> [group["lr"] for group in groups]
+        [0.001, 0.016]
+        >>> optimizer = shoestring.optim.AdamW(groups)
     """
     if lr_ratio < 1:
         raise ValueError(f"lora.loraplus_param_groups: lr_ratio: expected at least 1, received {lr_ratio!r}")

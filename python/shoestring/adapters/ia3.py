@@ -17,6 +17,12 @@ class IA3Linear(AdaptedLinear):
     in ``feedforward_modules``. The parameter ``ia3_l.<name>`` holds l: (out_features, 1), or (1, in_features)
     for ``feedforward_modules``. It starts as ones. If several adapters are active, their vectors are
     multiplied elementwise.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> model = shoestring.lora.apply(model, shoestring.lora.IA3Options())
+        >>> type(model[0]).__name__, model[0].ia3_l["default"].shape
+        ('IA3Linear', torch.Size([4, 1]))
     """
 
     PARAMETERS = {"ia3_l": "ia3_l"}

@@ -128,6 +128,13 @@ def initialize_eva(
     Raises:
         ValueError: no linear layer has a plain LoRA adapter of this name, the adapter is trained already, or
             there are too few tokens.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16))
+        >>> model = shoestring.lora.apply(model, rank=4, init="eva")
+        >>> ranks = shoestring.lora.initialize_eva(model, [torch.randn(64, 16)])
+        >>> sorted(ranks), sum(ranks.values())
+        (['0', '2'], 8)
     """
     layers = {
         n: m for n, m in model.named_modules() if isinstance(m, LoraLinear) and adapter_name in m.adapters

@@ -50,6 +50,12 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
     Several active adapters are computed as one product: their matrices are concatenated along the rank, and
     their scalings multiply lora_B. With several active DoRA adapters, the layer adds up the changes of its
     output that each of them alone would make.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> model = shoestring.lora.apply(model, rank=2)
+        >>> type(model[0]).__name__, model[0].lora_A["default"].shape
+        ('LoraLinear', torch.Size([2, 8]))
     """
 
     PARAMETERS = {

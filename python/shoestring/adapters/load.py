@@ -63,6 +63,13 @@ def load_adapter(
         FileNotFoundError: one of the two files is missing.
         ValueError: a file is damaged, needs a feature that is not supported, or does not fit the model; or
             the two files were not saved together.
+
+    Example:
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), rank=2)
+        >>> shoestring.lora.save_adapter(model, "adapter")
+        >>> other = shoestring.lora.load_adapter(torch.nn.Sequential(torch.nn.Linear(8, 4)), "adapter")
+        >>> torch.equal(other[0].lora_A["default"], model[0].lora_A["default"])
+        True
     """
     check_name(adapter_name)
     folder = Path(directory)

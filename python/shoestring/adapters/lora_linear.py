@@ -13,7 +13,15 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class LoraWeight:
-    """A frozen weight, with or without an adapter. Fields have the names of :func:`lora_linear` arguments."""
+    """A frozen weight, with or without an adapter. Fields have the names of :func:`lora_linear` arguments.
+
+    Example:
+        >>> weight, lora_A, lora_B = torch.randn(6, 8), torch.randn(4, 8), torch.zeros(6, 4)
+        >>> layer = shoestring.ops.LoraWeight(weight, lora_A, lora_B, scaling=2.0)
+        >>> (y,) = shoestring.lora_linear_group(torch.randn(5, 8), [layer])
+        >>> y.shape
+        torch.Size([5, 6])
+    """
 
     weight: Tensor
     lora_A: Tensor | None = None
@@ -82,6 +90,13 @@ def lora_linear(
 
     Raises:
         RuntimeError: a shape or dtype does not fit, or the weight requires a gradient.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8), torch.randn(6, 8)
+        >>> lora_A, lora_B = torch.randn(4, 8), torch.randn(6, 4)
+        >>> y = shoestring.lora_linear(x, weight, lora_A, lora_B, scaling=2.0)
+        >>> torch.allclose(y, x @ (weight + 2.0 * lora_B @ lora_A).T, atol=1e-3)
+        True
     """
     weight, absmax, nested, quant_type, block_size = base_parts(weight)
     result: Tensor = torch.ops.shoestring.lora_linear(
@@ -127,6 +142,12 @@ def lora_linear_group(
 
     Raises:
         RuntimeError: as in :func:`lora_linear`.
+
+    Example:
+        >>> query = shoestring.ops.LoraWeight(torch.randn(8, 8), torch.randn(4, 8), torch.zeros(8, 4))
+        >>> key = shoestring.ops.LoraWeight(torch.randn(2, 8))
+        >>> [tuple(y.shape) for y in shoestring.lora_linear_group(torch.randn(5, 8), [query, key])]
+        [(5, 8), (5, 2)]
     """
     bases = [base_parts(layer.weight) for layer in layers]
     result: list[Tensor] = torch.ops.shoestring.lora_linear_group(
@@ -159,6 +180,11 @@ def lora_weight_norm(weight: Tensor, lora_A: Tensor, lora_B: Tensor, *, scaling:
 
     Raises:
         RuntimeError: a shape or dtype does not fit.
+
+    Example:
+        >>> weight, lora_A, lora_B = torch.eye(4), torch.randn(2, 4), torch.zeros(4, 2)
+        >>> shoestring.lora_weight_norm(weight, lora_A, lora_B)
+        tensor([1., 1., 1., 1.])
     """
     weight, absmax, nested, quant_type, block_size = base_parts(weight)
     result: Tensor = torch.ops.shoestring.lora_weight_norm(

@@ -89,6 +89,13 @@ class LoraOptions(Options):
     - "pissa" (arXiv 2404.02948); "pissa_niter_4" uses a randomised SVD with 4 iterations;
     - "olora" (arXiv 2406.01775);
     - "loftq" (arXiv 2310.08659), which needs ``quantize``.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+        >>> options = shoestring.lora.LoraOptions(rank=4, alpha=8, target_modules=["2"], dora=True)
+        >>> model = shoestring.lora.apply(model, options)
+        >>> [name for name, p in model.named_parameters() if p.requires_grad]
+        ['2.lora_A.default', '2.lora_B.default', '2.lora_magnitude_vector.default']
     """
 
     rank: int = 16
@@ -148,6 +155,12 @@ class VeraOptions(Options):
         d_initial: initial value of lambda_d.
         seed: seed of the random shared matrices vera_A and vera_B.
         save_projection: whether files contain the shared matrices.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+        >>> model = shoestring.lora.apply(model, shoestring.lora.VeraOptions(rank=16, seed=1))
+        >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
+        72
     """
 
     rank: int = 256
@@ -176,6 +189,13 @@ class IA3Options(Options):
             output; given by the same rules as target_modules.
         feedforward: do not set. Each layer has its own copy of the options, in which feedforward says whether
             the layer is one of feedforward_modules.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+        >>> options = shoestring.lora.IA3Options(target_modules=["0", "2"], feedforward_modules=["2"])
+        >>> model = shoestring.lora.apply(model, options)
+        >>> [tuple(p.shape) for p in model.parameters() if p.requires_grad]
+        [(32, 1), (1, 32)]
     """
 
     feedforward_modules: Names = ()
@@ -218,6 +238,14 @@ class PrefixOptions(VirtualOptions):
         hidden_size: number of features between the two linear layers; None: as many as the trained tokens
             have.
         init: "default" (normal) or "zero".
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> options = shoestring.lora.PrefixOptions(tokens=4)
+        >>> model = shoestring.lora.apply(LlamaForCausalLM(config), options)
+        >>> [tuple(p.shape) for p in model.parameters() if p.requires_grad]
+        [(4, 128)]
     """
 
     projection: bool = False
@@ -237,6 +265,14 @@ class PromptOptions(VirtualOptions):
         tokens: length of the prompt.
         init: "random" (normal), "vocabulary" (the embeddings of randomly drawn tokens), or a list of token
             ids. The list is repeated or cut to the length of the prompt.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> options = shoestring.lora.PromptOptions(tokens=4, init="vocabulary")
+        >>> model = shoestring.lora.apply(LlamaForCausalLM(config), options)
+        >>> [tuple(p.shape) for p in model.parameters() if p.requires_grad]
+        [(4, 64)]
     """
 
     init: str | Sequence[int] = "random"

@@ -19,7 +19,14 @@ def members(model: nn.Module) -> dict[str, Member]:
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """Return the names of the model's adapters, in the order of the modules that have them."""
+    """Return the names of the model's adapters, in the order of the modules that have them.
+
+    Example:
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), adapter_name="first")
+        >>> model = shoestring.lora.apply(model, adapter_name="second")
+        >>> shoestring.lora.adapter_names(model)
+        ['first', 'second']
+    """
     return list(dict.fromkeys(name for member in members(model).values() for name in member.adapters))
 
 
@@ -50,6 +57,13 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
     Raises:
         ValueError: no adapter has one of the names, or two of the adapters have a trained copy of the same
             module or virtual tokens.
+
+    Example:
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), adapter_name="first")
+        >>> model = shoestring.lora.apply(model, adapter_name="second")
+        >>> shoestring.lora.set_adapter(model, ["first", "second"])
+        >>> model[0].lora_A["first"].requires_grad
+        True
     """
     names = check_known(
         "set_adapter", model, [adapter_names] if isinstance(adapter_names, str) else adapter_names
@@ -103,6 +117,15 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
     """Disable all adapters inside the ``with`` block.
 
     Biases of the model that were trained with an adapter (option ``bias``) keep their trained values.
+
+    Example:
+        >>> base, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
+        >>> expected = base(x)
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(base), rank=2)
+        >>> with shoestring.lora.disable_adapter(model):
+        ...     y = model(x)
+        >>> torch.equal(y, expected)
+        True
     """
     found = list(members(model).values())
     former = [member.enabled for member in found]
@@ -130,6 +153,14 @@ def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> I
         ValueError: no adapter has one of the names; or an adapter is of the type IA3, or has experts, trained
             copies or virtual tokens. Forward raises a ValueError if the number of batch rows is not the
             number of names.
+
+    Example:
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), adapter_name="first")
+        >>> model = shoestring.lora.apply(model, adapter_name="second")
+        >>> with shoestring.lora.adapters_per_row(model, ["first", "second", None]):
+        ...     y = model(torch.randn(3, 8))
+        >>> y.shape
+        torch.Size([3, 4])
     """
     chosen = [name for name in dict.fromkeys(adapter_names) if name is not None]
     check_known("adapters_per_row", model, chosen)
@@ -162,6 +193,13 @@ def delete_adapter(model: nn.Module, adapter_name: str) -> None:
 
     Raises:
         ValueError: no adapter has this name.
+
+    Example:
+        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), adapter_name="first")
+        >>> model = shoestring.lora.apply(model, adapter_name="second")
+        >>> shoestring.lora.delete_adapter(model, "first")
+        >>> shoestring.lora.adapter_names(model)
+        ['second']
     """
     check_known("delete_adapter", model, [adapter_name])
     for place, member in members(model).items():

@@ -32,6 +32,12 @@ class VeraLinear(LoraLinear):
     It computes ``x W^T + bias + lambda_b * ((lambda_d * (x A^T)) B^T)``, where W, A and B are frozen. A and B
     are the shared matrices vera_A and vera_B. The parameter ``vera_lambda_d.<name>`` is (rank). The parameter
     ``vera_lambda_b.<name>`` is (out_features) and starts as zeros.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> model = shoestring.lora.apply(model, shoestring.lora.VeraOptions(rank=16))
+        >>> type(model[0]).__name__, model[0].vera_lambda_d["default"].shape
+        ('VeraLinear', torch.Size([16]))
     """
 
     PARAMETERS = {"vera_lambda_b": "vera_lambda_b", "vera_lambda_d": "vera_lambda_d"}

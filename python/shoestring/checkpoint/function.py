@@ -105,10 +105,10 @@ def checkpoint(
     Args:
         fn: a function of any arguments and results. It has to do the same in both runs, and must not change
             its arguments in place.
-        keep: operators whose results are kept, so that backward does not compute them again:
-            ``torch.ops.aten.mm``, names (``"aten::mm"``), the groups ``"attention"`` (every scaled dot
-            product attention) and ``"products"`` (matrix products, including shoestring's), and tags of
-            :func:`tag_activation` (not under ``torch.compile``).
+        keep: operators whose results are kept, so that backward does not compute them again. An item is an
+            operator (``torch.ops.aten.mm``), the name of one (``"aten::mm"``), a group, or a tag of
+            :func:`tag_activation` (not under ``torch.compile``). The groups are ``"attention"`` (every scaled
+            dot product attention) and ``"products"`` (matrix products, including shoestring's).
         preserve_rng_state: whether both runs draw the same random numbers.
         early_stop: whether the second run ends after the last tensor that backward needs.
 
@@ -119,6 +119,14 @@ def checkpoint(
         TypeError: ``keep`` is a string, or an item is neither an operator, a group nor a tag.
         torch.utils.checkpoint.CheckpointError: raised in backward if ``fn`` saved other tensors in the second
             run.
+
+    Example:
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> y = shoestring.checkpoint(block, x, keep=["products"])
+        >>> torch.equal(y, block(x))
+        True
+        >>> y.sum().backward()  # computes the GELU again, but no matrix product
     """
     if isinstance(keep, str):
         raise TypeError(f'checkpoint: keep: expected a list, received {keep!r}; write ["{keep}"]')
@@ -165,6 +173,13 @@ def checkpoint_sequential(
 
     Raises:
         ValueError: ``segments`` is out of range.
+
+    Example:
+        >>> layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+        >>> x = torch.randn(2, 8)
+        >>> y = shoestring.checkpoint_sequential(layers, 2, x)
+        >>> torch.equal(y, layers(x))
+        True
     """
     steps = list(functions)
     if not 1 <= segments <= len(steps):
@@ -195,6 +210,15 @@ def tag_activation(x: Tensor, tag: str) -> Tensor:
 
     Raises:
         RuntimeError: ``x`` was modified in place after it was made.
+
+    Example:
+        >>> linear = torch.nn.Linear(8, 8)
+        >>> def block(x):
+        ...     return torch.nn.functional.gelu(shoestring.tag_activation(linear(x), "projection"))
+        >>> y = shoestring.checkpoint(block, torch.randn(2, 8), keep=["projection"])
+        >>> y.sum().backward()  # does not compute the linear layer again
+        >>> linear.weight.grad.shape
+        torch.Size([8, 8])
     """
     result: Tensor = torch.ops.shoestring.tag_activation(x, tag)
     return result

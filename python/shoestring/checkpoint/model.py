@@ -62,6 +62,13 @@ class CheckpointReport:
         budget: the budget in bytes, if one was given.
         held_bytes: with a budget, the predicted bytes of activations on the device between forward and
             backward.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        >>> report = shoestring.checkpoint_model(model, [torch.nn.Linear])
+        >>> report.blocks
+        [('0', 'recompute'), ('1', 'recompute')]
+        >>> report.undo()
     """
 
     blocks: list[tuple[str, str]]
@@ -136,6 +143,14 @@ def checkpoint_model(
         ValueError: ``blocks`` matches no module, contains a block inside another, or has a block with a
             checkpoint already; or there is a budget without an example.
         RuntimeError: the budget is too small for any plan; the message gives the smallest possible budget.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
+        >>> batch = torch.randn(64, 16)
+        >>> report = shoestring.checkpoint_model(model, [torch.nn.Linear], budget="1MiB", example=[batch])
+        >>> report.plan.peak_bytes <= 2**20
+        True
+        >>> model(batch).sum().backward()
     """
     modules = find_blocks(model, blocks)
     names = {module: name for name, module in modules.items()}

@@ -57,6 +57,15 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         ValueError: host_bytes is given without a folder.
         RuntimeError: an argument is out of range, the disk is full or fails, or a saved tensor was changed in
             place.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        >>> offload = shoestring.offload_activations(exclude=model, device="cpu", compression="bf16")
+        >>> with offload:
+        ...     loss = model(torch.randn(64, 64)).square().mean()
+        >>> loss.backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([64, 64])
     """
 
     def __init__(

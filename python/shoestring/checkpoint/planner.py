@@ -29,6 +29,13 @@ class PlanChoice:
             includes the bytes that the block itself holds, so the planner uses at least ``bytes +
             link_bytes``.
         backward_bytes: peak bytes of the block's backward, counted like ``forward_bytes``.
+
+    Example:
+        >>> from shoestring.checkpoint.planner import PlanBlock, PlanChoice, simulate_checkpoint_plan
+        >>> recompute = PlanChoice("recompute", bytes=10, extra_seconds=1.0, backward_bytes=100)
+        >>> plan = simulate_checkpoint_plan([PlanBlock(1.0, 2.0, [recompute])] * 3, [0, 0, 0], budget=1000)
+        >>> plan.peak_bytes, plan.seconds
+        (120, 12.0)
     """
 
     name: str
@@ -41,7 +48,15 @@ class PlanChoice:
 
 @dataclass(frozen=True)
 class PlanBlock:
-    """A block's forward and backward time in seconds, and the possible treatments of its activations."""
+    """A block's forward and backward time in seconds, and the possible treatments of its activations.
+
+    Example:
+        >>> from shoestring.checkpoint.planner import PlanBlock, PlanChoice, checkpoint_plan
+        >>> choices = [PlanChoice("keep", bytes=100), PlanChoice("recompute", bytes=10, extra_seconds=1.0)]
+        >>> block = PlanBlock(forward_seconds=1.0, backward_seconds=2.0, choices=choices)
+        >>> checkpoint_plan([block], budget=50).names
+        ('recompute',)
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -62,6 +77,13 @@ class CheckpointPlan:
         seconds: predicted time of forward and backward.
         least_seconds: a lower bound of the time of any plan; equal to ``seconds`` if the plan is proven
             optimal.
+
+    Example:
+        >>> from shoestring.checkpoint.planner import PlanBlock, PlanChoice, checkpoint_plan
+        >>> choices = [PlanChoice("keep", bytes=100), PlanChoice("recompute", bytes=10, extra_seconds=1.0)]
+        >>> plan = checkpoint_plan([PlanBlock(1.0, 2.0, choices)] * 3, budget=1000)
+        >>> plan.names, plan.seconds
+        (('keep', 'keep', 'keep'), 9.0)
     """
 
     choices: tuple[int, ...]
@@ -92,8 +114,9 @@ def checkpoint_plan(
       budget.
     - Backward starts after the last copy to the host and runs the blocks in reverse. A block waits until its
       ``link_bytes`` have been copied back.
-    - During backward the device holds the bytes of earlier blocks, the block's ``backward_bytes``, and the
-      ``link_bytes`` of the ``prefetch`` blocks that precede the running block in forward order.
+    - During backward the device holds the bytes of earlier blocks and the running block's
+      ``backward_bytes``. It also holds the ``link_bytes`` of the ``prefetch`` blocks before the running block
+      in forward order.
     - Copies slow down the computation that runs beside them, by ``copy_share`` of the time of the copies.
 
     The solver is a dynamic program over Pareto-optimal states, without states that a Lagrangian lower bound
@@ -116,6 +139,13 @@ def checkpoint_plan(
     Raises:
         RuntimeError: a number is out of range, or no plan fits the budget; the message gives the smallest
             sufficient budget.
+
+    Example:
+        >>> from shoestring.checkpoint.planner import PlanBlock, PlanChoice, checkpoint_plan
+        >>> choices = [PlanChoice("keep", bytes=100), PlanChoice("recompute", bytes=10, extra_seconds=1.0)]
+        >>> plan = checkpoint_plan([PlanBlock(1.0, 2.0, choices)] * 3, budget=250)
+        >>> plan.names.count("recompute"), plan.peak_bytes <= 250
+        (1, True)
     """
     plan, pending, peak, seconds, least = torch.ops.shoestring.checkpoint_plan(
         *_flat(blocks),
@@ -141,6 +171,13 @@ def simulate_checkpoint_plan(
     """Return the memory and time that the planner's model predicts for given treatments of the blocks.
 
     If the treatments do not fit, the predicted peak is above ``budget``.
+
+    Example:
+        >>> from shoestring.checkpoint.planner import PlanBlock, PlanChoice, simulate_checkpoint_plan
+        >>> choices = [PlanChoice("keep", bytes=100), PlanChoice("recompute", bytes=10, extra_seconds=1.0)]
+        >>> block = PlanBlock(1.0, 2.0, choices)
+        >>> simulate_checkpoint_plan([block, block], [0, 1], budget=1000).seconds
+        7.0
     """
     pending, peak, seconds = torch.ops.shoestring.simulate_checkpoint_plan(
         *_flat(blocks),

@@ -37,6 +37,13 @@ def tiled(fn: Callable[..., Tensor], x: Tensor, *, tiles: int, dim: int = -2, **
     Raises:
         ValueError: tiles is out of range, or ``fn`` returns a tensor with another length along ``dim`` than
             its tile.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> x = torch.randn(2, 16, 8)
+        >>> y = shoestring.tiled(mlp, x, tiles=4)
+        >>> torch.allclose(y, mlp(x), atol=1e-5)
+        True
     """
     _check("tiled", tiles, x.shape[dim], "elements along dim")
     parts = []
@@ -82,6 +89,14 @@ def tiled_features(
 
     Raises:
         ValueError: tiles is out of range, the lengths of the weights differ, or ``combine`` is unknown.
+
+    Example:
+        >>> x, up, down = torch.randn(4, 8), torch.randn(32, 8), torch.randn(8, 32)
+        >>> def mlp(x, up, down):
+        ...     return torch.relu(x @ up.T) @ down.T
+        >>> y = shoestring.tiled_features(mlp, x, [(up, 0), (down, 1)], tiles=4)
+        >>> torch.allclose(y, mlp(x, up, down), atol=1e-3)
+        True
     """
     lengths = {weight.shape[dim] for weight, dim in weights}
     if len(lengths) != 1:

@@ -44,6 +44,12 @@ class MultipackBatchSampler(Sampler[list[int]]):
         RuntimeError: a sequence is longer than ``capacity``. This error is raised when the batches of an
             epoch are first needed, not in the constructor.
         ValueError: ``rank`` is not between 0 and ``num_replicas`` - 1.
+
+    Example:
+        >>> from shoestring.data.packing import MultipackBatchSampler
+        >>> sampler = MultipackBatchSampler(lengths=[5, 3, 4, 4], capacity=8)
+        >>> sorted(sorted(batch) for batch in sampler)
+        [[0, 1], [2, 3]]
     """
 
     def __init__(
@@ -106,6 +112,12 @@ class PackedOrder:
         capacity: maximum number of tokens in a micro-batch.
         accumulate: number of micro-batches in a step.
         seed: seed of the order.
+
+    Example:
+        >>> from shoestring.data.packing import PackedOrder
+        >>> order = PackedOrder(lengths=[5, 3, 4, 4], capacity=8, accumulate=2, seed=0)
+        >>> sorted(sorted(batch) for batch in order.step(0))
+        [[0, 1], [2, 3]]
     """
 
     def __init__(self, lengths: Sequence[int], capacity: int, accumulate: int, seed: int) -> None:
@@ -146,6 +158,12 @@ class PackingCollator:
 
     Raises:
         ValueError: ``labels`` and ``input_ids`` of a sequence differ in shape, are not 1-D, or are empty.
+
+    Example:
+        >>> from shoestring.data.packing import PackingCollator
+        >>> batch = PackingCollator()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+        >>> batch["labels"].tolist(), batch["cu_seq_lens_q"].tolist()
+        ([[-100, 2, 3, -100, 5]], [0, 3, 5])
     """
 
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,14 @@ def register_attention() -> str:
 
     Raises:
         ImportError: transformers is not installed, or older than 4.56.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(config)
+        >>> model.set_attn_implementation(shoestring.register_attention())
+        >>> model(torch.tensor([[1, 2, 3, 4]])).logits.shape
+        torch.Size([1, 4, 32])
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 

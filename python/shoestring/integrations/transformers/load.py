@@ -67,8 +67,8 @@ def load_quantized(
             type. The type of a quantised checkpoint cannot be changed.
         block_size: for 4 bits, the number of weights that share a scale, a power of two from 32 to 4096. None
             means 64.
-        double_quant: for "nf4" and "fp4", store scales in 8 bits (double quantisation), which takes 4.127 instead
-            of 4.5 bits per weight.
+        double_quant: for "nf4" and "fp4", store scales in 8 bits (double quantisation), which takes 4.127
+            instead of 4.5 bits per weight.
         dtype: the dtype of weights that stay dense (embeddings, norms, biases, output head), and the dtype
             that quantised weights represent: fp32, bf16 or fp16.
         skip_modules: names of linear layers that stay dense, besides the output head: full names, or their
@@ -85,6 +85,14 @@ def load_quantized(
         ValueError: an option is out of range, or the directory does not fit: files are damaged, tensors are
             missing, surplus or of another shape than in config.json, another quantisation method was used, or
             the code is not trusted.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> LlamaForCausalLM(config).save_pretrained("model")
+        >>> model = shoestring.load_quantized("model", quant_type="nf4", double_quant=True)
+        >>> model.model.layers[0].mlp.up_proj
+        QuantizedLinear(in_features=64, out_features=64, bias=False, nf4, block_size=64, double_quant=True)
     """
     _check(quant_type, block_size, double_quant, dtype)
     folder = Path(directory)

@@ -39,6 +39,15 @@ class PatchReport:
     Attributes:
         changes: the changes, in the order in which they were made.
         left: pairs of a module that was left unchanged and the reason.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(config)
+        >>> report = shoestring.patch(model)
+        >>> len(report.changes) > 0, report.left
+        (True, [])
+        >>> report.undo()
     """
 
     changes: list[Change]
@@ -125,6 +134,15 @@ def patch(
             ``linear_cross_entropy`` offers.
         ValueError: the model is patched already, or its loss differs from the model's own in a test on eight
             tokens.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(config)
+        >>> report = shoestring.patch(model)
+        >>> tokens = torch.tensor([[1, 2, 3, 4]])
+        >>> model(input_ids=tokens, labels=tokens).logits is None
+        True
     """
     get_base_model: Any = getattr(model, "get_base_model", None)
     target: Any = model if get_base_model is None else get_base_model()

@@ -37,16 +37,25 @@ def save_quantized(
         directory: the folder to write. Save the tokenizer's files there after this call.
         max_shard_bytes: maximum size of a weights file in bytes. A tensor that is larger has its own file.
         overwrite: whether to replace the files of an old model one by one if the folder cannot be replaced in
-            one step. One step is impossible if the file system cannot exchange folders or has no hard links,
-            if the parent folder is not writable, and for a mount point or the current directory. A crash
-            while files are replaced one by one leaves a folder without config.json and without a complete
-            model.
+            one step. One step is impossible if the file system cannot exchange folders or has no hard links.
+            It is also impossible if the parent folder is not writable, and for a mount point or the current
+            directory. A crash while files are replaced one by one leaves a folder without config.json and
+            without a complete model.
 
     Raises:
         ValueError: the model has no quantised layers, quantised layers of several types, or adapters. Or the
             directory is not empty and holds no model, or, without ``overwrite``, cannot be replaced in one
             step.
         OSError: the files cannot be written.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+        >>> LlamaForCausalLM(config).save_pretrained("dense")
+        >>> model = shoestring.load_quantized("dense")
+        >>> shoestring.save_quantized(model, "quantized")
+        >>> type(shoestring.load_quantized("quantized").model.layers[0].mlp.up_proj).__name__
+        'QuantizedLinear'
     """
     from safetensors.torch import save_file
 

@@ -137,7 +137,7 @@ class QuantizedTensor(Tensor):
         return sum(part.nbytes for part in self.parts())
 
     def __repr__(self) -> str:  # type: ignore[override]
-        kind = self.quant_type + (", nested" if self.nested is not None else "")
+        kind = self.quant_type + (", double_quant" if self.nested is not None else "")
         return (
             f"QuantizedTensor({kind}, block_size={self.block_size}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device={self.device})"

@@ -1,7 +1,7 @@
 """Add adapters to the layers of a model."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ def apply(
         numbers are drawn in the same order as in PEFT, so the same torch seed gives the same initial values.
 
     Raises:
+        TypeError: LoRA has no option of that name.
         ValueError: an option is out of range or, in a PEFT configuration, not supported; a name or pattern
             matches nothing; a target cannot have an adapter of this kind; or the model has an adapter of that
             name already.
@@ -89,6 +90,7 @@ def apply(
             "received it as an argument"
         )
     if config is None:
+        _check_names(options)
         config = LoraOptions(**options)
     chosen = config if isinstance(config, Options) else from_peft(config)
     check_name(adapter_name)
@@ -137,6 +139,20 @@ def apply(
         wrap(model, name).add(adapter_name, chosen)
     set_adapter(model, adapter_name)
     return model
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    """Raise TypeError, with the names that exist, if an option is not one of LoraOptions."""
+    known = [field.name for field in fields(LoraOptions)]
+    for name in options:
+        if name not in known:
+            peft = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_dora": "dora"}.get(
+                name
+            )
+            raise TypeError(
+                f"lora.apply: {name}: expected one of the options {', '.join(known)}, received another"
+                + (f"; PEFT's {name} is {peft} here" if peft else "")
+            )
 
 
 def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Options:

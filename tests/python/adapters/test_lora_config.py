@@ -248,6 +248,15 @@ def test_names_that_match_nothing_are_refused(options: dict, message: str) -> No
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_an_unknown_option_is_refused_with_the_names_that_exist() -> None:
+    model = llama()
+    with pytest.raises(TypeError, match="^lora.apply: r: expected one of the options target_modules, .*; PEFT's r is rank here$"):  # fmt: skip
+        lora.apply(model, r=8)
+    with pytest.raises(TypeError, match="^lora.apply: rnak: .*, rank, alpha, .* received another$"):
+        lora.apply(model, rnak=8)
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_spaces_around_names_do_not_count() -> None:
     model = lora.apply(
         llama(), rank=2, target_modules=[" q_proj", "v_proj "], exclude_modules=[" layers.0.self_attn.q_proj"]

@@ -56,7 +56,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         fields = read_json(config, str(config))
     except FileNotFoundError:
         raise ValueError(
-            f"{directory}: no config.json there; expected a Hugging Face model directory"
+            f"{directory}: no config.json there; expected a Hugging Face model directory. Download a model of the "
+            "Hub first"
         ) from None
     if not isinstance(fields, dict):
         raise ValueError(f"{config}: expected a JSON object, received {type(fields).__name__}")

@@ -24,7 +24,8 @@ endif()
 
 if(SHOESTRING_CUDA_NOTE)
   if(SHOESTRING_CUDA STREQUAL "1")
-    message(FATAL_ERROR "SHOESTRING_CUDA=1, but ${SHOESTRING_CUDA_NOTE}")
+    message(FATAL_ERROR "SHOESTRING_CUDA=1, but ${SHOESTRING_CUDA_NOTE}: put nvcc into PATH and install a PyTorch with "
+      "CUDA, or leave SHOESTRING_CUDA out")
   endif()
   message(STATUS "CUDA kernels: not built (${SHOESTRING_CUDA_NOTE})")
   return()

@@ -4,9 +4,17 @@
 needs it.
 """
 
+import sys
+
 
 def main() -> int:
-    """Run the command line; return its exit code."""
+    """Run the command line; return its exit code. Libraries that do not fit PyTorch are reported in one line."""
     from shoestring.cli import main as command_line
 
-    return command_line()
+    try:
+        return command_line()
+    except ImportError as error:
+        if not str(error).startswith("shoestring"):
+            raise
+        print(error, file=sys.stderr)
+        return 1

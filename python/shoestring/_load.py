@@ -39,17 +39,25 @@ def load() -> Build:
     """Load the libraries, which register the operators with torch.ops.shoestring, and return their build.
 
     Raises:
-        ImportError: the libraries are missing, or were built for another version of PyTorch. The message
-            contains the command that builds them.
+        ImportError: the libraries are missing, or were built for another version of PyTorch or CUDA. The
+            message is one line that begins with "shoestring" and contains a command that mends it.
     """
     build = read_build()
     running = torch.__version__.split("+")[0]
     if build.torch.split(".")[:2] != running.split(".")[:2]:
         raise ImportError(
             f"shoestring was built for PyTorch {build.torch}, and this is {running}; rebuild it with "
+            "`pip install --no-build-isolation --force-reinstall --no-deps .` in its source folder, or run "
+            f"`pip install 'torch=={'.'.join(build.torch.split('.')[:2])}.*'`"
+        )
+    cuda = torch.version.cuda
+    if build.cuda is not None and cuda is not None and build.cuda.split(".")[0] != cuda.split(".")[0]:
+        raise ImportError(
+            f"shoestring was built for CUDA {build.cuda}, and this PyTorch is for CUDA {cuda}; install the wheel for "
+            f"cu{cuda.replace('.', '')} or the one for cpu, or rebuild it with "
             "`pip install --no-build-isolation --force-reinstall --no-deps .` in its source folder"
         )
     torch.ops.load_library(str(LIBRARIES / "libshoestring.so"))
-    if build.cuda is not None and torch.version.cuda is not None:
+    if build.cuda is not None and cuda is not None:
         torch.ops.load_library(str(LIBRARIES / "libshoestring_cuda.so"))
     return build

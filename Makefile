@@ -7,6 +7,8 @@
 # make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
 # make build   the libraries, into python/shoestring; make build-tests builds the C++ programs of the tests as well
 # make docs    the documentation, into build-docs/html; make docs-browser tests its pages in Chromium
+# make sdist, make wheel, make packages   into dist/: the source distribution; the wheel, for the PyTorch and CUDA of the
+#   build; .tar.gz and .deb for C++. make release checks version, changelog, tree and tests, then makes all and the docs
 # make bench   the benchmarks, ours beside the peers'
 # make gpu-check   on a machine with a GPU: build, suite, emulator, benchmarks, compute-sanitizer. PYTHON=... has PyTorch
 VENV ?= .venv
@@ -18,12 +20,15 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 export TOKENIZERS_PARALLELISM ?= false
-CONFIGURE := cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) \
+# Tests run the libraries that users get in a wheel. SHOESTRING_PORTABLE needs g++ on x86-64.
+PORTABLE := $(if $(filter x86_64,$(shell uname -m)),$(if $(filter default,$(origin CXX)),-DSHOESTRING_PORTABLE=ON))
+CONFIGURE := cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) $(PORTABLE) \
   $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CMAKE_ARGS)
 INSTALL := --prefix python/shoestring >/dev/null
 SEEDS ?= 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
 
-.PHONY: setup build build-tests test check nightly chromium test-newest test-asan lint format docs docs-browser demo bench gpu-check clean
+.PHONY: setup build build-tests test check nightly chromium test-newest test-asan lint format docs docs-browser demo bench gpu-check \
+  sdist wheel packages release clean
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -50,6 +55,7 @@ nightly: chromium test test-asan docs-browser
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
+	python -m pytest tests/packages --all-cases -m nightly
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-separate -DSHOESTRING_UNITY=OFF && cmake --build build-separate
 	for seed in $(SEEDS); do PYTEST_ADDOPTS="--seed $$seed" scripts/test.sh $(BUILD) Python Python-emulated || exit; done
 
@@ -91,9 +97,22 @@ demo: $(VENV)/.ready
 bench: build
 	for script in $(basename $(subst /,.,$(wildcard benchmarks/*/bench_*.py))); do $(PYTHON) -m $$script || exit; done
 
+sdist: $(VENV)/.ready
+	env -u PYTHONPATH pyproject-build --sdist --no-isolation --outdir dist >/dev/null
+
+wheel: build
+	$(PYTHON) scripts/make_wheel.py $(BUILD) --out dist
+
+packages: build
+	rm -rf $(BUILD)/packages && cd $(BUILD) && cpack >/dev/null
+	mkdir -p dist && cp $(BUILD)/packages/*.deb $(BUILD)/packages/*.tar.gz dist
+
+release: $(VENV)/.ready
+	$(PYTHON) scripts/release.py $(BUILD)
+
 gpu-check:
 	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
-	rm -rf build build-newest build-asan build-demo build-separate build-gpu build-docs
+	rm -rf build build-newest build-asan build-demo build-separate build-gpu build-docs dist
 	rm -rf python/shoestring/lib python/shoestring/include python/shoestring/share

@@ -17,6 +17,10 @@ command -v g++ >/dev/null || missing+=(g++)
 command -v cmake >/dev/null || missing+=(cmake)
 command -v doxygen >/dev/null || missing+=(doxygen)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+# For tests/packages: containers without a compiler, and the tools that make Debian packages.
+command -v bwrap >/dev/null || missing+=(bubblewrap)
+command -v dpkg-shlibdeps >/dev/null || missing+=(dpkg-dev)
+command -v file >/dev/null || missing+=(file)
 if [ ${#missing[@]} -gt 0 ]; then
   sudo=$([ "$(id -u)" = 0 ] || echo sudo)
   echo "installing Debian packages: ${missing[*]}"
@@ -33,13 +37,14 @@ fi
 # Without --no-compile, pip compiles 12,000 Python files. Python compiles those that are imported.
 install() { "$venv/bin/pip" install -q --no-compile -c "$constraints" "$@"; }
 install ${torch:+--upgrade} "${torch:-torch}" "setuptools>=77" ninja
-# Install the requirements of the extras by name, so that pip does not run again after a change of code alone.
+# Install the requirements of the extras by name (those of the package are torch, and safetensors, which
+# transformers requires), so that pip does not run again after a change of code alone.
 "$venv/bin/python" - <<'EOF' >"$venv/requirements.txt"
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-groups = (extras[name] for name in ("cli", "peers", "test", "lint", "docs"))
-for requirement in sum(groups, project["dependencies"]):
+groups = (extras[name] for name in ("cli", "peers", "test", "lint", "docs", "release"))
+for requirement in sum(groups, []):
     if not requirement.startswith("shoestring["):
         print(requirement)
 EOF

@@ -50,6 +50,7 @@ run crash python -m pytest -n 2 --dist loadfile tests/crash
 run fuzz python -m pytest -n 2 tests/fuzz
 run docs python -m pytest -n 2 --dist loadfile tests/docs
 run consumer tests/consumer/run.sh "$build"
+run packages python -m pytest tests/packages
 run gates python scripts/check_ptxas.py "$build"
 
 passed=0 failed=0
@@ -79,6 +80,7 @@ add_pytest crash
 add_pytest fuzz
 add_pytest docs
 ! wants consumer || add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
+add_pytest packages
 ! wants gates || add gates "$(sum gates '[0-9]+ passed')" "$(sum gates '[0-9]+ failed')"
 ! wants gates || sed -n 's/^skipped/gates skipped/p' "$logs/gates"
 # Repeat what failed, because the totals follow thousands of lines.
@@ -92,4 +94,8 @@ done
 # A suite that crashed before it printed how many tests passed also counts as a failure.
 [ $status = 0 ] || [ $failed -gt 0 ] || failed=1
 echo "$passed passed, $failed failed"
+# For `make release`: all suites have passed on this commit.
+if [ -z "$wanted" ] && [ $status = 0 ] && [ $failed = 0 ] && [ -z "$(git status --porcelain 2>&1)" ]; then
+  git rev-parse HEAD >"$SHOESTRING_BUILD/tested"
+fi
 [ $status = 0 ] && [ $failed = 0 ]

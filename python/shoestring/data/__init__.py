@@ -1,4 +1,4 @@
-"""Training data: the prefetcher, text readers, tokenizers, the flat file of token ids, and the order of batches."""
+"""Training data: the prefetcher. The module ``packing`` joins sequences of different lengths without padding."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -55,7 +56,8 @@ def _option(param: Any, annotation: Any) -> str:
     else:
         default = param.default
         note = f"Default: `{' '.join(map(str, default)) if isinstance(default, (list, tuple)) else default}`."
-    if get_origin(_plain(annotation)) is list and param.opts[0].startswith("-"):
+    repeated = get_origin(_plain(annotation)) is list and param.opts[0].startswith("-")
+    if repeated and "several times" not in text:
         note = f"May be given several times. {note}"
     return f"````{{option}} {', '.join(spellings)}\n{_escaped(text)} {note}\n````"
 
@@ -82,5 +84,11 @@ def _kind(annotation: Any) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape what Markdown would read as markup in a plain help text."""
-    return "".join(f"\\{c}" if c in "*_<[`$" else c for c in text)
+    """Escape what Markdown would read as markup in a plain help text, and write options as code.
+
+    Outside code, Sphinx makes a dash of the two hyphens of an option.
+    """
+    parts = re.split(r"((?<![\w-])--[a-z][a-z-]*)", text)
+    escaped = ["".join(f"\\{c}" if c in "*_<[`$" else c for c in part) for part in parts[::2]]
+    options = [f"`{part}`" for part in parts[1::2]] + [""]
+    return "".join(plain + option for plain, option in zip(escaped, options, strict=True))

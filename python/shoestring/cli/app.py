@@ -115,10 +115,10 @@ def demo(
     out: Annotated[
         Path, typer.Option(help="Directory for data, runs and the report; a demo there is replaced.")
     ] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option(help="Steps of each training run.", callback=within(1, COUNT))] = 60,
+    steps: Annotated[int, typer.Option(help="Steps of each training run.", callback=within(1, COUNT))] = 36,
     finetune_steps: Annotated[
         int, typer.Option(help="Steps of each fine-tuning run.", callback=within(1, COUNT))
-    ] = 24,
+    ] = 16,
     device: Device = "auto",
 ) -> None:
     """Train and fine-tune a small model on text of this machine; compare shoestring with plain PyTorch."""

@@ -5,6 +5,7 @@ parameters of an arena.
 """
 
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -182,7 +183,8 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
 
     def _check_options(self, group: dict[str, Any]) -> None:
         lr, size = group["lr"], group["min_quantize_size"]
-        positive = (not isinstance(lr, Tensor) or lr.numel() == 1) and float(lr) >= 0
+        is_number = lr.numel() == 1 if isinstance(lr, Tensor) else isinstance(lr, Real)
+        positive = is_number and float(lr) >= 0
         self._expect(positive, "lr", "a number of at least 0", lr)
         self._check_rule(group)
         self._expect(

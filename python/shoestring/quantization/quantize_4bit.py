@@ -73,7 +73,7 @@ def quantize_4bit(
 
     Raises:
         RuntimeError: the dtype, quant_type or block_size is not supported.
-        ValueError: double_quant is True for "int4".
+        ValueError: quant_type is "int8", or double_quant is True for "int4".
 
     Example:
         >>> weight = torch.randn(256, 1024, dtype=torch.bfloat16)
@@ -81,6 +81,10 @@ def quantize_4bit(
         >>> weight.nbytes, q.nbytes_held()
         (524288, 136260)
     """
+    if quant_type == "int8":
+        raise ValueError(
+            "quantize_4bit: quant_type: expected 'nf4', 'fp4' or 'int4', received 'int8'. Call quantize_int8."
+        )
     return quantize_parts(x.detach(), quant_type, block_size, double_quant)
 
 

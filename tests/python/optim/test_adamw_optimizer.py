@@ -252,6 +252,7 @@ def test_closure_hooks_and_compiled_training_step() -> None:
     ("options", "message"),
     [
         ({"lr": -1}, "AdamW: lr: expected"),
+        ({"lr": "1e-3"}, "AdamW: lr: expected"),
         ({"lr": torch.ones(2)}, "AdamW: lr: expected"),
         ({"betas": (0.9, 1.0)}, "AdamW: betas: expected"),
         ({"eps": -1e-8}, "AdamW: eps: expected"),

@@ -311,6 +311,10 @@ def test_errors() -> None:
         match="quantize_4bit: double_quant: expected False with quant_type 'int4', whose scales are bf16",
     ):
         shoestring.quantize_4bit(torch.randn(64), "int4", double_quant=True)
+    with pytest.raises(
+        ValueError, match="quantize_4bit: quant_type: expected .* received 'int8'. Call quantize_int8"
+    ):
+        shoestring.quantize_4bit(torch.randn(64, 32), "int8")
     with pytest.raises(ValueError, match="double_quant: expected False with quant_type 'int4'"):
         QuantizedLinear(64, 4, quant_type="int4", double_quant=True)
     with pytest.raises(

@@ -32,7 +32,7 @@ BUILD = Path(os.environ.get("SHOESTRING_BUILD_DIR", ROOT / "build"))
 VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/version.h").read_text())[1]
 # The commands that make something of a build. The others (sdist, egg_info) need neither CMake nor PyTorch.
 COMMANDS = {"dist_info", "bdist_wheel", "editable_wheel", "build", "build_py", "install", "develop"}
-# What to do about errors of CMake whose own text does not say so.
+# Advice for errors of CMake whose own text does not say what to do.
 ADVICE = {
     "No CMAKE_CXX_COMPILER": "no C++ compiler was found; install g++ 12 or newer, or set CXX",
     "is not a full path to an existing compiler": "the compiler that CXX names was not found; set CXX to g++ 12 or newer",

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
     not (BUILD / "CMakeCache.txt").exists(), reason="no build folder to make the wheel from"
 )
 
-# What a user of a new installation runs first.
+# The script that a user of a new installation runs first.
 QUICK_START = """
 import os, shutil
 import torch, shoestring

@@ -15,7 +15,7 @@ from environments import SITE, container, environment, repack
 from build_folder import BUILD, REPOSITORY
 from shoestring import _load
 
-# Where a Debian package or pip puts cmake and ninja, which the containers otherwise lack.
+# Folders into which a Debian package or pip puts cmake and ninja. The containers otherwise lack them.
 CMAKE = [Path("/usr/bin/cmake"), *Path("/usr/share").glob("cmake-*"), Path("/usr/bin/c++")]
 
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
-# The modules whose __all__ holds the public names.
-MODULES = (
-    "shoestring",
-    "shoestring.ops",
-    "shoestring.nn",
-    "shoestring.optim",
-    "shoestring.lora",
-    "shoestring.data",
-    "shoestring.data.packing",
-    "shoestring.checkpoint.planner",
-)
-
+# The list of the public surface names the modules whose __all__ holds the public names.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from public_surface import MODULES
 
 # Keyword arguments of public functions, which are described once, in classes of their own.
 ARGUMENTS = (

@@ -38,7 +38,15 @@ typedef uint8_t U8 __attribute__((vector_size(kBytes / 4)));
 #define SHOESTRING_INLINE static inline __attribute__((always_inline))
 #define SHOESTRING_METHOD inline __attribute__((always_inline))
 
+// The intrinsics compile to a broadcast, which a load executes. GCC compiles F32{} + x to an addition and a
+// shuffle, which take the execution ports of FMA on Intel's CPUs.
+#if defined(__AVX512F__)
+SHOESTRING_INLINE F32 splat(float x) { return _mm512_set1_ps(x); }
+#elif defined(__AVX2__)
+SHOESTRING_INLINE F32 splat(float x) { return _mm256_set1_ps(x); }
+#else
 SHOESTRING_INLINE F32 splat(float x) { return F32{} + x; }
+#endif
 
 SHOESTRING_INLINE F32 as_float(U32 x) { return (F32)x; }
 SHOESTRING_INLINE U32 as_bits(F32 x) { return (U32)x; }

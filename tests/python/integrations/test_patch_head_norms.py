@@ -81,6 +81,22 @@ def test_joined_head_norms_in_16_bits_are_no_worse(name: str) -> None:
     assert ours <= 1.2 * eager
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+def test_head_norms_join_under_autocast(name: str) -> None:
+    """Under autocast, the norms of 16-bit heads join the rotation although their weights are fp32."""
+    model = make(name)
+    layers = sum("rotary" in change.what for change in patch_layers(model).changes)
+    ids = batch()["input_ids"]
+    plain_calls = operators(lambda: model(ids))
+    with torch.autocast("cpu", torch.bfloat16):
+        calls = operators(lambda: model(ids))
+    for part in ("shoestring::rope", "rms_norm"):
+        assert sum(part in call for call in calls) == sum(part in call for call in plain_calls) >= layers
+    loss = model(**batch_of(ids)).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(**batch_of(ids)).loss, loss, rtol=0.05, atol=0)
+
+
 def test_head_norms_that_cannot_join() -> None:
     """Head norms stay separate if they normalise all heads together, as in Olmo 2, or if they have hooks."""
     report = patch_layers(make_other("Olmo2"))

@@ -250,6 +250,48 @@ def test_residual_sums_join_the_norms(name: str) -> None:
     assert sum("add_rms_norm" in call for call in calls) == 2, calls
 
 
+def autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+    return torch.autocast("cpu", dtype)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma", "GPTNeoX", "Cohere"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.sample(4)
+def test_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """Under autocast, patched layers use the fused operators and are as exact as the original ones."""
+    model = make(name)
+    plain = copy.deepcopy(model)
+    exact = copy.deepcopy(model).double()
+    patch_layers(model)
+    ids = batch()["input_ids"]
+    with autocast(dtype):
+        calls = operators(lambda: model(ids))
+    assert sum("shoestring::rope" in call for call in calls) == 2, calls
+    for each in (model, plain):
+        with autocast(dtype):
+            loss = each(**batch_of(ids)).loss
+        loss.backward()
+    exact(**batch_of(ids)).loss.backward()
+    wanted = {n: p.grad for n, p in exact.named_parameters()}
+    ours, eager = (
+        sum((p.grad.double() - wanted[n]).square().sum() for n, p in each.named_parameters()) ** 0.5
+        for each in (model, plain)
+    )
+    assert ours <= 1.1 * eager
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_compiled_under_autocast() -> None:
+    model = make("Llama")
+    patch_layers(model)
+    ids = batch()["input_ids"]
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with autocast():
+        torch.testing.assert_close(
+            compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, rtol=0, atol=0
+        )
+
+
 def test_a_layer_that_does_more_is_left_alone() -> None:
     """shoestring.patch leaves layers with residual dropout alone, although eval mode skips the dropout."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer

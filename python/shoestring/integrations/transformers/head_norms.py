@@ -47,6 +47,10 @@ class Deferred:
     def dtype(self) -> torch.dtype:
         return self.x.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
     def transpose(self, dim0: int, dim1: int) -> Any:
         if self.ndim - 1 in (dim0 % self.ndim, dim1 % self.ndim):
             return self.made().transpose(dim0, dim1)

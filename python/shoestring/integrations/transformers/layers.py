@@ -116,7 +116,8 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
         return add_rms_norm(x, residual, self.weight, eps=_eps(self, x), **options)
 
     def alone(self: Any, x: Tensor) -> dict[str, Any] | None:
-        fits = x.shape[-1] == len(self.weight) and not widens(self, x)
+        # Under autocast, attention rounds the wider result of a norm to the dtype of x anyway.
+        fits = x.shape[-1] == len(self.weight) and (not widens(self, x) or _autocasts_to(x))
         return {"weight": self.weight, "eps": _eps(self, x), "offset": options["offset"]} if fits else None
 
     return {"forward": forward, ADD: add, JOINT: alone}
@@ -232,18 +233,28 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
     return None
 
 
+def _autocasts_to(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of x, with the dtype of x."""
+    device = x.device.type
+    return torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
+
+
 def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         ours = (
             q.ndim == 4
             and cos.ndim == 3
-            and q.dtype == k.dtype == cos.dtype == sin.dtype
+            and q.dtype == k.dtype
+            and cos.dtype == sin.dtype
             and not cos.requires_grad
+            # With tables of fp32, the original function returns q and k in fp32. Attention rounds them to
+            # the dtype of autocast, to which the operator rounds them at once.
+            and (q.dtype == cos.dtype or (cos.dtype == torch.float32 and _autocasts_to(q)))
         )
         ours = ours and not args and not kwargs
         q, k, norms = joint(q, k) if ours else (made(q), made(k), {})
-        if not ours:
+        if not ours or q.dtype != k.dtype:  # under autocast, a norm of q alone may widen it
             return original(q, k, cos, sin, *args, **kwargs)
         width = cos.shape[-1]
         if of_halves:

@@ -32,6 +32,15 @@ void gemm_cpu(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, d
 void gemm_rounded(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0,
                   double alpha = 1);
 
+/// Computes out (m, n) = beta * out + alpha * a (m, k) b (k, n) on the CPU, with operands in the dtype `compute`.
+///
+/// a, b and out are fp32, bf16 or fp16, each with its own dtype and any strides. `compute` is fp32 or bf16.
+/// For bf16, operands of other dtypes are rounded to bf16 while they are packed, so the caller need not
+/// convert them. The sums are fp32. A 16-bit `out` is rounded once. The result does not depend on the number
+/// of threads.
+void gemm_in(at::ScalarType compute, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+             double beta = 0, double alpha = 1);
+
 /// Computes out = bias (n) + alpha * a b; all tensors have equal dtypes. On CUDA, cuBLAS adds the bias while
 /// it writes the result.
 void gemm_bias(const at::Tensor& out, const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b,

@@ -336,4 +336,10 @@ void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double be
   }
 }
 
+void gemm_in(at::ScalarType compute, const Tensor& out, const Tensor& a, const Tensor& b, double beta,
+             double alpha) {
+  if (compute == at::kBFloat16) return gemm_rounded(out, a.to(compute), b.to(compute), beta, alpha);
+  gemm_cpu(out, a, b, beta, alpha);
+}
+
 }  // namespace shoestring::gemm

@@ -95,7 +95,7 @@ demo: $(VENV)/.ready
 	$(PYTHON) -m shoestring demo
 
 bench: build
-	for script in $(basename $(subst /,.,$(wildcard benchmarks/*/bench_*.py))); do $(PYTHON) -m $$script || exit; done
+	for script in $(basename $(subst /,.,$(wildcard benchmarks/bench_*.py benchmarks/*/bench_*.py))); do $(PYTHON) -m $$script || exit; done
 
 sdist: $(VENV)/.ready
 	env -u PYTHONPATH pyproject-build --sdist --no-isolation --outdir dist >/dev/null

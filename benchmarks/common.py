@@ -209,7 +209,14 @@ class Report:
         }
         print(f"{name}: {self.data['machine']}, PyTorch {torch.__version__}")
 
-    def table(self, title: str, times: dict[str, list[float]], work: float, unit: str) -> None:
+    def table(
+        self,
+        title: str,
+        times: dict[str, list[float]],
+        work: float,
+        unit: str,
+        columns: dict[str, dict[str, float | None]] | None = None,
+    ) -> None:
         """Print one table, and keep its figures for the JSON file.
 
         Args:
@@ -217,18 +224,23 @@ class Report:
             times: seconds of each candidate in each round; the first candidate is shoestring.
             work: amount of work per call; work / seconds is the rate in `unit`.
             unit: unit of the rate.
+            columns: further figures of each candidate, by their headings.
 
         The printed ratio of a candidate is the median over all rounds of its time divided by the first
         candidate's time.
         """
-        print(f"\n{title}\n  {'':36} {'ms':>9} {unit:>12} {'times ours':>11}")
         ours = next(iter(times.values()))
+        columns = columns or {}
+        headings = "".join(f" {name:>14}" for name in next(iter(columns.values()), {}))
+        print(f"\n{title}\n  {'':36} {'ms':>9} {unit:>12} {'times ours':>11}{headings}")
         rows = []
         for name, seconds in times.items():
             ratio = statistics.median(t / o for t, o in zip(seconds, ours))
             median = statistics.median(seconds)
-            rows.append({"name": name, "seconds": median, "rate": work / median, "ratio": ratio})
-            print(f"  {name:36} {median * 1e3:9.2f} {work / median:12.2f} {ratio:11.2f}")
+            others = columns.get(name, {})
+            rows.append({"name": name, "seconds": median, "rate": work / median, "ratio": ratio, **others})
+            more = "".join(" " * 15 if x is None else f" {x:14.2f}" for x in others.values())
+            print(f"  {name:36} {median * 1e3:9.2f} {work / median:12.2f} {ratio:11.2f}{more}")
         self.data["tables"].append({"title": title, "unit": unit, "rows": rows})
         # write the JSON file after every table, so that a later failure does not lose the figures
         self.finish()

@@ -22,6 +22,8 @@ import shoestring  # noqa: F401  (registers the operators that Report asks for)
 from benchmarks.common import Report, arguments
 from benchmarks.random_llama import SIZES, write_random_llama
 from benchmarks.step.cases import CASES, QLORA, Case
+from benchmarks.step.cpp import compare_cpp
+from benchmarks.step.losses import compare_losses
 from benchmarks.step.worker import MIB, Failed, Worker
 
 CEILING = "ceiling"
@@ -36,6 +38,10 @@ def more_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"{', '.join(names)}, {CEILING} (of the matrix products); by default all")  # fmt: skip
     parser.add_argument("--no-profile", action="store_true", help="do not print where the time goes")
     parser.add_argument("--products", action="store_true", help="print the rate of each matrix product")
+    parser.add_argument("--losses", action="store_true",
+                        help="instead compare the losses of 200 steps of small models with eager PyTorch's")  # fmt: skip
+    parser.add_argument("--cpp", type=Path, metavar="PATH",
+                        help="instead time the example train_gpt, built there, beside `shoestring train`")  # fmt: skip
     parser.add_argument("--model", type=Path, help="folder of the model of QLoRA; it is written if missing")
 
 
@@ -45,7 +51,8 @@ class Benchmark:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
         self.folder = folder
-        self.scale = "quick" if options.quick else "full"
+        # The losses of many steps are compared on smaller models.
+        self.scale = "quick" if options.quick else "small" if options.losses else "full"
         self.report = Report("step", options)
 
     def start(self, case: str, candidate: str, environment: dict[str, str] | None = None) -> Worker:
@@ -87,6 +94,25 @@ class Benchmark:
         self.print_case(name, times, memory, facts, failed)
         if not self.options.no_profile:
             self.profile(name, times)
+        self.report.finish()
+
+    def losses(self, name: str) -> None:
+        print(f"\n{name}: {CASES[name].title(self.scale)}")
+        if CASES[name].family == "qlora":
+            print("  the weights differ from those of eager PyTorch, so the losses are not compared")
+            return
+        steps = 20 if self.options.quick else 200
+        rows = compare_losses(lambda candidate: self.start(name, candidate), steps)
+        self.keep(f"{name}: losses of {steps} steps, largest relative difference from eager PyTorch's", rows)
+        self.report.finish()
+
+    def cpp(self) -> None:
+        options = self.options
+        rows = [
+            compare_cpp(options.cpp, precision, options.quick, min(options.repeats, 3), options.threads)
+            for precision in ("fp32", "bf16")
+        ]
+        self.keep("train_gpt (C++) and shoestring train (Python)", rows)
         self.report.finish()
 
     def rounds(self, workers: dict[str, Worker], failed: dict[str, str]) -> dict[str, list[float]]:
@@ -208,8 +234,11 @@ def main() -> None:
         raise SystemExit(f"bench_step: --only: expected a part of {', '.join(CASES)}, got {options.only}")
     with model_folder(options) as folder:
         benchmark = Benchmark(options, folder)
+        if options.cpp is not None:
+            benchmark.cpp()
+            return
         for name in names:
-            benchmark.run(name)
+            (benchmark.losses if options.losses else benchmark.run)(name)
 
 
 if __name__ == "__main__":

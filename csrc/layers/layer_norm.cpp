@@ -36,10 +36,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const
                                                        const OptionalTensor& bias, const Tensor& mean,
                                                        const Tensor& rstd, bool weight_grad, bool bias_grad) {
   const auto bias_type = bias_grad ? c10::optional<at::ScalarType>(bias->scalar_type()) : std::nullopt;
-  const auto [to_x, to_weight, to_bias] =
-      norm::backward(backend, kLayerNormOp, grad, std::nullopt, x, weight, mean, rstd, layer_norm_options(0),
-                     weight_grad, bias_type);
-  return {to_x, norm::or_none(to_weight, x), norm::or_none(to_bias, x)};
+  const auto r = norm::backward(backend, kLayerNormOp, grad, std::nullopt, x, weight, mean, rstd,
+                                layer_norm_options(0), weight_grad, bias_type);
+  return {r.x, norm::or_none(r.weight, x), norm::or_none(r.bias, x)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_forward_meta(const Tensor& x, const OptionalTensor& weight,

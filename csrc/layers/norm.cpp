@@ -65,6 +65,13 @@ const kernels::NormRows& cpu_rows(const Tensor& x) {
          : x.scalar_type() == at::kBFloat16 ? k.of_bf16
                                             : k.of_fp16;
 }
+// Returns the kernels for rows of dtype `row` whose y or gradient has dtype `out`, and for an x of dtype `x`.
+const kernels::NormRows& cpu_rows(at::ScalarType x, const Tensor& row, at::ScalarType out) {
+  if (row.scalar_type() == out) return cpu_rows(row);
+  const auto& k = cpu::norm();
+  if (x == at::kFloat) return out == at::kBFloat16 ? k.float_to_bf16 : k.float_to_fp16;
+  return out == at::kBFloat16 ? k.bf16_plus_float : k.fp16_plus_float;
+}
 // Returns a weight or bias plus `offset` as fp32, in the element order of the CPU kernels. If `vector` (the
 // weight or bias) is undefined, each element of the result is `none`.
 Tensor arranged(const Norm& norm, const Tensor& x, const Tensor& vector, float offset, float none) {
@@ -77,7 +84,10 @@ Tensor arranged(const Norm& norm, const Tensor& x, const Tensor& vector, float o
   return out;
 }
 
-Tensor like(const Tensor& x) { return in_huge_pages(at::empty(x.sizes(), x.options())); }
+Tensor like(const Tensor& x, at::ScalarType dtype) {
+  return in_huge_pages(at::empty(x.sizes(), x.options().dtype(dtype)));
+}
+Tensor like(const Tensor& x) { return like(x, x.scalar_type()); }
 Tensor statistic(const Tensor& x) {
   return at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(statistics_type(x)));
 }
@@ -97,10 +107,9 @@ Forward forward_double(const Tensor& x, const OptionalTensor& weight, const Opti
   return result;
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_double(const Tensor& grad, const OptionalTensor& grad_sum,
-                                                   const Tensor& x, const OptionalTensor& weight,
-                                                   const Tensor& mean, const Tensor& rstd, const Options& o,
-                                                   bool weight_grad, bool bias_grad) {
+Backward backward_double(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x,
+                         const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
+                         const Options& o, bool weight_grad, bool bias_grad) {
   const Tensor scale = rstd.unsqueeze(-1), h = (o.centred ? x - mean.unsqueeze(-1) : x) * scale;
   const Tensor g = weight.has_value() ? grad * (weight->to(at::kDouble) + o.offset) : grad;
   Tensor grad_x = g - h * (g * h).mean(-1, true);
@@ -108,14 +117,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_double(const Tensor& grad, const Opt
   grad_x = grad_x * scale;
   if (grad_sum.has_value()) grad_x = grad_x + *grad_sum;
   const auto columns = [&](const Tensor& t) { return t.reshape({rows_of(x), features_of(x)}).sum(0); };
-  return {grad_x, weight_grad ? columns(grad * h) : Tensor(), bias_grad ? columns(grad) : Tensor()};
+  return {grad_x, weight_grad ? columns(grad * h) : Tensor(), bias_grad ? columns(grad) : Tensor(), {}};
 }
 
 // Computes grad_x and, if wanted, the gradients of weight and bias. Threads first sum the gradients of weight
 // and bias over parts of the rows. The division into parts does not depend on the number of threads.
 std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackward io, const Tensor& x,
-                                       const Vectors& vectors, bool weight_grad, bool bias_grad) {
-  const auto& k = cpu_rows(x);
+                                       at::ScalarType grad, const Vectors& vectors, bool weight_grad,
+                                       bool bias_grad) {
+  const auto& k = cpu_rows(at::kFloat, x, grad);
   const int64_t rows = rows_of(x), features = problem.features;
   const Tensor weight = arranged(problem, x, vectors.weight, problem.offset, 1);
   io.weight = address(weight);
@@ -205,73 +215,97 @@ void check_vector(const char* op, const char* name, const Tensor& x, const Optio
               ", received ", t->sym_sizes(), " of ", t->scalar_type(), " on ", t->device());
 }
 
+void check_out_dtype(const char* op, const Tensor& x, const OptionalTensor& residual,
+                     c10::optional<at::ScalarType> out_dtype) {
+  const auto type = residual.has_value() ? residual->scalar_type() : x.scalar_type();
+  TORCH_CHECK(!out_dtype.has_value() || *out_dtype == type ||
+                  (type == at::kFloat && (*out_dtype == at::kBFloat16 || *out_dtype == at::kHalf)),
+              op, ": out_dtype: expected None, ", type, ", or bf16 or fp16 for rows of fp32, received ",
+              *out_dtype);
+}
+
 Forward forward(Backend backend, const char* op, const Tensor& x, const OptionalTensor& residual,
                 const OptionalTensor& weight, const OptionalTensor& bias, const Options& options) {
   const c10::OptionalDeviceGuard guard(x.device());
-  const auto type = x.scalar_type();
+  const Tensor row = residual.has_value() ? *residual : x;  // has the dtype in which rows are normalised
+  const auto type = row.scalar_type(), out = options.out_dtype.value_or(type);
   if (type == at::kDouble) {
     const Tensor sum = residual.has_value() ? x + *residual : Tensor();
     Forward result = forward_double(sum.defined() ? sum : x, weight, bias, options);
     result.sum = sum;
     return result;
   }
-  const Tensor source = x.contiguous(), other = residual.has_value() ? residual->contiguous() : Tensor();
-  const Vectors vectors = vectors_of(x, weight, bias);
-  Forward result{like(source), other.defined() ? like(source) : Tensor(),
+  const bool cuda = backend == Backend::kCuda;
+  // The CUDA kernels have one dtype for x, residual and y, so conversions surround them.
+  const Tensor source = (cuda ? x.to(type) : x).contiguous(),
+               other = residual.has_value() ? residual->contiguous() : Tensor();
+  const Vectors vectors = vectors_of(row, weight, bias);
+  Forward result{like(source, cuda ? type : out), other.defined() ? like(other) : Tensor(),
                  options.centred ? statistic(x) : Tensor(), statistic(x)};
-  if (x.numel() == 0) return result;
+  const auto finished = [&] {
+    result.y = result.y.to(out);
+    return result;
+  };
+  if (x.numel() == 0) return finished();
   const Norm norm = problem(x, options, vectors.wide);
   kernels::NormForward io{address(source),  address(other), address(vectors.weight), address(vectors.bias),
                           room(result.sum), room(result.y), floats(result.mean),     floats(result.rstd)};
-  if (backend == Backend::kCuda) {
+  if (cuda) {
     const auto& k = cuda::table<kernels::NormCuda>(kKernels);
     const auto run = type == at::kFloat      ? k.forward_float
                      : type == at::kBFloat16 ? k.forward_bf16
                                              : k.forward_fp16;
     check_launch(op, run(norm, io, rows_of(x), stream_of(x)));
-    return result;
+    return finished();
   }
-  const Tensor factors = arranged(norm, x, vectors.weight, norm.offset, 1);
+  const Tensor factors = arranged(norm, row, vectors.weight, norm.offset, 1);
   // A missing bias is replaced by -0, because x + (-0) is x even if x is -0.
-  const Tensor terms = norm.centred ? arranged(norm, x, vectors.bias, -0.f, -0.f) : Tensor();
+  const Tensor terms = norm.centred ? arranged(norm, row, vectors.bias, -0.f, -0.f) : Tensor();
   io.weight = address(factors);
   io.bias = address(terms);
-  const auto run = cpu_rows(x).forward;
+  const auto run = cpu_rows(x.scalar_type(), row, out).forward;
   at::parallel_for(0, rows_of(x), grain(norm.features),
                    [&](int64_t begin, int64_t end) { run(norm, io, begin, end); });
   return result;
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, const Tensor& grad,
-                                            const OptionalTensor& grad_sum, const Tensor& x,
-                                            const OptionalTensor& weight, const Tensor& mean,
-                                            const Tensor& rstd, const Options& options, bool weight_grad,
-                                            c10::optional<at::ScalarType> bias) {
+Backward backward(Backend backend, const char* op, const Tensor& grad, const OptionalTensor& grad_sum,
+                  const Tensor& x, const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
+                  const Options& options, bool weight_grad, c10::optional<at::ScalarType> bias,
+                  bool rounded_x) {
   const c10::OptionalDeviceGuard guard(x.device());
   if (x.scalar_type() == at::kDouble) {
-    auto [to_x, to_weight, to_bias] =
+    Backward result =
         backward_double(grad, grad_sum, x, weight, mean, rstd, options, weight_grad, bias.has_value());
-    return {to_x, weight_grad ? to_weight.to(weight->scalar_type()) : to_weight,
-            bias ? to_bias.to(*bias) : to_bias};
+    if (weight_grad) result.weight = result.weight.to(weight->scalar_type());
+    if (bias) result.bias = result.bias.to(*bias);
+    return result;
   }
-  const Tensor source = x.contiguous(), upstream = grad.contiguous();
+  const bool cuda = backend == Backend::kCuda;
+  const Tensor source = x.contiguous(), upstream = (cuda ? grad.to(x.scalar_type()) : grad).contiguous();
   const Tensor more = grad_sum.has_value() ? grad_sum->contiguous() : Tensor();
   const Vectors vectors = vectors_of(x, weight, std::nullopt);
-  const Tensor grad_x = like(source);
+  Backward result{like(source), {}, {}, rounded_x && !cuda ? like(source, grad.scalar_type()) : Tensor()};
   if (x.numel() == 0) {
     const auto none = [&](bool wanted, auto type) {
       return wanted ? at::zeros({features_of(x)}, x.options().dtype(type())) : Tensor();
     };
-    return {grad_x, none(weight_grad, [&] { return weight->scalar_type(); }),
-            none(bias.has_value(), [&] { return *bias; })};
+    result.weight = none(weight_grad, [&] { return weight->scalar_type(); });
+    result.bias = none(bias.has_value(), [&] { return *bias; });
+    if (rounded_x) result.rounded_x = result.x.to(grad.scalar_type(), false, /*copy=*/true);
+    return result;
   }
-  const kernels::NormBackward io{address(upstream), address(more), address(source), nullptr, floats(mean),
-                                 floats(rstd),      room(grad_x),  nullptr,         nullptr};
-  const auto run = backend == Backend::kCuda ? backward_cuda : backward_cpu;
+  const kernels::NormBackward io{address(upstream), address(more), address(source), nullptr,
+                                 floats(mean),      floats(rstd),  room(result.x),  room(result.rounded_x),
+                                 nullptr,           nullptr};
+  const Norm norm = problem(x, options, vectors.wide);
   auto [to_weight, to_bias] =
-      run(problem(x, options, vectors.wide), io, source, vectors, weight_grad, bias.has_value());
-  return {grad_x, weight_grad ? to_weight.to(weight->scalar_type()) : Tensor(),
-          bias ? to_bias.to(*bias) : Tensor()};
+      cuda ? backward_cuda(norm, io, source, vectors, weight_grad, bias.has_value())
+           : backward_cpu(norm, io, source, grad.scalar_type(), vectors, weight_grad, bias.has_value());
+  if (weight_grad) result.weight = to_weight.to(weight->scalar_type());
+  if (bias) result.bias = to_bias.to(*bias);
+  if (rounded_x && cuda) result.rounded_x = result.x.to(grad.scalar_type(), false, /*copy=*/true);
+  return result;
 }
 
 }  // namespace shoestring::layers::norm

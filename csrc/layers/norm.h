@@ -22,12 +22,17 @@ struct Options {
   double offset = 0;
   kernels::Upcast upcast = kernels::Upcast::kGemma;
   bool centred = false;
+  c10::optional<at::ScalarType> out_dtype = c10::nullopt;  // dtype of y; nullopt: the dtype of sum or x
 };
 
 /// check_x raises unless x is floating-point with at least one dimension, and eps is not negative.
 /// check_vector raises unless the weight or bias `t` fits x.
 void check_x(const char* op, const Tensor& x, double eps);
 void check_vector(const char* op, const char* name, const Tensor& x, const OptionalTensor& t);
+
+/// Raises unless `out_dtype` is nullopt, or bf16 or fp16 while x or, if given, the residual is fp32.
+void check_out_dtype(const char* op, const Tensor& x, const OptionalTensor& residual,
+                     c10::optional<at::ScalarType> out_dtype);
 
 struct Forward {
   // y: the normalised result. sum: x + residual; undefined without a residual. mean and rstd: one value per
@@ -37,19 +42,22 @@ struct Forward {
 Forward forward(Backend backend, const char* op, const Tensor& x, const OptionalTensor& residual,
                 const OptionalTensor& weight, const OptionalTensor& bias, const Options& options);
 
-/// Returns the gradients of x, weight and bias; grad_sum is added to the gradient of x. A gradient that is
-/// not wanted is undefined. mean: undefined for rms_norm. bias: the dtype of the bias's gradient, or nullopt
-/// if that gradient is not wanted.
-std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const char* op, const Tensor& grad,
-                                            const OptionalTensor& grad_sum, const Tensor& x,
-                                            const OptionalTensor& weight, const Tensor& mean,
-                                            const Tensor& rstd, const Options& options, bool weight_grad,
-                                            c10::optional<at::ScalarType> bias);
+struct Backward {
+  // Gradients that are not wanted are undefined. rounded_x: the gradient of x in the dtype of `grad`.
+  Tensor x, weight, bias, rounded_x;
+};
+/// Computes the gradients of x, weight and bias; grad_sum is added to the gradient of x. mean: undefined for
+/// rms_norm. bias: the dtype of the bias's gradient, or nullopt if that gradient is not wanted.
+Backward backward(Backend backend, const char* op, const Tensor& grad, const OptionalTensor& grad_sum,
+                  const Tensor& x, const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
+                  const Options& options, bool weight_grad, c10::optional<at::ScalarType> bias,
+                  bool rounded_x = false);
 
 /// Calls the operator _rms_norm_forward through PyTorch's dispatcher.
 std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const OptionalTensor& residual,
                                                          const OptionalTensor& weight, double eps,
-                                                         double offset, c10::string_view upcast);
+                                                         double offset, c10::string_view upcast,
+                                                         c10::optional<at::ScalarType> out_dtype);
 
 /// Returns t or, if t is undefined, an empty tensor, because operators cannot return undefined tensors.
 inline Tensor or_none(const Tensor& t, const Tensor& like) {

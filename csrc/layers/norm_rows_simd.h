@@ -18,6 +18,21 @@ constexpr int kRowsAtOnce = 2;
 
 using Row = Some<kWide>;  // elements of one step through a row
 
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
+// A 16-bit element type whose pairs have memory order. Kernels use it that combine 16-bit with fp32 elements.
+template <class E>
+struct InOrder : E {
+  using Type = typename E::Type;
+  static SHOESTRING_METHOD Pair load_pair(const Type* p) { return {E::load(p), E::load(p + kLanes)}; }
+  static SHOESTRING_METHOD void store_pair(Type* p, Pair x) { E::store(p, x.first, x.second); }
+  static SHOESTRING_METHOD Pair as_pair(Pair x) { return x; }
+  static SHOESTRING_METHOD Pair in_order(Pair x) { return x; }
+};
+
 SHOESTRING_INLINE F32 rounded(Float, F32 x) { return x; }
 SHOESTRING_INLINE F32 rounded(BFloat16, F32 x) { return as_float(rounded_bf16(x) & 0xffff0000u); }
 SHOESTRING_INLINE F32 rounded(Half, F32 x) { return from_fp16(to_fp16(x)); }

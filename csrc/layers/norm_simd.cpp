@@ -20,10 +20,12 @@ SHOESTRING_INLINE Row elements(const typename E::Type* p, int64_t n) {
 // get_any() loads elements of x.
 SHOESTRING_INLINE Row arranged(const float* p, int64_t n) { return get_some<Float, kWide>(p, n); }
 
-template <class E, Upcast kUpcast, bool kCentred, int kRows>
+// The template arguments In, E and Out are the element types of x, of the rows that are normalised (and of
+// the residual), and of y.
+template <class In, class E, class Out, Upcast kUpcast, bool kCentred, int kRows>
 SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, const float* weight,
-                                  const float* bias, const Statistics* of, const typename E::Type* source,
-                                  const typename E::Type* residual, typename E::Type* y) {
+                                  const float* bias, const Statistics* of, const typename In::Type* source,
+                                  const typename E::Type* residual, typename Out::Type* y) {
   F32 mean[kRows], scale[kRows];
   for (int r = 0; r < kRows; ++r) {
     mean[r] = splat(of[r].mean);
@@ -47,7 +49,7 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
         if (kUpcast != Upcast::kGemma) h = rounded_of_elements(E{}, h);
         v.value[k] = kCentred ? fma(h, w.value[k], b.value[k]) : h * w.value[k];
       }
-      put_any<E>(y + at, v, n);
+      put_any<Out>(y + at, v, n);
     }
   });
 }
@@ -93,13 +95,28 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type*
   }
 }
 
-template <class E, int kRows>
+// Returns the function write_rows for the options of a norm. Rounding to fp32 changes nothing, so all upcasts
+// of fp32 rows share one function.
+template <class In, class E, class Out, int kRows>
+SHOESTRING_INLINE auto writer_of(const Norm& norm) {
+  auto* write = write_rows<In, E, Out, Upcast::kGemma, false, kRows>;
+  if constexpr (kSame<In, E> && kSame<E, Out>)
+    if (norm.centred) return write_rows<In, E, Out, Upcast::kGemma, true, kRows>;
+  if constexpr (!kSame<E, Float>) {
+    if (norm.upcast == Upcast::kLlama) write = write_rows<In, E, Out, Upcast::kLlama, false, kRows>;
+    if (norm.upcast == Upcast::kNone) write = write_rows<In, E, Out, Upcast::kNone, false, kRows>;
+  }
+  return write;
+}
+
+template <class In, class E, class Out, int kRows>
 SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward& io, int64_t row) {
   using T = typename E::Type;
   const int64_t features = norm.features, first = row * features;
   const auto *weight = static_cast<const float*>(io.weight), *bias = static_cast<const float*>(io.bias);
-  const T *x = static_cast<const T*>(io.x) + first, *source = x;
+  const auto* source = static_cast<const typename In::Type*>(io.x) + first;
   const T* residual = io.residual == nullptr ? nullptr : static_cast<const T*>(io.residual) + first;
+  const T* x = residual == nullptr ? static_cast<const T*>(io.x) + first : nullptr;
   Statistics of[kRows];
   double squares[kRows];
   if (norm.centred) {
@@ -110,7 +127,7 @@ SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward
 #pragma GCC unroll 2
       for (int r = 0; r < kRows; ++r) {
         const int64_t at = r * features + i;
-        Row v = elements<E>(source + at, n);
+        Row v = elements<In>(source + at, n);
         if (residual != nullptr) {
           const Row more = elements<E>(residual + at, n);
 #pragma GCC unroll 4
@@ -130,18 +147,15 @@ SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward
     if (norm.centred) io.mean[row + r] = of[r].mean;
     io.rstd[row + r] = of[r].rstd;
   }
-  const auto write = norm.centred                    ? write_rows<E, Upcast::kGemma, true, kRows>
-                     : norm.upcast == Upcast::kGemma ? write_rows<E, Upcast::kGemma, false, kRows>
-                     : norm.upcast == Upcast::kLlama ? write_rows<E, Upcast::kLlama, false, kRows>
-                                                     : write_rows<E, Upcast::kNone, false, kRows>;
-  write(norm, x, weight, bias, of, source, residual, static_cast<T*>(io.y) + first);
+  writer_of<In, E, Out, kRows>(norm)(norm, x, weight, bias, of, source, residual,
+                                     static_cast<typename Out::Type*>(io.y) + first);
 }
 
-template <class E>
+template <class In, class E, class Out>
 void forward(const Norm& norm, const kernels::NormForward& io, int64_t begin, int64_t end) {
   int64_t row = begin;
-  for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) forward_rows<E, kRowsAtOnce>(norm, io, row);
-  for (; row < end; ++row) forward_rows<E, 1>(norm, io, row);
+  for (; row + kRowsAtOnce <= end; row += kRowsAtOnce) forward_rows<In, E, Out, kRowsAtOnce>(norm, io, row);
+  for (; row < end; ++row) forward_rows<In, E, Out, 1>(norm, io, row);
 }
 
 // Coefficients of a row's gradient. With h the normalised row and g = grad * weight, the gradient of x is
@@ -150,8 +164,8 @@ struct Slopes {
   float level, slope;  // level = -rstd mean(g), slope = -rstd mean(g h)
 };
 
-template <class E, bool kCentred, int kRows>
-SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, const typename E::Type* grad,
+template <class E, class Out, bool kCentred, int kRows>
+SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, const typename Out::Type* grad,
                                  const float* weight, const Statistics* of, Slopes* slopes) {
   // The first kLevels elements of `sums` are the sums of g = grad * weight, one per row, which only
   // layer_norm needs. The kRows elements after them are the sums of g * (x - mean).
@@ -167,7 +181,7 @@ SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, co
           ask_for(x + r * features + i, kRows * features, n);
           ask_for(grad + r * features + i, kRows * features, n);
           const Row v = elements<E>(x + r * features + i, n);
-          Row g = elements<E>(grad + r * features + i, n);
+          Row g = elements<Out>(grad + r * features + i, n);
 #pragma GCC unroll 4
           for (int k = 0; k < kWide; ++k) {
             F32& along = sums[kLevels + r][k % kChains];
@@ -186,18 +200,22 @@ SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, co
 
 // Computes the gradients of kRows rows together, so that the weight and the sums over rows are loaded and
 // stored once for all of them.
-template <class E, bool kCentred, bool kVectors, int kRows>
+template <class E, class Out, bool kCentred, bool kVectors, int kRows>
 SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
   using T = typename E::Type;
+  using Narrow = typename Out::Type;
   const int64_t features = norm.features, first = row * features;
-  const T *x = static_cast<const T*>(io.x) + first, *grad = static_cast<const T*>(io.grad) + first;
+  const T* x = static_cast<const T*>(io.x) + first;
+  const auto* grad = static_cast<const Narrow*>(io.grad) + first;
   const T* grad_sum = io.grad_sum == nullptr ? nullptr : static_cast<const T*>(io.grad_sum) + first;
   T* grad_x = static_cast<T*>(io.grad_x) + first;
+  Narrow* rounded_grad_x =
+      io.rounded_grad_x == nullptr ? nullptr : static_cast<Narrow*>(io.rounded_grad_x) + first;
   const auto* weight = static_cast<const float*>(io.weight);
   Statistics of[kRows];
   Slopes slopes[kRows];
   for (int r = 0; r < kRows; ++r) of[r] = {kCentred ? io.mean[row + r] : 0.f, io.rstd[row + r]};
-  slopes_of<E, kCentred, kRows>(features, x, grad, weight, of, slopes);
+  slopes_of<E, Out, kCentred, kRows>(features, x, grad, weight, of, slopes);
   F32 mean[kRows], rstd[kRows], level[kRows], slope[kRows];
   for (int r = 0; r < kRows; ++r) {
     mean[r] = splat(of[r].mean), rstd[r] = splat(of[r].rstd);
@@ -212,7 +230,7 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * features + i;
       ask_for<true>(grad_x + at, kRows * features, n);
-      const Row v = elements<E>(x + at, n), d = elements<E>(grad + at, n);
+      const Row v = elements<E>(x + at, n), d = elements<Out>(grad + at, n);
       Row result;
 #pragma GCC unroll 4
       for (int k = 0; k < kWide; ++k) {
@@ -229,25 +247,28 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
         for (int k = 0; k < kWide; ++k) result.value[k] += more.value[k];
       }
       put_any<E>(grad_x + at, result, n);
+      if constexpr (!kSame<E, Out>)
+        if (rounded_grad_x != nullptr) put_any<Out>(rounded_grad_x + at, result, n);
     }
     if (kVectors) put_some<Float>(io.grad_weight + i, to_weight, n);
     if (kVectors && kCentred) put_some<Float>(io.grad_bias + i, to_bias, n);
   });
 }
 
-template <class E, bool kCentred, bool kVectors>
+template <class E, class Out, bool kCentred, bool kVectors>
 void backward_all(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
   int64_t row = begin;
   for (; row + kRowsAtOnce <= end; row += kRowsAtOnce)
-    backward_rows<E, kCentred, kVectors, kRowsAtOnce>(norm, io, row);
-  for (; row < end; ++row) backward_rows<E, kCentred, kVectors, 1>(norm, io, row);
+    backward_rows<E, Out, kCentred, kVectors, kRowsAtOnce>(norm, io, row);
+  for (; row < end; ++row) backward_rows<E, Out, kCentred, kVectors, 1>(norm, io, row);
 }
 
-template <class E>
+template <class E, class Out>
 void backward(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
   const bool vectors = io.grad_weight != nullptr;
-  const auto run = norm.centred ? (vectors ? backward_all<E, true, true> : backward_all<E, true, false>)
-                                : (vectors ? backward_all<E, false, true> : backward_all<E, false, false>);
+  auto* run = vectors ? backward_all<E, Out, false, true> : backward_all<E, Out, false, false>;
+  if constexpr (kSame<E, Out>)
+    if (norm.centred) run = vectors ? backward_all<E, Out, true, true> : backward_all<E, Out, true, false>;
   run(norm, io, begin, end);
 }
 
@@ -288,12 +309,21 @@ void restore(const float* sums, const Norm& norm, void* out) {
   });
 }
 
+// Rows that are normalised in E. x is of type In, y and its gradient are of type Out.
+template <class In, class E, class Out>
+constexpr kernels::NormRows kRowsOf{forward<In, E, Out>, backward<E, Out>, arrange<E>, restore<E>};
 template <class E>
-constexpr kernels::NormRows kRows{forward<E>, backward<E>, arrange<E>, restore<E>};
+constexpr kernels::NormRows kRows = kRowsOf<E, E, E>;
+// Rows of fp32 with results of 16 bits are computed in memory order.
+template <class E>
+constexpr kernels::NormRows kRounded = kRowsOf<Float, Float, InOrder<E>>;
+template <class E>
+constexpr kernels::NormRows kAdded = kRowsOf<InOrder<E>, Float, InOrder<E>>;
 
 }  // namespace
 
 extern const kernels::NormTable norm;
-const kernels::NormTable norm{kRows<Float>, kRows<BFloat16>, kRows<Half>, sum_rows};
+const kernels::NormTable norm{kRows<Float>,   kRows<BFloat16>,  kRows<Half>,  kRounded<BFloat16>,
+                              kRounded<Half>, kAdded<BFloat16>, kAdded<Half>, sum_rows};
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

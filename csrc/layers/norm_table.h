@@ -34,6 +34,7 @@ struct NormBackward {
   const void *x, *weight;
   const float *mean, *rstd;
   void* grad_x;
+  void* rounded_grad_x;            // receives grad_x in the 16-bit dtype of `grad` as well; may be null
   float *grad_weight, *grad_bias;  // sums over rows that give the gradients of weight and bias
 };
 
@@ -63,6 +64,9 @@ struct NormTable {
   using Columns = void (*)(const float* parts, int64_t rows, int64_t stride, int64_t begin, int64_t end,
                            float* out);
   NormRows of_float, of_bf16, of_fp16;
+  // Rows of rms_norm that are normalised in fp32 while y and its gradient are bf16 or fp16. A residual is
+  // fp32. x is fp32 (`float_to_`), or has the dtype of y and is added to a residual (`_plus_float`).
+  NormRows float_to_bf16, float_to_fp16, bf16_plus_float, fp16_plus_float;
   Columns sum_rows;
 };
 

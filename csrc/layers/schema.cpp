@@ -18,17 +18,21 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // normalises x + residual and also returns this sum. weight: (features), of any floating-point dtype.
   // upcast: the values that are rounded to a 16-bit dtype before the multiplication by the weight. 'llama':
   // the normalised x. 'gemma': none. 'none': the reciprocal root, the normalised x and the weight.
+  // With out_dtype, y has that dtype: bf16 or fp16 for rows of fp32. x of that dtype may then be added to a
+  // residual of fp32.
   m.def(R"(rms_norm(Tensor x, Tensor? weight=None, *, float eps, float offset=0.,
-      str upcast='llama') -> Tensor)");
+      str upcast='llama', ScalarType? out_dtype=None) -> Tensor)");
   m.def(R"(add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, float eps, float offset=0.,
-      str upcast='llama') -> (Tensor y, Tensor sum))");
+      str upcast='llama', ScalarType? out_dtype=None) -> (Tensor y, Tensor sum))");
   // _rms_norm_forward and _rms_norm_backward compute rms_norm and add_rms_norm and their gradients. sum is x
   // + residual; it is empty without a residual. rstd has one value per row, fp64 for fp64, else fp32.
   // grad_sum, the gradient of sum, is added to grad_x. grad_weight is empty if it is not wanted.
+  // rounded_grad_x is grad_x in the dtype of grad_y; it is empty unless rounded_x is true.
   m.def(R"(_rms_norm_forward(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset,
-      str upcast) -> (Tensor y, Tensor sum, Tensor rstd))");
+      str upcast, ScalarType? out_dtype=None) -> (Tensor y, Tensor sum, Tensor rstd))");
   m.def(R"(_rms_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd,
-      float offset, bool weight_grad) -> (Tensor grad_x, Tensor grad_weight))");
+      float offset, bool weight_grad, bool rounded_x=False) -> (Tensor grad_x, Tensor grad_weight,
+      Tensor rounded_grad_x))");
   // layer_norm returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
   // _layer_norm_forward and _layer_norm_backward compute it and its gradients.
   m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor");

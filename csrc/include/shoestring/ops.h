@@ -346,10 +346,14 @@ struct RMSNormOptions {
   /// reciprocal root, the normalised row and the weight are rounded. The gradients are those of the function
   /// without rounding.
   TORCH_ARG(std::string, upcast) = "llama";
+  /// The dtype of the result: bf16 or fp16 for rows of fp32. Linear layers under autocast take such results
+  /// without another conversion. x of that dtype can be added to a residual of fp32.
+  TORCH_ARG(std::optional<at::ScalarType>, out_dtype) = std::nullopt;
 };
 
 /// Computes x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension, with fp32 sums. Returns
-/// x's dtype. weight (features), any floating-point dtype. Saves x and one number per row for backward.
+/// x's dtype or options.out_dtype. weight (features), any floating-point dtype. Saves x and one number per
+/// row for backward.
 SHOESTRING_API at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                                    const RMSNormOptions& options);
 /// Returns rms_norm(x + residual) and x + residual, computed in one pass.

@@ -1,5 +1,7 @@
 """Root-mean-square normalisation, alone or with the addition of a residual in the same pass."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ def rms_norm(
     eps: float,
     offset: float = 0.0,
     upcast: str = "llama",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension (arXiv 1910.07467).
 
@@ -29,12 +32,14 @@ def rms_norm(
             (Gemma and ``torch.nn.functional.rms_norm``): none of them. "none": the reciprocal root, the
             normalised row and the weight, as in code without casts. Gradients do not depend on upcast: they
             are the gradients of the function without intermediate rounding, rounded once.
+        out_dtype: dtype of the result: bf16 or fp16 for fp32 x. A linear layer under autocast takes such a
+            result as it is, and gives the same bits. None: the dtype of x.
 
     Returns:
-        The shape and dtype of x. Differentiable once.
+        The shape of x, in out_dtype. Differentiable once.
 
     Raises:
-        RuntimeError: weight does not fit x, or upcast is unknown.
+        RuntimeError: weight or out_dtype does not fit x, or upcast is unknown.
 
     Example:
         >>> x, weight = torch.randn(16, 64), torch.ones(64)
@@ -43,7 +48,9 @@ def rms_norm(
         >>> torch.allclose(y, expected, atol=1e-5)
         True
     """
-    result: Tensor = torch.ops.shoestring.rms_norm(x, weight, eps=eps, offset=offset, upcast=upcast)
+    result: Tensor = torch.ops.shoestring.rms_norm(
+        x, weight, eps=eps, offset=offset, upcast=upcast, out_dtype=out_dtype
+    )
     return result
 
 
@@ -55,21 +62,24 @@ def add_rms_norm(
     eps: float,
     offset: float = 0.0,
     upcast: str = "llama",
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(rms_norm(x + residual), x + residual)`` in one pass forward and one pass backward.
 
-    ``x + residual`` is rounded to the dtype of x. Both results have an upstream gradient. Backward computes
+    ``x + residual`` is rounded to the dtype of the residual. Both results have an upstream gradient. Backward computes
     the gradient of the norm and adds the upstream gradient of ``x + residual`` in the same pass.
 
     Args:
-        x, residual: (..., features), with the same dtype.
-        weight, eps, offset, upcast: as in ``rms_norm``.
+        x, residual: (..., features), with the same dtype. x may also have out_dtype while the residual is
+            fp32, as in a model under autocast.
+        weight, eps, offset, upcast, out_dtype: as in ``rms_norm``, for rows of the residual's dtype.
 
     Returns:
-        Two tensors with the shape and dtype of x: the normalised ``x + residual``, and ``x + residual``.
+        Two tensors with the shape of x: the normalised ``x + residual`` in out_dtype, and ``x + residual`` in
+        the dtype of the residual.
 
     Raises:
-        RuntimeError: weight or residual does not fit x, or upcast is unknown.
+        RuntimeError: weight, residual or out_dtype does not fit x, or upcast is unknown.
 
     Example:
         >>> x, residual = torch.randn(2, 16, 64)
@@ -78,7 +88,7 @@ def add_rms_norm(
         (torch.Size([16, 64]), True)
     """
     result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_rms_norm(
-        x, residual, weight, eps=eps, offset=offset, upcast=upcast
+        x, residual, weight, eps=eps, offset=offset, upcast=upcast, out_dtype=out_dtype
     )
     return result
 
@@ -90,9 +100,11 @@ def rms_norm_reference(
     eps: float,
     offset: float = 0.0,
     upcast: str = "llama",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``rms_norm`` in plain PyTorch."""
     wide = x if x.dtype == torch.float64 else x.float()
+    out = out_dtype or x.dtype
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     row = wide * rstd
     if upcast == "none":
@@ -100,9 +112,9 @@ def rms_norm_reference(
     if upcast == "llama":
         row = row.to(x.dtype).to(wide.dtype)
     if weight is None:
-        return row.to(x.dtype)
+        return row.to(out)
     factor = weight.to(wide.dtype) + offset
-    return (row * (factor.to(x.dtype) if upcast == "none" else factor)).to(x.dtype)
+    return (row * (factor.to(x.dtype) if upcast == "none" else factor)).to(out)
 
 
 def add_rms_norm_reference(
@@ -113,7 +125,9 @@ def add_rms_norm_reference(
     eps: float,
     offset: float = 0.0,
     upcast: str = "llama",
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``add_rms_norm`` in plain PyTorch."""
     total = x + residual
-    return rms_norm_reference(total, weight, eps=eps, offset=offset, upcast=upcast), total
+    options: dict[str, Any] = {"eps": eps, "offset": offset, "upcast": upcast, "out_dtype": out_dtype}
+    return rms_norm_reference(total, weight, **options), total

@@ -10,7 +10,7 @@ from test_patch import batch, build
 from torch import nn
 
 import shoestring
-from shoestring.integrations.transformers.layers import fuse_norms
+from shoestring.integrations.transformers.layers import ROUNDS, fuse_norms
 
 transformers = pytest.importorskip("transformers")
 
@@ -266,7 +266,9 @@ def test_under_autocast(name: str, dtype: torch.dtype) -> None:
     ids = batch()["input_ids"]
     with autocast(dtype):
         calls = operators(lambda: model(ids))
+        hidden = model.model(ids).last_hidden_state
     assert sum("shoestring::rope" in call for call in calls) == 2, calls
+    assert hidden.dtype == torch.float32
     for each in (model, plain):
         with autocast(dtype):
             loss = each(**batch_of(ids)).loss
@@ -279,6 +281,45 @@ def test_under_autocast(name: str, dtype: torch.dtype) -> None:
     )
     assert ours <= 1.1 * eager
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma2"])
+def test_norms_round_for_linear_layers(name: str) -> None:
+    """Under autocast, the norms before linear layers return bf16, and the logits have the same bits."""
+    model = make(name)
+    report = patch_layers(model)
+    assert str(report).count("rounded once under autocast") == 2
+    ids, seen = batch()["input_ids"], []
+    for part in ("self_attn", "mlp"):
+        getattr(model.model.layers[1], part).register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((*args, *kwargs.values())[0].dtype),
+            with_kwargs=True,
+        )
+    with autocast():
+        logits = model(ids).logits
+        assert seen == [torch.bfloat16] * 2 and model.model(ids).last_hidden_state.dtype == torch.float32
+        for module in model.modules():
+            if ROUNDS in module.__dict__:
+                module.__dict__[ROUNDS] = False
+        assert torch.equal(model(ids).logits, logits)
+    assert seen[4:] == [torch.float32] * 2
+    report.undo()
+    assert not any(ROUNDS in module.__dict__ for module in model.modules())
+
+
+def test_norms_that_more_than_linear_layers_read() -> None:
+    """A norm stays fp32 under autocast if its result is used besides in linear layers."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    class Reading(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x
+
+    model = make("Llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Reading
+    report = str(patch_layers(model))
+    assert "residual sum and norm together" in report and "rounded once" not in report
 
 
 def test_compiled_under_autocast() -> None:

@@ -89,6 +89,87 @@ def test_upcasts_round_where_they_say(capability: str, upcast: str, dtype: torch
     assert all((ours != other).double().mean() > 0.03 for other in others)
 
 
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_narrow_results_of_fp32_rows(capability: str, shape: tuple[int, int], out: torch.dtype) -> None:
+    """With out_dtype, y is the fp32 result rounded once, and gradients are as exact as eager PyTorch's.
+
+    x is fp32, or has the dtype of y and is added to a residual of fp32.
+    """
+    wide = inputs(*shape, torch.float32)
+    options: dict[str, Any] = {"offset": 0.25, "upcast": "gemma"}
+    for x_dtype in (torch.float32, out):
+        if x_dtype == torch.float32:
+            y = shoestring.rms_norm(wide["x"], wide["weight"], eps=EPS, out_dtype=out, **options)
+            plain = shoestring.rms_norm(wide["x"], wide["weight"], eps=EPS, **options)
+            assert torch.equal(y, plain.to(out))
+        given = {**wide, "x": wide["x"].to(x_dtype), "grad": wide["grad"].to(out)}
+        if x_dtype == out:
+            ours = results(shoestring.add_rms_norm, given, None, out_dtype=out, **options)
+            eager = results(add_rms_norm_reference, given, None, out_dtype=out, **options)
+        else:
+            ours, eager = (alone(f, given, out, options) for f in (shoestring.rms_norm, rms_norm_reference))
+        if x_dtype == out:
+            exact = results(add_rms_norm_reference, given, torch.float64, **options)
+        else:
+            exact = alone(rms_norm_reference, given, None, options, torch.float64)
+        for a, b, c in zip(ours, exact, eager, strict=True):
+            assert a.dtype == c.dtype and a.shape == c.shape
+            if a.numel():
+                terms = cancelled(given, b) if b.shape == shape else 0
+                slack = torch.finfo(torch.float32).eps * (2 + terms)
+                assert relative_error(a, b) <= 1.1 * relative_error(c, b) + slack
+
+
+def alone(
+    function: Any,
+    given: dict[str, Tensor],
+    out: torch.dtype | None,
+    options: dict[str, Any],
+    compute: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Return the result and gradients of ``rms_norm`` or its reference, computed in ``compute`` if given."""
+    x, weight, grad = (given[name].to(compute or given[name].dtype) for name in ("x", "weight", "grad"))
+    leaves = (x.detach().requires_grad_(), weight.detach().requires_grad_())
+    y = function(*leaves, eps=EPS, out_dtype=out, **options)
+    return [y, *torch.autograd.grad(y, leaves, grad.to(y.dtype))]
+
+
+def test_narrow_results_elsewhere(capability: str) -> None:
+    """Results in out_dtype keep NaNs, repeat on any number of threads, and take part in torch.compile."""
+    given = inputs(70, 100, torch.float32)
+    given |= {"x": given["x"].bfloat16(), "grad": given["grad"].bfloat16()}
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (threads, 1, 3):
+            torch.set_num_threads(count)
+            found.append(results(shoestring.add_rms_norm, given, None, out_dtype=torch.bfloat16))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+    compiled = torch.compile(shoestring.add_rms_norm, fullgraph=True, backend="aot_eager")
+    again = results(compiled, given, None, out_dtype=torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+    x = torch.ones(3, 70)
+    x[0, 3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    x[1, 69] = float("inf")
+    y = shoestring.rms_norm(x, eps=EPS, out_dtype=torch.bfloat16)
+    assert y[0].isnan().all() and y[1, :69].eq(0).all() and y[1, 69].isnan() and y[2].eq(1).all()
+    total = shoestring.add_rms_norm(
+        given["x"].requires_grad_(), given["residual"], eps=EPS, out_dtype=torch.bfloat16
+    )[1]
+    assert torch.autograd.grad(total.sum(), given["x"])[0].eq(1).all()
+    leaf, weight = torch.randn(4, 70, requires_grad=True), torch.rand(70, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.shoestring.rms_norm.default, (leaf, weight), {"eps": EPS, "out_dtype": torch.bfloat16}
+    )
+    torch.library.opcheck(
+        torch.ops.shoestring.add_rms_norm.default,
+        (leaf.detach().bfloat16().requires_grad_(), leaf, weight),
+        {"eps": EPS, "out_dtype": torch.bfloat16},
+    )
+
+
 def test_without_residual_or_weight(capability: str) -> None:
     given = inputs(7, 96, torch.float32)
     x = given["x"].requires_grad_()
@@ -247,6 +328,15 @@ def test_errors() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             shoestring.rms_norm(*arguments, **{"eps": EPS} | options)
+    message = "rms_norm: out_dtype: expected None, Float, or bf16 or fp16 for rows of fp32, received Double"
+    with pytest.raises(RuntimeError, match=message):
+        shoestring.rms_norm(x, eps=EPS, out_dtype=torch.float64)
+    message = "rms_norm: out_dtype: expected None, BFloat16, or"
+    with pytest.raises(RuntimeError, match=message):
+        shoestring.rms_norm(x.bfloat16(), eps=EPS, out_dtype=torch.float32)
+    message = "rms_norm: residual: expected .* With out_dtype the dtype of x, the residual may be fp32"
+    with pytest.raises(RuntimeError, match=message):
+        shoestring.add_rms_norm(x.bfloat16(), x, eps=EPS, out_dtype=torch.float16)
     message = r"rms_norm: residual: expected x's shape, dtype and device, \[3, 4\] of Float on \w+(:0)?, received \[4\]"
     with pytest.raises(RuntimeError, match=message):
         shoestring.add_rms_norm(x, torch.ones(4), eps=EPS)

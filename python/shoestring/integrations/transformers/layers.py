@@ -28,6 +28,9 @@ ROTATION = "apply_rotary_pos_emb"  # name of the rotary function in transformers
 MLP = ("gate_proj", "up_proj", "down_proj")
 # name of a method of a fused RMSNorm: returns the norm of x + residual, and x + residual
 ADD = "_shoestring_add"
+# Name of an attribute of a fused RMSNorm: True if only linear layers read its result, so that the norm may
+# round the result to the dtype of autocast.
+ROUNDS = "_shoestring_rounds"
 
 
 def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
@@ -62,7 +65,7 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
             what = f"fused RMSNorm, upcast {options['upcast']!r}" + (
                 ", offset 1" if options["offset"] else ""
             )
-            changes.append((name, what, derive(module, _rms_norm(type(module).forward, options))))
+            changes.append((name, what, derive(module, _rms_norm(type(module).forward, options), (ROUNDS,))))
     return changes, left
 
 
@@ -100,27 +103,34 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
     def widens(self: Any, x: Tensor) -> bool:
         return bool(options["upcast"] == "llama" and self.weight.dtype != x.dtype)
 
+    # The dtype to which the norm of `rows` is rounded under autocast, if any.
+    def rounds_to(self: Any, rows: Tensor) -> torch.dtype | None:
+        narrow = _autocast_dtype(rows)
+        fits = getattr(self, ROUNDS) and rows.dtype == torch.float32
+        return narrow if fits and narrow in (torch.bfloat16, torch.float16) else None
+
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
         result: Tensor
         if widens(self, x):
             result = original(self, x)
         else:
-            result = rms_norm(x, self.weight, eps=_eps(self, x), **options)
+            result = rms_norm(x, self.weight, eps=_eps(self, x), out_dtype=rounds_to(self, x), **options)
         return result
 
     def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if widens(self, x) or x.dtype != residual.dtype:
+        out = rounds_to(self, residual)
+        if widens(self, residual) or x.dtype not in (residual.dtype, out):
             total = residual + x
             return forward(self, total), total
-        return add_rms_norm(x, residual, self.weight, eps=_eps(self, x), **options)
+        return add_rms_norm(x, residual, self.weight, eps=_eps(self, residual), out_dtype=out, **options)
 
     def alone(self: Any, x: Tensor) -> dict[str, Any] | None:
         # Under autocast, attention rounds the wider result of a norm to the dtype of x anyway.
-        fits = x.shape[-1] == len(self.weight) and (not widens(self, x) or _autocasts_to(x))
+        fits = x.shape[-1] == len(self.weight) and (not widens(self, x) or x.dtype == _autocast_dtype(x))
         return {"weight": self.weight, "eps": _eps(self, x), "offset": options["offset"]} if fits else None
 
-    return {"forward": forward, ADD: add, JOINT: alone}
+    return {"forward": forward, ADD: add, JOINT: alone, ROUNDS: False}
 
 
 def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,10 +243,10 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
     return None
 
 
-def _autocasts_to(x: Tensor) -> bool:
-    """Return whether autocast is on for the device of x, with the dtype of x."""
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of autocast if autocast is on for the device of x, else None."""
     device = x.device.type
-    return torch.is_autocast_enabled(device) and x.dtype == torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) -> Callable[..., Any]:
@@ -250,7 +260,7 @@ def _rotation(original: Callable[..., Any], interleaved: bool, of_halves: bool) 
             and not cos.requires_grad
             # With tables of fp32, the original function returns q and k in fp32. Attention rounds them to
             # the dtype of autocast, to which the operator rounds them at once.
-            and (q.dtype == cos.dtype or (cos.dtype == torch.float32 and _autocasts_to(q)))
+            and (q.dtype == cos.dtype or (cos.dtype == torch.float32 and q.dtype == _autocast_dtype(q)))
         )
         ours = ours and not args and not kwargs
         q, k, norms = joint(q, k) if ours else (made(q), made(k), {})

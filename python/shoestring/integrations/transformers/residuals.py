@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive, has_only
-from shoestring.integrations.transformers.layers import ADD
+from shoestring.integrations.transformers.layers import ADD, ROUNDS
 
 # Attribute names of the norms in decoder layers of Llama, Qwen and Mistral in transformers.
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -32,21 +32,34 @@ def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Fo
     changes: list[Found] = []
     left: list[Left] = []
     layers = [(name, module) for name, module in model.named_modules() if _looks_so(module)]
-    fits = _tried(dict.fromkeys(type(layer) for _, layer in layers), layers, run)
+    tried = {kind: _Trial(kind, layers, run) for kind in dict.fromkeys(type(layer) for _, layer in layers)}
     for name, layer in layers:
         if "forward" in layer.__dict__:
             left.append((name, "a forward of its own, another library's"))
-        elif not fits[type(layer)]:
+        elif not tried[type(layer)].same:
             left.append((name, "a layer that does not add and normalise as Llama's or Gemma's"))
         else:
-            changes.append(
-                (
-                    name,
-                    "residual sum and norm together",
-                    derive(layer, {"forward": _forward(type(layer).forward)}),
-                )
-            )
+            rounds = tried[type(layer)].rounds
+            what = "residual sum and norm together" + ", rounded once under autocast" * rounds
+            undo = derive(layer, {"forward": _forward(type(layer).forward)})
+            changes.append((name, what, functools.partial(_undo, layer, undo) if rounds else undo))
+            if rounds:
+                for norm in _norms_before_products(layer):
+                    norm.__dict__[ROUNDS] = True
     return changes, left
+
+
+def _norms_before_products(layer: nn.Module) -> list[nn.Module]:
+    """Return the norms before the attention and before the MLP of a decoder layer."""
+    parts = layer._modules
+    norms = (parts[NORMS[0]], parts.get(INNER[0], parts[NORMS[1]]))
+    return [norm for norm in norms if norm is not None and hasattr(norm, ROUNDS)]
+
+
+def _undo(layer: nn.Module, restore: Callable[[], None]) -> None:
+    for norm in _norms_before_products(layer):
+        norm.__dict__.pop(ROUNDS, None)
+    restore()
 
 
 def _looks_so(module: nn.Module) -> bool:
@@ -60,43 +73,84 @@ def _looks_so(module: nn.Module) -> bool:
     )
 
 
-def _tried(
-    kinds: dict[type, None], layers: list[tuple[str, nn.Module]], run: Callable[[], object]
-) -> dict[type, bool]:
-    """Return, for each class of decoder layers, whether a layer of it gives the same output when fused."""
-    return {kind: _same(next(module for _, module in layers if type(module) is kind), run) for kind in kinds}
+class _Trial:
+    """The test of a class of decoder layers, on a layer with the arguments that the model gives to it.
+
+    Attributes:
+        same: whether the layer has the same output when it is fused.
+        rounds: whether, under autocast, the output has the same bits if the norms before attention and MLP
+            round their results. It has if only linear layers read these results.
+    """
+
+    def __init__(
+        self, kind: type[nn.Module], layers: list[tuple[str, nn.Module]], run: Callable[[], object]
+    ) -> None:
+        self.same = self.rounds = False
+        layer = next(module for _, module in layers if type(module) is kind)
+        call = _call(layer, run)
+        if call is None:
+            return
+        original = kind.forward
+        theirs, ours = (_output(layer, forward, call) for forward in (original, _forward(original)))
+        if theirs is None or ours is None or theirs.shape != ours.shape:
+            return
+        tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
+        self.same = bool((ours - theirs).norm() <= tolerance * theirs.norm())
+        self.rounds = self.same and all(
+            _rounds(layer, call, dtype) for dtype in (torch.bfloat16, torch.float16)
+        )
 
 
-def _same(layer: nn.Module, run: Callable[[], object]) -> bool:
-    calls: list[tuple[Any, dict[str, Any]]] = []
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _call(layer: nn.Module, run: Callable[[], object]) -> _Call | None:
+    """Return the arguments with which the model calls a layer, without a cache of keys and values."""
+    calls: list[_Call] = []
     hook = layer.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
     )
     try:
         run()
     except Exception:  # ignore errors of the model: patch() runs the model again later and reports them
-        return False
+        return None
     finally:
         hook.remove()
     if not calls:
-        return False
+        return None
     args, kwargs = calls[0]
-    kwargs = {key: None if key.startswith("past_key_value") else value for key, value in kwargs.items()}
-    original, training, results = type(layer).forward, layer.training, []
-    # training mode, so that the comparison includes dropout; both runs start from the same seed
+    return args, {key: None if key.startswith("past_key_value") else value for key, value in kwargs.items()}
+
+
+def _output(layer: nn.Module, forward: Callable[..., Any], call: _Call) -> Tensor | None:
+    """Return the output of a layer in training mode with a fixed seed, so that it includes dropout."""
+    training = layer.training
     layer.train()
     try:
-        for forward in (original, _forward(original)):
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                results.append(forward(layer, *args, **kwargs))
-        theirs, ours = results
-        tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
-        return theirs.shape == ours.shape and bool((ours - theirs).norm() <= tolerance * theirs.norm())
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            result: Tensor = forward(layer, *call[0], **call[1])
+            return result
     except Exception:  # raised if the layer's forward has another signature or returns no tensor
-        return False
+        return None
     finally:
         layer.train(training)
+
+
+def _rounds(layer: nn.Module, call: _Call, dtype: torch.dtype) -> bool:
+    norms = _norms_before_products(layer)
+    forward, device = _forward(type(layer).forward), next(layer.parameters()).device
+    with torch.autocast(device.type, dtype):
+        plain = _output(layer, forward, call)
+        try:
+            for norm in norms:
+                norm.__dict__[ROUNDS] = True
+            rounded = _output(layer, forward, call)
+        finally:
+            for norm in norms:
+                norm.__dict__.pop(ROUNDS, None)
+    # Outputs that are not finite, as of weights that fp16 cannot hold, show nothing.
+    return plain is not None and rounded is not None and torch.equal(plain.nan_to_num(), rounded.nan_to_num())
 
 
 def _forward(original: Callable[..., Any]) -> Callable[..., Any]:

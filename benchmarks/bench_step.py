@@ -55,7 +55,7 @@ class Benchmark:
         self.scale = "quick" if options.quick else "small" if options.losses else "full"
         self.report = Report("step", options)
 
-    def start(self, case: str, candidate: str, environment: dict[str, str] | None = None) -> Worker:
+    def start(self, case: str, candidate: str) -> Worker:
         options = {"scale": self.scale, "threads": self.options.threads}
         if CASES[case].family == "qlora":
             size = QLORA[self.scale][0]
@@ -63,7 +63,7 @@ class Benchmark:
             if not (folder / "config.json").is_file():
                 write_random_llama(folder, **SIZES[size])
             options["folder"] = str(folder)
-        return Worker(case, candidate, options, environment)
+        return Worker(case, candidate, options)
 
     def run(self, name: str) -> None:
         """Time the candidates of a case, and print its tables."""
@@ -75,6 +75,7 @@ class Benchmark:
         times: dict[str, list[float]] = {}
         memory: dict[str, dict[str, int]] = {}
         facts: dict[str, dict[str, Any]] = {}
+        profiles: dict[str, dict[str, Any]] = {}
         failed: dict[str, str] = {}
         groups = [[c] for c in candidates] if case.apart else [candidates]
         for group in groups:
@@ -91,9 +92,10 @@ class Benchmark:
                 times |= self.rounds(workers, failed)
                 for c in times.keys() & workers.keys() - {CEILING}:
                     memory[c] = workers[c].ask("memory")
+                if not self.options.no_profile:
+                    profiles |= self.profile(case, {c: times[c] for c in times if c in workers}, workers)
         self.print_case(name, times, memory, facts, failed)
-        if not self.options.no_profile:
-            self.profile(name, times)
+        self.print_profile(name, {c: profiles[c] for c in self.compared(case, times) if c in profiles})
         self.report.finish()
 
     def losses(self, name: str) -> None:
@@ -178,23 +180,25 @@ class Benchmark:
             ratio = statistics.median(p / o for p, o in zip(times[peer], times[best]))
             print(f"  {best} is {ratio:.2f} times as fast as the fastest peer, {peer}")
 
-    def profile(self, name: str, times: dict[str, list[float]]) -> None:
-        """Print where the time goes in shoestring's step and in the step of the fastest peer."""
-        case = CASES[name]
-        medians = {c: statistics.median(seconds) for c, seconds in times.items()}
-        peers = [c for c in medians if not case.candidates[c].ours]
-        chosen = [c for c in ("ours",) if c in medians] + ([min(peers, key=lambda c: medians[c])] if peers else [])  # fmt: skip
-        found: dict[str, dict[str, Any]] = {}
-        for c in chosen:
-            # Inductor then reports each of its kernels to the profiler.
-            worker = self.start(name, c, {"TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE": "1"})
+    def profile(
+        self, case: Case, times: dict[str, list[float]], workers: dict[str, Worker]
+    ) -> dict[str, dict[str, Any]]:
+        """Return where the time goes in shoestring's step and in the step of the fastest peer."""
+        found = {}
+        for c in self.compared(case, times):
             try:
-                worker.ask("prepare")
-                found[c] = worker.ask("profile", steps=1 if self.options.quick else 2)
+                found[c] = workers[c].ask("profile", steps=1 if self.options.quick or case.apart else 2)
             except Failed as error:
                 print(f"  no profile of {case.candidates[c].label}: {error}")
-            finally:
-                worker.close()
+        return found
+
+    def compared(self, case: Case, times: dict[str, list[float]]) -> list[str]:
+        """Return the names of shoestring's step and of the step of the fastest peer."""
+        medians = {c: statistics.median(seconds) for c, seconds in times.items() if c != CEILING}
+        peers = [c for c in medians if not case.candidates[c].ours]
+        return [c for c in ("ours",) if c in medians] + sorted(peers, key=lambda c: medians[c])[:1]
+
+    def print_profile(self, name: str, found: dict[str, dict[str, Any]]) -> None:
         if not found:
             return
         print(f"\n  {'where the time goes, ms per step':44}" + "".join(f"{c:>24}" for c in found))

@@ -26,16 +26,9 @@ class Worker:
     Args:
         case, candidate: names in CASES and in its candidates.
         options: "scale", "threads", "folder", and arguments of ``make``.
-        environment: variables that the process has besides those of this process.
     """
 
-    def __init__(
-        self,
-        case: str,
-        candidate: str,
-        options: dict[str, Any],
-        environment: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, case: str, candidate: str, options: dict[str, Any]) -> None:
         self.errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.step.worker"]
         self.process = subprocess.Popen(
@@ -44,7 +37,8 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=os.environ | (environment or {}),
+            # Inductor then names each of its kernels to the profiler.
+            env=os.environ | {"TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE": "1"},
             cwd=Path(__file__).parents[2],
         )
 

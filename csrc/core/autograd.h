@@ -91,6 +91,17 @@ inline bool used_once(const at::Tensor& upstream) {
          !torch::autograd::get_current_graph_task_keep_graph();
 }
 
+/// Returns whether backward may overwrite the saved tensor t: only the node that saved t and the caller's
+/// list of saved tensors refer to it, and no other tensor shares its memory. A tensor that hooks of saved
+/// tensors return never qualifies, because it shares its memory with the tensor of the hook.
+inline bool only_saved(const at::Tensor& t) {
+  if (is_traced(t) || !t.has_storage() || !t.is_contiguous() || t.storage().use_count() != 1) return false;
+  // A tensor that Python has seen is also referred to by its Python object, which then must have no other
+  // reference than the one by which the tensor keeps it.
+  const auto* python = t.unsafeGetTensorImpl()->pyobj_slot();
+  return t.use_count() == 2 || (t.use_count() == 3 && python->has_unique_reference());
+}
+
 /// Returns gradient * upstream for a scalar tensor `upstream`, the gradient of the loss. Multiplies in place
 /// if the saved `gradient` is not used again, which avoids another tensor of its size. If upstream is 1, the
 /// memory of the gradient is not even read.

@@ -3,9 +3,11 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
+#include "core/autograd.h"
 #include "core/cuda.h"
 #include "core/huge_pages.h"
 #include "core/tensors.h"
+#include "core/threads.h"
 
 namespace shoestring::layers::gated {
 
@@ -13,12 +15,10 @@ using at::Tensor;
 
 namespace {
 
-constexpr int64_t kGrain = int64_t{1} << 14;  // minimum number of elements per thread
-
 float* floats(const Tensor& t) { return t.data_ptr<float>(); }
 
 void forward_cpu(const kernels::GatedTable& k, const Tensor& gate, const Tensor& up, const Tensor& out) {
-  at::parallel_for(0, out.numel(), kGrain, [&](int64_t i, int64_t end) {
+  at::parallel_for(0, out.numel(), row_grain(3 * out.element_size()), [&](int64_t i, int64_t end) {
     if (gate.scalar_type() == at::kFloat)
       return k.forward_float(floats(gate) + i, floats(up) + i, end - i, floats(out) + i);
     const auto run = gate.scalar_type() == at::kBFloat16 ? k.forward_bf16 : k.forward_fp16;
@@ -28,7 +28,7 @@ void forward_cpu(const kernels::GatedTable& k, const Tensor& gate, const Tensor&
 
 void backward_cpu(const kernels::GatedTable& k, const Tensor& grad, const Tensor& gate, const Tensor& up,
                   const Tensor& grad_gate, const Tensor& grad_up, const Tensor& out) {
-  at::parallel_for(0, grad.numel(), kGrain, [&](int64_t i, int64_t end) {
+  at::parallel_for(0, grad.numel(), row_grain(5 * grad.element_size()), [&](int64_t i, int64_t end) {
     if (gate.scalar_type() == at::kFloat) {
       return k.backward_float(floats(grad) + i, floats(gate) + i, floats(up) + i, end - i,
                               floats(grad_gate) + i, floats(grad_up) + i,
@@ -108,6 +108,25 @@ std::tuple<Tensor, Tensor, Tensor> backward(Backend backend, const Kernels& kern
     backward_cpu(kernels.cpu, upstream, g, u, grad_gate, grad_up, out);
   }
   return {grad_gate, grad_up, out};
+}
+
+void backward_in_place(Backend backend, const Kernels& kernels, const Tensor& grad, const Tensor& gate,
+                       const Tensor& up) {
+  TORCH_CHECK(gate.is_contiguous() && up.is_contiguous() && up.scalar_type() != at::kDouble, kernels.name,
+              ": gate, up: expected contiguous tensors of fp32, bf16 or fp16 to write over, received ",
+              up.scalar_type(), " with strides ", gate.strides(), " and ", up.strides());
+  const auto run = [&](auto of_device, const auto& k) {
+    of_device(k, grad.contiguous(), gate, up, gate, up, Tensor());
+  };
+  if (backend == Backend::kCuda) {
+    run(backward_cuda, kernels.name);
+  } else {
+    run(backward_cpu, kernels.cpu);
+  }
+}
+
+bool may_overwrite(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+  return used_once(grad) && only_saved(gate) && only_saved(up) && up.scalar_type() != at::kDouble;
 }
 
 }  // namespace shoestring::layers::gated

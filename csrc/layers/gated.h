@@ -31,4 +31,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(Backend backend, const K
                                                         const at::Tensor& grad, const at::Tensor& gate,
                                                         const at::Tensor& up, bool with_product);
 
+/// Computes the gradients of gate and up, and writes them over gate and up, which must be contiguous and not
+/// fp64. Their new memory would cost more time than the computation: its pages must be cleared first.
+void backward_in_place(Backend backend, const Kernels& kernels, const at::Tensor& grad,
+                       const at::Tensor& gate, const at::Tensor& up);
+
+/// Returns whether a backward with the upstream gradient `grad` may overwrite the saved gate and up.
+bool may_overwrite(const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up);
+
 }  // namespace shoestring::layers::gated

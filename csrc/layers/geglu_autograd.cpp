@@ -4,6 +4,7 @@
 
 #include "core/autograd.h"
 #include "core/call.h"
+#include "layers/gated.h"
 
 namespace shoestring::layers {
 namespace {
@@ -28,13 +29,22 @@ class Geglu : public torch::autograd::Function<Geglu> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     const variable_list saved = ctx->get_saved_variables();
+    const auto approximate = ctx->saved_data["approximate"].toStringView();
+    if (gated::may_overwrite(grad_outputs[0], saved[0], saved[1])) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      static auto op =
+          find<void(const Tensor&, Tensor&, Tensor&, c10::string_view)>("shoestring::_geglu_backward_");
+      Tensor gate = saved[0].detach(), up = saved[1].detach();
+      op.call(grad_outputs[0], gate, up, approximate);
+      return {gate, up, Tensor()};
+    }
     std::tuple<Tensor, Tensor> gradients;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op =
           find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::string_view)>(
               "shoestring::_geglu_backward");
-      gradients = op.call(grad_outputs[0], saved[0], saved[1], ctx->saved_data["approximate"].toStringView());
+      gradients = op.call(grad_outputs[0], saved[0], saved[1], approximate);
     }
     return once_differentiable("geglu", {std::get<0>(gradients), std::get<1>(gradients), Tensor()});
   }

@@ -9,6 +9,7 @@
 #include "core/cuda.h"
 #include "core/huge_pages.h"
 #include "core/tensors.h"
+#include "core/threads.h"
 
 namespace shoestring::layers::norm {
 namespace {
@@ -16,7 +17,6 @@ namespace {
 using kernels::Norm;
 
 constexpr const char* kKernels = "norm";
-constexpr int64_t kGrain = int64_t{1} << 14;  // minimum number of elements per thread
 // On the CPU, sums over rows are computed in at most kParts parts of at least kLeastRows rows. This division
 // does not depend on the number of threads. Within a part, kShort rows are summed before their sum is added
 // to the total. A total of R rows thus has the rounding error of about kShort + R / kShort fp32 additions
@@ -31,7 +31,10 @@ constexpr int64_t kRowsEach = 8, kGroups = 1024;
 
 int64_t features_of(const Tensor& x) { return x.size(-1); }
 int64_t rows_of(const Tensor& x) { return x.numel() / std::max<int64_t>(1, features_of(x)); }
-int64_t grain(int64_t features) { return std::max<int64_t>(1, kGrain / features); }
+// Returns the minimum number of rows per thread for a loop that reads and writes `tensors` tensors like x.
+int64_t grain(const Tensor& x, int64_t tensors) {
+  return row_grain(tensors * features_of(x) * static_cast<int64_t>(x.element_size()));
+}
 
 // Weight and bias in the dtype in which kernels read them: x's dtype if both have it, else fp32.
 struct Vectors {
@@ -130,7 +133,7 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
   const Tensor weight = arranged(problem, x, vectors.weight, problem.offset, 1);
   io.weight = address(weight);
   if (!weight_grad && !bias_grad) {
-    at::parallel_for(0, rows, grain(features),
+    at::parallel_for(0, rows, grain(x, 3),
                      [&](int64_t begin, int64_t end) { k.backward(problem, io, begin, end); });
     return {};
   }
@@ -140,7 +143,7 @@ std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackwar
   // rows.
   const int64_t width = problem.centred ? 2 * features : features, room = each <= kShort ? width : 2 * width;
   const Tensor found = at::empty({parts, room}, x.options().dtype(at::kFloat));
-  at::parallel_for(0, parts, std::max<int64_t>(1, grain(features) / each), [&](int64_t first, int64_t last) {
+  at::parallel_for(0, parts, std::max<int64_t>(1, grain(x, 3) / each), [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
       const int64_t end = std::min(rows, (part + 1) * each);
       float *sums = floats(found) + part * room, *few_sums = sums + room - width;
@@ -264,7 +267,7 @@ Forward forward(Backend backend, const char* op, const Tensor& x, const Optional
   io.weight = address(factors);
   io.bias = address(terms);
   const auto run = cpu_rows(x.scalar_type(), row, out).forward;
-  at::parallel_for(0, rows_of(x), grain(norm.features),
+  at::parallel_for(0, rows_of(x), grain(x, other.defined() ? 4 : 2),
                    [&](int64_t begin, int64_t end) { run(norm, io, begin, end); });
   return result;
 }

@@ -12,6 +12,7 @@
 #include "core/cuda.h"
 #include "core/huge_pages.h"
 #include "core/tensors.h"
+#include "core/threads.h"
 #include "layers/norm_table.h"
 #include "layers/rope_table.h"
 
@@ -21,7 +22,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kRopeGrain = int64_t{1} << 14;  // minimum number of elements per thread
 // maximum number of partial sums over tokens on the CPU; independent of the number of threads
 constexpr int64_t kRopeParts = 128;
 // On CUDA, the gradients of q_weight and k_weight are first summed into at most kTeams partial sums, each
@@ -153,7 +153,7 @@ Run by_type(const Tensor& t, Run of_float, Run of_bf16, Run of_fp16) {
 
 int64_t rope_grain(const RopeProblem& p) {
   const int64_t heads = p.rope.sides[0].heads + p.rope.sides[1].heads;
-  return std::max<int64_t>(1, kRopeGrain / std::max<int64_t>(1, heads * p.rope.head_dim));
+  return row_grain(2 * heads * p.rope.head_dim * static_cast<int64_t>(p.outs[0].element_size()));
 }
 
 void run_rope_kernel(Backend backend, const RopeCall& call, const RopeProblem& p) {

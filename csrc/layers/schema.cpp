@@ -10,10 +10,13 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // swiglu returns silu(gate) * up, and _swiglu_backward returns the gradients of gate and up.
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("_swiglu_backward(Tensor grad_output, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  // _swiglu_backward_ writes the gradients over gate and up, which backward no longer needs.
+  m.def("_swiglu_backward_(Tensor grad_output, Tensor(a!) gate, Tensor(b!) up) -> ()");
   // geglu returns gelu(gate) * up, and _geglu_backward returns the gradients of gate and up. approximate:
   // 'tanh' or 'none', as in torch.nn.functional.gelu.
   m.def("geglu(Tensor gate, Tensor up, str approximate='none') -> Tensor");
   m.def("_geglu_backward(Tensor grad_output, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
+  m.def("_geglu_backward_(Tensor grad_output, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()");
   // rms_norm returns y = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension. add_rms_norm
   // normalises x + residual and also returns this sum. weight: (features), of any floating-point dtype.
   // upcast: the values that are rounded to a 16-bit dtype before the multiplication by the weight. 'llama':

@@ -34,6 +34,13 @@ std::tuple<Tensor, Tensor> run_swiglu_backward(const Tensor& grad, const Tensor&
   return {by_gate, by_up};
 }
 
+template <Backend backend>
+void run_swiglu_backward_in_place(const Tensor& grad, Tensor& gate, Tensor& up) {
+  gated::check_backward("_swiglu_backward_", grad, gate, up);
+  const c10::OptionalDeviceGuard guard(up.device());
+  gated::backward_in_place(backend, swiglu_kernels(), grad, gate, up);
+}
+
 Tensor swiglu_meta(const Tensor& gate, const Tensor& up) {
   check_swiglu(kSwigluOp, gate, up);
   return at::empty_symint(up.sym_sizes(), up.options());
@@ -42,17 +49,24 @@ std::tuple<Tensor, Tensor> swiglu_backward_meta(const Tensor& grad, const Tensor
   return {at::empty_symint(gate.sym_sizes(), gate.options()), at::empty_symint(up.sym_sizes(), up.options())};
 }
 
+void swiglu_backward_in_place_meta(const Tensor& grad, Tensor& gate, Tensor& up) {
+  gated::check_backward("_swiglu_backward_", grad, gate, up);
+}
+
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("swiglu", run_swiglu<Backend::kCpu>);
   m.impl("_swiglu_backward", run_swiglu_backward<Backend::kCpu>);
+  m.impl("_swiglu_backward_", run_swiglu_backward_in_place<Backend::kCpu>);
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
   m.impl("swiglu", run_swiglu<Backend::kCuda>);
   m.impl("_swiglu_backward", run_swiglu_backward<Backend::kCuda>);
+  m.impl("_swiglu_backward_", run_swiglu_backward_in_place<Backend::kCuda>);
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("swiglu", swiglu_meta);
   m.impl("_swiglu_backward", swiglu_backward_meta);
+  m.impl("_swiglu_backward_", swiglu_backward_in_place_meta);
 }
 
 }  // namespace

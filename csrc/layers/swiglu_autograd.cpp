@@ -4,6 +4,7 @@
 
 #include "core/autograd.h"
 #include "core/call.h"
+#include "layers/gated.h"
 
 namespace shoestring::layers {
 namespace {
@@ -26,6 +27,13 @@ class Swiglu : public torch::autograd::Function<Swiglu> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     const variable_list saved = ctx->get_saved_variables();
+    if (gated::may_overwrite(grad_outputs[0], saved[0], saved[1])) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      static auto op = find<void(const Tensor&, Tensor&, Tensor&)>("shoestring::_swiglu_backward_");
+      Tensor gate = saved[0].detach(), up = saved[1].detach();
+      op.call(grad_outputs[0], gate, up);
+      return {gate, up};
+    }
     std::tuple<Tensor, Tensor> gradients;
     {
       at::AutoDispatchBelowADInplaceOrView below;

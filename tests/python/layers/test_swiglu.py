@@ -1,5 +1,8 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import shoestring
 from conftest import relative_error
@@ -77,3 +80,44 @@ def test_errors() -> None:
         shoestring.swiglu(torch.ones(3), torch.ones(4))
     with pytest.raises(RuntimeError, match="swiglu: up: expected fp32, fp64, bf16 or fp16, received Int"):
         shoestring.swiglu(torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32))
+
+
+HOLDERS = ["nothing", "user", "hooks", "detached", "view", "same", "graph"]
+
+
+@pytest.mark.parametrize("function", [shoestring.swiglu, shoestring.geglu], ids=["swiglu", "geglu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_gradients_replace_inputs_that_nothing_else_holds(
+    function: Any, dtype: torch.dtype, holder: str
+) -> None:
+    """Backward writes its results over gate and up only if it is their sole owner; gradients stay equal."""
+    x = torch.randn(2, 40, 33, dtype=dtype)
+    leaf = x.clone().requires_grad_()
+    gate, up = (leaf * 2).unbind() if holder == "view" else (leaf[0] * 2, leaf[1] * 2)
+    up = gate if holder == "same" else up
+    addresses, seen = {gate.data_ptr(), up.data_ptr()}, []
+    for part in (gate, up):
+        part.grad_fn.register_prehook(lambda grads: seen.append(grads[0].data_ptr()))
+    held: list[Tensor] = []
+    if holder == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            y = function(gate, up)
+    else:
+        y = function(gate, up)
+    if holder in ("user", "detached"):
+        held = [gate, up] if holder == "user" else [gate.detach(), up.detach()]
+    copies = [t.detach().clone() for t in held]
+    del gate, up, part
+    y.sum().backward(retain_graph=holder == "graph")
+    assert addresses.isdisjoint(seen) == (holder != "nothing" or dtype == torch.float64)
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+
+    again = x.clone().requires_grad_()
+    gate, up = (again * 2).unbind()
+    function(gate, gate if holder == "same" else up).sum().backward()
+    assert torch.equal(leaf.grad, again.grad)
+    if holder == "graph":
+        leaf.grad = None
+        y.sum().backward()
+        assert torch.equal(leaf.grad, again.grad)

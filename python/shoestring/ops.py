@@ -10,6 +10,7 @@ from shoestring.adapters.lora_linear import (
 )
 from shoestring.attention.attention import AttentionResult, attention, attention_reference
 from shoestring.gemm.addmm import addmm_, addmm_reference
+from shoestring.gemm.linear import linear, linear_group, linear_reference
 from shoestring.layers.geglu import geglu, geglu_reference
 from shoestring.layers.layer_norm import layer_norm, layer_norm_reference
 from shoestring.layers.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -108,12 +109,15 @@ __all__ = [
     "lamb_reference",
     "layer_norm",
     "layer_norm_reference",
+    "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
     "linear_cross_entropy_shard",
     "linear_cross_entropy_with_stats",
     "linear_distillation",
     "linear_distillation_reference",
+    "linear_group",
+    "linear_reference",
     "lion_",
     "lion_reference",
     "lora_linear",

@@ -6,4 +6,5 @@
 #include <shoestring/nn/gated_mlp.h>
 #include <shoestring/nn/linear.h>
 #include <shoestring/nn/norm.h>
+#include <shoestring/nn/plain_linear.h>
 #include <shoestring/nn/quantized_linear.h>

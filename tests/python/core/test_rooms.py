@@ -28,7 +28,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "offload": ("core", "quantization"),
     "optim": ("core", "files", "gemm", "offload", "quantization"),
     "checkpoint": ("core", "offload"),
-    "integrations": ("adapters", "attention", "core", "files", "layers", "losses", "quantization"),
+    "integrations": ("adapters", "attention", "core", "files", "gemm", "layers", "losses", "quantization"),
     "data": ("core", "files", "integrations", "offload"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
@@ -47,6 +47,8 @@ HEADERS = {
     "placeholder.h": "core",
     "version.h": "core",
     "safetensors.h": "files",
+    "linear.h": "gemm",
+    "nn/plain_linear.h": "gemm",
     "nn/quantized_linear.h": "quantization",
     "nn/norm.h": "layers",
     "nn/adapter.h": "adapters",

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+
+#include <shoestring/export.h>
+
+namespace shoestring {
+
+/// The products of a linear layer, as bits of LinearOptions::library.
+enum LinearProduct : int64_t { kLinearForward = 1, kLinearGradX = 2, kLinearGradWeight = 4 };
+
+struct LinearOptions {
+  /// A tensor (..., out_features) that is added to the result in the same product. If its dtype is wider, the
+  /// result has its dtype. linear_group accepts none.
+  TORCH_ARG(std::optional<at::Tensor>, residual) = std::nullopt;
+  /// The dtype to which the operands of the product are rounded, and the dtype of the result. The default is
+  /// the dtype of x; under autocast, the autocast dtype.
+  TORCH_ARG(std::optional<at::ScalarType>, dtype) = std::nullopt;
+  /// The sum of the products that PyTorch's BLAS library computes on the CPU. This package computes the
+  /// others. The results differ within rounding.
+  TORCH_ARG(int64_t, library) = 0;
+};
+
+/// Computes x W^T + bias, as torch::nn::functional::linear does, for a trainable weight W (out_features,
+/// in_features). x and the weight keep their dtypes under autocast, and so do their gradients. Backward saves
+/// x, rounded to the dtype of the product, and can be differentiated.
+SHOESTRING_API at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+                                 const std::optional<at::Tensor>& bias = std::nullopt,
+                                 const LinearOptions& options = {});
+
+/// Computes x W^T + bias for several layers that read the same x. `biases` is empty, or holds one bias or
+/// nullopt for each weight. x is saved once, and the products of backward add up its gradient.
+SHOESTRING_API std::vector<at::Tensor> linear_group(const at::Tensor& x, at::TensorList weights,
+                                                    const std::vector<std::optional<at::Tensor>>& biases = {},
+                                                    const LinearOptions& options = {});
+
+}  // namespace shoestring

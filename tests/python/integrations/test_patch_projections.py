@@ -61,11 +61,11 @@ def test_same_loss_and_gradients(case: str, first: bool) -> None:
     extra = {"num_local_experts": 4} if name == "Mixtral" else {"head_dim": 16} if name == "Gemma" else {}
     plain, patched = adapt(build(name, **extra), **options), build(name, **extra)
     if first:
-        report = shoestring.patch(patched, attention=False, norms=False, rope=False, mlp=False)
+        report = shoestring.patch(patched, attention=False, norms=False, rope=False, mlp=False, linear=False)
         adapt(patched, **options)
     else:
         report = shoestring.patch(
-            adapt(patched, **options), attention=False, norms=False, rope=False, mlp=False
+            adapt(patched, **options), attention=False, norms=False, rope=False, mlp=False, linear=False
         )
     assert len(report.changes) == 1 + fused, str(report)
     for ours, expected in zip(step(patched), step(plain), strict=True):
@@ -83,7 +83,7 @@ def test_same_loss_and_gradients(case: str, first: bool) -> None:
 def test_trained_weights() -> None:
     """If a model has no adapters, fusing its projections does not change a bit of its logits."""
     plain, patched = build(), build()
-    shoestring.patch(patched, attention=False, norms=False, rope=False, mlp=False)
+    shoestring.patch(patched, attention=False, norms=False, rope=False, mlp=False, linear=False)
     assert torch.equal(step_logits(patched), step_logits(plain))
 
 

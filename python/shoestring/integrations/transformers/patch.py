@@ -16,6 +16,7 @@ from shoestring.integrations.transformers.head import has_meta, weights
 from shoestring.integrations.transformers.head_norms import fuse_head_norms
 from shoestring.integrations.transformers.layers import fuse_mlps, fuse_norms, fuse_rotations
 from shoestring.integrations.transformers.logits import Logits
+from shoestring.integrations.transformers.products import Products, by_measurement, by_rule
 from shoestring.integrations.transformers.projections import fuse
 from shoestring.integrations.transformers.residuals import fuse_residuals
 
@@ -39,6 +40,7 @@ class PatchReport:
     Attributes:
         changes: the changes, in the order in which they were made.
         left: pairs of a module that was left unchanged and the reason.
+        measured: the time and memory that measurements of linear layers took; empty if nothing was measured.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,6 +54,7 @@ class PatchReport:
 
     changes: list[Change]
     left: list[tuple[str, str]] = field(default_factory=list)
+    measured: str = ""
 
     def undo(self) -> None:
         """Undo every change, the last one first. A second call does nothing.
@@ -65,7 +68,8 @@ class PatchReport:
 
     def __str__(self) -> str:
         lines = [f"{change.where}: {change.what}" for change in self.changes] or ["nothing is patched"]
-        return "\n".join(lines + [f"{where}: left alone: {why}" for where, why in self.left])
+        lines += [f"{where}: left alone: {why}" for where, why in self.left]
+        return "\n".join(lines + [self.measured] * bool(self.measured))
 
 
 def patch(
@@ -77,6 +81,7 @@ def patch(
     norms: bool = True,
     rope: bool = True,
     mlp: bool = True,
+    linear: bool | None = False,
     workspace_mb: int = 0,
 ) -> PatchReport:
     """Make a Hugging Face causal language model use fused operators and compute its loss without logits.
@@ -110,6 +115,15 @@ def patch(
     - Rotary embeddings, with the per-head norms of queries and keys before them, if any.
     - The gated products of SwiGLU and GeGLU MLPs.
 
+    Linear layers: trainable dense ``nn.Linear`` layers become the operators :func:`shoestring.linear` and
+    :func:`shoestring.linear_group`. Query, key and value share one call, and so do gate and up. Under
+    autocast, weights and activations are rounded while they are multiplied, and gradients are computed in
+    the dtypes of the weights. The layers stay ``nn.Linear`` modules; their parents call the operators
+    instead. Each call of a layer decides whether this is possible: a layer that has hooks, another class, a
+    quantised weight or an adapter is called as usual, and so are layers on a GPU and batches of fewer than
+    32 tokens. A direct layer of the model, such as the output layer, and a layer in an ``nn.Sequential`` stay
+    unchanged.
+
     Only this model instance changes: it gets its own class, derived from its former class and with the same
     name. A deep copy or a pickle of the model has no changes. ``save_pretrained`` writes the same files
     before and after ``undo()``. Two threads must not run the forward of one instance at the same time.
@@ -124,6 +138,11 @@ def patch(
             unchanged.
         attention: False leaves the attention implementation unchanged.
         norms, rope, mlp: False leaves norms, rotary embeddings or the activations of MLPs unchanged.
+        linear: whether trainable dense layers use shoestring's operators. None uses them where whole training
+            steps were measured faster: in bf16, autocast included, on CPUs with AMX. True measures the products of this
+            model, chooses the faster one for each, and leaves a layer to PyTorch if PyTorch is faster.
+            Products by the two libraries differ within rounding, so two processes that measure may
+            differ in the last bits. The rule gives the same bits in every process.
         workspace_mb: the argument of ``linear_cross_entropy``.
 
     Returns:
@@ -191,8 +210,12 @@ def patch(
             changes, left = fused(target)
             report.changes += [Change(*change) for change in changes]
             report.left += left
-    if projections:
-        report.changes += [Change(*change) for change in fuse(target)]
+    products = None if linear is False else Products(by_measurement if linear else by_rule)
+    if projections or products is not None:
+        changes, left = fuse(target, adapters=projections, products=products)
+        report.changes += [Change(*change) for change in changes]
+        report.left += left
+        report.measured = "" if products is None else str(products)
     tolerance = 1e-4 if next(target.parameters()).dtype in (torch.float32, torch.float64) else 3e-2
 
     def check() -> None:

@@ -1,0 +1,210 @@
+"""shoestring.patch(linear=True) computes trainable dense layers by linear and linear_group."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shoestring
+from conftest import relative_error
+from shoestring.gemm.linear import PRODUCTS
+from shoestring.integrations.transformers import products
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose ours for every group, whatever this CPU would measure."""
+    monkeypatch.setattr(products, "_measure", lambda key, _: ("forward",))
+    monkeypatch.setattr(products, "_measured", {})
+
+
+def build(name: str = "Llama", **extra: Any) -> Any:
+    transformers.logging.set_verbosity_error()
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+    torch.manual_seed(0)
+    return getattr(transformers, name + "ForCausalLM")(
+        getattr(transformers, name + "Config")(**sizes | extra)
+    )
+
+
+def alone(model: Any, linear: bool | None = True) -> shoestring.PatchReport:
+    return shoestring.patch(model, attention=False, norms=False, rope=False, mlp=False, linear=linear)
+
+
+def step(model: Any) -> list[Tensor]:
+    """Return the loss of a step and the gradients of all trained parameters."""
+    ids = torch.arange(66).remainder(97).view(2, 33)
+    loss = model(input_ids=ids, labels=ids).loss
+    return [loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
+
+
+class Calls(TorchDispatchMode):
+    """Count the calls of each of shoestring's linear operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.group = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.linear += func is torch.ops.shoestring.linear.default
+        self.group += func is torch.ops.shoestring.linear_group.default
+        return func(*args, **(kwargs or {}))
+
+
+def calls(model: Any) -> tuple[int, int]:
+    """Return how often a forward with gradients calls linear (one layer) and linear_group (several)."""
+    with Calls() as counted:
+        step(model)
+    return counted.linear, counted.group
+
+
+# Qwen2 has biases; Gemma has another activation; Mixtral has no Llama-style MLP.
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma", "Mixtral"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_same_loss_and_gradients(name: str, autocast: bool) -> None:
+    extra = {"num_local_experts": 4} if name == "Mixtral" else {"head_dim": 16} if name == "Gemma" else {}
+    plain, patched = build(name, **extra), build(name, **extra)
+    alone(plain, linear=False)
+    report = alone(patched)
+    assert not report.left and "linear layers q_proj/k_proj/v_proj, o_proj" in str(report)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for ours, expected in zip(step(patched), step(plain), strict=True):
+            assert ours.dtype == expected.dtype
+            assert relative_error(ours, expected) <= (5e-2 if autocast else 2e-5)
+    report.undo()
+    assert all("Member" not in type(m).__name__ for m in patched.modules())
+    assert all(torch.equal(a, b) for a, b in zip(step(patched), step(build(name, **extra)), strict=True))
+
+
+def test_one_call_for_each_group() -> None:
+    model = build()
+    assert calls(model) == (0, 0)
+    report = shoestring.patch(model, linear=True)
+    # per layer: o_proj and down_proj alone; q/k/v and gate/up as groups. A layer alone without a residual is
+    # a call of linear_group in autograd.
+    linear, group = calls(model)
+    assert linear + group == 2 * 4
+    report.undo()
+    assert calls(model) == (0, 0)
+
+
+def test_hooks_and_other_layers() -> None:
+    """A hooked, parametrized, frozen or quantised layer, or one of another class, is called as usual."""
+
+    class Other(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 2
+
+    model = build()
+    layers = model.model.layers
+    layers[0].self_attn.o_proj.__class__ = Other
+    layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
+    parametrizations.weight_norm(layers[1].self_attn.o_proj)
+    expected = step(model)
+    report = alone(model)
+    reasons = dict(report.left)
+    assert reasons["model.layers.0.self_attn.o_proj"] == "a subclass of nn.Linear"
+    assert "hooks" in reasons["model.layers.1.mlp.down_proj"]
+    for ours, exact in zip(step(model), expected, strict=True):
+        assert relative_error(ours, exact) <= 2e-5
+    # Hooks that are added later still run, on single layers and within groups.
+    seen: list[str] = []
+    for name in ("k_proj", "o_proj"):
+        layer = layers[0].self_attn.get_submodule(name)
+        layer.register_forward_pre_hook(lambda *_, name=name: seen.append(name))
+    layers[0].mlp.down_proj.register_full_backward_hook(lambda *_: seen.append("backward"))
+    for ours, exact in zip(step(model), expected, strict=True):
+        assert relative_error(ours, exact) <= 2e-5
+    assert seen == ["k_proj", "o_proj", "backward"]
+
+
+def test_frozen_tied_and_quantised() -> None:
+    model = build()
+    model.model.layers[0].requires_grad_(False)
+    a, b = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    a.k_proj.weight = a.v_proj.weight
+    expected = step(model)
+    report = alone(model)
+    assert not any("layers.0" in c.where and "linear layers" in c.what for c in report.changes)
+    for ours, exact in zip(step(model), expected, strict=True):
+        assert relative_error(ours, exact) <= 2e-5
+    # A layer that gets an adapter or a quantised weight after the patch is computed as such.
+    shoestring.lora.apply(model, rank=4, alpha=8, quantize="nf4")
+    assert type(b.down_proj) is not nn.Linear
+    loss = step(model)[0]
+    report.undo()
+    torch.testing.assert_close(loss, step(model)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_copies_pickles_and_few_tokens() -> None:
+    model = build().eval()
+    ids = torch.tensor([[5, 6, 7]])
+    expected = model(input_ids=ids).logits
+    report = alone(model)
+    layer = model.model.layers[0]
+    assert type(copy.deepcopy(layer.mlp)).__mro__[0] is type(build().model.layers[0].mlp)
+    assert type(pickle.loads(pickle.dumps(layer.self_attn))) is type(build().model.layers[0].self_attn)
+    # Generation has few tokens, and those products are left to PyTorch.
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, expected)
+    report.undo()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    plain, patched = build().train(), build().train()
+    alone(plain, linear=False)
+    alone(patched)
+    for model in (plain, patched):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    results = []
+    for model in (patched, plain):
+        ids = torch.arange(66).remainder(97).view(2, 33)
+        model(input_ids=ids, labels=ids).loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    for ours, expected in zip(*results, strict=True):
+        assert relative_error(ours, expected) <= 2e-5
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_compiles(autocast: bool) -> None:
+    model = build()
+    shoestring.patch(model, linear=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = step(model)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        for ours, exact in zip(step(compiled), expected, strict=True):
+            assert relative_error(ours, exact) <= (5e-2 if autocast else 1e-5)
+
+
+def test_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "_measured", {})
+    monkeypatch.setattr(products, "MOST_FLOP", 1e6)
+    model = build()
+    report = alone(model)
+    assert "linear layers: measured" in report.measured and report.measured in str(report)
+    faster = set(products._measured.values())
+    assert all(library is None or set(library) <= set(PRODUCTS) for library in faster)
+    report.undo()
+    # A second model with the same shapes measures nothing.
+    assert alone(build()).measured == ""
+
+
+def test_choice_of_none_and_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_measure", lambda key, _: None)
+    report = alone(build())
+    assert {why for _, why in report.left} == {"PyTorch's products are faster on this CPU"}
+    assert all("linear layers" not in change.what for change in report.changes)
+    report = alone(build(), linear=None)
+    assert report.measured == ""

@@ -8,6 +8,14 @@ TORCH_LIBRARY(shoestring, m) {
   // that build.
   m.def("_cpu_capability() -> str");
   m.def("_set_cpu_capability(str name) -> bool");
+  // The allocator of CPU tensors (shoestring/host_allocator.h). _host_allocator_stats returns the members of
+  // HostAllocatorStats in their order.
+  m.def("_host_allocator_enable(int? limit=None) -> ()");
+  m.def("_host_allocator_disable() -> ()");
+  m.def("_host_allocator_is_enabled() -> bool");
+  m.def("_host_allocator_stats() -> int[]");
+  m.def("_host_allocator_reset_peaks() -> ()");
+  m.def("_host_allocator_empty_cache() -> int");
   // Multiplies x in place by a factor (one element). Does nothing if the factor is 1; on CUDA, the kernel
   // tests for 1. Backward passes use _scale_ to scale saved gradients.
   m.def("_scale_(Tensor(a!) x, Tensor factor) -> ()");

@@ -20,6 +20,11 @@ from shoestring.checkpoint import (  # noqa: E402
     tiled,
     tiled_features,
 )
+from shoestring.core.host_allocator import (  # noqa: E402
+    HostAllocator,
+    HostAllocatorStats,
+    host_allocator,
+)
 from shoestring.integrations.transformers import (  # noqa: E402
     PatchReport,
     load_quantized,
@@ -58,6 +63,8 @@ from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E4
 
 __all__ = [
     "CheckpointReport",
+    "HostAllocator",
+    "HostAllocatorStats",
     "PatchReport",
     "QuantizedTensor",
     "add_rms_norm",
@@ -72,6 +79,7 @@ __all__ = [
     "dequantize_4bit",
     "dequantize_int8",
     "geglu",
+    "host_allocator",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

@@ -17,7 +17,7 @@ from shoestring.core.errors import InputError, is_utf8
 from shoestring.files.atomic import disk_error
 from shoestring.training.config import FinetuneConfig, TrainConfig
 from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.options import COUNT, VOCABULARY, Device, TrustRemoteCode, within
+from shoestring.training.options import COUNT, VOCABULARY, Device, HostAllocator, TrustRemoteCode, within
 from shoestring.training.signals import Interrupted, handled
 
 app = typer.Typer(
@@ -120,11 +120,12 @@ def demo(
         int, typer.Option(help="Steps of each fine-tuning run.", callback=within(1, COUNT))
     ] = 16,
     device: Device = "auto",
+    host_allocator: HostAllocator = None,
 ) -> None:
     """Train and fine-tune a small model on text of this machine; compare shoestring with plain PyTorch."""
     from shoestring.cli.demo import demo as run
 
-    run(out, steps, finetune_steps, device)
+    run(out, steps, finetune_steps, device, host_allocator)
 
 
 def load_operators() -> None:

@@ -22,15 +22,22 @@ MARK = "demo.json"  # name of a marker file: a folder that contains it belongs t
 SHAPE = ["--seq-len", "512", "--batch-size", "16", "--val-fraction", "0.02", "--eval-batches", "2"]
 
 
-def demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
-    """Train, fine-tune and compare; every run is a separate process."""
+def demo(out: Path, steps: int, finetune_steps: int, device: str, host_allocator: bool | None = None) -> None:
+    """Train, fine-tune and compare; every run is a separate process.
+
+    ``host_allocator`` is the option of the runs with shoestring; the others keep PyTorch's allocator.
+    """
     _check(out)
     find_device(device)  # raises InputError before anything is written
     with locked(out / LOCK, f"--out {out}"):
-        _demo(out, steps, finetune_steps, device)
+        _demo(out, steps, finetune_steps, device, _allocator_option(host_allocator))
 
 
-def _demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
+def _allocator_option(given: bool | None) -> list[str]:
+    return [] if given is None else ["--host-allocator" if given else "--no-host-allocator"]
+
+
+def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: list[str]) -> None:
     began = time.monotonic()
     data, train, tune = _prepare(out)
     write_json(out / MARK, {"steps": steps, "finetune_steps": finetune_steps})
@@ -64,7 +71,7 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
     run_in_turns(
         {
             "baseline": [*common, "--baseline", "--out", str(train / "baseline")],
-            "shoestring": [*common, "--out", str(train / "shoestring")],
+            "shoestring": [*common, *allocator, "--out", str(train / "shoestring")],
         },
         train,
     )
@@ -88,7 +95,7 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str) -> None:
                 "--out",
                 str(tune / "peft-bitsandbytes"),
             ],
-            "shoestring": [*common, "--quantize", "nf4", "--out", str(tune / "shoestring")],
+            "shoestring": [*common, *allocator, "--quantize", "nf4", "--out", str(tune / "shoestring")],
         },
         tune,
     )

@@ -21,6 +21,7 @@ from shoestring.training.options import (
     Activations,
     BatchSize,
     Device,
+    HostAllocator,
     LearningRate,
     MemoryBudget,
     Model,
@@ -176,6 +177,7 @@ class LoopConfig(StepConfig):
         int | None,
         typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
     ] = field(default=None, metadata=MAY_CHANGE)
+    host_allocator: HostAllocator = field(default=None, metadata=MAY_CHANGE)
 
     def fixed(self) -> dict[str, Any]:
         """Return the settings that must be equal when a run is resumed, as JSON values."""

@@ -146,6 +146,14 @@ MemoryBudget = Annotated[
 Offload = Annotated[
     str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")
 ]
+HostAllocator = Annotated[
+    bool | None,
+    typer.Option(
+        "--host-allocator/--no-host-allocator",
+        help="Keep freed memory of CPU tensors for reuse, in huge pages; by default on the CPU, but not with "
+        "--baseline.",
+    ),
+]
 Workspace = Annotated[
     int, typer.Option(help="Memory of the fused loss, in MiB.", callback=within(1, 1 << 20))
 ]

@@ -288,6 +288,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("PyTorch", record, "torch"),
         ("device", summary, "device"),
         ("CPU threads", summary, "threads"),
+        ("host allocator", record, "host_allocator"),
     ):
         if key in values:
             rows.append((label, _value(values[key])))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.model import CheckpointReport, checkpoint_model
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.errors import InputError
+from shoestring.core.host_allocator import host_allocator
 from shoestring.data.batches import Rows
 from shoestring.files.atomic import PARTIAL, atomic_directory, remove_partial, write_json
 from shoestring.files.lock import LOCK, locked
@@ -98,7 +100,8 @@ def run_folder(config: LoopConfig, out: Path, command: str, fingerprint: Fingerp
 
     If the ``with`` block fails before the first step is complete, the files and folders that this function
     made are removed. The function also sets the number of threads. By default, a resumed run takes the number
-    that the first run recorded, because the order of summation depends on it.
+    that the first run recorded, because the order of summation depends on it. In the block, CPU tensors come
+    from the allocator that ``--host-allocator`` selects.
 
     Raises:
         InputError: another process uses the folder, or the folder holds another run or other files.
@@ -110,8 +113,9 @@ def run_folder(config: LoopConfig, out: Path, command: str, fingerprint: Fingerp
             _check_folder(out, config.resume)
             recorded = _read_record(out, command, fingerprint)
             try:
-                _begin(config.threads, out, command, fingerprint, recorded)
-                yield out
+                _begin(config, out, command, fingerprint, recorded)
+                with _allocator(config):
+                    yield out
             except BaseException:
                 if not recorded and not checkpoints(out) and not (out / "metrics.jsonl").exists():
                     for path in out.iterdir():
@@ -151,16 +155,28 @@ def _read_record(out: Path, command: str, fingerprint: Fingerprint) -> dict[str,
 
 
 def _begin(
-    threads: int | None, out: Path, command: str, fingerprint: Fingerprint, recorded: dict[str, Any]
+    config: LoopConfig, out: Path, command: str, fingerprint: Fingerprint, recorded: dict[str, Any]
 ) -> None:
     """Set the number of threads, remove partial files of a killed process, and write run.json."""
-    threads = threads or recorded.get("threads") or torch.get_num_threads()
+    threads = config.threads or recorded.get("threads") or torch.get_num_threads()
     torch.set_num_threads(threads)
     remove_partial(out)
     remove_partial(out / "checkpoints")
-    if recorded.get("threads") != threads:
-        versions = {"torch": torch.__version__, "threads": threads}
-        write_json(out / "run.json", {"command": command, **versions, "fingerprint": fingerprint.values})
+    settings = {"threads": threads, "host_allocator": _uses_host_allocator(config)}
+    if any(recorded.get(name) != value for name, value in settings.items()):
+        record = {"command": command, "torch": torch.__version__, **settings}
+        write_json(out / "run.json", {**record, "fingerprint": fingerprint.values})
+
+
+def _uses_host_allocator(config: LoopConfig) -> bool:
+    """Tell whether CPU tensors of the run come from the allocator of :func:`shoestring.host_allocator`."""
+    if config.host_allocator is not None:
+        return config.host_allocator
+    return not config.baseline and sys.platform == "linux" and find_device(config.device).type == "cpu"
+
+
+def _allocator(config: LoopConfig) -> AbstractContextManager[object]:
+    return host_allocator() if _uses_host_allocator(config) else nullcontext()
 
 
 def _kept(out: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shoestring
 from cli_helpers import TINY, assert_same_weights, losses, refuse, run, succeed, text
 from shoestring.training import loop
 
@@ -314,3 +315,36 @@ def test_threads_are_recorded_and_taken_again(data: Path, tmp_path: Path) -> Non
         assert json.loads((tmp_path / "run" / "run.json").read_text())["threads"] == 1
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], sys.platform == "linux"),
+        (["--no-host-allocator"], False),
+        (["--baseline"], False),
+        (["--baseline", "--host-allocator"], True),
+    ],
+)
+def test_host_allocator(
+    options: list[str], expected: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option decides the allocator during the run only. It is recorded, and may change on resume."""
+    allocator = shoestring.host_allocator(enable=False)
+    used = []
+    fit = loop.Trainer.fit
+    monkeypatch.setattr(
+        loop.Trainer, "fit", lambda self, start: (used.append(allocator.enabled), fit(self, start))
+    )
+    succeed(*command(data, tmp_path / "run", "--steps", 1, *options))
+    assert used == [expected] and not allocator.enabled
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["host_allocator"] is expected
+    other = "--no-host-allocator" if expected else "--host-allocator"
+    succeed(*command(data, tmp_path / "run", "--steps", 1, *options, other, "--resume"))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["host_allocator"] is not expected
+
+
+def test_the_host_allocator_changes_no_result(twins: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    succeed(*command(data, tmp_path / "run", "--no-host-allocator"))
+    assert losses(tmp_path / "run") == losses(twins[0])
+    assert_same_weights(tmp_path / "run" / "model", twins[0] / "model")

@@ -44,6 +44,7 @@ ROOMS = LIBRARY | APPLICATION
 HEADERS = {
     "amp.h": "core",
     "export.h": "core",
+    "host_allocator.h": "core",
     "placeholder.h": "core",
     "version.h": "core",
     "safetensors.h": "files",

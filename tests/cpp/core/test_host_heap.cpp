@@ -199,8 +199,8 @@ TEST_CASE("blocks of a heap keep their contents and do not overlap", "[host_heap
       most = std::max(most, used);
       // A free block that holds no whole huge page may keep parts of two of them.
       const int64_t gaps = static_cast<int64_t>(live.size() + 1);
-      const int64_t bound = std::max(allowance(static_cast<size_t>(most)),
-                                     used + gaps * 2 * static_cast<int64_t>(kPage));
+      const int64_t bound =
+          std::max(allowance(static_cast<size_t>(most)), used + gaps * 2 * static_cast<int64_t>(kPage));
       if (heap.stats().taken > taken) REQUIRE(heap.stats().resident <= bound);
     }
     REQUIRE(heap.stats().used == used);

@@ -16,7 +16,6 @@ constexpr int kCandidates = 16;
 constexpr size_t kLeastAddresses = size_t{1} << 30;
 
 constexpr size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
-constexpr size_t round_down(size_t bytes, size_t to) { return bytes / to * to; }
 
 }  // namespace
 

@@ -13,8 +13,9 @@ constexpr int64_t parts_of(int64_t total, int64_t size) { return (total + size -
 /// a and b are fp32, fp64, bf16 or fp16; on CUDA, they have equal dtypes. out has the dtype of the operands
 /// or, for 16-bit operands, may be fp32. A matrix that is a transposed or row-strided view is not copied. On
 /// CUDA, cuBLAS computes the product, and fp32 follows torch.backends.cuda.matmul. On the CPU, 16-bit
-/// operands are converted to fp32 while they are packed for the cache. For two bf16 operands, the CPU's bf16
-/// instructions are used instead if it has them. The result does not depend on the number of threads.
+/// operands are converted to fp32 while they are packed for the cache. For two bf16 operands, AMX or AMX or
+/// the CPU's bf16 instructions are used instead if it has them. The result does not depend on the number of
+/// threads.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
 /// Approximate upper bound in bytes for the packed panels of a CPU matrix product: 8 MiB shared by all
 /// threads and 256 KiB per thread.
@@ -25,14 +26,13 @@ constexpr int64_t kGemmWorkspace = int64_t{9} << 20;
 bool gemm_widens(at::ScalarType type);
 void gemm_cpu(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta, double alpha);
 
-/// Computes out = beta * out + alpha * a b on the CPU like gemm(). Unlike gemm(), it may round a product of
-/// bf16 matrices to bf16 before writing or adding it, as PyTorch does. For few rows, or with AMX, the product
-/// of bf16 matrices runs in oneDNN, which is several times faster than gemm(). With AMX, a product that is
-/// added to an fp32 `out` is not rounded.
+/// Computes out = beta * out + alpha * a b on the CPU like gemm(), except that fewer than 8 rows of bf16
+/// matrices are multiplied by oneDNN, which may round the product to bf16 before writing or adding it.
 void gemm_rounded(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0,
                   double alpha = 1);
 
-/// Computes out (m, n) = beta * out + alpha * a (m, k) b (k, n) on the CPU, with operands in the dtype `compute`.
+/// Computes out (m, n) = beta * out + alpha * a (m, k) b (k, n) on the CPU, with operands in the dtype
+/// `compute`.
 ///
 /// a, b and out are fp32, bf16 or fp16, each with its own dtype and any strides. `compute` is fp32 or bf16.
 /// For bf16, operands of other dtypes are rounded to bf16 while they are packed, so the caller need not

@@ -10,23 +10,20 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
 
 #include "core/huge_pages.h"
+#include "core/tensors.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_table.h"
 #include "gemm/products.h"
 #include "gemm/skinny_gemm_table.h"
+#include "gemm/tiles.h"
 
 namespace shoestring::gemm {
 namespace {
 
 using at::Tensor;
 
-// Maximum depth of a packed panel. The sums of a tile restart with each panel, so rounding errors grow with
-// the square root of this depth instead of the whole depth. A panel of 32 columns takes 24 KiB and stays in
-// the L1 cache.
-constexpr int64_t kDepth = 192;
 constexpr int64_t kBlockBytes = int64_t{256} << 10;  // limit in bytes for the packed panels of each thread
 // Limit in bytes for the part of the result that a block covers. The products over successive ranges of the
 // depth are added to this part.
@@ -42,15 +39,19 @@ constexpr int64_t kFewLines = 8;
 // One operand of a matrix product, divided into panels of `width` lines. A line is a row of a or a column of
 // b.
 struct Side {
-  Side(const kernels::GemmProduct& product, const Tensor& matrix, int line_dim, int64_t width)
+  Side(const kernels::GemmProduct& product, const kernels::GemmPack& functions, const Tensor& matrix,
+       int line_dim, int64_t width)
       : lines(matrix.size(line_dim)), width(width), panels(parts_of(lines, width)), product(product),
-        matrix(readable(matrix)) {
+        functions(functions), matrix(readable(matrix)) {
     line_stride = lines == 1 ? 1 : this->matrix.stride(line_dim);
     depth_stride = matrix.size(1 - line_dim) == 1 ? 1 : this->matrix.stride(1 - line_dim);
   }
 
   // Returns the size of a packed panel in fp32 elements.
-  int64_t packed(int64_t depth) const { return kernels::packed_size(depth, product.steps, width); }
+  int64_t packed(int64_t depth) const {
+    return kernels::packed_size(parts_of(depth, product.depth_multiple) * product.depth_multiple,
+                                product.steps, width);
+  }
 
   // Packs the panels [first, last), restricted to the depths [begin, begin + depth), into `out`.
   void pack(int64_t first, int64_t last, int64_t begin, int64_t depth, float* out) const {
@@ -58,10 +59,10 @@ struct Side {
     const int64_t offset = line * line_stride + begin * depth_stride;
     const void* data = matrix.const_data_ptr();
     if (matrix.scalar_type() == at::kFloat) {
-      product.pack_float(static_cast<const float*>(data) + offset, count, depth, line_stride, depth_stride,
-                         width, out);
+      functions.from_float(static_cast<const float*>(data) + offset, count, depth, line_stride, depth_stride,
+                           width, out);
     } else {
-      (matrix.scalar_type() == at::kHalf ? product.pack_fp16 : product.pack_bf16)(
+      (matrix.scalar_type() == at::kHalf ? functions.from_fp16 : functions.from_bf16)(
           static_cast<const uint16_t*>(data) + offset, count, depth, line_stride, depth_stride, width, out);
     }
   }
@@ -75,6 +76,7 @@ struct Side {
   }
 
   const kernels::GemmProduct& product;
+  const kernels::GemmPack functions;
   Tensor matrix;
   int64_t line_stride, depth_stride;
 };
@@ -126,28 +128,77 @@ class Scratch {
   Tensor buffer_;
 };
 
-void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, const Side& a, const Side& b,
+// A result of a matrix product, fp32 or 16-bit. The elements of a row are contiguous.
+struct Result {
+  explicit Result(const Tensor& out)
+      : wide(out.scalar_type() == at::kFloat ? out.mutable_data_ptr<float>() : nullptr),
+        narrow{wide == nullptr ? bits(out) : nullptr, out.stride(0), out.scalar_type() == at::kHalf} {}
+
+  // Widens `lines` x `columns` elements from (line, column) on and stores them in `to`.
+  void read(int64_t line, int64_t column, int64_t lines, int64_t columns, float* to, int64_t stride) const {
+    for (int64_t i = 0; i < lines; ++i) {
+      const uint16_t* from = narrow.data + (line + i) * narrow.stride + column;
+      if (narrow.fp16) {
+        std::copy_n(reinterpret_cast<const at::Half*>(from), columns, to + i * stride);
+      } else {
+        std::copy_n(reinterpret_cast<const at::BFloat16*>(from), columns, to + i * stride);
+      }
+    }
+  }
+
+  float* wide;
+  kernels::GemmNarrow narrow;
+};
+
+// Returns the depth of the panels of a product, and the depth of a round, after which the threads
+// synchronise.
+struct Depths {
+  Depths(const kernels::GemmProduct& product, const Side& shared, int64_t depth) {
+    const int64_t even = parts_of(depth, parts_of(depth, product.most_depth));
+    piece = parts_of(even, product.depth_multiple) * product.depth_multiple;
+    const int64_t fit =
+        kSharedBytes / static_cast<int64_t>(sizeof(float)) / (shared.panels * shared.packed(piece));
+    round = piece * std::max<int64_t>(1, std::min(fit, parts_of(depth, piece)));
+  }
+  int64_t piece, round;
+};
+
+// Returns whether multiply() can round its result to 16 bits: the sum over the depth is complete in one
+// round.
+bool rounds_results(const kernels::GemmProduct& product, const Side& a, const Side& b, int64_t depth) {
+  return Depths(product, a.lines <= b.lines ? a : b, depth).round >= depth;
+}
+
+void multiply(const kernels::GemmProduct& product, const Result& out, const Side& a, const Side& b,
               int64_t depth, float alpha, float beta) {
   const bool share_a = a.lines <= b.lines;
   const Side &shared = share_a ? a : b, &own = share_a ? b : a;
   const int64_t threads = at::get_num_threads();
+  const auto [piece, round] = Depths(product, shared, depth);
 
-  const int64_t most = kDepth * product.steps, even = parts_of(depth, parts_of(depth, most));
-  const int64_t piece = parts_of(even, product.steps) * product.steps;
-  const int64_t fit =
-      kSharedBytes / static_cast<int64_t>(sizeof(float)) / (shared.panels * shared.packed(piece));
-  const int64_t round = piece * std::max<int64_t>(1, std::min(fit, parts_of(depth, piece)));
   // Blocks have equal size, and each thread gets equally many. If there are fewer blocks than threads,
   // several threads share a block and divide the shorter side of the result among them.
   const int64_t fit_packed = kBlockBytes / static_cast<int64_t>(sizeof(float)) / own.packed(piece);
   const int64_t fit_result = kResultBytes / static_cast<int64_t>(sizeof(float)) / (own.width * shared.lines);
-  const int64_t block_fit = std::max<int64_t>(1, std::min(fit_packed, fit_result));
+  const int64_t block_fit =
+      std::max<int64_t>(1, product.in_groups ? fit_packed : std::min(fit_packed, fit_result));
   const int64_t block = parts_of(own.panels, parts_of(parts_of(own.panels, block_fit), threads) * threads);
   const int64_t blocks = parts_of(own.panels, block), parts = parts_of(threads, blocks);
   const int64_t part = parts_of(shared.panels, parts);
+  // A task computes the result for a group of shared panels over all pieces of the round before the next
+  // group, so that this part of the result stays in the L2 cache. The task keeps its own panels of all
+  // pieces.
+  const bool sums = round > piece || (out.wide == nullptr && beta != 0);
+  const int64_t group_fit =
+      kResultBytes / static_cast<int64_t>(sizeof(float)) / (block * own.width * shared.width);
+  const int64_t group = product.in_groups && sums ? std::clamp<int64_t>(group_fit, 1, part) : part;
 
-  const int64_t piece_size = shared.panels * shared.packed(piece), own_size = block * own.packed(piece);
-  const Scratch for_all(round / piece * piece_size), for_one(threads * own_size);
+  const int64_t piece_size = shared.panels * shared.packed(piece), own_piece = block * own.packed(piece);
+  const int64_t own_size = (group < part ? round / piece : 1) * own_piece;
+  // a task's sums, if they are not kept in the result
+  const int64_t sum_stride = (share_a ? block * own.width : group * shared.width);
+  const int64_t sum_size = out.wide == nullptr && sums ? block * own.width * group * shared.width : 0;
+  const Scratch for_all(round / piece * piece_size), for_one(threads * (own_size + sum_size));
   float *all = for_all.data(), *one = for_one.data();
 
   for (int64_t begin = 0; begin < depth; begin += round) {
@@ -164,27 +215,36 @@ void multiply(const kernels::GemmProduct& product, float* c, int64_t stride, con
         shared.pack(first, last, d, count, panels + first * shared.packed(count));
       });
     });
+    // Computes the lines of the own panels [first, last) and of the shared panels [from, to).
+    const auto compute = [&](int64_t first, int64_t last, int64_t from, int64_t to, bool pack, float* mine) {
+      const int64_t own_line = first * own.width,
+                    own_lines = std::min(last * own.width, own.lines) - own_line;
+      const int64_t line = from * shared.width, lines = std::min(to * shared.width, shared.lines) - line;
+      const int64_t row = share_a ? line : own_line, column = share_a ? own_line : line;
+      const int64_t rows = share_a ? lines : own_lines, columns = share_a ? own_lines : lines;
+      const bool wide = out.wide != nullptr;
+      const int64_t stride = wide ? out.narrow.stride : sum_stride;
+      float* c = wide ? out.wide + row * stride + column : mine + own_size;
+      if (!wide && beta != 0) out.read(row, column, rows, columns, c, stride);
+      const kernels::GemmNarrow rounded{wide ? nullptr : out.narrow.data + row * out.narrow.stride + column,
+                                        out.narrow.stride, out.narrow.fp16};
+      for_each_piece([&](int64_t d, int64_t count, const float* panels) {
+        float* packed = mine + (group < part ? (d - begin) / piece * own_piece : 0);
+        if (pack) own.pack(first, last, d, count, packed);
+        const float *theirs = panels + from * shared.packed(count), now = d == 0 ? beta : 1;
+        product.multiply(share_a ? theirs : packed, share_a ? packed : theirs, rows, columns, count, c,
+                         stride, alpha, now, wide || d + count < depth ? nullptr : &rounded, !share_a);
+      });
+    };
     at::parallel_for(0, blocks * parts, 1, [&](int64_t first_task, int64_t last_task) {
-      float* mine = one + at::get_thread_num() * own_size;
+      float* mine = one + at::get_thread_num() * (own_size + sum_size);
       for (int64_t task = first_task; task < last_task; ++task) {
         const int64_t first = task / parts * block, last = std::min(first + block, own.panels);
-        const int64_t from = std::min(task % parts * part, shared.panels),
-                      to = std::min(from + part, shared.panels);
-        if (from == to) continue;
-        const int64_t own_line = first * own.width,
-                      own_lines = std::min(last * own.width, own.lines) - own_line;
-        const int64_t line = from * shared.width, lines = std::min(to * shared.width, shared.lines) - line;
-        for_each_piece([&](int64_t d, int64_t count, const float* panels) {
-          own.pack(first, last, d, count, mine);
-          const float *theirs = panels + from * shared.packed(count), now = d == 0 ? beta : 1;
-          if (share_a) {
-            product.multiply(theirs, mine, lines, own_lines, count, c + line * stride + own_line, stride,
-                             alpha, now, false);
-          } else {
-            product.multiply(mine, theirs, own_lines, lines, count, c + own_line * stride + line, stride,
-                             alpha, now, true);
-          }
-        });
+        const int64_t start = std::min(task % parts * part, shared.panels),
+                      stop = std::min(start + part, shared.panels);
+        for (int64_t from = start; from < stop; from += group) {
+          compute(first, last, from, std::min(from + group, stop), from == start || group == part, mine);
+        }
       }
     });
   }
@@ -220,126 +280,80 @@ void multiply_skinny(const Tensor& c, const Tensor& a, const Tensor& b, float al
                    });
 }
 
-// Returns whether the product a b may use the CPU's bf16 instructions.
-bool by_bf16_units(const Tensor& a, const Tensor& b) {
-  return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16 && multiplies_bf16();
+// Returns the functions for a product of matrices whose elements are multiplied in the dtype `compute`, fp32
+// or bf16. Returns null if this CPU cannot multiply bf16 numbers.
+const kernels::GemmProduct* product_for(at::ScalarType compute) {
+  if (compute != at::kBFloat16) return &cpu::gemm().fp32;
+  return multiplies_by_tiles() ? &cpu::gemm_amx() : multiplies_bf16() ? &cpu::gemm().bf16 : nullptr;
 }
 
-bool has_amx() {
-#if defined(__x86_64__)
-  static const bool units =
-      __builtin_cpu_supports("amx-bf16") && at::native::cpublas::could_pack(at::kBFloat16);
-  return units;
-#else
-  return false;
-#endif
-}
-
-// Computes c (m, n) = beta c + alpha a b for bf16 matrices with oneDNN's AMX kernels, which accumulate and
-// write fp32. The rows of c must be contiguous. A task keeps a panel of a (256 x 1,024: 512 KiB) and a packed
-// block of b (1,024 x 64: 128 KiB) in the L2 cache.
-void multiply_amx(const Tensor& c, const Tensor& a, const Tensor& b, double alpha, double beta) {
-  namespace blas = at::native::cpublas;
-  constexpr int64_t kRows = 256, kColumns = 64,
-                    kPiece = 1024;  // kColumns is the maximum width that pack() accepts
-  const int64_t m = a.size(0), n = b.size(1), odd = a.size(1) % 2, depth = a.size(1) + odd;
-  // AMX adds products in pairs, so an odd depth is padded with zeros.
-  const Tensor left = odd != 0 ? at::constant_pad_nd(a, {0, 1}) : a.contiguous();
-  const Tensor right = odd != 0 ? at::constant_pad_nd(b, {0, 0, 0, 1}) : b.contiguous();
-  const int64_t blocks = parts_of(n, kColumns), tiles = parts_of(m, kRows);
-  const Tensor packed = at::empty({blocks, depth, kColumns}, right.options());
-  const auto* from = right.const_data_ptr<at::BFloat16>();
-  auto* panels = packed.mutable_data_ptr<at::BFloat16>();
-  at::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; ++block) {
-      blas::pack(depth, std::min(kColumns, n - block * kColumns), n, kColumns, at::kBFloat16, at::kBFloat16,
-                 from + block * kColumns, panels + block * depth * kColumns);
-    }
-  });
-  const Tensor sum = alpha == 1 ? c : at::empty({m, n}, c.options());
-  const bool add = alpha == 1 && beta != 0;
-  if (add && beta != 1) c.mul_(beta);
-  const auto* rows = left.const_data_ptr<at::BFloat16>();
-  float* out = sum.mutable_data_ptr<float>();
-  const int64_t stride = sum.stride(0);
-  // A task is a tile of rows and a group of column blocks. There are about four tasks per thread, if there
-  // are enough blocks.
-  const int64_t groups = std::min(blocks, parts_of(4 * at::get_num_threads(), tiles));
-  at::parallel_for(0, tiles * groups, 1, [&](int64_t first, int64_t last) {
-    for (int64_t task = first; task < last; ++task) {
-      const int64_t row = task / groups * kRows, group = task % groups;
-      for (int64_t d = 0; d < depth; d += kPiece) {
-        for (int64_t block = group * blocks / groups; block < (group + 1) * blocks / groups; ++block) {
-          const int64_t column = block * kColumns;
-          blas::brgemm(std::min(kRows, m - row), std::min(kColumns, n - column), std::min(kPiece, depth - d),
-                       depth, kColumns, stride, add || d > 0, rows + row * depth + d,
-                       panels + (block * depth + d) * kColumns, out + row * stride + column);
-        }
-      }
-    }
-    blas::brgemm_release();
-  });
-  if (alpha != 1) beta == 0 ? c.copy_(sum).mul_(alpha) : c.mul_(beta).add_(sum, alpha);
+// Computes out = beta * out + alpha * a b with packed panels. `out` is fp32 or 16-bit.
+void multiply_packed(const kernels::GemmProduct& product, const Tensor& out, const Tensor& a, const Tensor& b,
+                     double beta, double alpha) {
+  const Side rows(product, product.rows, a, 0, product.width_a);
+  const Side columns(product, {product.pack_float, product.pack_bf16, product.pack_fp16}, b, 1,
+                     product.width_b);
+  const bool direct = out.stride(1) == 1 || out.size(1) == 1;
+  const bool whole =
+      direct && (out.scalar_type() == at::kFloat || rounds_results(product, rows, columns, a.size(1)));
+  const Tensor c = whole       ? out
+                   : beta == 0 ? at::empty(out.sizes(), out.options().dtype(at::kFloat))
+                               : out.to(at::kFloat).contiguous();
+  multiply(product, Result(c), rows, columns, a.size(1), static_cast<float>(alpha), static_cast<float>(beta));
+  if (!whole) out.copy_(c);
 }
 
 }  // namespace
 
 bool gemm_widens(at::ScalarType type) { return type == at::kFloat && cpu::gemm().beats_library; }
 
-void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
+void gemm_in(at::ScalarType compute, const Tensor& out, const Tensor& a, const Tensor& b, double beta,
+             double alpha) {
   if (out.numel() == 0) return;
-  const auto wide = compute_type(a);
-  const auto in_place = [&](int dim) {
-    return out.scalar_type() == wide && (out.stride(dim) == 1 || out.size(dim) == 1);
-  };
-  if (!in_place(1) && in_place(0)) return gemm_cpu(out.t(), b.t(), a.t(), beta, alpha);
-  Tensor c = in_place(1) ? out
-             : beta == 0 ? at::empty(out.sizes(), out.options().dtype(wide))
-                         : out.to(wide).contiguous();
-  const bool few = std::min({a.size(0), b.size(1), a.size(1)}) < kFewLines;
-  const bool widen = a.scalar_type() != wide || b.scalar_type() != wide;
-  if (!gemm_widens(wide) || (few && !widen) || a.size(1) == 0) {
-    at::addmm_out(c, c, a.to(wide), b.to(wide), beta, alpha);
-  } else if (is_skinny(a, b)) {
-    multiply_skinny(c, a, b, static_cast<float>(alpha), static_cast<float>(beta));
-  } else {
-    const auto& kernels = cpu::gemm();
-    const auto& product = by_bf16_units(a, b) ? kernels.bf16 : kernels.fp32;
-    multiply(product, c.mutable_data_ptr<float>(), c.stride(0), Side(product, a, 0, kernels.rows),
-             Side(product, b, 1, kernels.columns), a.size(1), static_cast<float>(alpha),
-             static_cast<float>(beta));
+  if (out.stride(1) != 1 && out.size(1) != 1 && (out.stride(0) == 1 || out.size(0) == 1)) {
+    return gemm_in(compute, out.t(), b.t(), a.t(), beta, alpha);
   }
-  if (!c.is_same(out)) out.copy_(c);
+  const auto wide = compute_type(a);
+  const int64_t least = std::min({a.size(0), b.size(1), a.size(1)});
+  const bool rounds = compute == at::kBFloat16;
+  // A product of two bf16 numbers is exact in fp32, so bf16 operands are multiplied by the bf16 units.
+  const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
+  const auto* product = product_for(narrow || rounds ? at::kBFloat16 : wide);
+  if (rounds && product == nullptr) {
+    return gemm_in(wide, out, a.to(compute), b.to(compute), beta, alpha);
+  }
+  if (product == nullptr) product = product_for(wide);
+  const bool widen = a.scalar_type() != wide || b.scalar_type() != wide;
+  if (!gemm_widens(wide) || (least < kFewLines && !widen && !rounds) || a.size(1) == 0) {
+    const bool in_place = out.scalar_type() == wide;
+    Tensor c = in_place ? out : out.to(wide);
+    at::addmm_out(c, c, a.to(wide), b.to(wide), beta, alpha);
+    if (!in_place) out.copy_(c);
+  } else if (is_skinny(a, b)) {
+    const auto operand = [&](const Tensor& t) { return rounds ? t.to(compute) : t; };
+    const bool in_place = out.scalar_type() == at::kFloat && (out.stride(1) == 1 || out.size(1) == 1);
+    const Tensor c = in_place ? out : out.to(at::kFloat).contiguous();
+    multiply_skinny(c, operand(a), operand(b), static_cast<float>(alpha), static_cast<float>(beta));
+    if (!in_place) out.copy_(c);
+  } else {
+    multiply_packed(*product, out, a, b, beta, alpha);
+  }
+}
+
+void gemm_cpu(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  gemm_in(compute_type(a), out, a, b, beta, alpha);
 }
 
 void gemm_rounded(const Tensor& out, const Tensor& a, const Tensor& b, double beta, double alpha) {
-  if (!by_bf16_units(a, b) || !(has_amx() || a.size(0) < kFewLines)) return gemm_cpu(out, a, b, beta, alpha);
+  const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
+  if (!narrow || !multiplies_bf16() || a.size(0) >= kFewLines) return gemm_cpu(out, a, b, beta, alpha);
   Tensor c = out;
   if (out.scalar_type() == at::kBFloat16) {
     at::addmm_out(c, out, a, b, beta, alpha);
     return;
   }
-  // With AMX, a product that is added to an fp32 `out` is not rounded to bf16, because the rounding errors of
-  // several products would add up. A product that overwrites `out` may be rounded, as PyTorch's products are.
-  const bool contiguous = out.scalar_type() == at::kFloat && (out.stride(1) == 1 || out.size(1) == 1);
-  if (has_amx() && contiguous && a.size(1) > 0 && (beta != 0 || a.size(0) >= a.size(1))) {
-    return multiply_amx(out, a, b, alpha, beta);
-  }
-  // Number of rows of the product that are computed at a time. The product of these rows stays in the cache
-  // until it is added to `out`.
-  const int64_t step = std::max<int64_t>(64, kSharedBytes / 2 / std::max<int64_t>(1, b.size(1)));
-  for (int64_t i = 0; i < a.size(0); i += step) {
-    const int64_t rows = std::min(step, a.size(0) - i);
-    const Tensor product = at::mm(a.narrow(0, i, rows), b);
-    Tensor part = c.narrow(0, i, rows);
-    beta == 0 ? part.copy_(product).mul_(alpha) : part.mul_(beta).add_(product, alpha);
-  }
-}
-
-void gemm_in(at::ScalarType compute, const Tensor& out, const Tensor& a, const Tensor& b, double beta,
-             double alpha) {
-  if (compute == at::kBFloat16) return gemm_rounded(out, a.to(compute), b.to(compute), beta, alpha);
-  gemm_cpu(out, a, b, beta, alpha);
+  const Tensor product = at::mm(a, b);
+  beta == 0 ? c.copy_(product).mul_(alpha) : c.mul_(beta).add_(product, alpha);
 }
 
 }  // namespace shoestring::gemm

@@ -15,26 +15,42 @@ constexpr int64_t packed_size(int64_t depth, int64_t steps, int64_t width) {
   return (depth + steps - 1) / steps * width + kGemmSlack;
 }
 
+/// A 16-bit matrix that receives the results of a product instead of the fp32 matrix c. The rows of `data`
+/// are `stride` elements apart.
+struct GemmNarrow {
+  uint16_t* data;
+  int64_t stride;
+  bool fp16;  // fp16 if true, else bf16
+};
+
+/// Functions that pack lines of fp32, bf16 or fp16 elements into panels.
+///
+/// Each packs `lines` lines of `depth` elements into panels of `width` lines. Element d of line l is at
+/// source[l * line_stride + d * depth_stride], and one of the two strides is 1. If line_stride is 1, `width`
+/// must not exceed the columns of a tile.
+struct GemmPack {
+  template <class T>
+  using Function = void (*)(const T* source, int64_t lines, int64_t depth, int64_t line_stride,
+                            int64_t depth_stride, int64_t width, float* out);
+  Function<float> from_float;
+  Function<uint16_t> from_bf16, from_fp16;
+};
+
 /// Functions for matrix products with fp32 results. They compute one tile of the result at a time, `rows` by
 /// `columns` of GemmTable, and keep its sums in registers. Both operands are first packed into panels. A
 /// panel holds `width` lines (rows of a, or columns of b), interleaved so that the elements of one depth step
 /// (one index of the inner dimension) are contiguous. The last panel is padded with lines of zeros.
 struct GemmProduct {
-  // Packs `lines` lines of `depth` elements into panels of packed_size() elements. Element d of line l is at
-  // source[l * line_stride + d * depth_stride], and one of the two strides is 1. If line_stride is 1, `width`
-  // must not exceed the columns of a tile.
-  void (*pack_float)(const float* source, int64_t lines, int64_t depth, int64_t line_stride,
-                     int64_t depth_stride, int64_t width, float* out);
-  void (*pack_bf16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride,
-                    int64_t depth_stride, int64_t width, float* out);
-  void (*pack_fp16)(const uint16_t* source, int64_t lines, int64_t depth, int64_t line_stride,
-                    int64_t depth_stride, int64_t width, float* out);
+  // Pack panels of b and, except for AMX, of a. A panel has packed_size() elements.
+  GemmPack::Function<float> pack_float;
+  GemmPack::Function<uint16_t> pack_bf16, pack_fp16;
 
   // Computes c (m, n) = beta c + alpha a b for packed a and b. The rows of c are `stride` elements apart, and
-  // c is not read if beta is 0. The outer loop runs over the panels of b if b_outside is true, else over the
-  // panels of a. The operand of the inner loop should fit the L2 cache.
+  // c is not read if beta is 0. If `narrow` is not null, the result is written there instead of to c. The
+  // outer loop runs over the panels of b if b_outside is true, else over the panels of a. The operand of the
+  // inner loop should fit the L2 cache.
   void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
-                   int64_t stride, float alpha, float beta, bool b_outside);
+                   int64_t stride, float alpha, float beta, const GemmNarrow* narrow, bool b_outside);
 
   // Computes c (lines, columns) = beta c + alpha a b for several panels of a and one panel of b; c is
   // contiguous. The panels of a start `a_stride` elements apart. Each has `width` lines, where least_rows <=
@@ -46,6 +62,15 @@ struct GemmProduct {
   Strip strip;
 
   int64_t steps;  // number of depth steps in one element of a packed panel
+
+  // The functions and sizes of multiply(): how panels of a are packed, the number of lines in a panel of a
+  // and of b, the number of depth steps to a multiple of which panels are padded with zeros, and the maximum
+  // depth of a panel. The sums of a tile restart with each panel.
+  GemmPack rows;
+  int64_t width_a, width_b, depth_multiple, most_depth;
+  // Whether a thread divides the shorter side of its part of the result into groups, so that the thread's own
+  // block need not be small for the sums to stay in the L2 cache.
+  bool in_groups;
 };
 
 struct GemmTable {
@@ -61,3 +86,5 @@ struct GemmTable {
 }  // namespace shoestring::kernels
 
 SHOESTRING_CPU_TABLE(kernels::GemmTable, gemm)
+// Products of bf16 matrices with AMX. Only the AVX-512 build has these functions.
+SHOESTRING_CPU_TABLE(kernels::GemmProduct, gemm_amx)

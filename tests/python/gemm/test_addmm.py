@@ -9,8 +9,9 @@ from shoestring.ops import addmm_, addmm_reference
 pytestmark = pytest.mark.device
 
 # Shapes (m, n, k) of products of (m, k) and (k, n). In the CPU kernels, a tile of the result has 14 or 6 rows
-# and 32 or 16 columns. A panel holds at most 192 of the k elements of a dot product. Products with fewer than
-# 8 rows or columns go to the BLAS library. The shapes cover:
+# and 32 or 16 columns. A panel holds at most 192 of the k elements of a dot product. With AMX, a tile has 32
+# rows and 32 columns, and a panel holds at most 512 of the k elements, padded to a multiple of 32. Products
+# with fewer than 8 rows or columns go to the BLAS library. The shapes cover:
 # - whole tiles, and one row or column more or less than a tile,
 # - a depth k just above one panel,
 # - a long m, a long n, few rows, and vectors.
@@ -18,6 +19,9 @@ SHAPES = [
     (28, 64, 192),
     (15, 33, 193),
     (13, 31, 383),
+    (64, 96, 512),
+    (33, 65, 513),
+    (47, 49, 1057),
     (300, 9, 20),
     (9, 700, 769),
     (8, 8, 8),
@@ -83,8 +87,9 @@ def test_views(capability: str) -> None:
     assert torch.equal(apart[..., 0], torch.eye(30)) and bool((apart[..., 1] == 7).all())
 
 
-def test_what_is_not_finite_stays_in_its_row_and_column(capability: str) -> None:
-    a, b = torch.randn(20, 50), torch.randn(50, 40)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_finite_stays_in_its_row_and_column(capability: str, dtype: torch.dtype) -> None:
+    a, b = torch.randn(20, 50).to(dtype), torch.randn(50, 40).to(dtype)
     a[3, 7], b[9, 5] = float("nan"), float("inf")
     out = torch.full((20, 40), float("nan"))
     addmm_(out, a, b, beta=0)
@@ -103,28 +108,54 @@ def test_empty(capability: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_results_are_rounded_once(capability: str, dtype: torch.dtype) -> None:
-    a, b = torch.randn(30, 90).to(dtype), torch.randn(90, 40).to(dtype)
-    wide = torch.empty(30, 40)
-    addmm_(wide, a, b, beta=0)
-    out = torch.empty(30, 40, dtype=dtype)
-    addmm_(out, a, b, beta=0)
-    assert torch.equal(out, wide.to(dtype))
+@pytest.mark.parametrize("shape", [(30, 40, 90), (70, 40, 90), (100, 300, 1100), (2000, 40, 600)], ids=str)
+def test_16_bit_results_are_rounded_once(
+    capability: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    m, n, k = shape
+    a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+    start = torch.randn(m, n).to(dtype)
+    for beta in (0.0, 0.5):
+        wide = start.float()
+        addmm_(wide, a, b, beta=beta)
+        out = start.clone()
+        addmm_(out, a, b, beta=beta)
+        assert torch.equal(out, wide.to(dtype))
+        columns_first = start.t().contiguous().t()
+        addmm_(columns_first, a, b, beta=beta)
+        # The sums of k products differ in the last bits of fp32, because the operands are exchanged.
+        torch.testing.assert_close(columns_first, out, rtol=torch.finfo(dtype).eps, atol=k * 2.0**-23)
+        padded = torch.full((m, n + 3), 7.0, dtype=dtype)
+        padded[:, :n] = start
+        addmm_(padded[:, :n], a, b, beta=beta)
+        assert torch.equal(padded[:, :n], out) and bool((padded[:, n:] == 7).all())
+
+
+def test_wide_results_of_many_groups(capability: str) -> None:
+    """A long row of results is computed in groups of columns, over several panels of the depth."""
+    a, b = torch.randn(300, 1100).bfloat16(), torch.randn(1100, 1500).bfloat16()
+    for x, y in [(a, b), (b.t(), a.t())]:
+        exact = x.double() @ y.double()
+        out = torch.ones(exact.shape)
+        addmm_(out, x, y)
+        assert relative(out, exact + 1) < 5e-7
 
 
 def test_threads_change_nothing(capability: str, backend: str) -> None:
     if backend != "cpu" or capability == "plain":
         pytest.skip("the library's products")
     before = torch.get_num_threads()
-    for m, n, k in [(40, 3000, 800), (3000, 40, 800), (30, 40, 5000)]:
-        a, b = torch.randn(m, k), torch.randn(k, n)
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(torch.empty(m, n))
-            addmm_(results[-1], a, b, beta=0)
-        torch.set_num_threads(before)
-        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    for m, n, k in [(40, 3000, 800), (3000, 40, 800), (30, 40, 5000), (400, 700, 1100)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            a, b = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+            for narrow in (torch.float32, dtype):
+                results = []
+                for threads in (1, 2, 5):
+                    torch.set_num_threads(threads)
+                    results.append(torch.empty(m, n, dtype=narrow))
+                    addmm_(results[-1], a, b, beta=0)
+                torch.set_num_threads(before)
+                assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(

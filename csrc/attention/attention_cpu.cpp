@@ -42,9 +42,12 @@ bool is_edge(const kernels::AttentionProblem& p, const Sequence& s, Range querie
 }
 
 Kernels::Kernels(at::ScalarType type)
-    : product(type == at::kBFloat16 && gemm::multiplies_bf16() ? gemm.bf16 : gemm.fp32) {}
+    : tiles(type == at::kBFloat16 && gemm::multiplies_by_tiles()),
+      product(type == at::kBFloat16 && gemm::multiplies_bf16() ? gemm.bf16 : gemm.fp32),
+      rows(tiles ? kernels::kAmxLines : gemm.rows), grain(tiles ? kernels::kAmxDepth : gemm.rows) {}
 
 int64_t Kernels::width_for(int64_t lines) const {
+  if (tiles) return rows;
   int64_t best = gemm.rows;
   for (int64_t width = gemm.rows; width >= gemm.least_rows; --width) {
     if (round_up(lines, width) < round_up(lines, best)) best = width;
@@ -64,17 +67,33 @@ void Kernels::pack(const kernels::GemmProduct& product, at::ScalarType type, con
   }
 }
 
+void Kernels::pack(const Operand& operand, bool left, int64_t width, float* to) const {
+  const auto& [from, offset, tokens, features, by_feature] = operand;
+  const int64_t lines = by_feature ? features : tokens, depth = by_feature ? tokens : features;
+  const int64_t line_stride = by_feature ? 1 : from.at.token, depth_stride = by_feature ? from.at.token : 1;
+  if (!tiles) {
+    return pack(product, from.type, from.data, offset, lines, depth, line_stride, depth_stride, width, to);
+  }
+  const auto run = left ? amx.pack_left : amx.pack_right;
+  run(reinterpret_cast<const uint16_t*>(from.data) + offset, lines, depth, line_stride, depth_stride, to);
+}
+
 void Kernels::store_columns(const float* values, int64_t features, int64_t count, float scale,
                             const Elements& to, int64_t offset, float* rows) const {
   const int64_t stride = round_up(features, columns);
   gemm.fp32.pack_float(values, features, columns, columns, 1, stride, rows);
+  store_rows(rows, stride, features, count, scale, to, offset);
+}
+
+void Kernels::store_rows(const float* values, int64_t stride, int64_t features, int64_t count, float scale,
+                         const Elements& to, int64_t offset) const {
   char* base = const_cast<char*>(to.data);
   if (to.type == at::kFloat) {
-    table.store_float(rows, stride, count, features, scale, reinterpret_cast<float*>(base) + offset,
+    table.store_float(values, stride, count, features, scale, reinterpret_cast<float*>(base) + offset,
                       to.at.token);
   } else {
     const auto run = to.type == at::kBFloat16 ? table.store_bf16 : table.store_fp16;
-    run(rows, stride, count, features, scale, reinterpret_cast<uint16_t*>(base) + offset, to.at.token);
+    run(values, stride, count, features, scale, reinterpret_cast<uint16_t*>(base) + offset, to.at.token);
   }
 }
 
@@ -113,16 +132,16 @@ void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const
 kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
                                  int64_t first_query) {
   const float slope = p.slopes == nullptr ? 0 : p.slopes[s.batch * p.slopes_batch + head];
-  return {s.position(first_query), p.left, p.right, p.softcap, slope};
+  return {s.position(first_query), p.left, p.right, p.scale, p.softcap, slope};
 }
 
 namespace {
 
 // Number of queries in a task, summed over its heads. A block of keys is packed once for all these queries.
 constexpr int64_t kQueries = 256;
-// Number of keys in a block, a multiple of the number of rows of a GEMM tile. The scores of a block fit in
-// the L1 cache.
-constexpr int64_t kKeys = 168;
+// Number of keys in a block, a multiple of the grain of products. The scores of a block fit in the L1 cache.
+// With AMX tiles, whose products are as fast as their loads, all operands of a block fit in the L1 cache.
+constexpr int64_t kKeys = 168, kTileKeys = 64;
 
 // A unit of work of the forward pass: some query heads that share a key-value head, and a range of their
 // queries.
@@ -160,13 +179,14 @@ class Forward {
   Forward(const Kernels& kernels, const kernels::AttentionProblem& p, const Elements& q, const Elements& k,
           const Elements& v, const Elements& out, float* lse)
       : kernels_(kernels), p_(p), q_(q), k_(k), v_(v), out_(out), lse_(lse), columns_(kernels.columns),
-        wide_(kernels.gemm.rows), value_width_(kernels.width_for(p.value_dim)),
-        value_lines_(round_up(p.value_dim, value_width_)), key_panel_(kernels.panel(p.head_dim, wide_)),
-        value_panel_(kernels.panel(kKeys, value_width_)), query_panel_(kernels.panel(p.head_dim, columns_)),
-        most_(std::max<int64_t>(kQueries / columns_, 1)), queries_(most_ * query_panel_),
-        keys_(gemm::parts_of(kKeys, wide_) * key_panel_), values_(value_lines_ / value_width_ * value_panel_),
-        scores_(round_up(kKeys, wide_) * columns_), pairs_(kernels.panel(kKeys, columns_)),
-        added_(p.bias == nullptr ? 0 : kKeys * columns_), mask_(p.seed == nullptr ? 0 : kKeys * columns_),
+        wide_(kernels.rows), block_(kernels.tiles ? kTileKeys : kKeys),
+        value_width_(kernels.width_for(p.value_dim)), value_lines_(round_up(p.value_dim, value_width_)),
+        key_panel_(kernels.panel(p.head_dim, wide_)), value_panel_(kernels.panel(block_, value_width_)),
+        query_panel_(kernels.panel(p.head_dim, columns_)), most_(std::max<int64_t>(kQueries / columns_, 1)),
+        queries_(most_ * query_panel_), keys_(gemm::parts_of(block_, wide_) * key_panel_),
+        values_(value_lines_ / value_width_ * value_panel_), scores_(round_up(block_, wide_) * columns_),
+        pairs_(kernels::packed_size(round_up(block_, kernels::kAmxDepth), kernels.steps, columns_)),
+        added_(p.bias == nullptr ? 0 : block_ * columns_), mask_(p.seed == nullptr ? 0 : block_ * columns_),
         sums_(most_ * value_lines_ * columns_), totals_(most_ * columns_), highest_(most_ * columns_),
         rows_(columns_ * round_up(p.value_dim, columns_)), logs_(columns_) {}
 
@@ -184,13 +204,12 @@ class Forward {
         panels_.push_back(panel);
       }
     }
-    for (int64_t first = keys.begin; first < keys.end; first += kKeys) {
-      const Range block{first, std::min(first + kKeys, keys.end)};
-      const int64_t count = block.end - block.begin;
-      kernels_.pack_tokens(k_, k_.offset(s, task.kv_head, s.begin_k + first), count, p_.head_dim, wide_,
-                           keys_);
-      kernels_.pack_features(v_, v_.offset(s, task.kv_head, s.begin_k + first), count, p_.value_dim,
-                             value_width_, values_);
+    for (int64_t first = keys.begin; first < keys.end; first += block_) {
+      const Range block{first, std::min(first + block_, keys.end)};
+      const int64_t count = block.end - block.begin, token = s.begin_k + first;
+      kernels_.pack_left({k_, k_.offset(s, task.kv_head, token), count, p_.head_dim}, wide_, keys_);
+      kernels_.pack_left({v_, v_.offset(s, task.kv_head, token), count, p_.value_dim, true}, value_width_,
+                         values_);
       packed_ = kernels_.panel(count, value_width_);
       for (size_t i = 0; i < panels_.size(); ++i) add(s, panels_[i], static_cast<int64_t>(i), block);
     }
@@ -204,9 +223,9 @@ class Forward {
   };
 
   void begin(const Sequence& s, const Panel& panel, int64_t i) {
-    kernels_.pack_tokens(q_, q_.offset(s, panel.head, s.begin_q + panel.queries.begin),
-                         panel.queries.end - panel.queries.begin, p_.head_dim, columns_,
-                         queries_ + i * query_panel_);
+    kernels_.pack_right({q_, q_.offset(s, panel.head, s.begin_q + panel.queries.begin),
+                         panel.queries.end - panel.queries.begin, p_.head_dim},
+                        queries_ + i * query_panel_);
     std::fill_n(sums_ + i * value_lines_ * columns_, value_lines_ * columns_, 0.f);
     const bool sink = p_.sinks != nullptr;
     std::fill_n(totals_ + i * columns_, columns_, sink ? 1.f : 0.f);
@@ -218,15 +237,17 @@ class Forward {
   void add(const Sequence& s, const Panel& panel, int64_t i, Range block) {
     const Range seen = overlap(panel.keys, block);
     if (seen.empty()) return;
-    const int64_t first = (seen.begin - block.begin) / wide_;
-    const Range keys{block.begin + first * wide_, seen.end};
+    const int64_t skipped = (seen.begin - block.begin) / kernels_.grain * kernels_.grain;
+    const Range keys{block.begin + skipped, seen.end};
     const int64_t count = keys.end - keys.begin;
-    kernels_.product.strip(keys_ + first * key_panel_, key_panel_, wide_, count, queries_ + i * query_panel_,
-                           gemm::parts_of(p_.head_dim, kernels_.steps), scores_, p_.scale, 0);
+    kernels_.multiply(keys_ + skipped / wide_ * key_panel_, key_panel_, wide_, count,
+                      queries_ + i * query_panel_, p_.head_dim, scores_, false);
     const auto edge = is_edge(p_, s, panel.queries, keys);
     if (p_.bias != nullptr) fill_bias(kernels_, p_, s, panel.head, panel.queries, keys, added_);
     const auto shape = panel_of(p_, s, panel.head, panel.queries.begin);
-    if (edge || p_.bias != nullptr || shape.softcap != 0 || shape.slope != 0) {
+    const bool adjusts =
+        edge || p_.bias != nullptr || shape.softcap != 0 || shape.slope != 0 || !(p_.scale > 0);
+    if (adjusts) {
       const float* added = p_.bias != nullptr ? static_cast<float*>(added_) : nullptr;
       kernels_.table.adjust(shape, keys.begin, count, added, edge, scores_, nullptr);
     }
@@ -235,17 +256,20 @@ class Forward {
       kernels_.table.mask(static_cast<uint64_t>(*p_.seed), row, keys.begin, count, p_.threshold, p_.kept,
                           mask_);
     }
-    float* sums = sums_ + i * value_lines_ * columns_;
-    kernels_.table.soften[q_.type != at::kFloat](
-        scores_, count, p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr, highest_ + i * columns_,
-        totals_ + i * columns_, sums, p_.value_dim);
+    const float scale = adjusts ? 1 : p_.scale;
+    const float* mask = p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr;
+    float *sums = sums_ + i * value_lines_ * columns_, *highest = highest_ + i * columns_,
+          *totals = totals_ + i * columns_;
     const float* probabilities = scores_;
     if (kernels_.steps > 1) {
-      kernels_.product.pack_float(scores_, columns_, count, 1, columns_, columns_, pairs_);
+      kernels_.table.soften_pairs(scores_, count, mask, scale, highest, totals, sums, p_.value_dim, pairs_);
       probabilities = pairs_;
+    } else {
+      kernels_.table.soften[q_.type != at::kFloat](scores_, count, mask, scale, highest, totals, sums,
+                                                   p_.value_dim);
     }
-    kernels_.product.strip(values_ + first * wide_ / kernels_.steps * value_width_, packed_, value_width_,
-                           p_.value_dim, probabilities, gemm::parts_of(count, kernels_.steps), sums, 1, 1);
+    kernels_.multiply(values_ + skipped / kernels_.steps * value_width_, packed_, value_width_, p_.value_dim,
+                      probabilities, count, sums, true);
   }
 
   void end(const Sequence& s, const Panel& panel, int64_t i) {
@@ -262,7 +286,7 @@ class Forward {
   const kernels::AttentionProblem& p_;
   const Elements &q_, &k_, &v_, &out_;
   float* lse_;
-  int64_t columns_, wide_, value_width_, value_lines_, key_panel_, value_panel_, query_panel_, most_;
+  int64_t columns_, wide_, block_, value_width_, value_lines_, key_panel_, value_panel_, query_panel_, most_;
   int64_t packed_ = 0;
   Buffer queries_, keys_, values_, scores_, pairs_, added_, mask_, sums_, totals_, highest_, rows_, logs_;
   std::vector<Panel> panels_;
@@ -284,6 +308,7 @@ Result forward_cpu(const Call& call) {
   const auto tasks = tasks_of(p, sequences, kernels.columns);
   share_out(static_cast<int64_t>(tasks.size()), [&](auto next) {
     Forward forward(kernels, p, from_q, from_k, from_v, to, lse);
+    const TileScope scope(kernels);
     for (int64_t i = next(); i >= 0; i = next()) forward.run(tasks[i]);
   });
   return r;

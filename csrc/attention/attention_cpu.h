@@ -12,6 +12,7 @@
 
 #include "attention/attention.h"
 #include "core/huge_pages.h"
+#include "gemm/amx_table.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_table.h"
 
@@ -67,29 +68,51 @@ struct Elements {
   }
 };
 
+/// A matrix of tokens and features, which starts at element `offset` of a tensor. It is an operand of a
+/// matrix product. A line of the operand is a token or, if `by_feature`, a feature.
+struct Operand {
+  const Elements& from;
+  int64_t offset, tokens, features;
+  bool by_feature = false;
+};
+
 /// The CPU kernels for one dtype, and the panel sizes into which their operands are packed.
 struct Kernels {
   explicit Kernels(at::ScalarType type);
 
   const kernels::GemmTable& gemm = cpu::gemm();
-  const kernels::GemmProduct& product;
+  const kernels::AmxTable& amx = cpu::amx();
   const kernels::AttentionTable& table = cpu::attention();
+  const bool tiles;  // whether products run on AMX tiles
+  const kernels::GemmProduct& product;
   const int64_t columns = gemm.columns, steps = product.steps;
+  const int64_t rows;  // lines of a panel of the left operand, if there are many lines
+  // A product may begin with any line of the left operand, or any depth step, that is a multiple of `grain`.
+  const int64_t grain;
 
-  /// Returns the number of lines per panel for which packing `lines` lines needs the fewest padding lines.
+  /// Returns the number of lines per panel for which packing `lines` lines of the left operand needs the
+  /// fewest padding lines.
   int64_t width_for(int64_t lines) const;
-  int64_t panel(int64_t depth, int64_t width) const { return kernels::packed_size(depth, steps, width); }
+  /// Returns the size of a panel in packed elements.
+  int64_t panel(int64_t depth, int64_t width) const {
+    return tiles ? kernels::amx_size(depth, width) : kernels::packed_size(depth, steps, width);
+  }
 
-  /// pack_tokens and pack_features pack a matrix of tokens and features, which starts at element `offset`,
-  /// into panels. A line of a panel is a token in pack_tokens and a feature in pack_features.
-  void pack_tokens(const Elements& from, int64_t offset, int64_t lines, int64_t features, int64_t width,
-                   float* to) const {
-    pack(product, from.type, from.data, offset, lines, features, from.at.token, 1, width, to);
+  /// Packs the left operand of a product into panels of `width` lines.
+  void pack_left(const Operand& operand, int64_t width, float* to) const { pack(operand, true, width, to); }
+  /// Packs the right operand of a product into panels of `columns` lines.
+  void pack_right(const Operand& operand, float* to) const { pack(operand, false, columns, to); }
+
+  /// Computes c (lines, columns) = a b, or c + a b if `add` is true, like Strip of GemmProduct.
+  void multiply(const float* a, int64_t a_stride, int64_t width, int64_t lines, const float* b, int64_t depth,
+                float* c, bool add) const {
+    if (tiles) {
+      amx.strip(a, a_stride, lines, b, round_up(depth, kernels::kAmxDepth) / 2, c, add);
+    } else {
+      product.strip(a, a_stride, width, lines, b, gemm::parts_of(depth, steps), c, 1, add ? 1 : 0);
+    }
   }
-  void pack_features(const Elements& from, int64_t offset, int64_t tokens, int64_t features, int64_t width,
-                     float* to) const {
-    pack(product, from.type, from.data, offset, features, tokens, 1, from.at.token, width, to);
-  }
+
   static void pack(const kernels::GemmProduct& product, at::ScalarType type, const void* from, int64_t offset,
                    int64_t lines, int64_t depth, int64_t line_stride, int64_t depth_stride, int64_t width,
                    float* to);
@@ -99,6 +122,29 @@ struct Kernels {
   /// round_up(features, columns) elements.
   void store_columns(const float* values, int64_t features, int64_t count, float scale, const Elements& to,
                      int64_t offset, float* rows) const;
+  /// Writes scale * values, `count` rows of `features` elements, to the tensor `to`, starting at element
+  /// `offset`. The rows of `values` are `stride` elements apart.
+  void store_rows(const float* values, int64_t stride, int64_t features, int64_t count, float scale,
+                  const Elements& to, int64_t offset) const;
+
+ private:
+  void pack(const Operand& operand, bool left, int64_t width, float* to) const;
+};
+
+/// Configures the thread's AMX tiles while it exists, if the kernels use them.
+class TileScope {
+ public:
+  explicit TileScope(const Kernels& kernels) : kernels_(kernels) {
+    if (kernels.tiles) kernels.amx.begin();
+  }
+  ~TileScope() {
+    if (kernels_.tiles) kernels_.amx.end();
+  }
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
+
+ private:
+  const Kernels& kernels_;
 };
 
 /// Writes the attention bias for a panel of queries and a block of keys to `added` (keys, columns of the

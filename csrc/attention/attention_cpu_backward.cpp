@@ -51,23 +51,26 @@ class Backward {
  public:
   Backward(const Kernels& kernels, const kernels::AttentionProblem& p, const Inputs& in, const Outputs& out)
       : kernels_(kernels), p_(p), in_(in), out_(out), columns_(kernels.columns), steps_(kernels.steps),
-        wide_(kernels.gemm.rows), width_(kernels.width_for(p.head_dim)),
+        wide_(kernels.rows), width_(kernels.width_for(p.head_dim)),
         value_width_(kernels.width_for(p.value_dim)), lines_(round_up(p.head_dim, width_)),
         value_lines_(round_up(p.value_dim, value_width_)), most_(keys_of_block(kernels, p)),
         key_panel_(kernels.panel(p.head_dim, wide_)), value_panel_(kernels.panel(p.value_dim, wide_)),
-        query_panel_(kernels.panel(kQueries, columns_)), keys_(gemm::parts_of(most_, wide_) * key_panel_),
+        query_panel_(kernels.panel(kQueries, columns_)), tile_stride_(kernels.panel(kQueries, wide_)),
+        keys_(gemm::parts_of(most_, wide_) * key_panel_),
         values_(gemm::parts_of(most_, wide_) * value_panel_),
         key_features_(lines_ / width_ * kernels.panel(most_, width_)),
-        query_features_(lines_ / width_ * kernels.panel(kQueries, width_)),
-        grad_features_(value_lines_ / value_width_ * kernels.panel(kQueries, value_width_)),
+        key_lines_(kernels.tiles ? round_up(p.head_dim, columns_) : lines_),
+        key_value_lines_(kernels.tiles ? round_up(p.value_dim, columns_) : value_lines_),
+        query_features_(key_lines_ / width_ * kernels.panel(kQueries, width_)),
+        grad_features_(key_value_lines_ / value_width_ * kernels.panel(kQueries, value_width_)),
         query_(kernels.panel(p.head_dim, columns_)), grad_(kernels.panel(p.value_dim, columns_)),
         scores_(round_up(most_ + wide_, wide_) * columns_), by_p_(round_up(most_ + wide_, wide_) * columns_),
         cap_slope_(p.softcap == 0 ? 0 : most_ * columns_), mask_(p.seed == nullptr ? 0 : most_ * columns_),
         added_(p.bias == nullptr ? 0 : most_ * columns_), pairs_(kernels.panel(most_, columns_)),
         probabilities_(gemm::parts_of(most_, columns_) * query_panel_),
         by_score_(gemm::parts_of(most_, columns_) * query_panel_),
-        grad_k_(gemm::parts_of(most_, columns_) * lines_ * columns_),
-        grad_v_(gemm::parts_of(most_, columns_) * value_lines_ * columns_),
+        grad_k_(gemm::parts_of(most_, columns_) * key_lines_ * columns_),
+        grad_v_(gemm::parts_of(most_, columns_) * key_value_lines_ * columns_),
         rows_(columns_ * round_up(std::max(p.head_dim, p.value_dim), columns_)), lse_(columns_),
         delta_(columns_) {}
 
@@ -115,14 +118,14 @@ class Backward {
   void block(const Sequence& s, int64_t kv_head, Range keys) {
     const int64_t count = keys.end - keys.begin, panels = gemm::parts_of(count, columns_);
     const int64_t group = p_.heads / p_.kv_heads, token = s.begin_k + keys.begin;
-    std::fill_n(static_cast<float*>(grad_k_), panels * lines_ * columns_, 0.f);
-    std::fill_n(static_cast<float*>(grad_v_), panels * value_lines_ * columns_, 0.f);
+    std::fill_n(static_cast<float*>(grad_k_), panels * key_lines_ * columns_, 0.f);
+    std::fill_n(static_cast<float*>(grad_v_), panels * key_value_lines_ * columns_, 0.f);
     const Range queries = queries_of(p_, s, keys);
     if (!queries.empty()) {
       const int64_t offset = in_.k.offset(s, kv_head, token);
-      kernels_.pack_tokens(in_.k, offset, count, p_.head_dim, wide_, keys_);
-      kernels_.pack_tokens(in_.v, in_.v.offset(s, kv_head, token), count, p_.value_dim, wide_, values_);
-      if (out_.q) kernels_.pack_features(in_.k, offset, count, p_.head_dim, width_, key_features_);
+      kernels_.pack_left({in_.k, offset, count, p_.head_dim}, wide_, keys_);
+      kernels_.pack_left({in_.v, in_.v.offset(s, kv_head, token), count, p_.value_dim}, wide_, values_);
+      if (out_.q) kernels_.pack_left({in_.k, offset, count, p_.head_dim, true}, width_, key_features_);
       for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
         for (int64_t i = queries.begin / kQueries * kQueries; i < queries.end; i += kQueries) {
           add_queries(s, h, {i, std::min(i + kQueries, s.queries)}, keys);
@@ -131,14 +134,24 @@ class Backward {
     }
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t first = panel * columns_, some = std::min(columns_, count - first);
-      if (out_.k) {
-        kernels_.store_columns(grad_k_ + panel * lines_ * columns_, p_.head_dim, some, p_.scale, *out_.k,
-                               out_.k->offset(s, kv_head, token + first), rows_);
-      }
-      if (out_.v) {
-        kernels_.store_columns(grad_v_ + panel * value_lines_ * columns_, p_.value_dim, some, 1, *out_.v,
-                               out_.v->offset(s, kv_head, token + first), rows_);
-      }
+      const auto store = [&](const Elements& to, const float* sums, int64_t lines, int64_t size,
+                             float scale) {
+        store_keys(sums + panel * lines * columns_, size, some, scale, to,
+                   to.offset(s, kv_head, token + first));
+      };
+      if (out_.k) store(*out_.k, grad_k_, key_lines_, p_.head_dim, p_.scale);
+      if (out_.v) store(*out_.v, grad_v_, key_value_lines_, p_.value_dim, 1);
+    }
+  }
+
+  // Writes scale * sums, the gradients of a panel of `count` keys or values, to the tensor `to`. The sums are
+  // (features, keys) or, with AMX tiles, (panels of features, keys, features of a panel).
+  void store_keys(const float* sums, int64_t features, int64_t count, float scale, const Elements& to,
+                  int64_t offset) {
+    if (!kernels_.tiles) return kernels_.store_columns(sums, features, count, scale, to, offset, rows_);
+    for (int64_t f = 0; f < features; f += columns_) {
+      kernels_.store_rows(sums + f * columns_, columns_, std::min(columns_, features - f), count, scale, to,
+                          offset + f);
     }
   }
 
@@ -146,9 +159,11 @@ class Backward {
     const int64_t count = queries.end - queries.begin, token = s.begin_q + queries.begin;
     const int64_t key_panels = gemm::parts_of(keys.end - keys.begin, columns_);
     const int64_t q_at = in_.q.offset(s, head, token), grad_at = in_.grad_out.offset(s, head, token);
-    if (out_.k) kernels_.pack_features(in_.q, q_at, count, p_.head_dim, width_, query_features_);
-    if (out_.v)
-      kernels_.pack_features(in_.grad_out, grad_at, count, p_.value_dim, value_width_, grad_features_);
+    const auto pack = [&](const Operand& operand, int64_t width, float* to) {
+      kernels_.tiles ? kernels_.pack_right(operand, to) : kernels_.pack_left(operand, width, to);
+    };
+    if (out_.k) pack({in_.q, q_at, count, p_.head_dim, true}, width_, query_features_);
+    if (out_.v) pack({in_.grad_out, grad_at, count, p_.value_dim, true}, value_width_, grad_features_);
     // For each panel of keys, seen_ is the range of queries in this block, in whole panels, that see at least
     // one key of the panel.
     seen_.assign(key_panels, Range{kQueries, 0});
@@ -162,19 +177,28 @@ class Backward {
       for (int64_t j = panels.begin; j < panels.end; ++j)
         seen_[j] = {std::min(seen_[j].begin, i), std::min(i + columns_, count)};
     }
-    const auto add = [&](const Buffer& features, int64_t width, int64_t size, const Buffer& panels,
-                         const Buffer& sums) {
-      const int64_t lines = round_up(size, width);
+    // Adds the product of the queries' features and the panels of keys to `sums`. With AMX tiles, the
+    // operands are exchanged, because rows of the tiles of scores are already left operands.
+    const auto add = [&](const Buffer& features, int64_t width, int64_t size, int64_t lines,
+                         const Buffer& panels, const Buffer& sums) {
       for (int64_t j = 0; j < key_panels; ++j) {
         if (seen_[j].empty()) continue;
-        kernels_.product.strip(features + seen_[j].begin / steps_ * width, kernels_.panel(count, width),
-                               width, size, panels + j * query_panel_ + seen_[j].begin / steps_ * columns_,
-                               gemm::parts_of(seen_[j].end - seen_[j].begin, steps_),
-                               sums + j * lines * columns_, 1, 1);
+        const int64_t from = seen_[j].begin / steps_, depth = seen_[j].end - seen_[j].begin;
+        float* to = sums + j * lines * columns_;
+        if (!kernels_.tiles) {
+          kernels_.multiply(features + from * width, kernels_.panel(count, width), width, size,
+                            panels + j * query_panel_ + from * columns_, depth, to, true);
+          continue;
+        }
+        for (int64_t f = 0; f < size; f += columns_) {
+          const float* right = features + f / columns_ * kernels_.panel(count, columns_) + from * columns_;
+          kernels_.multiply(panels + j * query_panel_ + from * wide_, tile_stride_, wide_, columns_, right,
+                            depth, to + f * columns_, true);
+        }
       }
     };
-    if (out_.v) add(grad_features_, value_width_, p_.value_dim, probabilities_, grad_v_);
-    if (out_.k) add(query_features_, width_, p_.head_dim, by_score_, grad_k_);
+    if (out_.v) add(grad_features_, value_width_, p_.value_dim, key_value_lines_, probabilities_, grad_v_);
+    if (out_.k) add(query_features_, width_, p_.head_dim, key_lines_, by_score_, grad_k_);
   }
 
   // Computes the scores of one panel of queries and some panels of the block's keys, and adds what they
@@ -191,20 +215,20 @@ class Backward {
 
     // Compute the scores and the gradients with respect to the probabilities, each as a matrix (keys,
     // queries).
-    kernels_.pack_tokens(in_.q, in_.q.offset(s, head, token), some, p_.head_dim, columns_, query_);
-    kernels_.pack_tokens(in_.grad_out, in_.grad_out.offset(s, head, token), some, p_.value_dim, columns_,
-                         grad_);
+    kernels_.pack_right({in_.q, in_.q.offset(s, head, token), some, p_.head_dim}, query_);
+    kernels_.pack_right({in_.grad_out, in_.grad_out.offset(s, head, token), some, p_.value_dim}, grad_);
     const int64_t tile = first / wide_, skipped = first - tile * wide_, lines = skipped + count;
-    kernels_.product.strip(keys_ + tile * key_panel_, key_panel_, wide_, lines, query_,
-                           gemm::parts_of(p_.head_dim, steps_), scores_, p_.scale, 0);
-    kernels_.product.strip(values_ + tile * value_panel_, value_panel_, wide_, lines, grad_,
-                           gemm::parts_of(p_.value_dim, steps_), by_p_, 1, 0);
+    kernels_.multiply(keys_ + tile * key_panel_, key_panel_, wide_, lines, query_, p_.head_dim, scores_,
+                      false);
+    kernels_.multiply(values_ + tile * value_panel_, value_panel_, wide_, lines, grad_, p_.value_dim, by_p_,
+                      false);
     float *scores = scores_ + skipped * columns_, *by_p = by_p_ + skipped * columns_;
 
     const bool capped = p_.softcap != 0, edge = is_edge(p_, s, queries, keys);
     const auto shape = panel_of(p_, s, head, queries.begin);
     if (p_.bias != nullptr) fill_bias(kernels_, p_, s, head, queries, keys, added_);
-    if (edge || p_.bias != nullptr || capped || shape.slope != 0) {
+    const bool adjusts = edge || p_.bias != nullptr || capped || shape.slope != 0 || !(p_.scale > 0);
+    if (adjusts) {
       kernels_.table.adjust(shape, keys.begin, count,
                             p_.bias != nullptr ? static_cast<float*>(added_) : nullptr, edge, scores,
                             capped ? static_cast<float*>(cap_slope_) : nullptr);
@@ -214,22 +238,36 @@ class Backward {
       kernels_.table.mask(static_cast<uint64_t>(*p_.seed), static_cast<uint32_t>(row), keys.begin, count,
                           p_.threshold, p_.kept, mask);
     }
-    kernels_.table.differentiate[in_.q.type != at::kFloat](scores, by_p, count, mask, lse_, delta_);
-    if (out_.bias.defined()) add_to_bias(s, head, queries, keys, by_p);
-    if (capped) kernels_.table.multiply(by_p, cap_slope_, count * columns_);
+    const float scale = adjusts ? 1 : p_.scale;
+    const auto tiles_at = [&](const Buffer& to) {
+      return kernels::AttentionRows{to + panels.begin * query_panel_ + place / steps_ * wide_, tile_stride_};
+    };
+    if (kernels_.tiles && !out_.bias.defined() && !capped) {
+      kernels_.table.differentiate_tiles(scores, by_p, count, mask, scale, lse_, delta_,
+                                         tiles_at(probabilities_), tiles_at(by_score_), pairs_);
+    } else {
+      kernels_.table.differentiate[in_.q.type != at::kFloat](scores, by_p, count, mask, scale, lse_, delta_);
+      if (out_.bias.defined()) add_to_bias(s, head, queries, keys, by_p);
+      if (capped) kernels_.table.multiply(by_p, cap_slope_, count * columns_);
+      if (kernels_.tiles) {
+        kernels_.table.round_tiles(scores, count, tiles_at(probabilities_), nullptr);
+        kernels_.table.round_tiles(by_p, count, tiles_at(by_score_), pairs_);
+      }
+    }
 
     if (out_.q) {
-      const float* panel = by_p;
-      if (steps_ > 1) {
+      const float* panel = kernels_.tiles ? static_cast<const float*>(pairs_) : by_p;
+      if (steps_ > 1 && !kernels_.tiles) {
         kernels_.product.pack_float(by_p, columns_, count, 1, columns_, columns_, pairs_);
         panel = pairs_;
       }
       const int64_t group = p_.heads / p_.kv_heads, of_head = gemm::parts_of(s.queries, columns_);
       float* sums = grad_q_ + (head % group * of_head + queries.begin / columns_) * lines_ * columns_;
-      kernels_.product.strip(key_features_ + first / steps_ * width_,
-                             kernels_.panel(block.end - block.begin, width_), width_, p_.head_dim, panel,
-                             gemm::parts_of(count, steps_), sums, 1, 1);
+      kernels_.multiply(key_features_ + first / steps_ * width_,
+                        kernels_.panel(block.end - block.begin, width_), width_, p_.head_dim, panel, count,
+                        sums, true);
     }
+    if (kernels_.tiles) return;
     for (int64_t j = panels.begin; j < panels.end; ++j) {
       const int64_t from = (j * columns_ - first) * columns_,
                     to = j * query_panel_ + place / steps_ * columns_;
@@ -261,9 +299,12 @@ class Backward {
   const Inputs& in_;
   const Outputs& out_;
   int64_t columns_, steps_, wide_, width_, value_width_, lines_, value_lines_, most_, key_panel_,
-      value_panel_, query_panel_;
-  Buffer keys_, values_, key_features_, query_features_, grad_features_, query_, grad_, scores_, by_p_,
-      cap_slope_, mask_, added_, pairs_, probabilities_, by_score_, grad_k_, grad_v_, rows_, lse_, delta_;
+      value_panel_, query_panel_, tile_stride_;
+  Buffer keys_, values_, key_features_;
+  // numbers of features with padding, of a sum over queries
+  int64_t key_lines_, key_value_lines_;
+  Buffer query_features_, grad_features_, query_, grad_, scores_, by_p_, cap_slope_, mask_, added_, pairs_,
+      probabilities_, by_score_, grad_k_, grad_v_, rows_, lse_, delta_;
   std::vector<Range> seen_;
   float* grad_q_ = nullptr;
   std::optional<Buffer> own_grad_q_;
@@ -432,6 +473,7 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
     for (const auto& round : plan.rounds) {
       share_out(static_cast<int64_t>(round.size()), [&](auto next) {
         Backward backward(kernels, p, in, out);
+        const TileScope scope(kernels);
         for (int64_t i = next(); i >= 0; i = next()) backward.run(round[i]);
       });
     }

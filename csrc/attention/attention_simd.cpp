@@ -34,7 +34,7 @@ void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t key
   const F32 left = splat(-static_cast<float>(panel.left)), right = splat(static_cast<float>(panel.right));
   for (int64_t j = 0; j < keys; ++j, scores += kColumns) {
     for (int w = 0; w < kWide; ++w) {
-      F32 s = load(scores + w * kLanes);
+      F32 s = load(scores + w * kLanes) * panel.scale;
       if (panel.softcap != 0) {
         const F32 t = tanh(s / cap);
         s = cap * t;
@@ -63,12 +63,17 @@ SHOESTRING_INLINE F32 exp_of(F32 x) {
   return kBrief ? short_exp_of_negative(x) : exp_of_negative(x);
 }
 
+// State of the softmax of a tile's queries while one more tile of keys is added.
+struct Softmax {
+  F32 best[kWide], shrink[kWide], sum[kWide];  // new maxima, factors of the sums so far, sums of the tile
+  bool grew;                                   // whether a maximum grew
+};
+
 template <bool kBrief>
-void soften(float* scores, int64_t keys, const float* mask, float* highest, float* sums, float* out,
-            int64_t lines) {
-  F32 best[kWide], before[kWide], sum[kWide], shrink[kWide];
-  for (int w = 0; w < kWide; ++w) best[w] = before[w] = load(highest + w * kLanes);
-  F32 other[kWide] = {best[0], best[1]};
+SHOESTRING_INLINE Softmax begin_softmax(const float* scores, int64_t keys, float scale, float* highest) {
+  Softmax s;
+  F32 best[kWide], other[kWide];
+  for (int w = 0; w < kWide; ++w) best[w] = other[w] = splat(kLow);
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) {
     for (int w = 0; w < kWide; ++w) {
@@ -79,28 +84,40 @@ void soften(float* scores, int64_t keys, const float* mask, float* highest, floa
   if (j < keys) {
     for (int w = 0; w < kWide; ++w) best[w] = max(best[w], load(scores + j * kColumns + w * kLanes));
   }
-  bool grew = false;
+  s.grew = false;
   for (int w = 0; w < kWide; ++w) {
-    best[w] = max(best[w], other[w]);
-    shrink[w] = exp_of<kBrief>(before[w] - finite(best[w]));
-    grew |= any(before[w] < best[w]);
-    store(highest + w * kLanes, best[w]);
-    best[w] = finite(best[w]);
-    sum[w] = F32{};
+    const F32 before = load(highest + w * kLanes);
+    const F32 after = max(before, max(best[w], other[w]) * scale);
+    s.shrink[w] = exp_of<kBrief>(before - finite(after));
+    s.grew |= any(before < after);
+    store(highest + w * kLanes, after);
+    s.best[w] = finite(after);
+    s.sum[w] = F32{};
   }
-  for (j = 0; j < keys; ++j, scores += kColumns) {
+  return s;
+}
+
+SHOESTRING_INLINE void end_softmax(const Softmax& s, float* sums, float* out, int64_t lines) {
+  for (int w = 0; w < kWide; ++w) store(sums + w * kLanes, load(sums + w * kLanes) * s.shrink[w] + s.sum[w]);
+  if (!s.grew) return;
+  for (int64_t i = 0; i < lines; ++i, out += kColumns) {
+    for (int w = 0; w < kWide; ++w) store(out + w * kLanes, load(out + w * kLanes) * s.shrink[w]);
+  }
+}
+
+template <bool kBrief>
+void soften(float* scores, int64_t keys, const float* mask, float scale, float* highest, float* sums,
+            float* out, int64_t lines) {
+  Softmax s = begin_softmax<kBrief>(scores, keys, scale, highest);
+  for (int64_t j = 0; j < keys; ++j, scores += kColumns) {
     for (int w = 0; w < kWide; ++w) {
-      F32 p = exp_of<kBrief>(load(scores + w * kLanes) - best[w]);
-      sum[w] = sum[w] + p;
+      F32 p = exp_of<kBrief>(fma(load(scores + w * kLanes), splat(scale), -s.best[w]));
+      s.sum[w] = s.sum[w] + p;
       if (mask != nullptr) p = p * load(mask + j * kColumns + w * kLanes);
       store(scores + w * kLanes, p);
     }
   }
-  for (int w = 0; w < kWide; ++w) store(sums + w * kLanes, load(sums + w * kLanes) * shrink[w] + sum[w]);
-  if (!grew) return;
-  for (int64_t i = 0; i < lines; ++i, out += kColumns) {
-    for (int w = 0; w < kWide; ++w) store(out + w * kLanes, load(out + w * kLanes) * shrink[w]);
-  }
+  end_softmax(s, sums, out, lines);
 }
 
 void finish(const float* highest, const float* sums, float* out, int64_t lines, float* lse) {
@@ -115,28 +132,134 @@ void finish(const float* highest, const float* sums, float* out, int64_t lines, 
   }
 }
 
+// A query that sees no key has a log-sum-exp of -inf. Replacing it by +inf makes its probabilities 0.
+SHOESTRING_INLINE F32 usable(F32 lse) { return lse == kLow ? splat(-kLow) : lse; }
+
+struct Derivative {
+  F32 probability, gradient;
+};
+// Returns p * mask and the gradient of the score, at element `at` of the tile.
 template <bool kBrief>
-void differentiate(float* scores, float* by_p, int64_t keys, const float* mask, const float* lse,
+SHOESTRING_INLINE Derivative derivative(const float* scores, const float* by_p, const float* mask, int64_t at,
+                                        float scale, F32 lse, F32 delta) {
+  // Rounding may make a score slightly larger than the log-sum-exp that includes it, so the difference is
+  // limited to 0.
+  const F32 p = exp_of<kBrief>(min(splat(0.f), fma(load(scores + at), splat(scale), -lse)));
+  const F32 gradient = load(by_p + at);
+  if (mask == nullptr) return {p, p * (gradient - delta)};
+  const F32 kept = load(mask + at);
+  return {p * kept, p * (gradient * kept - delta)};
+}
+
+template <bool kBrief>
+void differentiate(float* scores, float* by_p, int64_t keys, const float* mask, float scale, const float* lse,
                    const float* delta) {
   for (int w = 0; w < kWide; ++w) {
-    const F32 known = load(lse + w * kLanes), less = load(delta + w * kLanes);
-    // A query that sees no key has a log-sum-exp of -inf. Replacing it by +inf makes its probabilities 0.
-    const F32 highest = known == kLow ? splat(-kLow) : known;
+    const F32 highest = usable(load(lse + w * kLanes)), less = load(delta + w * kLanes);
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = j * kColumns + w * kLanes;
-      // Rounding may make a score slightly larger than the log-sum-exp that includes it, so the difference is
-      // limited to 0.
-      const F32 p = exp_of<kBrief>(min(splat(0.f), load(scores + at) - highest));
-      F32 gradient = load(by_p + at), used = p;
-      if (mask != nullptr) {
-        const F32 kept = load(mask + at);
-        gradient = gradient * kept, used = p * kept;
-      }
-      store(scores + at, used);
-      store(by_p + at, p * (gradient - less));
+      const Derivative d = derivative<kBrief>(scores, by_p, mask, at, scale, highest, less);
+      store(scores + at, d.probability);
+      store(by_p + at, d.gradient);
     }
   }
 }
+
+#if defined(__AVX512F__)
+#pragma GCC push_options
+#pragma GCC target("avx512bf16")
+
+constexpr int64_t kPairDepth = 32;  // the depth of packed bf16 panels is padded to a multiple of this
+
+// Rounds two registers to bf16. The numbers of `first` are in the lower half of the result.
+SHOESTRING_INLINE __m512i rounded(F32 first, F32 second) {
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+}
+
+// Writes two depth steps of a packed panel, given the bf16 numbers of both steps for half of the columns.
+SHOESTRING_INLINE void store_pair_row(float* to, __m512i both) {
+  __m512i order;
+  {
+    alignas(64) uint16_t i[32];
+    for (int k = 0; k < 32; ++k) i[k] = static_cast<uint16_t>(k / 2 + k % 2 * 16);
+    __builtin_memcpy(&order, i, sizeof i);
+  }
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
+}
+
+// Sets the rest of a packed panel with `keys` depth steps to zero.
+SHOESTRING_INLINE void clear_pairs(float* pairs, int64_t keys) {
+  const int64_t end = (keys + kPairDepth - 1) / kPairDepth * kPairDepth / 2;
+  for (int64_t j = (keys + 1) / 2; j < end; ++j) {
+    for (int w = 0; w < kWide; ++w) store(pairs + j * kColumns + w * kLanes, F32{});
+  }
+}
+
+void soften_pairs(const float* scores, int64_t keys, const float* mask, float scale, float* highest,
+                  float* sums, float* out, int64_t lines, float* pairs) {
+  Softmax s = begin_softmax<true>(scores, keys, scale, highest);
+  const auto one = [&](int64_t j, int w) __attribute__((always_inline)) {
+    const int64_t at = j * kColumns + w * kLanes;
+    const F32 p = exp_of<true>(fma(load(scores + at), splat(scale), -s.best[w]));
+    s.sum[w] = s.sum[w] + p;
+    return mask != nullptr ? p * load(mask + at) : p;
+  };
+  for (int64_t j = 0; j < keys; j += 2) {
+    for (int w = 0; w < kWide; ++w) {
+      const F32 p = one(j, w), next = j + 1 < keys ? one(j + 1, w) : F32{};
+      store_pair_row(pairs + j / 2 * kColumns + w * kLanes, rounded(p, next));
+    }
+  }
+  clear_pairs(pairs, keys);
+  end_softmax(s, sums, out, lines);
+}
+
+// Returns the place of key j in the tiles of `rows`.
+SHOESTRING_INLINE float* row_of_tile(const kernels::AttentionRows& rows, int64_t j) {
+  return rows.to + j / 16 * rows.stride + j % 16 * kLanes;
+}
+
+void differentiate_tiles(const float* scores, const float* by_p, int64_t keys, const float* mask, float scale,
+                         const float* lse, const float* delta, const kernels::AttentionRows& probabilities,
+                         const kernels::AttentionRows& gradients, float* pairs) {
+  F32 highest[kWide], less[kWide];
+  for (int w = 0; w < kWide; ++w)
+    highest[w] = usable(load(lse + w * kLanes)), less[w] = load(delta + w * kLanes);
+  for (int64_t j = 0; j < keys; j += 2) {
+    F32 gradient[2][kWide] = {};
+    for (int64_t i = 0; i < (keys - j < 2 ? keys - j : 2); ++i) {
+      F32 probability[kWide];
+      for (int w = 0; w < kWide; ++w) {
+        const Derivative d =
+            derivative<true>(scores, by_p, mask, (j + i) * kColumns + w * kLanes, scale, highest[w], less[w]);
+        probability[w] = d.probability, gradient[i][w] = d.gradient;
+      }
+      _mm512_storeu_si512(row_of_tile(probabilities, j + i), rounded(probability[0], probability[1]));
+      _mm512_storeu_si512(row_of_tile(gradients, j + i), rounded(gradient[i][0], gradient[i][1]));
+    }
+    for (int w = 0; w < kWide; ++w)
+      store_pair_row(pairs + j / 2 * kColumns + w * kLanes, rounded(gradient[0][w], gradient[1][w]));
+  }
+  clear_pairs(pairs, keys);
+}
+
+void round_tiles(const float* from, int64_t keys, const kernels::AttentionRows& rows, float* pairs) {
+  for (int64_t j = 0; j < keys; ++j, from += kColumns) {
+    const F32 first = load(from), second = load(from + kLanes);
+    _mm512_storeu_si512(row_of_tile(rows, j), rounded(first, second));
+    if (pairs == nullptr || j % 2 != 0) continue;
+    float* to = pairs + j / 2 * kColumns;
+    store_pair_row(to, rounded(first, j + 1 < keys ? load(from + kColumns) : F32{}));
+    store_pair_row(to + kLanes, rounded(second, j + 1 < keys ? load(from + kColumns + kLanes) : F32{}));
+  }
+  if (pairs != nullptr) clear_pairs(pairs, keys);
+}
+#pragma GCC pop_options
+#else
+constexpr decltype(kernels::AttentionTable::soften_pairs) soften_pairs = nullptr;
+constexpr decltype(kernels::AttentionTable::differentiate_tiles) differentiate_tiles = nullptr;
+constexpr decltype(kernels::AttentionTable::round_tiles) round_tiles = nullptr;
+#endif
 
 void multiply(float* to, const float* factors, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(to + i) * load(factors + i));
@@ -191,8 +314,11 @@ void store_rows(const float* rows, int64_t stride, int64_t count, int64_t size, 
 
 const kernels::AttentionTable attention{adjust,
                                         {soften<false>, soften<true>},
+                                        soften_pairs,
                                         finish,
                                         {differentiate<false>, differentiate<true>},
+                                        differentiate_tiles,
+                                        round_tiles,
                                         multiply,
                                         mask,
                                         dots,

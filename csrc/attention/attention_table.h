@@ -84,35 +84,58 @@ struct AttentionGradients {
 };
 
 /// Describes a tile of attention scores (keys, columns) for the CPU kernels. A column is a query; the number
-/// of columns is that of a packed panel of the GEMM's right operand.
+/// of columns is that of a packed panel of the GEMM's right operand. The products q k^T are multiplied by
+/// `scale`.
 struct AttentionPanel {
   int64_t position;  // index of the key that is at the same position as the tile's first query
   int64_t left, right;
-  float softcap, slope;
+  float scale, softcap, slope;
+};
+
+/// Destination of a tile of bf16 numbers that is the left operand of a product: AMX tiles of 16 keys and 32
+/// queries. Tiles of successive keys are `stride` packed elements apart.
+struct AttentionRows {
+  float* to;
+  int64_t stride;
 };
 
 /// CPU kernels for the steps of attention between the matrix products. `mask` (keys, columns) holds dropout's
 /// factors of the probabilities, or is null.
 struct AttentionTable {
-  // Caps the scores of a tile, adds the bias `added` (keys, columns) unless it is null, and subtracts ALiBi's
-  // term. With `edge`, writes -inf for keys that a query does not see. Writes the derivative of the softcap
-  // to cap_slope (keys, columns) unless it is null.
+  // Turns the products q k^T of a tile into scores: scales and caps them, adds the bias `added` (keys,
+  // columns) unless it is null, and subtracts ALiBi's term. With `edge`, writes -inf for keys that a query
+  // does not see. Writes the derivative of the softcap to cap_slope (keys, columns) unless it is null.
   void (*adjust)(const AttentionPanel& panel, int64_t first_key, int64_t keys, const float* added, bool edge,
                  float* scores, float* cap_slope);
-  // Replaces the scores of a tile by e^(score - highest), multiplied by `mask`. First updates each query's
-  // maximum score `highest`, and adds the unmasked exponentials to `sums`. Rescales `sums` and the output
-  // `out` (lines: features, columns: queries) to the new maxima. soften[1] is for 16-bit operands: the
-  // relative error of its exponential is 2^-17.
-  void (*soften[2])(float* scores, int64_t keys, const float* mask, float* highest, float* sums, float* out,
-                    int64_t lines);
+  // Replaces the numbers s of a tile by e^(scale s - highest), multiplied by `mask`. `scale` must be
+  // positive. First updates each query's maximum score `highest`, and adds the unmasked exponentials to
+  // `sums`. Rescales `sums` and the output `out` (lines: features, columns: queries) to the new maxima.
+  // soften[1] is for 16-bit operands: the relative error of its exponential is 2^-17.
+  void (*soften[2])(float* scores, int64_t keys, const float* mask, float scale, float* highest, float* sums,
+                    float* out, int64_t lines);
+  // Like soften[1], but writes the results to `pairs`, rounded to bf16, as a packed panel of the GEMM's right
+  // operand. The depth of the panel, the keys, is padded with zeros to a multiple of 32. Null in builds
+  // without bf16 instructions.
+  void (*soften_pairs)(const float* scores, int64_t keys, const float* mask, float scale, float* highest,
+                       float* sums, float* out, int64_t lines, float* pairs);
   // Divides the output `out` (lines: features, columns: queries) by the sums of exponentials, and writes each
   // query's log-sum-exp to lse (columns).
   void (*finish)(const float* highest, const float* sums, float* out, int64_t lines, float* lse);
-  // Replaces the scores of a tile by p * mask, where p is the probability exp(score - lse). Replaces by_p,
-  // the gradients of the masked probabilities, by the gradients of the scores: p * (mask * by_p - delta).
-  // differentiate[1] is for 16-bit operands, like soften[1].
-  void (*differentiate[2])(float* scores, float* by_p, int64_t keys, const float* mask, const float* lse,
-                           const float* delta);
+  // Replaces the numbers s of a tile by p * mask, where p is the probability exp(scale s - lse). Replaces
+  // by_p, the gradients of the masked probabilities, by the gradients of the scores: p * (mask * by_p -
+  // delta). differentiate[1] is for 16-bit operands, like soften[1].
+  void (*differentiate[2])(float* scores, float* by_p, int64_t keys, const float* mask, float scale,
+                           const float* lse, const float* delta);
+  // Like differentiate[1], but rounds the results to bf16 and writes them for the products on AMX tiles:
+  // p * mask to `probabilities`, and the gradients of the scores to `gradients` and to `pairs`. `pairs` has
+  // the format of soften_pairs. Null in builds without bf16 instructions.
+  void (*differentiate_tiles)(const float* scores, const float* by_p, int64_t keys, const float* mask,
+                              float scale, const float* lse, const float* delta,
+                              const AttentionRows& probabilities, const AttentionRows& gradients,
+                              float* pairs);
+  // Rounds a tile of fp32 numbers to bf16, and writes it to `rows` and, unless it is null, to `pairs`, like
+  // differentiate_tiles.
+  void (*round_tiles)(const float* from, int64_t keys, const AttentionRows& rows, float* pairs);
   // Multiplies `to` by `factors` element by element. count: number of elements, a multiple of the number of
   // columns of a panel.
   void (*multiply)(float* to, const float* factors, int64_t count);

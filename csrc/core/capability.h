@@ -1,12 +1,13 @@
 #pragma once
 
-// Selects among the builds of the CPU kernels. Every *_simd.cpp file is compiled once per capability (plain,
-// AVX2, AVX-512). Each build has its own namespace, so that the linker cannot merge their functions. Each
-// build exports one table of function pointers per operator.
+// Selects among the builds of the CPU kernels. Every *_simd.cpp file is compiled once for each of plain
+// x86-64, AVX2 and AVX-512. Each build has its own namespace, so that the linker cannot merge their
+// functions. Each build exports one table of function pointers per operator. The capability kAmx uses the
+// build for AVX-512, and matrix products of bf16 run on AMX tiles.
 
 namespace shoestring::cpu {
 
-enum class Capability { kPlain, kAvx2, kAvx512 };
+enum class Capability { kPlain, kAvx2, kAvx512, kAmx };
 
 /// Returns the capability whose CPU kernels are in use: the best one that this machine supports, or the one
 /// that the environment variable SHOESTRING_CPU selects.
@@ -24,6 +25,7 @@ const char* name(Capability capability);
 template <class Table>
 const Table& choose(const Table& plain, const Table& avx2, const Table& avx512) {
   switch (capability()) {
+    case Capability::kAmx:
     case Capability::kAvx512:
       return avx512;
     case Capability::kAvx2:

@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(shoestring, m) {
-  // _cpu_capability returns which build of the CPU kernels is in use: plain, avx2 or avx512.
+  // _cpu_capability returns which build of the CPU kernels is in use: plain, avx2, avx512 or amx.
   // _set_cpu_capability selects another build for tests; it returns false if this machine does not support
   // that build.
   m.def("_cpu_capability() -> str");

@@ -17,7 +17,6 @@
 #include "gemm/gemm_table.h"
 #include "gemm/products.h"
 #include "gemm/skinny_gemm_table.h"
-#include "gemm/tiles.h"
 
 namespace shoestring::gemm {
 namespace {

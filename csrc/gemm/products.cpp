@@ -3,21 +3,15 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
-#if defined(__linux__) && defined(__x86_64__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include "core/capability.h"
 #include "gemm/gemm.h"
-#include "gemm/tiles.h"
 
 namespace shoestring::gemm {
 
 using at::Tensor;
 
 bool multiplies_bf16() {
-  if (cpu::capability() != cpu::Capability::kAvx512) return false;
+  if (cpu::capability() < cpu::Capability::kAvx512) return false;
 #if defined(__x86_64__)
   static const bool units = __builtin_cpu_supports("avx512bf16");
 #else
@@ -27,15 +21,7 @@ bool multiplies_bf16() {
 }
 
 bool multiplies_by_tiles() {
-#if defined(__linux__) && defined(__x86_64__)
-  // Linux allows the tile registers of AMX only to a process that asks for them.
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;
-  static const bool tiles = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-                            syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  constexpr bool tiles = false;
-#endif
-  return tiles && multiplies_bf16();
+  return cpu::capability() == cpu::Capability::kAmx && at::globalContext().userEnabledMkldnn();
 }
 
 at::ScalarType product_type(const Tensor& x) {

@@ -8,6 +8,9 @@ namespace shoestring::gemm {
 /// enabled.
 bool multiplies_bf16();
 
+/// Returns whether products of bf16 matrices run on AMX tiles. It implies multiplies_bf16().
+bool multiplies_by_tiles();
+
 /// Returns the dtype of the operands of a CPU product of x and a weight: bf16 if x is bf16 and the CPU has
 /// bf16 instructions, else fp32 (fp64 for fp64). Without bf16 instructions, PyTorch's 16-bit products are ten
 /// to hundreds of times slower than fp32 products.

@@ -11,7 +11,7 @@
 template <typename Test>
 void for_each_capability(const Test& test) {
   const std::string before = shoestring::cpu_capability();
-  for (const char* capability : {"plain", "avx2", "avx512"}) {
+  for (const char* capability : {"plain", "avx2", "avx512", "amx"}) {
     if (!shoestring::set_cpu_capability(capability)) continue;
     test(capability);
     if (is_emulated()) break;

@@ -16,7 +16,7 @@ import shoestring  # noqa: F401  (registers the operators)
 from build_folder import EMULATOR
 from offload_faults import disturb_offload
 
-CAPABILITIES = ("plain", "avx2", "avx512")
+CAPABILITIES = ("plain", "avx2", "avx512", "amx")
 # Compute capabilities that the emulator can report. The host code of some operators selects different kernels
 # for each.
 GPUS = {
@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def capability(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once for each build of the kernels that the backend can select, and return the build's name.
 
-    On the CPU, the builds are for the CPU capabilities plain, avx2 and avx512; builds that this machine
+    On the CPU, the builds are for the CPU capabilities plain, avx2, avx512 and amx; builds that this machine
     cannot run are skipped. In the emulator, a test marked ``each_gpu`` runs once for each compute capability
     in GPUS. All other tests run once.
     """

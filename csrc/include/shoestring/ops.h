@@ -14,13 +14,13 @@
 
 namespace shoestring {
 
-/// Returns the build of the CPU kernels in use: "plain", "avx2" or "avx512". The default is the best one that
-/// this machine supports. The environment variable SHOESTRING_CPU selects another one when the library is
-/// loaded.
+/// Returns the CPU kernels in use: "plain", "avx2", "avx512" or "amx". "amx" means those for AVX-512, and
+/// AMX tiles for products of bf16 matrices. The default is the best that this machine supports. The
+/// environment variable SHOESTRING_CPU selects another one when the library is loaded.
 SHOESTRING_API std::string cpu_capability();
 
-/// Selects another build of the CPU kernels, for tests and comparisons. Returns false and changes nothing if
-/// this machine does not support the build `name`.
+/// Selects other CPU kernels, for tests and comparisons. Returns false and changes nothing if this machine
+/// does not support the kernels `name`.
 SHOESTRING_API bool set_cpu_capability(const std::string& name);
 
 /// Options of cross_entropy. The options without a comment have the same meaning as in

@@ -41,6 +41,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sliding": {"causal": True, "window_size": (29, -1)},
     "softcap": {"softcap": 3.0, "causal": True},
     "scale": {"scale": 0.3},
+    "scale_negative": {"scale": -0.3, "causal": True},
+    "scale_zero": {"scale": 0.0, "causal": True},
     "alibi": {"slopes": 1, "causal": True},
     "alibi_batch": {"slopes": 2},
     "sinks": {"sinks": True, "causal": True},

@@ -55,7 +55,7 @@ def test_capability_can_be_forced_and_a_wrong_name_is_refused() -> None:
         command, env={**os.environ, "SHOESTRING_CPU": "plain"}, capture_output=True, text=True
     )
     assert forced.stdout.strip() == "plain", forced.stderr
-    with pytest.raises(RuntimeError, match="expected plain, avx2 or avx512, received 'sse9'"):
+    with pytest.raises(RuntimeError, match="expected plain, avx2, avx512 or amx, received 'sse9'"):
         torch.ops.shoestring._set_cpu_capability("sse9")
 
 

@@ -84,7 +84,9 @@ class Errors:
     def add(self, case: Case, options: dict[str, Any]) -> None:
         hidden, weight, bias, target = case
         dtype = hidden.dtype
-        narrow = self.backend in ("cuda", "simt") or (self.backend == "avx512" and dtype == torch.bfloat16)
+        narrow = self.backend in ("cuda", "simt") or (
+            self.backend in ("avx512", "amx") and dtype == torch.bfloat16
+        )
         leaves = [t.requires_grad_() for t in (hidden, weight, bias) if t is not None]
         loss = shoestring.linear_cross_entropy(hidden, weight, target, bias, **options)
         upstream = torch.rand(loss.shape) + 0.5 if options["reduction"] == "none" else None

@@ -23,7 +23,7 @@ def test_heads_that_are_refused() -> None:
     torch.nn.utils.parametrizations.weight_norm(model.lm_head)
     with pytest.raises(TypeError, match="ParametrizedLinear; expected nn.Linear"):
         shoestring.patch(model)
-    with pytest.raises(TypeError, match="expected a Hugging Face causal language model"):
+    with pytest.raises(TypeError, match="expected a Hugging Face transformers model"):
         shoestring.patch(nn.Linear(3, 3))
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))

@@ -44,7 +44,7 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
     tried: dict[type, dict[str, Any] | None] = {}
     for name, module in list(model.named_modules()):
         layer = isinstance(module, nn.LayerNorm)
-        if not layer and not type(module).__name__.endswith("RMSNorm"):
+        if not layer and not type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")):
             continue
         weight = getattr(module, "weight", None)
         if "forward" in module.__dict__:

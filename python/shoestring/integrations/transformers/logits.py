@@ -25,7 +25,8 @@ from shoestring.losses.linear_cross_entropy import linear_cross_entropy
 class Logits:
     """A placeholder for the logits ``outer * tanh(scale * head(hidden))``, or ``scale * head(hidden)``.
 
-    ``hidden`` is (..., features); the object stands for a tensor (..., vocab).
+    ``hidden`` is (..., features); the object stands for a tensor (..., vocab). With ``before``, the head is
+    applied to ``before(hidden)``. This function computes each token by itself.
     """
 
     hidden: Tensor
@@ -34,6 +35,7 @@ class Logits:
     workspace_mb: int = 0
     scale: float | Tensor = 1.0
     outer: float | None = None  # factor that multiplies the tanh of the logits; None: no tanh
+    before: Callable[[Tensor], Tensor] | None = None
 
     @property
     def vocab(self) -> int:
@@ -154,7 +156,8 @@ class Logits:
         softcap: dict[str, Any] = {"logit_scale": self.scale}
         if self.outer is not None:
             softcap = {"logit_scale": self.scale * self.outer, "softcap": self.outer}
-        hidden, matrix, bias, lora = weights(self.head, self.hidden)
+        features, target = self._counted(target, ignore_index, reduction)
+        hidden, matrix, bias, lora = weights(self.head, features)
         return linear_cross_entropy(
             hidden,
             matrix,
@@ -168,6 +171,20 @@ class Logits:
             **softcap,
             **lora,
         )
+
+    def _counted(self, target: Tensor, ignore_index: int, reduction: str) -> tuple[Tensor, Tensor]:
+        """Return the inputs of the head and the targets, without the ignored tokens if this saves time.
+
+        The loss skips ignored tokens in any case. Without them, ``before`` skips them too. On a GPU, and in a
+        graph of ``torch.compile``, the host does not know their number, so all tokens remain.
+        """
+        if self.before is None:
+            return self.hidden, target
+        if reduction != "none" and target.device.type == "cpu" and not torch.compiler.is_compiling():
+            counted = (target != ignore_index).nonzero().squeeze(1)
+            if 0 < len(counted) < len(target):
+                return self.before(self.hidden.index_select(0, counted)), target[counted]
+        return self.before(self.hidden), target
 
     @classmethod
     def __torch_function__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.integrations.transformers.attention import use_attention
+from shoestring.integrations.transformers.dropouts import fuse_dropouts
 from shoestring.integrations.transformers.head import has_meta, weights
 from shoestring.integrations.transformers.head_norms import fuse_head_norms
 from shoestring.integrations.transformers.layers import fuse_mlps, fuse_norms, fuse_rotations
-from shoestring.integrations.transformers.logits import Logits
+from shoestring.integrations.transformers.loss import (
+    RECORDING,
+    computes_each_token,
+    head_path,
+    patched_class,
+    replace_inside,
+)
 from shoestring.integrations.transformers.products import Products, by_measurement, by_rule
 from shoestring.integrations.transformers.projections import fuse
 from shoestring.integrations.transformers.residuals import fuse_residuals
-
-# name of an attribute of patched models: True while the forward runs without logits
-RECORDING = "_shoestring_recording"
+from shoestring.integrations.transformers.trial import alike, loss_of_few, output_of_few
 
 
 @dataclass
@@ -82,9 +86,13 @@ def patch(
     rope: bool = True,
     mlp: bool = True,
     linear: bool | None = False,
+    dropout: bool = True,
     workspace_mb: int = 0,
 ) -> PatchReport:
-    """Make a Hugging Face causal language model use fused operators and compute its loss without logits.
+    """Make a Hugging Face transformers model use fused operators, and a language model need no logits.
+
+    Any transformers model is accepted: decoders, encoders, image models. A model without an output layer over
+    a vocabulary keeps its loss.
 
     Loss: with ``labels``, the model's own forward runs up to the output layer. The loss is then
     ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` in the output is None. Without
@@ -94,6 +102,9 @@ def patch(
     ``logits_to_keep`` work for the same reason. An operation that is impossible without logits raises an
     error. The output layer may be quantised or have LoRA adapters (shoestring's or PEFT's), also if these are
     added later.
+
+    A masked language model ignores most labels. The loss skips ignored tokens. On the CPU, a head that
+    transforms each token before the output layer, such as BERT's ``cls``, runs for tokens with labels only.
 
     Projections: query, key and value of an attention module become one operator if their weights are frozen,
     have adapters or are quantised. The operator ``lora_linear_group`` does shared work once and uses one
@@ -124,6 +135,9 @@ def patch(
     32 tokens. A direct layer of the model, such as the output layer, and a layer in an ``nn.Sequential`` stay
     unchanged.
 
+    Dropout: modules of ``nn.Dropout`` use ``shoestring.seeded_dropout``, which stores no mask. Its random
+    numbers differ from PyTorch's, so a run with dropout drops other elements than an unpatched run.
+
     Only this model instance changes: it gets its own class, derived from its former class and with the same
     name. A deep copy or a pickle of the model has no changes. ``save_pretrained`` writes the same files
     before and after ``undo()``. Two threads must not run the forward of one instance at the same time.
@@ -137,7 +151,8 @@ def patch(
         projections: False computes query, key and value one after the other, and leaves MLPs with adapters
             unchanged.
         attention: False leaves the attention implementation unchanged.
-        norms, rope, mlp: False leaves norms, rotary embeddings or the activations of MLPs unchanged.
+        norms, rope, mlp, dropout: False leaves norms, rotary embeddings, the activations of MLPs or dropout
+            unchanged.
         linear: whether trainable dense layers use shoestring's operators. None uses them where whole training
             steps were measured faster: in bf16, autocast included, on CPUs with AMX. True measures the products of this
             model, chooses the faster one for each, and leaves a layer to PyTorch if PyTorch is faster.
@@ -149,10 +164,10 @@ def patch(
         A report: its text lists the changes, and ``undo()`` reverts them.
 
     Raises:
-        TypeError: the model is not a causal language model, or its loss needs more than
-            ``linear_cross_entropy`` offers.
-        ValueError: the model is patched already, or its loss differs from the model's own in a test on eight
-            tokens.
+        TypeError: the model is no transformers model, or a causal language model whose loss needs more than
+            ``linear_cross_entropy`` offers. Another model whose loss needs more keeps its loss.
+        ValueError: the model is patched already, or its loss or output differs from the model's own in a test
+            on eight tokens or one image.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -165,72 +180,64 @@ def patch(
     """
     get_base_model: Any = getattr(model, "get_base_model", None)
     target: Any = model if get_base_model is None else get_base_model()
-    name = type(target).__name__
-    if RECORDING in target.__dict__:
-        raise ValueError(
-            f"shoestring.patch: model: this {name} is patched already; call undo() of its report first"
-        )
-    head_name = _head_name(target)
-    if has_meta(target):
-        raise ValueError(
-            f"shoestring.patch: model: this {name} is on the meta device; load its weights first"
-        )
-    weights(target.get_submodule(head_name), torch.empty(0))
-    original = type(target)
-    patched = _patched_class(original, head_name, logits, workspace_mb)
-
-    def undo() -> None:
-        if type(target) is not patched:
-            raise RuntimeError(
-                f"PatchReport.undo: model: expected {name} as patched, received {type(target).__name__}, "
-                "which another library or a later patch has put in place; undo that first"
-            )
-        target.__class__ = original
-        target.__dict__.pop(RECORDING, None)
-
-    try:
-        own = _loss_of_few(target)
-    except Exception as error:
-        raise TypeError(
-            f"shoestring.patch: model: expected {name} to compute a loss from input_ids and labels alone, received "
-            f"{type(error).__name__}: {error}"
-        ) from None
-    target.__dict__[RECORDING] = False
-    target.__class__ = patched
-    report = PatchReport([Change(name, f"loss without logits, from {head_name}", undo)])
-    run = functools.partial(_loss_of_few, target)
-    for wanted, fused in (
-        (norms, fuse_norms),
-        (rope, fuse_rotations),
-        (mlp, fuse_mlps),
-        (norms and rope, functools.partial(fuse_head_norms, run=run)),
-        (norms, functools.partial(fuse_residuals, run=run)),
-    ):
-        if wanted:
-            changes, left = fused(target)
-            report.changes += [Change(*change) for change in changes]
-            report.left += left
-    products = None if linear is False else Products(by_measurement if linear else by_rule)
-    if projections or products is not None:
-        changes, left = fuse(target, adapters=projections, products=products)
-        report.changes += [Change(*change) for change in changes]
-        report.left += left
-        report.measured = "" if products is None else str(products)
-    tolerance = 1e-4 if next(target.parameters()).dtype in (torch.float32, torch.float64) else 3e-2
+    name, dtype = type(target).__name__, _check(target)
+    path = head_path(target)
+    # A causal language model has its output layer as an attribute. Its loss must work without logits. Another
+    # model keeps its own loss if it does more with its logits.
+    decoder = not getattr(target.config, "is_encoder_decoder", False)
+    strict = path is not None and "." not in path and decoder
+    if strict:
+        weights(target.get_submodule(str(path)), torch.empty(0))
+    own, run, left = _first_results(target, path, strict)
+    if run is not loss_of_few:
+        path = None
+    report = PatchReport(_own_class(target, path, logits, workspace_mb), left)
 
     def check() -> None:
-        ours = _loss_of_few(target)
-        if not abs(own - ours) <= tolerance * max(1.0, abs(own)):
+        ours = own if run is None else run(target)
+        if not alike(own, ours, dtype):
+            what = "the loss" if run is loss_of_few else "an output"
             raise ValueError(
-                f"shoestring.patch: model: expected the loss of {name}, {own:.5f} on eight tokens, received {ours:.5f} "
-                "without logits; leave this model unpatched"
+                f"shoestring.patch: model: expected {what} of {name} on few inputs with the norm "
+                f"{own.norm():.5f}, received {ours.norm():.5f} after the patch; leave this model unpatched"
             )
 
+    if path is not None and not strict:
+        try:
+            weights(target.get_submodule(path), torch.empty(0))
+            check()
+        except Exception as error:
+            report.undo()
+            report = PatchReport(_own_class(target, None, logits, workspace_mb), left)
+            report.left.append((path, f"a loss that needs its logits: {error}"))
+    trial = functools.partial(run or output_of_few, target)
     try:
-        changes, left = use_attention(target, check) if attention else ([], [])
+        for wanted, fused in (
+            (norms, fuse_norms),
+            (rope, fuse_rotations),
+            (mlp, fuse_mlps),
+            (dropout, fuse_dropouts),
+            (norms and rope and run is not None, functools.partial(fuse_head_norms, run=trial)),
+            (norms and run is not None, functools.partial(fuse_residuals, run=trial)),
+        ):
+            if wanted:
+                changes, left = fused(target)
+                report.changes += [Change(*change) for change in changes]
+                report.left += left
+        products = None if linear is False else Products(by_measurement if linear else by_rule)
+        if projections or products is not None:
+            changes, left = fuse(target, adapters=projections, products=products)
+            report.changes += [Change(*change) for change in changes]
+            report.left += left
+            report.measured = "" if products is None else str(products)
+        # A convolutional model also has the setting, but no attention.
+        kinds = ("sdpa", "attention_backend")
+        attends = path is not None or any(getattr(target, f"_supports_{kind}", False) for kind in kinds)
+        wanted = attention and attends and run is not None
+        changes, left = use_attention(target, check) if wanted else ([], [])
         report.changes += [Change(*change) for change in changes]
         report.left += left
-        if not changes:  # if use_attention() changed the model, it has already called check()
+        if not changes:  # if use_attention() changed the model, it has called check()
             check()
     except (TypeError, AttributeError) as error:
         report.undo()
@@ -241,107 +248,94 @@ def patch(
     return report
 
 
-def _head_name(model: Any) -> str:
-    """Return the name of the model's attribute that holds its output layer."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names: list[str] = [key for key, child in model._modules.items() if child is head and head is not None]
-    forward = inspect.signature(type(model).forward).parameters
-    if not names or "labels" not in forward:
-        raise TypeError(
-            f"shoestring.patch: model: expected a Hugging Face causal language model with its output layer as an "
-            f"attribute and labels in forward, received {type(model).__name__}; patch the model before it is wrapped"
+def _check(target: Any) -> torch.dtype:
+    """Raise unless ``target`` is a transformers model that can be patched; return its parameters' dtype."""
+    name = type(target).__name__
+    if RECORDING in target.__dict__:
+        raise ValueError(
+            f"shoestring.patch: model: this {name} is patched already; call undo() of its report first"
         )
-    if "forward" in model.__dict__:
+    if not hasattr(target, "config") or not hasattr(target, "get_output_embeddings"):
         raise TypeError(
-            f"shoestring.patch: model: the forward of this {type(model).__name__} was replaced by another "
-            "library; call shoestring.patch before that library"
+            f"shoestring.patch: model: expected a Hugging Face transformers model, received {name}; patch the "
+            "model before it is wrapped"
         )
-    return names[0]
+    if "forward" in target.__dict__:
+        raise TypeError(
+            f"shoestring.patch: model: the forward of this {name} was replaced by another library; call "
+            "shoestring.patch before that library"
+        )
+    if has_meta(target):
+        raise ValueError(
+            f"shoestring.patch: model: this {name} is on the meta device; load its weights first"
+        )
+    dtypes = [p.dtype for p in target.parameters() if p.is_floating_point()]
+    return dtypes[0] if dtypes else torch.float32
 
 
-def _patched_class(original: type[Any], head_name: str, logits: bool, workspace_mb: int) -> type:
-    """Return a subclass of the model class ``original``, for a single model instance.
+def _first_results(
+    target: Any, path: str | None, strict: bool
+) -> tuple[Tensor, Callable[[Any], Tensor] | None, list[tuple[str, str]]]:
+    """Run the model on few inputs before it is patched.
 
-    The forward is the original one, except that the output layer computes no logits if labels are given.
+    Returns:
+        The results, the function that ran the model, and what is left unchanged with the reason. The function
+        is ``loss_of_few`` if the model computes a loss from tokens, ``output_of_few`` for another model, and
+        None if no inputs are known.
+
+    Raises:
+        TypeError: with ``strict``, the model computes no loss.
     """
-    position = list(inspect.signature(original.forward).parameters).index("labels")
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = (
-            kwargs["labels"]
-            if "labels" in kwargs
-            else (args[position - 1] if len(args) >= position else None)
-        )
-        # A loss function that the user has set on the model expects a tensor of logits.
-        if labels is None or "_loss_function" in self.__dict__:
-            return original.forward(self, *args, **kwargs)
-        setattr(self, RECORDING, True)
+    name = type(target).__name__
+    left: list[tuple[str, str]] = []
+    if path is not None:
         try:
-            out = original.forward(self, *args, **kwargs)
-        finally:
-            setattr(self, RECORDING, False)
-        return _without(out, logits)
-
-    def head(self: Any) -> Any:
-        layer = self._modules[head_name]
-        return RecordingHead(layer, workspace_mb) if getattr(self, RECORDING) else layer
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        """Pickle the model with its original class, so that copies and files lack the patched class."""
-        state: Any = object.__reduce_ex__(self, 2)[2]
-        return object.__new__, (original,), {key: value for key, value in state.items() if key != RECORDING}
-
-    names = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-    }
-    body = {"forward": forward, head_name: property(head), "__reduce_ex__": reduce}
-    return type(original.__name__, (original,), names | body)
-
-
-class RecordingHead:
-    """An object that replaces the output layer while the forward of a patched model runs.
-
-    A call returns a ``Logits`` placeholder and computes no logits.
-    """
-
-    def __init__(self, layer: nn.Module, workspace_mb: int) -> None:
-        self.layer = layer
-        self.workspace_mb = workspace_mb
-
-    def __call__(self, hidden: Tensor) -> Logits:
-        layer = self.layer
-        return Logits(hidden, layer, lambda: layer(hidden), self.workspace_mb)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
-
-
-def _without(out: Any, logits: bool) -> Any:
-    """Replace ``Logits`` placeholders in the model's output by None, or, with ``logits``, by the logits."""
-
-    def plain(value: Any) -> Any:
-        return (value.make() if logits else None) if isinstance(value, Logits) else value
-
-    if isinstance(out, tuple):
-        return tuple(plain(value) for value in out)
-    return type(out)(**{key: plain(value) for key, value in out.items()})
-
-
-def _loss_of_few(model: Any) -> float:
-    """Return the model's loss on eight tokens in evaluation mode, to compare it before and after patching."""
-    table = model.get_input_embeddings().weight
-    ids = torch.arange(8, device=table.device).remainder(table.shape[0])[None]
-    modes = [(module, module.training) for module in model.modules()]
-    # Disable the key-value cache, because some kinds of cache need layers that a small model lacks, or an
-    # encoder.
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    model.eval()
+            return loss_of_few(target), loss_of_few, left
+        except Exception as error:
+            if strict:
+                raise TypeError(
+                    f"shoestring.patch: model: expected {name} to compute a loss from input_ids and labels "
+                    f"alone, received {type(error).__name__}: {error}"
+                ) from None
+            left.append((path, f"no loss from input_ids and labels alone: {error}"))
     try:
-        with torch.no_grad():
-            return float(model(input_ids=ids, labels=ids, return_dict=True, **options).loss)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+        return output_of_few(target), output_of_few, left
+    except Exception as error:
+        left.append((name, f"not run on few inputs, so its attention and residual sums stay: {error}"))
+        return torch.empty(0), None, left
+
+
+def _own_class(target: Any, path: str | None, logits: bool, workspace_mb: int) -> list[Change]:
+    """Give the model its own class, whose forward computes the loss without logits if ``path`` is given."""
+    original, name = type(target), type(target).__name__
+    inside = path is not None and "." in path
+    first = "" if path is None else path.partition(".")[0]
+    by_token = inside and computes_each_token(target._modules[first], functools.partial(loss_of_few, target))
+    patched = patched_class(original, path, by_token, logits, workspace_mb)
+
+    def undo() -> None:
+        if type(target) is not patched:
+            raise RuntimeError(
+                f"PatchReport.undo: model: expected {name} as patched, received {type(target).__name__}, "
+                "which another library or a later patch has put in place; undo that first"
+            )
+        target.__class__ = original
+        target.__dict__.pop(RECORDING, None)
+
+    target.__dict__[RECORDING] = False
+    target.__class__ = patched
+    if path is None:
+        return [Change(name, "a class of its own, with its own loss", undo)]
+    what = f"loss without logits, from {path}"
+    changes = [Change(name, what, undo)]
+    if inside:
+        only = f", and {first} for tokens with labels only" if by_token else ""
+        changes[0].what = what + only
+        changes.append(
+            Change(
+                path.rpartition(".")[0],
+                "output layer without logits",
+                replace_inside(target, path, workspace_mb),
+            )
+        )
+    return changes

@@ -1,0 +1,93 @@
+"""Run a model on few inputs, to compare its results before and after a change."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IMAGE = 64  # height and width of the image for a model whose configuration names no size
+
+
+def loss_of_few(model: Any) -> Tensor:
+    """Return a language model's loss on eight tokens in evaluation mode."""
+    ids = _ids(model)
+    # Disable the key-value cache, because some kinds of cache need layers that a small model lacks, or an
+    # encoder.
+    options = {"use_cache": False} if "use_cache" in _parameters(model) else {}
+    with evaluating(model), torch.no_grad():
+        loss = model(input_ids=ids, labels=ids, return_dict=True, **options).loss
+    if loss is None:
+        raise TypeError("a loss of None")
+    return torch.as_tensor(loss).detach()
+
+
+def output_of_few(model: Any) -> Tensor:
+    """Return the first output of a model for eight tokens, one image, or both, in evaluation mode.
+
+    Raises:
+        TypeError: the forward takes neither tokens nor images, or returns no tensor.
+    """
+    names, config, inputs = _parameters(model), model.config, {}
+    if "input_ids" in names:
+        inputs["input_ids"] = _ids(model)
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
+            inputs["decoder_input_ids"] = inputs["input_ids"]
+    if "pixel_values" in names:
+        inputs["pixel_values"] = _image(model, getattr(config, "vision_config", config))
+    if not inputs:
+        raise TypeError("a forward without input_ids and pixel_values")
+    with evaluating(model), torch.no_grad():
+        found = model(**inputs, return_dict=True)
+    for value in found.values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.detach().clone()
+    raise TypeError("an output without tensors")
+
+
+def alike(before: Tensor, after: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the results of a model with parameters of ``dtype`` differ by rounding only."""
+    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+    before, after = before.double(), after.double()
+    largest = float(before.norm())
+    return before.shape == after.shape and bool(
+        (after - before).norm() <= tolerance * max(largest, 1.0 if before.dim() == 0 else largest)
+    )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each module afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _parameters(model: Any) -> Any:
+    return inspect.signature(model.forward).parameters
+
+
+def _ids(model: Any) -> Tensor:
+    try:
+        table = model.get_input_embeddings().weight
+        device, count = table.device, table.shape[0]
+    except NotImplementedError:  # raised by a model of several models, such as CLIP
+        device, count = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    return torch.arange(8, device=device).remainder(count)[None]
+
+
+def _image(model: Any, config: Any) -> Tensor:
+    size = getattr(config, "image_size", None) or IMAGE
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    weight = next(model.parameters())
+    draw = torch.Generator().manual_seed(0)
+    image = torch.randn(1, getattr(config, "num_channels", 3), height, width, generator=draw)
+    return image.to(weight.device, weight.dtype)

@@ -20,6 +20,14 @@ class HostAllocatorStats(NamedTuple):
         allocations: allocations so far.
         taken: bytes of huge pages that were taken from the system so far.
         returned: bytes of huge pages that were returned to the system so far.
+
+    Example:
+        >>> import torch, shoestring
+        >>> with shoestring.host_allocator() as allocator:
+        ...     x = torch.empty(1000, 1000)
+        ...     stats = allocator.stats()
+        >>> stats.held >= stats.allocated >= 4_000_000
+        True
     """
 
     allocated: int
@@ -36,6 +44,16 @@ class HostAllocator:
 
     As a context manager, a handle switches the allocator off at the end of the ``with`` block, if the call
     that made the handle switched it on.
+
+    Example:
+        >>> import torch, shoestring
+        >>> allocator = shoestring.host_allocator()
+        >>> x = torch.empty(1000, 1000)
+        >>> del x
+        >>> freed = allocator.empty_cache()
+        >>> allocator.disable()
+        >>> allocator.enabled
+        False
     """
 
     def __init__(self, switched_on: bool) -> None:

@@ -14,8 +14,7 @@ import shoestring
 from conftest import relative_error
 from shoestring.gemm.linear import PRODUCTS
 from shoestring.integrations.transformers import products
-
-transformers = pytest.importorskip("transformers")
+from tiny_decoder import build_decoder
 
 
 @pytest.fixture(autouse=True)
@@ -23,16 +22,6 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose ours for every group, whatever this CPU would measure."""
     monkeypatch.setattr(products, "_measure", lambda key, _: ("forward",))
     monkeypatch.setattr(products, "_measured", {})
-
-
-def build(name: str = "Llama", **extra: Any) -> Any:
-    transformers.logging.set_verbosity_error()
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
-    torch.manual_seed(0)
-    return getattr(transformers, name + "ForCausalLM")(
-        getattr(transformers, name + "Config")(**sizes | extra)
-    )
 
 
 def alone(model: Any, linear: bool | None = True) -> shoestring.PatchReport:
@@ -71,7 +60,7 @@ def calls(model: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_same_loss_and_gradients(name: str, autocast: bool) -> None:
     extra = {"num_local_experts": 4} if name == "Mixtral" else {"head_dim": 16} if name == "Gemma" else {}
-    plain, patched = build(name, **extra), build(name, **extra)
+    plain, patched = build_decoder(name, **extra), build_decoder(name, **extra)
     alone(plain, linear=False)
     report = alone(patched)
     assert not report.left and "linear layers q_proj/k_proj/v_proj, o_proj" in str(report)
@@ -81,11 +70,13 @@ def test_same_loss_and_gradients(name: str, autocast: bool) -> None:
             assert relative_error(ours, expected) <= (5e-2 if autocast else 2e-5)
     report.undo()
     assert all("Member" not in type(m).__name__ for m in patched.modules())
-    assert all(torch.equal(a, b) for a, b in zip(step(patched), step(build(name, **extra)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(step(patched), step(build_decoder(name, **extra)), strict=True)
+    )
 
 
 def test_one_call_for_each_group() -> None:
-    model = build()
+    model = build_decoder()
     assert calls(model) == (0, 0)
     report = shoestring.patch(model, linear=True)
     # per layer: o_proj and down_proj alone; q/k/v and gate/up as groups. A layer alone without a residual is
@@ -103,7 +94,7 @@ def test_hooks_and_other_layers() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) * 2
 
-    model = build()
+    model = build_decoder()
     layers = model.model.layers
     layers[0].self_attn.o_proj.__class__ = Other
     layers[1].mlp.down_proj.register_forward_hook(lambda *_: None)
@@ -127,7 +118,7 @@ def test_hooks_and_other_layers() -> None:
 
 
 def test_frozen_tied_and_quantised() -> None:
-    model = build()
+    model = build_decoder()
     model.model.layers[0].requires_grad_(False)
     a, b = model.model.layers[1].self_attn, model.model.layers[1].mlp
     a.k_proj.weight = a.v_proj.weight
@@ -145,13 +136,15 @@ def test_frozen_tied_and_quantised() -> None:
 
 
 def test_copies_pickles_and_few_tokens() -> None:
-    model = build().eval()
+    model = build_decoder().eval()
     ids = torch.tensor([[5, 6, 7]])
     expected = model(input_ids=ids).logits
     report = alone(model)
     layer = model.model.layers[0]
-    assert type(copy.deepcopy(layer.mlp)).__mro__[0] is type(build().model.layers[0].mlp)
-    assert type(pickle.loads(pickle.dumps(layer.self_attn))) is type(build().model.layers[0].self_attn)
+    assert type(copy.deepcopy(layer.mlp)).__mro__[0] is type(build_decoder().model.layers[0].mlp)
+    assert type(pickle.loads(pickle.dumps(layer.self_attn))) is type(
+        build_decoder().model.layers[0].self_attn
+    )
     # Generation has few tokens, and those products are left to PyTorch.
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, expected)
@@ -160,7 +153,7 @@ def test_copies_pickles_and_few_tokens() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
-    plain, patched = build().train(), build().train()
+    plain, patched = build_decoder().train(), build_decoder().train()
     alone(plain, linear=False)
     alone(patched)
     for model in (plain, patched):
@@ -177,7 +170,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_compiles(autocast: bool) -> None:
-    model = build()
+    model = build_decoder()
     shoestring.patch(model, linear=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = step(model)
@@ -191,20 +184,20 @@ def test_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(products, "_measured", {})
     monkeypatch.setattr(products, "MOST_FLOP", 1e6)
-    model = build()
+    model = build_decoder()
     report = alone(model)
     assert "linear layers: measured" in report.measured and report.measured in str(report)
     faster = set(products._measured.values())
     assert all(library is None or set(library) <= set(PRODUCTS) for library in faster)
     report.undo()
     # A second model with the same shapes measures nothing.
-    assert alone(build()).measured == ""
+    assert alone(build_decoder()).measured == ""
 
 
 def test_choice_of_none_and_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_measure", lambda key, _: None)
-    report = alone(build())
+    report = alone(build_decoder())
     assert {why for _, why in report.left} == {"PyTorch's products are faster on this CPU"}
     assert all("linear layers" not in change.what for change in report.changes)
-    report = alone(build(), linear=None)
+    report = alone(build_decoder(), linear=None)
     assert report.measured == ""

@@ -9,18 +9,11 @@ from torch import Tensor, nn
 
 import shoestring
 from conftest import relative_error
-
-transformers = pytest.importorskip("transformers")
+from tiny_decoder import build_decoder
 
 
 def build(name: str = "Llama", **extra: Any) -> Any:
-    transformers.logging.set_verbosity_error()
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
-    torch.manual_seed(0)
-    return getattr(transformers, name + "ForCausalLM")(
-        getattr(transformers, name + "Config")(**sizes | extra)
-    ).eval()
+    return build_decoder(name, **extra).eval()
 
 
 def adapt(model: Any, seed: int = 1, **options: Any) -> Any:

@@ -306,7 +306,7 @@ Result forward_cpu(const Call& call) {
   const Elements from_q(q), from_k(k), from_v(v), to(r.out);
   float* lse = r.lse.mutable_data_ptr<float>();
   const auto tasks = tasks_of(p, sequences, kernels.columns);
-  share_out(static_cast<int64_t>(tasks.size()), [&](auto next) {
+  share_out(static_cast<int64_t>(tasks.size()), 2 * multiplications_of(p, sequences), [&](auto next) {
     Forward forward(kernels, p, from_q, from_k, from_v, to, lse);
     const TileScope scope(kernels);
     for (int64_t i = next(); i >= 0; i = next()) forward.run(tasks[i]);

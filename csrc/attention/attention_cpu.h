@@ -12,6 +12,7 @@
 
 #include "attention/attention.h"
 #include "core/huge_pages.h"
+#include "core/threads.h"
 #include "gemm/amx_table.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_table.h"
@@ -160,16 +161,24 @@ inline int64_t row_of(const kernels::AttentionProblem& p, const Sequence& s, int
   return (s.batch * p.heads + head) * p.queries + s.begin_q + query;
 }
 
-/// Shares `count` items of work among the threads. Runs body(next) on every thread; each call of next()
-/// returns the index of an item that no thread has taken yet, or -1 if there is none.
+/// Returns the number of multiplications of one of attention's products, without regard to masks.
+inline double multiplications_of(const kernels::AttentionProblem& p, const std::vector<Sequence>& sequences) {
+  double pairs = 0;
+  for (const Sequence& s : sequences) pairs += static_cast<double>(s.queries) * static_cast<double>(s.keys);
+  return pairs * static_cast<double>(p.heads * p.head_dim);
+}
+
+/// Shares `count` items of work, of so many multiplications together, among the threads. Runs body(next) on
+/// every thread; each call of next() returns the index of an item that no thread has taken yet, or -1 if
+/// there is none.
 template <class Body>
-void share_out(int64_t count, Body body) {
+void share_out(int64_t count, double multiplications, Body body) {
   std::atomic<int64_t> taken{0};
   const auto next = [&] {
     const int64_t i = taken++;
     return i < count ? i : -1;
   };
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1,
+  at::parallel_for(0, std::min(count, threads_for(multiplications)), 1,
                    [&](int64_t, int64_t) { body(next); });
 }
 

@@ -376,12 +376,16 @@ Plan plan_of(const Kernels& kernels, const kernels::AttentionProblem& p,
 void add_parts(const Kernels& kernels, const kernels::AttentionProblem& p, const Rounds& rounds,
                const Inputs& in, const Outputs& out) {
   std::vector<const BackwardTask*> heads;
+  int64_t summands = 0;
   for (const auto& round : rounds) {
     for (const BackwardTask& task : round) {
-      if (task.grad_q != nullptr && task.part == 0) heads.push_back(&task);
+      if (task.grad_q == nullptr || task.part != 0) continue;
+      heads.push_back(&task);
+      summands += task.part_count * Backward::grad_q_size(kernels, p, *task.sequence);
     }
   }
-  share_out(static_cast<int64_t>(heads.size()) * kTasks, [&](auto next) {
+  // To read a summand takes as long as eight multiplications.
+  share_out(static_cast<int64_t>(heads.size()) * kTasks, 8 * static_cast<double>(summands), [&](auto next) {
     Backward backward(kernels, p, in, out);
     for (int64_t i = next(); i >= 0; i = next()) {
       const BackwardTask& task = *heads[i / kTasks];
@@ -413,20 +417,21 @@ Tensor delta_of(const Kernels& kernels, const kernels::AttentionProblem& p,
     Kernels::pack(kernels.gemm.fp32, t.type, t.data, offset, count, p.value_dim, t.at.token, 1, columns,
                   into);
   };
-  share_out(static_cast<int64_t>(sequences.size()) * p.heads, [&](auto next) {
-    const Buffer left(panel), right(panel), sums(columns);
-    for (int64_t i = next(); i >= 0; i = next()) {
-      const Sequence& s = sequences[i / p.heads];
-      const int64_t head = i % p.heads;
-      for (int64_t first = 0; first < s.queries; first += columns) {
-        const int64_t count = std::min(columns, s.queries - first), token = s.begin_q + first;
-        pack(grad_out, grad_out.offset(s, head, token), count, left);
-        pack(out, out.offset(s, head, token), count, right);
-        kernels.table.dots(left, right, p.value_dim, sums);
-        std::copy_n(static_cast<float*>(sums), count, to + row_of(p, s, head, first));
-      }
-    }
-  });
+  share_out(static_cast<int64_t>(sequences.size()) * p.heads, multiplications_of(p, sequences),
+            [&](auto next) {
+              const Buffer left(panel), right(panel), sums(columns);
+              for (int64_t i = next(); i >= 0; i = next()) {
+                const Sequence& s = sequences[i / p.heads];
+                const int64_t head = i % p.heads;
+                for (int64_t first = 0; first < s.queries; first += columns) {
+                  const int64_t count = std::min(columns, s.queries - first), token = s.begin_q + first;
+                  pack(grad_out, grad_out.offset(s, head, token), count, left);
+                  pack(out, out.offset(s, head, token), count, right);
+                  kernels.table.dots(left, right, p.value_dim, sums);
+                  std::copy_n(static_cast<float*>(sums), count, to + row_of(p, s, head, first));
+                }
+              }
+            });
   if (upstream.grad_lse) delta.sub_(*upstream.grad_lse);
   return delta;
 }
@@ -470,8 +475,10 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
                     lse.const_data_ptr<float>(),
                     delta.const_data_ptr<float>()};
     const Plan plan = plan_of(kernels, p, sequences, out);
+    const double multiplications =
+        5 * multiplications_of(p, sequences) / static_cast<double>(plan.rounds.size());
     for (const auto& round : plan.rounds) {
-      share_out(static_cast<int64_t>(round.size()), [&](auto next) {
+      share_out(static_cast<int64_t>(round.size()), multiplications, [&](auto next) {
         Backward backward(kernels, p, in, out);
         const TileScope scope(kernels);
         for (int64_t i = next(); i >= 0; i = next()) backward.run(round[i]);

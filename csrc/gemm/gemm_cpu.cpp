@@ -13,6 +13,7 @@
 
 #include "core/huge_pages.h"
 #include "core/tensors.h"
+#include "core/threads.h"
 #include "gemm/gemm.h"
 #include "gemm/gemm_table.h"
 #include "gemm/products.h"
@@ -172,7 +173,7 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const Side
               int64_t depth, float alpha, float beta) {
   const bool share_a = a.lines <= b.lines;
   const Side &shared = share_a ? a : b, &own = share_a ? b : a;
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = threads_for(static_cast<double>(a.lines * b.lines) * static_cast<double>(depth));
   const auto [piece, round] = Depths(product, shared, depth);
 
   // Blocks have equal size, and each thread gets equally many. If there are fewer blocks than threads,
@@ -209,7 +210,7 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const Side
         body(d, std::min(piece, end - d), all + (d - begin) / piece * piece_size);
       }
     };
-    at::parallel_for(0, shared.panels, 1, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, shared.panels, parts_of(shared.panels, threads), [&](int64_t first, int64_t last) {
       for_each_piece([&](int64_t d, int64_t count, float* panels) {
         shared.pack(first, last, d, count, panels + first * shared.packed(count));
       });
@@ -235,17 +236,18 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const Side
                          stride, alpha, now, wide || d + count < depth ? nullptr : &rounded, !share_a);
       });
     };
-    at::parallel_for(0, blocks * parts, 1, [&](int64_t first_task, int64_t last_task) {
-      float* mine = one + at::get_thread_num() * (own_size + sum_size);
-      for (int64_t task = first_task; task < last_task; ++task) {
-        const int64_t first = task / parts * block, last = std::min(first + block, own.panels);
-        const int64_t start = std::min(task % parts * part, shared.panels),
-                      stop = std::min(start + part, shared.panels);
-        for (int64_t from = start; from < stop; from += group) {
-          compute(first, last, from, std::min(from + group, stop), from == start || group == part, mine);
-        }
-      }
-    });
+    at::parallel_for(
+        0, blocks * parts, parts_of(blocks * parts, threads), [&](int64_t first_task, int64_t last_task) {
+          float* mine = one + at::get_thread_num() * (own_size + sum_size);
+          for (int64_t task = first_task; task < last_task; ++task) {
+            const int64_t first = task / parts * block, last = std::min(first + block, own.panels);
+            const int64_t start = std::min(task % parts * part, shared.panels),
+                          stop = std::min(start + part, shared.panels);
+            for (int64_t from = start; from < stop; from += group) {
+              compute(first, last, from, std::min(from + group, stop), from == start || group == part, mine);
+            }
+          }
+        });
   }
 }
 
@@ -261,7 +263,7 @@ void multiply_skinny(const Tensor& c, const Tensor& a, const Tensor& b, float al
   const int64_t n = b.size(1), k = a.size(1), stride = a.stride(0), stride_c = c.stride(0);
   const float* from = vectors.const_data_ptr<float>();
   float* to = c.mutable_data_ptr<float>();
-  at::parallel_for(0, a.size(0), std::max<int64_t>(4, (int64_t{1} << 16) / (k * n + 1)),
+  at::parallel_for(0, a.size(0), std::max<int64_t>(4, row_grain(k * (4 + n))),
                    [&](int64_t first, int64_t last) {
                      const auto run = [&](auto multiply, const auto* rows) {
                        multiply(rows + first * stride, stride, last - first, from, n, k,

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "core/tensors.h"
+#include "core/threads.h"
 #include "losses/head.h"
 
 namespace shoestring::losses {
@@ -41,8 +42,8 @@ RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::Cro
   T *loss = out.loss.template mutable_data_ptr<T>(), *lse = out.lse.template mutable_data_ptr<T>();
   T* entropy = p.stats ? out.entropy.template mutable_data_ptr<T>() : nullptr;
   int64_t* argmax = p.stats ? out.argmax.template mutable_data_ptr<int64_t>() : nullptr;
-  // Number of rows per parallel task, chosen so that a task takes a few microseconds.
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, rule.vocab));
+  // A class takes about half a nanosecond, mostly for its exponential.
+  const int64_t grain = row_grain(16 * rule.vocab);
   at::parallel_for(0, static_cast<int64_t>(rows.size()), grain, [&](int64_t first, int64_t last) {
     std::vector<T> work(to != nullptr && std::is_same_v<X, T> ? 0 : rule.vocab);
     for (int64_t i = first; i < last; ++i) {

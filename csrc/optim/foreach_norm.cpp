@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "core/call.h"
+#include "core/threads.h"
 #include "optim/foreach_norm_table.h"
 
 namespace shoestring::optim::ops {
@@ -51,10 +52,8 @@ Tensor norm_cpu(at::TensorList tensors) {
     ends.push_back((ends.empty() ? 0 : ends.back()) + (g.numel() + kNormChunk - 1) / kNormChunk);
   }
   std::vector<double> sums(static_cast<size_t>(ends.back()));
-  // Minimum number of chunks per parallel task. Such a task takes a few microseconds, about as long as waking
-  // a thread.
-  constexpr int64_t kGrain = 8;
-  at::parallel_for(0, ends.back(), kGrain, [&](int64_t first, int64_t last) {
+  const int64_t grain = row_grain(kNormChunk * static_cast<int64_t>(sizeof(float)));
+  at::parallel_for(0, ends.back(), grain, [&](int64_t first, int64_t last) {
     size_t i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), first) - ends.begin());
     for (int64_t chunk = first; chunk < last; ++chunk) {
       while (chunk >= ends[i]) ++i;

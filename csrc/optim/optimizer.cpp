@@ -7,6 +7,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
+#include "core/threads.h"
+
 namespace shoestring::optim::ops {
 namespace {
 
@@ -248,10 +250,9 @@ void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t
   std::vector<int64_t> ends;  // end of each tensor in the sequence of all blocks, counted in blocks
   ends.reserve(work.size());
   for (const Stepped& s : work) ends.push_back((ends.empty() ? 0 : ends.back()) + s.last - s.first);
-  // Minimum number of blocks per parallel task. Such a task takes about ten microseconds, about as long as
-  // waking a thread.
-  constexpr int64_t kGrain = 64;
-  at::parallel_for(0, ends.back(), kGrain, [&](int64_t first, int64_t last) {
+  // An element takes about a nanosecond: optimizers decode and encode their state.
+  const int64_t grain = row_grain(32 * kBlock);
+  at::parallel_for(0, ends.back(), grain, [&](int64_t first, int64_t last) {
     size_t i = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();
     for (int64_t block = first; block < last; ++i) {
       const int64_t begin = i == 0 ? 0 : ends[i - 1], end = std::min(last, ends[i]);

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include "core/cuda.h"
+#include "core/threads.h"
 #include "quantization/quantized_matvec_table.h"
 
 namespace shoestring::quantization {
@@ -141,11 +142,10 @@ void PackedReader::read(int64_t begin, const Tensor& out) const {
 }
 
 void PackedReader::read_cpu(int64_t begin, const Tensor& out) const {
-  // Elements per task: a multiple of every block size, so that each task has whole blocks, and so many that
-  // the work takes longer than starting a thread.
-  const int64_t grain = int64_t{1} << 15, count = out.numel();
-  at::parallel_for(0, (count + grain - 1) / grain, 1, [&](int64_t first, int64_t last) {
-    const int64_t from = first * grain, to = std::min(last * grain, count);
+  // Elements per task: a multiple of every block size, so that each task has whole blocks.
+  const int64_t each = int64_t{1} << 15, count = out.numel();
+  at::parallel_for(0, (count + each - 1) / each, row_grain(12 * each), [&](int64_t first, int64_t last) {
+    const int64_t from = first * each, to = std::min(last * each, count);
     std::visit(
         [&](const auto& view) {
           const auto& kernels = table_of(view);
@@ -182,19 +182,18 @@ Tensor PackedReader::multiply(const Tensor& x, int64_t rows) const {
   Tensor out = at::empty({tokens, rows}, x.options());
   float* to = out.mutable_data_ptr<float>();
   const auto& kernels = cpu::quantized_matvec();
-  at::parallel_for(0, rows, std::max<int64_t>(1, (int64_t{1} << 15) / columns),
-                   [&](int64_t first, int64_t last) {
-                     for (int64_t t = 0; t < tokens; t += kernels::kMatvecTokens) {
-                       const int64_t count = std::min(kernels::kMatvecTokens, tokens - t);
-                       if (const auto* view = std::get_if<kernels::Packed>(&view_)) {
-                         kernels.multiply_4bit(*view, first, last, columns, from + t * columns, count,
-                                               to + t * rows, rows);
-                       } else {
-                         kernels.multiply_int8(std::get<kernels::PackedInt8>(view_), first, last, columns,
-                                               from + t * columns, count, to + t * rows, rows);
-                       }
-                     }
-                   });
+  const int64_t passes = (tokens + kernels::kMatvecTokens - 1) / kernels::kMatvecTokens;
+  at::parallel_for(0, rows, row_grain(12 * columns * passes), [&](int64_t first, int64_t last) {
+    for (int64_t t = 0; t < tokens; t += kernels::kMatvecTokens) {
+      const int64_t count = std::min(kernels::kMatvecTokens, tokens - t);
+      if (const auto* view = std::get_if<kernels::Packed>(&view_)) {
+        kernels.multiply_4bit(*view, first, last, columns, from + t * columns, count, to + t * rows, rows);
+      } else {
+        kernels.multiply_int8(std::get<kernels::PackedInt8>(view_), first, last, columns, from + t * columns,
+                              count, to + t * rows, rows);
+      }
+    }
+  });
   return out;
 }
 

@@ -10,6 +10,7 @@
 #include "core/call.h"
 #include "core/cuda.h"
 #include "core/huge_pages.h"
+#include "core/threads.h"
 #include "quantization/packed.h"
 
 namespace shoestring::quantization {
@@ -41,8 +42,7 @@ std::tuple<Tensor, Tensor> quantize_int8_cpu(const Tensor& x) {
   int8_t* codes = packed.data_ptr<int8_t>();
   float* scales = absmax.data_ptr<float>();
   const auto& kernels = cpu::quantize_int8();
-  const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 14) / columns);
-  at::parallel_for(0, absmax.numel(), grain, [&](int64_t first, int64_t last) {
+  at::parallel_for(0, absmax.numel(), row_grain(8 * columns), [&](int64_t first, int64_t last) {
     const int64_t begin = first * columns, rows = last - first;
     switch (source.scalar_type()) {
       case at::kFloat:

@@ -8,6 +8,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/SymInt.h>
 
+#include "core/threads.h"
 #include "quantization/dynamic_map.h"
 
 namespace shoestring::quantization {
@@ -23,9 +24,10 @@ inline c10::SymInt state_blocks(const c10::SymInt& count) {
 template <class Body>
 void for_state_blocks(int64_t n, Body body) {
   using kernels::kStateBlock;
-  at::parallel_for(0, (n + kStateBlock - 1) / kStateBlock, 256, [&](int64_t block, int64_t last) {
-    body(block, block * kStateBlock, std::min(last * kStateBlock, n) - block * kStateBlock);
-  });
+  at::parallel_for(0, (n + kStateBlock - 1) / kStateBlock, row_grain(16 * kStateBlock),
+                   [&](int64_t block, int64_t last) {
+                     body(block, block * kStateBlock, std::min(last * kStateBlock, n) - block * kStateBlock);
+                   });
 }
 
 }  // namespace shoestring::quantization

@@ -5,6 +5,7 @@ from torch.nn.functional import silu
 
 import shoestring
 from conftest import relative_error
+from rounding import rounding_errors
 from shoestring.ops import LoraWeight, lora_linear_reference, lora_weight_norm_reference
 
 pytestmark = pytest.mark.device
@@ -89,22 +90,25 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], 
         dense = weight if base == "dense" else weight.dequantize(torch.float32)
         upstream = torch.randn(shape[0], shape[2]).to(dtype)
         results = []
+
+        def reference(compute: torch.dtype) -> tuple[Tensor, ...]:
+            these = {k: t.detach().to(compute).requires_grad_() for k, t in leaves.items()}
+            others = {k: v.to(compute) if k == "low_scale" else v for k, v in rest.items()}
+            y = lora_linear_reference(weight=dense.to(compute), scaling=0.7, **these, **others)
+            return (y, *torch.autograd.grad(y, tuple(these.values()), upstream.to(y.dtype)))
+
         # On CUDA the matrix products are computed in `dtype`. The avx512 kernels multiply bf16 in bf16 if the
         # CPU has units for it; all other products on the CPU are in fp32.
         narrow = capability in ("cuda", "simt") or (
             dtype == torch.bfloat16 and capability in ("avx512", "amx")
         )
         eager_dtype = dtype if narrow else torch.float32
-        for compute in (None, torch.float64, eager_dtype):
-            these = {k: t.detach().to(compute or t.dtype).requires_grad_() for k, t in leaves.items()}
-            if compute is None:
-                y = shoestring.lora_linear(weight=weight, scaling=0.7, **these, **rest)
-                assert y.dtype == dtype
-            else:
-                others = {k: v.to(compute) if k == "low_scale" else v for k, v in rest.items()}
-                y = lora_linear_reference(weight=dense.to(compute), scaling=0.7, **these, **others)
-            results.append((y, *torch.autograd.grad(y, tuple(these.values()), upstream.to(y.dtype))))
-        for name, ours, exact, eager in zip(("y", *leaves), *results, strict=True):
+        these = {k: t.detach().requires_grad_() for k, t in leaves.items()}
+        y = shoestring.lora_linear(weight=weight, scaling=0.7, **these, **rest)
+        assert y.dtype == dtype
+        results.append((y, *torch.autograd.grad(y, tuple(these.values()), upstream)))
+        results += [reference(torch.float64), reference(eager_dtype)]
+        for i, (name, ours, exact, eager) in enumerate(zip(("y", *leaves), *results, strict=True)):
             assert ours.shape == exact.shape
             eps = torch.finfo(dtype).eps
             few = shape[0] <= 10
@@ -132,7 +136,11 @@ def test_no_worse_than_eager(capability: str, shape: tuple[int, int, int, int], 
                 # This gradient is the sum of upstream * (y - bias) / gain over the tokens, from the rounded y.
                 rounding = eps / 2 * (upstream * results[1][0]).abs().sum(0) / leaves["gain"].double().abs()
                 bound += relative_error(exact + rounding, exact)
-            assert relative_error(ours, exact) <= bound, (name, dtype)
+            error = relative_error(ours, exact)
+            if error > bound and few:  # eager's few roundings may cancel
+                exacts = results[1]
+                bound = rounding_errors(lambda: reference(torch.float64), exacts, eager_dtype)[i]
+            assert error <= bound, (name, dtype)
 
 
 @pytest.mark.parametrize("base", ["dense", "nf4", "int8"])
@@ -184,22 +192,22 @@ def test_group(dtype: torch.dtype, dropout: bool) -> None:
         for m in layers
     ]
     upstream = [torch.randn_like(y) for y in alone]
-    gradients = []
-    for outputs in (together, alone):
-        used = [0, 1, 3]  # the output of layer 2 is not used
-        gradients.append(
-            torch.autograd.grad(
-                [outputs[i] for i in used], leaves, [upstream[i] for i in used], allow_unused=True
-            )
-        )
+    used = [0, 1, 3]  # the output of layer 2 is not used
+    gradients = torch.autograd.grad(
+        [together[i] for i in used], leaves, [upstream[i] for i in used], allow_unused=True
+    )
+    by_layer = [torch.autograd.grad(alone[i], leaves, upstream[i], allow_unused=True) for i in used]
     for ours, expected in zip(together, alone, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
-    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    for ours, expected in zip(*gradients, strict=True):
-        if expected is None:  # a parameter of the layer whose output gets no gradient
+    # Each layer's gradient and the sum of all are rounded, and the sums of up to 64 products are in another order.
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4 * 2**-9}[dtype]
+    for ours, *terms in zip(gradients, *by_layer, strict=True):
+        given = [term for term in terms if term is not None]
+        if not given:  # a parameter of the layer whose output gets no gradient
             assert ours is None or not ours.any()
-        else:
-            torch.testing.assert_close(ours, expected, rtol=close, atol=close)
+            continue
+        expected, largest = sum(given), sum(term.abs().amax() for term in given)
+        torch.testing.assert_close(ours, expected, rtol=close, atol=float(close * largest))
 
 
 def test_mask_is_the_seeds() -> None:

@@ -215,10 +215,10 @@ def strided(leaf: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("view", strided(torch.empty(3, 5, 40)))
-def test_strided_logits(view: str, inplace: bool, dtype: torch.dtype) -> None:
+def test_strided_logits(view: str, inplace: bool, dtype: torch.dtype, backend: str) -> None:
     """cross_entropy gives the same results for strided logits as for contiguous copies of them.
 
-    A gradient that is written in place does not change elements outside the view.
+    On a GPU they differ by the order of the sums. A gradient that is written in place does not change elements outside the view.
     """
     leaf, _ = make(3, 5, 40, dtype=dtype)
     whole = not_a_leaf(leaf)
@@ -228,7 +228,13 @@ def test_strided_logits(view: str, inplace: bool, dtype: torch.dtype) -> None:
     loss = shoestring.cross_entropy(logits, target, inplace=inplace)
     expected_leaf = leaf.detach().clone().requires_grad_()
     expected = shoestring.cross_entropy(strided(expected_leaf)[view].contiguous(), target)
-    assert torch.equal(loss, expected)
+    if backend != "cpu":
+        # The kernel adds the exponentials of a row in the order in which its vectors of 16 bytes hold them,
+        # which depends on where the row begins. At most log2(40) + 2 roundings of the sum and one of its
+        # logarithm change a row's loss.
+        torch.testing.assert_close(loss, expected, rtol=9 * torch.finfo(loss.dtype).eps, atol=0)
+    else:
+        assert torch.equal(loss, expected)
     expected_gradient = torch.autograd.grad(expected, expected_leaf)[0]
     torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected_gradient)
     touched = torch.zeros(3, 5, 40, dtype=torch.bool)

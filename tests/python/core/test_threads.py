@@ -1,0 +1,72 @@
+"""Operators give the same bits on any number of threads, and wake threads only if that pays."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoestring
+
+WIDTH = 256
+COUNTS = (1, 2, 3, 7, 16, 64)
+
+
+def adamw(x: Tensor) -> Tensor:
+    parameter = torch.nn.Parameter(x.clone())
+    parameter.grad = x.cos()
+    shoestring.optim.AdamW([parameter], lr=1e-2).step()
+    return parameter.detach()
+
+
+def attention(x: Tensor) -> list[Tensor]:
+    heads = x.view(-1, 16, 4, WIDTH // 4).transpose(1, 2).detach().requires_grad_()
+    out = shoestring.attention(heads, heads, heads, causal=True)
+    return [out, *torch.autograd.grad(out, heads, out.detach())]
+
+
+def product(x: Tensor, columns: int) -> Tensor:
+    out = torch.empty(len(x), columns)
+    torch.ops.shoestring.addmm_(out, x, x[:WIDTH].repeat(math.ceil(columns / WIDTH), 1)[:columns].t(), beta=0)
+    return out
+
+
+def linear_loss(x: Tensor) -> list[Tensor]:
+    leaf, target = x.detach().requires_grad_(), torch.arange(len(x)) % 300
+    loss = shoestring.linear_cross_entropy(leaf, torch.ones(300, 1) * x[0], target)
+    return [loss, *torch.autograd.grad(loss, leaf)]
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor | list[Tensor]]] = {
+    "rms_norm": lambda x: shoestring.rms_norm(x, x[0], eps=1e-6),
+    "swiglu": lambda x: shoestring.swiglu(x, x),
+    "seeded_dropout": lambda x: shoestring.seeded_dropout(x, 0.1, seed=torch.tensor(1)),
+    "cross_entropy": lambda x: shoestring.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
+    "linear_cross_entropy": linear_loss,
+    "quantize_4bit": lambda x: shoestring.quantize_4bit(x).dequantize(),
+    "quantize_int8": lambda x: shoestring.quantize_int8(x).dequantize(),
+    "quantized_linear": lambda x: shoestring.quantized_linear(x[:3], shoestring.quantize_4bit(x)),
+    "foreach_norm": lambda x: torch.ops.shoestring.foreach_norm([x, x[1:]]),
+    "addmm_": lambda x: product(x, 256),
+    "addmm_, few columns": lambda x: product(x, 32),
+    "attention": attention,
+    "AdamW": adamw,
+}
+
+
+@pytest.mark.parametrize("rows", [256, 4096])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_bits_do_not_depend_on_the_number_of_threads(name: str, rows: int) -> None:
+    """A small input stays on one thread, a large one is divided among up to 64."""
+    x = torch.randn(rows, WIDTH)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in COUNTS:
+            torch.set_num_threads(count)
+            found = OPERATORS[name](x)
+            results.append(found if isinstance(found, list) else [found])
+    finally:
+        torch.set_num_threads(threads)
+    for count, found in zip(COUNTS[1:], results[1:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(results[0], found, strict=True)), f"{count} threads"

@@ -18,8 +18,10 @@ from torch.nn import functional as F
 import shoestring
 from benchmarks.common import Candidates, Report, arguments, graphed, interleave, rotate
 from shoestring.ops import (
+    add_layer_norm_reference,
     add_rms_norm_reference,
     geglu_reference,
+    gelu_reference,
     rms_norm_reference,
     rope_reference,
     swiglu_reference,
@@ -117,11 +119,16 @@ def layers(tokens: int, features: int) -> list[Layer]:
         "eager": eager_layer_norm,
         "PyTorch layer_norm": lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
     }
+    add_layer = {
+        "shoestring": lambda x, r, w, b: shoestring.add_layer_norm(x, r, w, b, eps=EPS),
+        "eager": lambda x, r, w, b: add_layer_norm_reference(x, r, w, b, eps=EPS),
+    }
     rope = {"shoestring": rotary(shoestring.rope), "eager": rotary(rope_reference)}
     return [
         Layer("rms_norm", norm, [size], 1, [vector], ((1, 1), (2, 1))),
         Layer("add_rms_norm", add, [size, size], 2, [vector], ((2, 2), (3, 1))),
         Layer("layer_norm", layer, [size], 1, [vector, vector], ((1, 1), (2, 1))),
+        Layer("add_layer_norm", add_layer, [size, size], 2, [vector, vector], ((2, 2), (3, 1))),
         Layer("rope", rope, [heads, heads], 2, [], ((1, 1), (1, 1))),
         Layer(
             "swiglu",
@@ -138,6 +145,14 @@ def layers(tokens: int, features: int) -> list[Layer]:
             1,
             [],
             ((2, 1), (3, 2)),
+        ),
+        Layer(
+            "gelu",
+            {"shoestring": shoestring.gelu, "eager": gelu_reference},
+            [size],
+            1,
+            [],
+            ((1, 1), (2, 1)),
         ),
     ]
 

@@ -3,7 +3,7 @@
 // Vectorised loops that compute activation(gate) * up and its gradients. An activation is a struct
 // constructed from a register of inputs: of() returns its values and slope() its derivatives. For 16-bit
 // dtypes (kShort), a relative error of 2^-15 is good enough. Backward is one pass over its inputs, which also
-// computes activation(gate) * up if the caller wants it.
+// computes activation(gate) * up if the caller wants it. Without kUp, the loops compute activation(gate).
 
 #include "core/element_simd.h"
 #include "core/exp_simd.h"
@@ -29,24 +29,32 @@ struct Logistic {
 
 constexpr int64_t kGatedStep = 2 * kLanes;
 
-template <class A, class E, class T>
+template <class A, class E, bool kUp, class T>
 SHOESTRING_INLINE void forward_step(const T* gate, const T* up, T* out) {
-  const Pair g = E::load_pair(gate), u = E::load_pair(up);
+  const Pair g = E::load_pair(gate);
+  if (!kUp) return E::store_pair(out, {A(g.first).of(), A(g.second).of()});
+  const Pair u = E::load_pair(up);
   E::store_pair(out, {A(g.first).of() * u.first, A(g.second).of() * u.second});
 }
 
 // Computes activation(gate) * up for `count` elements, kGatedStep at a time. Fewer elements at the end are
 // copied to buffers of kGatedStep elements and computed there.
-template <class A, class E, class T>
-void gated_forward(const T* gate, const T* up, int64_t count, T* out) {
+template <class A, class E, bool kUp, class T>
+SHOESTRING_INLINE void forward_loop(const T* gate, const T* up, int64_t count, T* out) {
   int64_t i = 0;
-  for (; i + kGatedStep <= count; i += kGatedStep) forward_step<A, E>(gate + i, up + i, out + i);
+  for (; i + kGatedStep <= count; i += kGatedStep)
+    forward_step<A, E, kUp>(gate + i, kUp ? up + i : nullptr, out + i);
   if (i == count) return;
   T g[kGatedStep] = {}, u[kGatedStep] = {}, o[kGatedStep];
   __builtin_memcpy(g, gate + i, (count - i) * sizeof(T));
-  __builtin_memcpy(u, up + i, (count - i) * sizeof(T));
-  forward_step<A, E>(g, u, o);
+  if (kUp) __builtin_memcpy(u, up + i, (count - i) * sizeof(T));
+  forward_step<A, E, kUp>(g, u, o);
   __builtin_memcpy(out + i, o, (count - i) * sizeof(T));
+}
+template <class A, class E, class T>
+void gated_forward(const T* gate, const T* up, int64_t count, T* out) {
+  if (up == nullptr) return forward_loop<A, E, false>(gate, up, count, out);
+  forward_loop<A, E, true>(gate, up, count, out);
 }
 
 struct GatedGradients {
@@ -59,10 +67,17 @@ SHOESTRING_INLINE GatedGradients gradients_of(F32 upstream, F32 gate, F32 up) {
   return {upstream * up * activation.slope(), upstream * value, value * up};
 }
 
-template <class A, class E, class T>
+template <class A, class E, bool kUp, class T>
 SHOESTRING_INLINE void backward_step(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up,
                                      T* out) {
-  const Pair d = E::load_pair(grad), g = E::load_pair(gate), u = E::load_pair(up);
+  const Pair d = E::load_pair(grad), g = E::load_pair(gate);
+  if (!kUp) {
+    const A first(g.first), second(g.second);
+    E::store_pair(grad_gate, {d.first * first.slope(), d.second * second.slope()});
+    if (grad_up != nullptr) E::store_pair(grad_up, {first.of(), second.of()});
+    return;
+  }
+  const Pair u = E::load_pair(up);
   const GatedGradients a = gradients_of<A>(d.first, g.first, u.first),
                        b = gradients_of<A>(d.second, g.second, u.second);
   E::store_pair(grad_gate, {a.gate, b.gate});
@@ -70,24 +85,30 @@ SHOESTRING_INLINE void backward_step(const T* grad, const T* gate, const T* up, 
   if (out != nullptr) E::store_pair(out, {a.out, b.out});
 }
 
-template <class A, class E, class T>
-void gated_backward(const T* grad, const T* gate, const T* up, int64_t count, T* grad_gate, T* grad_up,
-                    T* out) {
+template <class A, class E, bool kUp, class T>
+SHOESTRING_INLINE void backward_loop(const T* grad, const T* gate, const T* up, int64_t count, T* grad_gate,
+                                     T* grad_up, T* out) {
   int64_t i = 0;
   for (; i + kGatedStep <= count; i += kGatedStep) {
-    backward_step<A, E>(grad + i, gate + i, up + i, grad_gate + i, grad_up + i,
-                        out == nullptr ? nullptr : out + i);
+    backward_step<A, E, kUp>(grad + i, gate + i, kUp ? up + i : nullptr, grad_gate + i,
+                             grad_up == nullptr ? nullptr : grad_up + i, out == nullptr ? nullptr : out + i);
   }
   if (i == count) return;
   T d[kGatedStep] = {}, g[kGatedStep] = {}, u[kGatedStep] = {}, o[kGatedStep];
   const int64_t bytes = (count - i) * static_cast<int64_t>(sizeof(T));
   __builtin_memcpy(d, grad + i, bytes);
   __builtin_memcpy(g, gate + i, bytes);
-  __builtin_memcpy(u, up + i, bytes);
-  backward_step<A, E>(d, g, u, g, d, o);
+  if (kUp) __builtin_memcpy(u, up + i, bytes);
+  backward_step<A, E, kUp>(d, g, u, g, d, o);
   __builtin_memcpy(grad_gate + i, g, bytes);
-  __builtin_memcpy(grad_up + i, d, bytes);
+  if (grad_up != nullptr) __builtin_memcpy(grad_up + i, d, bytes);
   if (out != nullptr) __builtin_memcpy(out + i, o, bytes);
+}
+template <class A, class E, class T>
+void gated_backward(const T* grad, const T* gate, const T* up, int64_t count, T* grad_gate, T* grad_up,
+                    T* out) {
+  if (up == nullptr) return backward_loop<A, E, false, T>(grad, gate, up, count, grad_gate, grad_up, nullptr);
+  backward_loop<A, E, true>(grad, gate, up, count, grad_gate, grad_up, out);
 }
 
 template <template <bool kShort> class A>

@@ -6,7 +6,6 @@
 #include "core/call.h"
 #include "core/cuda.h"
 #include "layers/gated.h"
-#include "layers/geglu_table.h"
 
 namespace shoestring::layers {
 namespace {
@@ -17,13 +16,7 @@ constexpr const char* kGegluOp = "geglu";
 
 void check_geglu(const Tensor& gate, const Tensor& up, c10::string_view approximate) {
   gated::check(kGegluOp, gate, up);
-  TORCH_CHECK(approximate == "tanh" || approximate == "none", kGegluOp,
-              ": approximate: expected 'tanh' or 'none', received '", approximate, "'");
-}
-
-gated::Kernels geglu_kernels(c10::string_view approximate) {
-  if (approximate == "tanh") return {"geglu_tanh", cpu::geglu_tanh()};
-  return {"geglu_erf", cpu::geglu_erf()};
+  gated::check_approximate(kGegluOp, approximate);
 }
 
 template <Backend backend>
@@ -31,7 +24,7 @@ Tensor run_geglu(const Tensor& gate, const Tensor& up, c10::string_view approxim
   check_geglu(gate, up, approximate);
   const c10::OptionalDeviceGuard guard(up.device());
   if (up.scalar_type() == at::kDouble) return at::gelu(gate, approximate).mul_(up);
-  return gated::forward(backend, geglu_kernels(approximate), gate, up);
+  return gated::forward(backend, gated::gelu_kernels(approximate), gate, up);
 }
 
 template <Backend backend>
@@ -42,7 +35,7 @@ std::tuple<Tensor, Tensor> run_geglu_backward(const Tensor& grad, const Tensor& 
   if (up.scalar_type() == at::kDouble) {
     return {at::gelu_backward(grad.mul(up), gate, approximate), at::gelu(gate, approximate).mul_(grad)};
   }
-  const auto gradients = gated::backward(backend, geglu_kernels(approximate), grad, gate, up, false);
+  const auto gradients = gated::backward(backend, gated::gelu_kernels(approximate), grad, gate, up, false);
   return {std::get<0>(gradients), std::get<1>(gradients)};
 }
 
@@ -50,7 +43,7 @@ template <Backend backend>
 void run_geglu_backward_in_place(const Tensor& grad, Tensor& gate, Tensor& up, c10::string_view approximate) {
   gated::check_backward("_geglu_backward_", grad, gate, up);
   const c10::OptionalDeviceGuard guard(up.device());
-  gated::backward_in_place(backend, geglu_kernels(approximate), grad, gate, up);
+  gated::backward_in_place(backend, gated::gelu_kernels(approximate), grad, gate, up);
 }
 
 Tensor geglu_meta(const Tensor& gate, const Tensor& up, c10::string_view approximate) {

@@ -16,57 +16,67 @@ constexpr const char* kLayerNormOp = "layer_norm";
 
 norm::Options layer_norm_options(double eps) { return {eps, 0, kernels::Upcast::kGemma, true}; }
 
-void check_layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+using LayerNormResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+void check_layer_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                      const OptionalTensor& bias, double eps) {
   norm::check_x(kLayerNormOp, x, eps);
   norm::check_vector(kLayerNormOp, "weight", x, weight);
   norm::check_vector(kLayerNormOp, "bias", x, bias);
+  norm::check_residual(kLayerNormOp, x, residual);
 }
 
 template <Backend backend>
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& x, const OptionalTensor& weight,
-                                                      const OptionalTensor& bias, double eps) {
-  check_layer_norm(x, weight, bias, eps);
-  const auto r = norm::forward(backend, kLayerNormOp, x, std::nullopt, weight, bias, layer_norm_options(eps));
-  return {r.y, r.mean, r.rstd};
+LayerNormResults layer_norm_forward(const Tensor& x, const OptionalTensor& residual,
+                                    const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  check_layer_norm(x, residual, weight, bias, eps);
+  const auto r = norm::forward(backend, kLayerNormOp, x, residual, weight, bias, layer_norm_options(eps));
+  return {r.y, norm::or_none(r.sum, x), r.mean, r.rstd};
 }
 
 template <Backend backend>
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& x,
-                                                       const OptionalTensor& weight,
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const OptionalTensor& grad_sum,
+                                                       const Tensor& x, const OptionalTensor& weight,
                                                        const OptionalTensor& bias, const Tensor& mean,
                                                        const Tensor& rstd, bool weight_grad, bool bias_grad) {
   const auto bias_type = bias_grad ? c10::optional<at::ScalarType>(bias->scalar_type()) : std::nullopt;
-  const auto r = norm::backward(backend, kLayerNormOp, grad, std::nullopt, x, weight, mean, rstd,
+  const auto r = norm::backward(backend, kLayerNormOp, grad, grad_sum, x, weight, mean, rstd,
                                 layer_norm_options(0), weight_grad, bias_type);
   return {r.x, norm::or_none(r.weight, x), norm::or_none(r.bias, x)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward_meta(const Tensor& x, const OptionalTensor& weight,
-                                                           const OptionalTensor& bias, double eps) {
-  check_layer_norm(x, weight, bias, eps);
+LayerNormResults layer_norm_forward_meta(const Tensor& x, const OptionalTensor& residual,
+                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                         double eps) {
+  check_layer_norm(x, residual, weight, bias, eps);
   const auto statistic = [&] {
     return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(norm::statistics_type(x)));
   };
-  return {at::empty_symint(x.sym_sizes(), x.options()), statistic(), statistic()};
+  return {at::empty_symint(x.sym_sizes(), x.options()),
+          residual.has_value() ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
+          statistic(), statistic()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(const Tensor& grad, const Tensor& x,
-                                                            const OptionalTensor& weight,
-                                                            const OptionalTensor& bias, const Tensor& mean,
-                                                            const Tensor& rstd, bool weight_grad,
-                                                            bool bias_grad) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward_meta(
+    const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& x, const OptionalTensor& weight,
+    const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd, bool weight_grad, bool bias_grad) {
   const auto like = [&](bool wanted, const OptionalTensor& t) {
     return wanted ? at::empty_symint(t->sym_sizes(), t->options()) : at::empty({0}, x.options());
   };
   return {at::empty_symint(x.sym_sizes(), x.options()), like(weight_grad, weight), like(bias_grad, bias)};
 }
 
-// Implements layer_norm if no gradient is needed. Calls _layer_norm_forward and drops mean and rstd, which
-// only backward needs.
+// Implement layer_norm and add_layer_norm if no gradient is needed. They call _layer_norm_forward and drop
+// results that only backward needs.
 Tensor layer_norm_composite(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                             double eps) {
-  static auto op = find<decltype(layer_norm_forward_meta)>("shoestring::_layer_norm_forward");
-  return std::get<0>(op.call(x, weight, bias, eps));
+  return std::get<0>(norm::call_layer_norm_forward(x, std::nullopt, weight, bias, eps));
+}
+std::tuple<Tensor, Tensor> add_layer_norm_composite(const Tensor& x, const Tensor& residual,
+                                                    const OptionalTensor& weight, const OptionalTensor& bias,
+                                                    double eps) {
+  const auto result = norm::call_layer_norm_forward(x, residual, weight, bias, eps);
+  return {std::get<0>(result), std::get<1>(result)};
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
@@ -81,9 +91,21 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("_layer_norm_forward", layer_norm_forward_meta);
   m.impl("_layer_norm_backward", layer_norm_backward_meta);
 }
-TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl(kLayerNormOp, layer_norm_composite); }
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("layer_norm", layer_norm_composite);
+  m.impl("add_layer_norm", add_layer_norm_composite);
+}
 
 }  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm::call_layer_norm_forward(const Tensor& x,
+                                                                         const OptionalTensor& residual,
+                                                                         const OptionalTensor& weight,
+                                                                         const OptionalTensor& bias,
+                                                                         double eps) {
+  static auto op = find<decltype(layer_norm_forward_meta)>("shoestring::_layer_norm_forward");
+  return op.call(x, residual, weight, bias, eps);
+}
 
 }  // namespace shoestring::layers
 
@@ -95,6 +117,13 @@ using OptionalTensor = std::optional<Tensor>;
 Tensor layer_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   static auto op = find<decltype(layers::layer_norm_composite)>("shoestring::layer_norm");
   return op.call(x, weight, bias, eps);
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
+                                          const OptionalTensor& weight, const OptionalTensor& bias,
+                                          double eps) {
+  static auto op = find<decltype(layers::add_layer_norm_composite)>("shoestring::add_layer_norm");
+  return op.call(x, residual, weight, bias, eps);
 }
 
 }  // namespace shoestring

@@ -3,58 +3,76 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
+#include "layers/norm.h"
 
 namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
+using norm::OptionalTensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using OptionalTensor = std::optional<Tensor>;
 
+// Autograd of layer_norm and add_layer_norm. Saves the tensor that is normalised (x, or the result x +
+// residual), the weight, the bias if its gradient is wanted, and mean and rstd of each row.
 class LayerNorm : public torch::autograd::Function<LayerNorm> {
  public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
     at::AutoDispatchBelowADInplaceOrView below;
-    static auto op =
-        find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                double)>("shoestring::_layer_norm_forward");
-    const auto [y, mean, rstd] = op.call(x, weight, bias, eps);
-    ctx->save_for_backward({x, weight.value_or(Tensor()), wants_grad(bias) ? *bias : Tensor(), mean, rstd});
+    const auto [y, sum, mean, rstd] = norm::call_layer_norm_forward(x, residual, weight, bias, eps);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({residual.has_value() ? sum : x, weight.value_or(Tensor()),
+                            wants_grad(bias) ? *bias : Tensor(), mean, rstd});
     ctx->saved_data["weight_grad"] = wants_grad(weight);
-    return y;
+    if (!residual.has_value()) return {y};
+    return {y, sum};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
     const variable_list saved = ctx->get_saved_variables();
-    const bool weight_grad = ctx->saved_data["weight_grad"].toBool(), bias_grad = saved[2].defined();
-    Tensor to_x, to_weight, to_bias;
-    {
+    Tensor grad_x = upstream.size() > 1 ? upstream[1] : Tensor(), grad_weight, grad_bias;
+    if (upstream[0].defined()) {
+      const bool weight_grad = ctx->saved_data["weight_grad"].toBool(), bias_grad = saved[2].defined();
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op = find<std::tuple<Tensor, Tensor, Tensor>(
-          const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&,
-          const Tensor&, bool, bool)>("shoestring::_layer_norm_backward");
-      std::tie(to_x, to_weight, to_bias) =
-          op.call(upstream[0], saved[0], as_optional(saved[1]), as_optional(saved[2]), saved[3], saved[4],
-                  weight_grad, bias_grad);
+          const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+          const Tensor&, const Tensor&, bool, bool)>("shoestring::_layer_norm_backward");
+      std::tie(grad_x, grad_weight, grad_bias) =
+          op.call(upstream[0], as_optional(grad_x), saved[0], as_optional(saved[1]), as_optional(saved[2]),
+                  saved[3], saved[4], weight_grad, bias_grad);
+      if (!weight_grad) grad_weight = Tensor();
+      if (!bias_grad) grad_bias = Tensor();
     }
-    variable_list gradients = once_differentiable(
-        "layer_norm", {to_x, weight_grad ? to_weight : Tensor(), bias_grad ? to_bias : Tensor()});
-    gradients.emplace_back();  // no gradient for eps
-    return gradients;
+    variable_list gradients = once_differentiable("layer_norm", {grad_x, grad_weight, grad_bias});
+    return {gradients[0], upstream.size() > 1 ? gradients[0] : Tensor(), gradients[1], gradients[2], {}};
   }
 };
 
 Tensor layer_norm_autograd(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                            double eps) {
   if (needs_grad(x, weight.value_or(Tensor()), bias.value_or(Tensor())))
-    return LayerNorm::apply(x, weight, bias, eps);
+    return LayerNorm::apply(x, OptionalTensor(), weight, bias, eps)[0];
   at::AutoDispatchBelowADInplaceOrView below;
   static auto op = find<decltype(layer_norm_autograd)>("shoestring::layer_norm");
   return op.call(x, weight, bias, eps);
 }
 
-TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("layer_norm", layer_norm_autograd); }
+std::tuple<Tensor, Tensor> add_layer_norm_autograd(const Tensor& x, const Tensor& residual,
+                                                   const OptionalTensor& weight, const OptionalTensor& bias,
+                                                   double eps) {
+  if (needs_grad(x, residual, weight.value_or(Tensor()), bias.value_or(Tensor()))) {
+    const variable_list results = LayerNorm::apply(x, OptionalTensor(residual), weight, bias, eps);
+    return {results[0], results[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  static auto op = find<decltype(add_layer_norm_autograd)>("shoestring::add_layer_norm");
+  return op.call(x, residual, weight, bias, eps);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
+  m.impl("layer_norm", layer_norm_autograd);
+  m.impl("add_layer_norm", add_layer_norm_autograd);
+}
 
 }  // namespace
 }  // namespace shoestring::layers

@@ -218,6 +218,18 @@ void check_vector(const char* op, const char* name, const Tensor& x, const Optio
               ", received ", t->sym_sizes(), " of ", t->scalar_type(), " on ", t->device());
 }
 
+void check_residual(const char* op, const Tensor& x, const OptionalTensor& residual,
+                    c10::optional<at::ScalarType> out_dtype, const char* hint) {
+  if (!residual.has_value()) return;
+  // x may be narrower than the residual if y has the dtype of x.
+  const bool narrow = residual->scalar_type() == at::kFloat && out_dtype == x.scalar_type();
+  TORCH_CHECK(residual->sym_sizes() == x.sym_sizes() && residual->device() == x.device() &&
+                  (residual->scalar_type() == x.scalar_type() || narrow),
+              op, ": residual: expected x's shape, dtype and device, ", x.sym_sizes(), " of ",
+              x.scalar_type(), " on ", x.device(), ", received ", residual->sym_sizes(), " of ",
+              residual->scalar_type(), " on ", residual->device(), hint);
+}
+
 void check_out_dtype(const char* op, const Tensor& x, const OptionalTensor& residual,
                      c10::optional<at::ScalarType> out_dtype) {
   const auto type = residual.has_value() ? residual->scalar_type() : x.scalar_type();

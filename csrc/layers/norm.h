@@ -29,6 +29,10 @@ struct Options {
 /// check_vector raises unless the weight or bias `t` fits x.
 void check_x(const char* op, const Tensor& x, double eps);
 void check_vector(const char* op, const char* name, const Tensor& x, const OptionalTensor& t);
+/// check_residual raises unless the residual, if given, has x's shape, device and dtype. If y has the dtype
+/// of x, the residual may be fp32. The message ends with `hint`.
+void check_residual(const char* op, const Tensor& x, const OptionalTensor& residual,
+                    c10::optional<at::ScalarType> out_dtype = c10::nullopt, const char* hint = "");
 
 /// Raises unless `out_dtype` is nullopt, or bf16 or fp16 while x or, if given, the residual is fp32.
 void check_out_dtype(const char* op, const Tensor& x, const OptionalTensor& residual,
@@ -58,6 +62,12 @@ std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const 
                                                          const OptionalTensor& weight, double eps,
                                                          double offset, c10::string_view upcast,
                                                          c10::optional<at::ScalarType> out_dtype);
+
+/// Calls the operator _layer_norm_forward through PyTorch's dispatcher.
+std::tuple<Tensor, Tensor, Tensor, Tensor> call_layer_norm_forward(const Tensor& x,
+                                                                   const OptionalTensor& residual,
+                                                                   const OptionalTensor& weight,
+                                                                   const OptionalTensor& bias, double eps);
 
 /// Returns t or, if t is undefined, an empty tensor, because operators cannot return undefined tensors.
 inline Tensor or_none(const Tensor& t, const Tensor& like) {

@@ -37,6 +37,11 @@ Tensor LayerNormImpl::forward(const Tensor& x) {
   return layer_norm(x, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt, options.eps());
 }
 
+std::tuple<Tensor, Tensor> LayerNormImpl::forward_with_residual(const Tensor& x, const Tensor& residual) {
+  return add_layer_norm(x, residual, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt,
+                        options.eps());
+}
+
 void LayerNormImpl::pretty_print(std::ostream& stream) const {
   stream << "shoestring::nn::LayerNorm(" << options.features() << ", eps=" << options.eps()
          << ", bias=" << (options.bias() ? "true" : "false") << ")";

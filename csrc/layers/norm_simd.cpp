@@ -54,16 +54,36 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
   });
 }
 
+// The rows that a norm normalises. Without a residual, `source` and `x` are the same rows. With a residual,
+// load() adds it to the elements of `source`, and writes the rounded sums to the rows `x`.
+template <class In, class E>
+struct Input {
+  const typename In::Type* source;
+  const typename E::Type* residual;
+  typename E::Type* sum;
+  const typename E::Type* x;
+
+  SHOESTRING_METHOD Row load(int64_t at, int64_t n) const {
+    Row v = elements<In>(source + at, n);
+    if (residual == nullptr) return v;
+    const Row more = elements<E>(residual + at, n);
+#pragma GCC unroll 4
+    for (int k = 0; k < kWide; ++k) v.value[k] = rounded_of_elements(E{}, v.value[k] + more.value[k]);
+    put_any<E>(sum + at, v, n);
+    return v;
+  }
+};
+
 // Computes the mean of each row and the sum of squared differences from the mean.
-template <class E, int kRows>
-SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type* x, Statistics* of,
+template <class In, class E, int kRows>
+SHOESTRING_INLINE void centred_squares(int64_t features, const Input<In, E>& input, Statistics* of,
                                        double* squares) {
   const auto count = static_cast<double>(features);
   double sums[2 * kRows];
   row_sums<kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
-      const Row v = elements<E>(x + r * features + i, n);
+      const Row v = input.load(r * features + i, n);
 #pragma GCC unroll 4
       for (int k = 0; k < kWide; ++k) sums[r][k % kChains] += v.value[k];
     }
@@ -76,8 +96,8 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const typename E::Type*
   row_sums<2 * kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
-      ask_for(x + r * features + i, kRows * features, n);
-      const Row v = elements<E>(x + r * features + i, n);
+      ask_for(input.source + r * features + i, kRows * features, n);
+      const Row v = elements<E>(input.x + r * features + i, n);
 #pragma GCC unroll 4
       for (int k = 0; k < kWide; ++k) {
         F32 d = v.value[k] - mean[r];
@@ -114,32 +134,26 @@ SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward
   using T = typename E::Type;
   const int64_t features = norm.features, first = row * features;
   const auto *weight = static_cast<const float*>(io.weight), *bias = static_cast<const float*>(io.bias);
-  const auto* source = static_cast<const typename In::Type*>(io.x) + first;
-  const T* residual = io.residual == nullptr ? nullptr : static_cast<const T*>(io.residual) + first;
-  const T* x = residual == nullptr ? static_cast<const T*>(io.x) + first : nullptr;
-  Statistics of[kRows];
+  Input<In, E> input{static_cast<const typename In::Type*>(io.x) + first, nullptr, nullptr,
+                     static_cast<const T*>(io.x) + first};
+  if (io.residual != nullptr) {
+    input.residual = static_cast<const T*>(io.residual) + first;
+    input.x = input.sum = static_cast<T*>(io.sum) + first;
+  }
+  Statistics of[kRows] = {};
   double squares[kRows];
   if (norm.centred) {
-    centred_squares<E, kRows>(features, x, of, squares);
+    centred_squares<In, E, kRows>(features, input, of, squares);
   } else {
-    T* sum = residual == nullptr ? nullptr : static_cast<T*>(io.sum) + first;
     row_sums<kRows>(features, squares, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
 #pragma GCC unroll 2
       for (int r = 0; r < kRows; ++r) {
-        const int64_t at = r * features + i;
-        Row v = elements<In>(source + at, n);
-        if (residual != nullptr) {
-          const Row more = elements<E>(residual + at, n);
-#pragma GCC unroll 4
-          for (int k = 0; k < kWide; ++k) v.value[k] = rounded_of_elements(E{}, v.value[k] + more.value[k]);
-          put_any<E>(sum + at, v, n);
-        }
+        const Row v = input.load(r * features + i, n);
 #pragma GCC unroll 4
         for (int k = 0; k < kWide; ++k)
           sums[r][k % kChains] = fma(v.value[k], v.value[k], sums[r][k % kChains]);
       }
     });
-    if (residual != nullptr) x = sum;
   }
   for (int r = 0; r < kRows; ++r) {
     const double variance = squares[r] / static_cast<double>(features) + static_cast<double>(norm.eps);
@@ -147,7 +161,7 @@ SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward
     if (norm.centred) io.mean[row + r] = of[r].mean;
     io.rstd[row + r] = of[r].rstd;
   }
-  writer_of<In, E, Out, kRows>(norm)(norm, x, weight, bias, of, source, residual,
+  writer_of<In, E, Out, kRows>(norm)(norm, input.x, weight, bias, of, input.source, input.residual,
                                      static_cast<typename Out::Type*>(io.y) + first);
 }
 
@@ -240,7 +254,7 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
         if (kVectors) to_weight.value[k] = fma(d.value[k], h, to_weight.value[k]);
         if (kVectors && kCentred) to_bias.value[k] += d.value[k];
       }
-      if (!kCentred && grad_sum != nullptr) {
+      if (grad_sum != nullptr) {
         ask_for(grad_sum + at, kRows * features, n);
         const Row more = elements<E>(grad_sum + at, n);
 #pragma GCC unroll 4

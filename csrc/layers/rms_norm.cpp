@@ -29,16 +29,8 @@ void check_rms_norm(const Tensor& x, const OptionalTensor& residual, const Optio
   norm::check_x(kRmsNormOp, x, eps);
   norm::check_vector(kRmsNormOp, "weight", x, weight);
   rms_norm_upcast(upcast);
-  if (residual.has_value()) {
-    // x may be narrower than the residual if y has the dtype of x.
-    const bool narrow = residual->scalar_type() == at::kFloat && out_dtype == x.scalar_type();
-    TORCH_CHECK(residual->sym_sizes() == x.sym_sizes() && residual->device() == x.device() &&
-                    (residual->scalar_type() == x.scalar_type() || narrow),
-                kRmsNormOp, ": residual: expected x's shape, dtype and device, ", x.sym_sizes(), " of ",
-                x.scalar_type(), " on ", x.device(), ", received ", residual->sym_sizes(), " of ",
-                residual->scalar_type(), " on ", residual->device(),
-                ". With out_dtype the dtype of x, the residual may be fp32.");
-  }
+  norm::check_residual(kRmsNormOp, x, residual, out_dtype,
+                       ". With out_dtype the dtype of x, the residual may be fp32.");
   norm::check_out_dtype(kRmsNormOp, x, residual, out_dtype);
 }
 

@@ -17,6 +17,13 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def("geglu(Tensor gate, Tensor up, str approximate='none') -> Tensor");
   m.def("_geglu_backward(Tensor grad_output, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
   m.def("_geglu_backward_(Tensor grad_output, Tensor(a!) gate, Tensor(b!) up, str approximate) -> ()");
+  // gelu returns gelu(x), and _gelu_backward returns the gradient of x. approximate: as for geglu.
+  m.def("gelu(Tensor x, str approximate='none') -> Tensor");
+  // _gelu_backward_ writes the gradient of x over x.
+  m.def("_gelu_backward(Tensor grad_output, Tensor x, str approximate) -> Tensor");
+  m.def("_gelu_backward_(Tensor grad_output, Tensor(a!) x, str approximate) -> ()");
+  // Writes the gradient of x to grad_x, which may be x itself, and gelu(x) over grad_output.
+  m.def("_gelu_backward_value_(Tensor(a!) grad_output, Tensor x, Tensor(b!) grad_x, str approximate) -> ()");
   // rms_norm returns y = x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension. add_rms_norm
   // normalises x + residual and also returns this sum. weight: (features), of any floating-point dtype.
   // upcast: the values that are rounded to a 16-bit dtype before the multiplication by the weight. 'llama':
@@ -36,13 +43,17 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def(R"(_rms_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor rstd,
       float offset, bool weight_grad, bool rounded_x=False) -> (Tensor grad_x, Tensor grad_weight,
       Tensor rounded_grad_x))");
-  // layer_norm returns (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
-  // _layer_norm_forward and _layer_norm_backward compute it and its gradients.
+  // layer_norm returns y = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+  // add_layer_norm normalises x + residual and also returns this sum.
   m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor");
-  m.def(R"(_layer_norm_forward(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y,
-      Tensor mean, Tensor rstd))");
-  m.def(R"(_layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean,
-      Tensor rstd, bool weight_grad, bool bias_grad) -> (Tensor grad_x, Tensor grad_weight,
+  m.def(R"(add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *,
+      float eps) -> (Tensor y, Tensor sum))");
+  // _layer_norm_forward and _layer_norm_backward compute layer_norm and add_layer_norm and their gradients.
+  // As for RMSNorm, sum is empty if there is no residual, and grad_sum is the upstream gradient of sum.
+  m.def(R"(_layer_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias,
+      float eps) -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd))");
+  m.def(R"(_layer_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? bias,
+      Tensor mean, Tensor rstd, bool weight_grad, bool bias_grad) -> (Tensor grad_x, Tensor grad_weight,
       Tensor grad_bias))");
   // Applies the rotary position embedding to q and k: (batch, heads, tokens, head_dim) or (tokens, heads,
   // head_dim), with any strides. q and k may have different numbers of heads.

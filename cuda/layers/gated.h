@@ -3,7 +3,8 @@
 // CUDA kernels for activation(gate) * up and its gradients. An activation is a struct that is constructed
 // from a number x: of() returns activation(x), and slope() its derivative. Memory bandwidth limits these
 // kernels, so a thread reads 16 bytes of each input. Backward also writes the product activation(gate) * up
-// if the caller wants it, since it reads gate and up anyway.
+// if the caller wants it, since it reads gate and up anyway. If `up` is null, it counts as 1, and
+// grad_up, unless it is null, receives activation(gate).
 
 #include "core/cuda_tables.h"
 #include "cuda/core/convert.h"
@@ -50,11 +51,13 @@ template <class A, class T, int N>
 __global__ void __launch_bounds__(kThreads) forward(const T* gate, const T* up, int64_t count, T* out) {
   const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * N;
   if (i >= count) return;
-  const auto g = read<N>(gate, i, count), u = read<N>(up, i, count);
-  Vector<T, N> h;
+  const auto g = read<N>(gate, i, count);
+  Vector<T, N> u, h;
+  if (up != nullptr) u = read<N>(up, i, count);
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    h[k] = rounded<T>(A(to_float(g[k])).of() * to_float(u[k]));
+    const float value = A(to_float(g[k])).of();
+    h[k] = rounded<T>(up == nullptr ? value : value * to_float(u[k]));
   }
   write(out, i, count, h);
 }
@@ -65,18 +68,19 @@ __global__ void __launch_bounds__(kThreads)
     backward(const T* grad, const T* gate, const T* up, int64_t count, T* grad_gate, T* grad_up, T* out) {
   const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * N;
   if (i >= count) return;
-  const auto d = read<N>(grad, i, count), g = read<N>(gate, i, count), u = read<N>(up, i, count);
-  Vector<T, N> by_gate, by_up, h;
+  const auto d = read<N>(grad, i, count), g = read<N>(gate, i, count);
+  Vector<T, N> u, by_gate, by_up, h;
+  if (up != nullptr) u = read<N>(up, i, count);
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    const float x = to_float(g[k]), y = to_float(u[k]), upstream = to_float(d[k]);
+    const float x = to_float(g[k]), y = up == nullptr ? 1 : to_float(u[k]), upstream = to_float(d[k]);
     const A activation(x);
     h[k] = rounded<T>(activation.of() * y);
-    by_up[k] = rounded<T>(upstream * activation.of());
+    by_up[k] = rounded<T>(up == nullptr ? activation.of() : upstream * activation.of());
     by_gate[k] = rounded<T>(upstream * y * activation.slope());
   }
   write(grad_gate, i, count, by_gate);
-  write(grad_up, i, count, by_up);
+  if (grad_up != nullptr) write(grad_up, i, count, by_up);
   if (out != nullptr) write(out, i, count, h);
 }
 

@@ -33,6 +33,7 @@ from shoestring.integrations.transformers import (  # noqa: E402
     save_quantized,
 )
 from shoestring.ops import (  # noqa: E402
+    add_layer_norm,
     add_rms_norm,
     attention,
     cross_entropy,
@@ -40,6 +41,7 @@ from shoestring.ops import (  # noqa: E402
     dequantize_4bit,
     dequantize_int8,
     geglu,
+    gelu,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -67,6 +69,7 @@ __all__ = [
     "HostAllocatorStats",
     "PatchReport",
     "QuantizedTensor",
+    "add_layer_norm",
     "add_rms_norm",
     "attention",
     "build",
@@ -79,6 +82,7 @@ __all__ = [
     "dequantize_4bit",
     "dequantize_int8",
     "geglu",
+    "gelu",
     "host_allocator",
     "layer_norm",
     "linear",

@@ -12,7 +12,13 @@ from shoestring.attention.attention import AttentionResult, attention, attention
 from shoestring.gemm.addmm import addmm_, addmm_reference
 from shoestring.gemm.linear import linear, linear_group, linear_reference
 from shoestring.layers.geglu import geglu, geglu_reference
-from shoestring.layers.layer_norm import layer_norm, layer_norm_reference
+from shoestring.layers.gelu import gelu, gelu_reference
+from shoestring.layers.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+)
 from shoestring.layers.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from shoestring.layers.rope import rope, rope_reference
 from shoestring.layers.seeded_dropout import seeded_dropout, seeded_dropout_reference
@@ -80,6 +86,8 @@ __all__ = [
     "adafactor_reference",
     "adamw_",
     "adamw_reference",
+    "add_layer_norm",
+    "add_layer_norm_reference",
     "add_rms_norm",
     "add_rms_norm_reference",
     "addmm_",
@@ -105,6 +113,8 @@ __all__ = [
     "foreach_norm_reference",
     "geglu",
     "geglu_reference",
+    "gelu",
+    "gelu_reference",
     "lamb_",
     "lamb_reference",
     "layer_norm",

@@ -331,6 +331,8 @@ def layers(device: str) -> Results:
             results = {
                 "rms": shoestring.add_rms_norm(x, residual, weight, eps=1e-5, upcast="gemma"),
                 "layer": (shoestring.layer_norm(x, weight, bias, eps=1e-5),),
+                "add layer": shoestring.add_layer_norm(x, residual, weight, bias, eps=1e-5),
+                "gelu": (shoestring.gelu(x), shoestring.gelu(x, "tanh")),
                 "geglu": (shoestring.geglu(x, residual), shoestring.geglu(x, residual, "none")),
             }
             for name, made in results.items():

@@ -335,6 +335,10 @@ SHOESTRING_API at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 SHOESTRING_API at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up,
                                 const std::string& approximate = "none");
 
+/// Computes gelu(x) in fp32 and rounds once. `approximate` is "none" (the exact GELU) or "tanh". Saves only x
+/// for backward.
+SHOESTRING_API at::Tensor gelu(const at::Tensor& x, const std::string& approximate = "none");
+
 struct RMSNormOptions {
   explicit RMSNormOptions(double eps) : eps_(eps) {}
   /// A constant that is added to the mean of squares.
@@ -366,6 +370,12 @@ SHOESTRING_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor&
 /// dtype. weight and bias (features), any floating-point dtype. Saves x and two numbers per row for backward.
 SHOESTRING_API at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
                                      const std::optional<at::Tensor>& bias, double eps);
+/// Returns layer_norm(x + residual) and x + residual, computed in one pass.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
+                                                                 const at::Tensor& residual,
+                                                                 const std::optional<at::Tensor>& weight,
+                                                                 const std::optional<at::Tensor>& bias,
+                                                                 double eps);
 
 struct RopeOptions {
   /// The number of elements of each head that are rotated, counted from the first element. The default is all

@@ -1,4 +1,4 @@
-"""Layer normalisation."""
+"""Layer normalisation, alone or with the addition of a residual in the same pass."""
 
 import torch
 from torch import Tensor
@@ -36,6 +36,39 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return result
 
 
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``(layer_norm(x + residual), x + residual)`` in one pass forward and one pass backward.
+
+    ``x + residual`` is rounded to the dtype of x. Both results have an upstream gradient. Backward computes
+    the gradient of the norm and adds the upstream gradient of ``x + residual`` in the same pass.
+
+    Args:
+        x, residual: (..., features), with the same dtype.
+        weight, bias, eps: as in ``layer_norm``.
+
+    Returns:
+        Two tensors with the shape and dtype of x: the normalised ``x + residual``, and ``x + residual``.
+
+    Raises:
+        RuntimeError: weight, bias or residual does not fit x.
+
+    Example:
+        >>> x, residual = torch.randn(2, 16, 64)
+        >>> normed, total = shoestring.add_layer_norm(x, residual, torch.ones(64), torch.zeros(64), eps=1e-12)
+        >>> normed.shape, torch.equal(total, x + residual)
+        (torch.Size([16, 64]), True)
+    """
+    result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_layer_norm(x, residual, weight, bias, eps=eps)
+    return result
+
+
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
 ) -> Tensor:
@@ -43,3 +76,16 @@ def layer_norm_reference(
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     weight, bias = (None if t is None else t.to(wide.dtype) for t in (weight, bias))
     return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def add_layer_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute ``add_layer_norm`` in plain PyTorch."""
+    total = x + residual
+    return layer_norm_reference(total, weight, bias, eps=eps), total

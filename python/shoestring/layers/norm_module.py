@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from shoestring.layers.layer_norm import layer_norm
+from shoestring.layers.layer_norm import add_layer_norm, layer_norm
 from shoestring.layers.rms_norm import add_rms_norm, rms_norm
 
 
@@ -85,6 +85,8 @@ class LayerNorm(nn.Module):
         >>> norm = shoestring.nn.LayerNorm(64)
         >>> norm(torch.randn(2, 16, 64)).shape
         torch.Size([2, 16, 64])
+        >>> x, residual = torch.randn(2, 16, 64)
+        >>> normed, total = norm.forward_with_residual(x, residual)
         >>> norm.load_state_dict(torch.nn.LayerNorm(64).state_dict())
         <All keys matched successfully>
     """
@@ -114,6 +116,19 @@ class LayerNorm(nn.Module):
         The result has the dtype of x.
         """
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def forward_with_residual(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``forward(x + residual)`` and ``x + residual``, computed in one pass.
+
+        Hooks of the module do not run, since this function does not go through ``__call__``.
+
+        Args:
+            x, residual: (..., features), with the same shape and dtype.
+
+        Returns:
+            Two tensors with the shape and dtype of x.
+        """
+        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, bias={self.bias is not None}"

@@ -32,5 +32,8 @@ TEST_CASE("LayerNorm is PyTorch's, with a bias and without", "[nn]") {
     nn::LayerNorm norm(nn::LayerNormOptions(24).bias(bias));
     CHECK(norm->parameters().size() == (bias ? 2 : 1));
     CHECK(at::allclose(norm(x), at::layer_norm(x, {24}, norm->weight, norm->bias, 1e-5), 1e-5, 1e-6));
+    const auto [y, sum] = norm->forward_with_residual(x, x.flip(0));
+    CHECK(at::equal(sum, x + x.flip(0)));
+    CHECK(at::equal(y, norm(sum)));
   }
 }

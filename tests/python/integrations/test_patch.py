@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shoestring
 from conftest import relative_error
+from same_models import assert_same
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,21 +63,6 @@ def batch() -> dict[str, Tensor]:
     labels = ids.clone()
     labels[0, :4] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def assert_same(model: Any, plain: Any, inputs: dict[str, Any]) -> None:
-    """Assert that two models have equal losses and gradients, except for fp32 rounding (relative 2e-5)."""
-    losses = []
-    for each in (model, plain):
-        each.zero_grad()
-        losses.append(each(**inputs).loss)
-        losses[-1].backward()
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    largest = max(grad.norm() for grad in expected.values())
-    for name, p in model.named_parameters():
-        if name in expected:
-            assert (p.grad - expected[name]).norm() <= 2e-5 * max(expected[name].norm(), 0.1 * largest), name
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shoestring
 from conftest import relative_error
+from same_models import assert_same
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,22 +72,6 @@ def batch(share: float = 0.3) -> dict[str, Tensor]:
 
 def images() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(3, 3, 32, 32), "labels": torch.tensor([0, 1, 1])}
-
-
-def assert_same(model: Any, plain: Any, inputs: dict[str, Tensor]) -> None:
-    """Assert that two models have equal losses and gradients, except for fp32 rounding (relative 5e-5)."""
-    losses = []
-    for each in (model, plain):
-        each.zero_grad()
-        losses.append(each(**inputs).loss)
-        losses[-1].backward()
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    largest = max(grad.norm() for grad in expected.values())
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        assert (gradient - expected[name]).norm() <= 5e-5 * max(expected[name].norm(), 0.1 * largest), name
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -197,6 +182,38 @@ def test_what_is_left_alone_says_why() -> None:
     assert "not run on few inputs" in report.left[0][1] and "attention of" not in str(report)
 
 
+def test_a_module_that_computes_something_else_stays() -> None:
+    model = build("Bert", "ForMaskedLM", **TEXT)
+    output = type(model.bert.encoder.layer[0].output)
+
+    class Scaled(output):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+            return super().forward(hidden_states, 1.001 * input_tensor)
+
+    class OtherGELU(nn.GELU):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 1.01
+
+    model.bert.encoder.layer[0].output.__class__ = Scaled
+    model.bert.encoder.layer[1].intermediate.intermediate_act_fn = OtherGELU()
+    plain = copy.deepcopy(model)
+    left = dict(shoestring.patch(model).left)
+    assert set(left) == {
+        "bert.encoder.layer.0.output",
+        "bert.encoder.layer.1.intermediate.intermediate_act_fn",
+    }
+    assert_same(model, plain, batch())
+
+
+def test_hooks_of_the_norm_run() -> None:
+    model = build("Bert", "ForMaskedLM", **TEXT)
+    shoestring.patch(model)
+    calls: list[int] = []
+    model.bert.encoder.layer[0].output.LayerNorm.register_forward_hook(lambda *_: calls.append(1))
+    model(**batch())
+    assert calls == [1]
+
+
 def test_dropout() -> None:
     """Dropout keeps its share of elements and scale, is the same for a seed, and is off in evaluation."""
     model = build("Bert", "ForMaskedLM", **{**TEXT, "hidden_dropout_prob": 0.25})
@@ -281,3 +298,42 @@ def test_compiled() -> None:
         loss.backward()
     ours, theirs = (each.bert.embeddings.word_embeddings.weight.grad for each in (model, plain))
     assert relative_error(ours, theirs) < 1e-4
+
+
+def saved_bytes(model: Any, inputs: dict[str, Tensor]) -> int:
+    """Return the bytes of all tensors that autograd saves for backward, parameters excluded."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(**inputs).loss
+    assert loss.requires_grad
+    return sum(found.values())
+
+
+def test_mlps_do_not_save_the_result_of_gelu() -> None:
+    model = build("ViT", "ForImageClassification", **{**IMAGE, "intermediate_size": 256})
+    inputs = images()
+    report = shoestring.patch(model, mlp=False)
+    before = saved_bytes(model, inputs)
+    report.undo()
+    report = shoestring.patch(model)
+    assert sum("GELU without its result" in change.what for change in report.changes) == 2
+    # Two layers, 3 images with 17 tokens each, 256 features of 4 bytes
+    assert before - saved_bytes(model, inputs) == 2 * 3 * 17 * 256 * 4
+    plain = copy.deepcopy(model)
+    assert_same(model, plain, inputs)
+
+    class Adds(type(plain.vit.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1e-3 * x
+
+    plain.vit.layers[0].mlp.__class__ = Adds
+    left = dict(shoestring.patch(plain).left)
+    assert list(left) == ["vit.layers.0.mlp"]

@@ -11,7 +11,9 @@ from shoestring.nn import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")
 
-from test_patch import SMALL, assert_same, batch, build  # noqa: E402
+from test_patch import SMALL, batch, build  # noqa: E402
+
+from same_models import assert_same  # noqa: E402
 
 
 def test_heads_that_are_refused() -> None:

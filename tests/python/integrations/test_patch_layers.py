@@ -10,7 +10,7 @@ from test_patch import batch, build
 from torch import nn
 
 import shoestring
-from shoestring.integrations.transformers.layers import ROUNDS, fuse_norms
+from shoestring.integrations.transformers.layers import ROUNDS, fuse_mlps, fuse_norms
 
 transformers = pytest.importorskip("transformers")
 
@@ -141,6 +141,24 @@ def test_what_is_left_alone_says_why() -> None:
     assert len(report.left) == 3 and "model.layers.0.self_attn: fused rotary embedding" in text
     report.undo()
     assert type(model.model.norm) is OtherRMSNorm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_mlp_that_adds_little_stays(dtype: torch.dtype) -> None:
+    """A forward that adds less than 1 % (2 % in bf16) of its result is another function, no rounding."""
+    model = make("Llama", dtype)
+    kind = type(model.model.layers[0].mlp)
+    share = 1e-3 if dtype == torch.float32 else 0.02
+
+    class Adds(kind):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = super().forward(x)
+            return result + share * result.norm() / x.norm() * x
+
+    model.model.layers[0].mlp.__class__ = Adds
+    changes, left = fuse_mlps(model)
+    assert [name for name, _ in left] == ["model.layers.0.mlp"]
+    assert [name for name, *_ in changes] == ["model.layers.1.mlp"]
 
 
 def test_options_are_switches() -> None:

@@ -43,5 +43,8 @@ def test_a_new_norm_only_normalises_and_adds() -> None:
             and norm.weight.dtype == torch.bfloat16
         )
         torch.testing.assert_close(y.square().mean(-1), torch.ones(4))
+    layer = shoestring.nn.LayerNorm(24)
+    y, total = layer.forward_with_residual(x, residual)
+    assert torch.equal(total, x + residual) and torch.equal(y, layer(total))
     assert repr(norm) == "RMSNorm(24, eps=1e-06, offset=1.0, upcast='llama')"
     assert repr(shoestring.nn.LayerNorm(8)) == "LayerNorm(8, eps=1e-05, bias=True)"

@@ -50,6 +50,8 @@ class SHOESTRING_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> 
 
   /// Normalises x (..., features) and returns a tensor of x's shape and dtype.
   at::Tensor forward(const at::Tensor& x);
+  /// Returns forward(x + residual) and the sum x + residual.
+  std::tuple<at::Tensor, at::Tensor> forward_with_residual(const at::Tensor& x, const at::Tensor& residual);
 
   LayerNormOptions options;
   at::Tensor weight, bias;  ///< (features); bias is undefined if options.bias is false

@@ -18,15 +18,16 @@ from torch.nn import functional as F
 
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
 from shoestring.integrations.transformers.head_norms import JOINT, TURNS, joint, made
+from shoestring.integrations.transformers.trial import shaken, within_rounding
 from shoestring.layers.geglu import geglu
-from shoestring.layers.layer_norm import layer_norm
+from shoestring.layers.layer_norm import add_layer_norm, layer_norm
 from shoestring.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from shoestring.layers.rope import rope, rope_reference
 from shoestring.layers.swiglu import swiglu
 
 ROTATION = "apply_rotary_pos_emb"  # name of the rotary function in transformers' model files
 MLP = ("gate_proj", "up_proj", "down_proj")
-# name of a method of a fused RMSNorm: returns the norm of x + residual, and x + residual
+# name of a method of a fused norm: returns the norm of x + residual, and x + residual
 ADD = "_shoestring_add"
 # Name of an attribute of a fused RMSNorm: True if only linear layers read its result, so that the norm may
 # round the result to the dtype of autocast.
@@ -54,9 +55,7 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
         elif layer and type(module).forward is not nn.LayerNorm.forward:
             left.append((name, "a LayerNorm that computes something else"))
         elif layer:
-            changes.append(
-                (name, "fused LayerNorm", derive(module, {"forward": _layer_norm(type(module).forward)}))
-            )
+            changes.append((name, "fused LayerNorm", derive(module, _layer_norm(type(module).forward))))
         else:
             options = tried.setdefault(type(module), _norm_options(module))
             if options is None:
@@ -133,7 +132,7 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
     return {"forward": forward, ADD: add, JOINT: alone, ROUNDS: False}
 
 
-def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+def _layer_norm(original: Callable[..., Any]) -> dict[str, Any]:
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.weight.dtype != x.dtype:
@@ -141,7 +140,13 @@ def _layer_norm(original: Callable[..., Any]) -> Callable[..., Any]:
             return result
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
-    return forward
+    def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.weight.dtype == x.dtype == residual.dtype or x.shape != residual.shape:
+            total = x + residual
+            return forward(self, total), total
+        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
+
+    return {"forward": forward, ADD: add}
 
 
 def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
@@ -330,8 +335,9 @@ def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None
             for plain, ours, what in kinds:
                 if not torch.allclose(module.act_fn(x), plain(x), rtol=1e-5, atol=1e-6):
                     continue
-                expected, made = module(tokens), module.down_proj(ours(gate, up))
-                return (ours, what) if (made - expected).norm() <= 0.02 * expected.norm() else None
+                product = ours(gate, up)
+                made, disturbed = module.down_proj(product), module.down_proj(shaken(product))
+                return (ours, what) if within_rounding(module(tokens), made, disturbed) else None
     except Exception:  # raised if the MLP's forward has another signature or returns no tensor
         return None
     finally:

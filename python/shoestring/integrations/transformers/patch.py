@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.integrations.transformers.attention import use_attention
-from shoestring.integrations.transformers.dropouts import fuse_dropouts
+from shoestring.integrations.transformers.elementwise import fuse_dropouts, fuse_gelus
 from shoestring.integrations.transformers.head import has_meta, weights
 from shoestring.integrations.transformers.head_norms import fuse_head_norms
 from shoestring.integrations.transformers.layers import fuse_mlps, fuse_norms, fuse_rotations
@@ -22,9 +22,10 @@ from shoestring.integrations.transformers.loss import (
     patched_class,
     replace_inside,
 )
+from shoestring.integrations.transformers.mlps import fuse_gelu_mlps
 from shoestring.integrations.transformers.products import Products, by_measurement, by_rule
 from shoestring.integrations.transformers.projections import fuse
-from shoestring.integrations.transformers.residuals import fuse_residuals
+from shoestring.integrations.transformers.residuals import fuse_post_norms, fuse_residuals
 from shoestring.integrations.transformers.trial import alike, loss_of_few, output_of_few
 
 
@@ -121,10 +122,14 @@ def patch(
     the model's own within rounding. Each module is tested on random numbers. A module that computes something
     else stays unchanged, and the report says so.
 
-    - RMSNorm with Llama's or Gemma's rounding, with the residual sum before it if the decoder layer allows
-      it, and LayerNorm.
+    - RMSNorm with Llama's or Gemma's rounding, and LayerNorm, with the residual sum before them if the layer
+      is Llama's, Gemma's or BERT's.
     - Rotary embeddings, with the per-head norms of queries and keys before them, if any.
-    - The gated products of SwiGLU and GeGLU MLPs.
+    - The gated products of SwiGLU and GeGLU MLPs, and GELU modules. MLPs of two linear layers with GELU save
+      the input of GELU for backward, but not its result.
+
+    Dropout: modules of ``nn.Dropout`` use ``shoestring.seeded_dropout``, which stores no mask. Its random
+    numbers differ from PyTorch's, so a run with dropout drops other elements than an unpatched run.
 
     Linear layers: trainable dense ``nn.Linear`` layers become the operators :func:`shoestring.linear` and
     :func:`shoestring.linear_group`. Query, key and value share one call, and so do gate and up. Under
@@ -216,7 +221,10 @@ def patch(
             (norms, fuse_norms),
             (rope, fuse_rotations),
             (mlp, fuse_mlps),
+            (mlp, fuse_gelus),
+            (mlp, fuse_gelu_mlps),
             (dropout, fuse_dropouts),
+            (norms, fuse_post_norms),
             (norms and rope and run is not None, functools.partial(fuse_head_norms, run=trial)),
             (norms and run is not None, functools.partial(fuse_residuals, run=trial)),
         ):

@@ -1,4 +1,4 @@
-"""Make decoder layers compute a residual sum and the norm after it in one operator."""
+"""Make the layers of a model compute a residual sum and the norm after it in one operator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive, has_only
 from shoestring.integrations.transformers.layers import ADD, ROUNDS
+from shoestring.integrations.transformers.trial import shaken, within_rounding
 
 # Attribute names of the norms in decoder layers of Llama, Qwen and Mistral in transformers.
 NORMS = ("input_layernorm", "post_attention_layernorm")
+# Attribute names of the parts of BERT's output modules, which normalise the sum of a projection and the
+# residual.
+POST = ("dense", "LayerNorm", "dropout")
 # Attribute names of the two additional norms in Gemma's decoder layers.
 INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
@@ -60,6 +64,68 @@ def _undo(layer: nn.Module, restore: Callable[[], None]) -> None:
     for norm in _norms_before_products(layer):
         norm.__dict__.pop(ROUNDS, None)
     restore()
+
+
+def fuse_post_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
+    """Fuse the residual sum with the norm after it, in output modules like BERT's.
+
+    Such a module computes ``LayerNorm(dropout(dense(hidden_states)) + input_tensor)``. A test on random
+    numbers determines this.
+
+    Returns:
+        The changes, and the modules that are left unchanged with the reason.
+    """
+    changes: list[Found] = []
+    left: list[Left] = []
+    for name, module in list(model.named_modules()):
+        if set(module._modules) != set(POST) or not hasattr(module._modules["LayerNorm"], ADD):
+            continue
+        if "forward" in module.__dict__ or not has_only(module, set(POST)) or not _is_post_norm(module):
+            left.append((name, "a forward of its own, or a module that computes something else"))
+            continue
+        body = {"forward": _post_norm(type(module).forward)}
+        changes.append((name, "residual sum and norm together", derive(module, body)))
+    return changes, left
+
+
+def _is_post_norm(module: Any) -> bool:
+    try:
+        rows, training = module.LayerNorm.normalized_shape[0], module.training
+        weight = module.LayerNorm.weight
+        draw = torch.Generator().manual_seed(0)
+        x, residual = (
+            torch.randn(2, 4, width, generator=draw).to(weight.device, weight.dtype)
+            for width in (module.dense.in_features, rows)
+        )
+        # training mode, so that the comparison includes dropout; both runs start from the same seed
+        module.train()
+        original, fused = type(module).forward, _post_norm(type(module).forward)
+        results = []
+        try:
+            for forward, inputs in (
+                (original, (x, residual)),
+                (fused, (x, residual)),
+                (fused, (shaken(x), shaken(residual))),
+            ):
+                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(0)
+                    results.append(forward(module, *inputs))
+        finally:
+            module.train(training)
+        return within_rounding(*results)
+    except Exception:  # raised if the module's forward has another signature or its parts are of other kinds
+        return False
+
+
+def _post_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Any:
+        norm = self.LayerNorm
+        if has_hooks(norm) or not hasattr(norm, ADD):
+            return original(self, hidden_states, input_tensor)
+        return getattr(norm, ADD)(self.dropout(self.dense(hidden_states)), input_tensor)[0]
+
+    return forward
 
 
 def _looks_so(module: nn.Module) -> bool:
@@ -159,7 +225,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         before, after = self.input_layernorm, self.post_attention_layernorm
         inner = self._modules.get(INNER[0])
         added_to = after if inner is None else inner
-        if args or _has_hooks(added_to) or not hasattr(added_to, ADD):
+        if args or has_hooks(added_to) or not hasattr(added_to, ADD):
             return original(self, hidden_states, *args, **kwargs)
         attended = self.self_attn(hidden_states=before(hidden_states), **kwargs)[0]
         if inner is not None:
@@ -171,7 +237,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

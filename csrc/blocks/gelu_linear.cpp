@@ -1,0 +1,115 @@
+// GELU and the linear layer after it, which saves the input of GELU instead of its input and its result.
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "core/autograd.h"
+#include "core/call.h"
+#include "gemm/linear.h"
+
+namespace shoestring::blocks {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalType = std::optional<at::ScalarType>;
+
+Tensor call_gelu(const Tensor& x, c10::string_view approximate) {
+  static auto op = find<Tensor(const Tensor&, c10::string_view)>("shoestring::gelu");
+  return op.call(x, approximate);
+}
+
+Tensor gelu_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                   c10::string_view approximate, OptionalType dtype, int64_t library) {
+  static auto op = find<gemm::LinearSignature>("shoestring::linear");
+  return op.call(call_gelu(x, approximate), weight, bias, std::nullopt, dtype, library);
+}
+
+Tensor call_gelu_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                        c10::string_view approximate, OptionalType dtype, int64_t library) {
+  static auto op = find<decltype(gelu_linear)>("shoestring::_gelu_linear");
+  return op.call(x, weight, bias, approximate, dtype, library);
+}
+
+class GeluLinear : public torch::autograd::Function<GeluLinear> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, c10::string_view approximate, OptionalType dtype,
+                        int64_t library) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({x, weight});
+    ctx->saved_data["approximate"] = std::string(approximate);
+    ctx->saved_data["type"] = dtype.value_or(x.scalar_type());
+    ctx->saved_data["library"] = library;
+    ctx->saved_data["x"] = x.requires_grad();
+    ctx->saved_data["weight"] = weight.requires_grad();
+    if (wants_grad(bias)) ctx->saved_data["bias"] = bias->scalar_type();
+    return call_gelu_linear(x, weight, bias, approximate, dtype, library);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &x = saved[0], &weight = saved[1], &grad = upstream[0];
+    const auto approximate = ctx->saved_data["approximate"].toStringView();
+    const auto type = ctx->saved_data["type"].toScalarType();
+    const bool of_x = ctx->saved_data["x"].toBool(), of_weight = ctx->saved_data["weight"].toBool();
+    Tensor grad_x, grad_weight, grad_bias, h;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      static auto products = find<gemm::LinearGroupBackwardSignature>("shoestring::_linear_group_backward");
+      const auto product = [&](const OptionalTensor& activation, size_t which) {
+        return products.call(gemm::OptionalTensors({OptionalTensor(grad)}), activation, {weight}, type,
+                             x.scalar_type(), ctx->saved_data["library"].toInt(),
+                             c10::List<bool>({which == 0, which == 1}))[which];
+      };
+      if (of_x) {
+        // The gradient of gelu(x) has memory of its own, in which gelu(x) replaces it.
+        static auto both = find<void(Tensor&, const Tensor&, Tensor&, c10::string_view)>(
+            "shoestring::_gelu_backward_value_");
+        h = product(std::nullopt, 0);
+        grad_x = used_once(grad) && only_saved(x) ? x.detach() : at::empty_like(x, x.options(), kDense);
+        both.call(h, x, grad_x, approximate);
+      } else if (of_weight) {
+        h = call_gelu(x, approximate);
+      }
+      if (of_weight) grad_weight = product(h.to(type), 1);
+      if (ctx->saved_data.count("bias") > 0)
+        grad_bias = sum_to_bias(grad, ctx->saved_data["bias"].toScalarType());
+    }
+    variable_list gradients = once_differentiable("_gelu_linear", {grad_x, grad_weight, grad_bias});
+    gradients.resize(6);
+    return gradients;
+  }
+
+ private:
+  static constexpr auto kDense = at::MemoryFormat::Contiguous;
+};
+
+Tensor gelu_linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                            c10::string_view approximate, OptionalType dtype, int64_t library) {
+  if (needs_grad(x, weight) || (at::GradMode::is_enabled() && wants_grad(bias)))
+    return GeluLinear::apply(x, weight, bias, approximate, dtype, library);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_gelu_linear(x, weight, bias, approximate, dtype, library);
+}
+
+// Under autocast, the product has the autocast dtype, unless the caller gives one. The operator rounds.
+template <c10::DeviceType device>
+Tensor gelu_linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                            c10::string_view approximate, OptionalType dtype, int64_t library) {
+  c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const bool own = dtype.has_value() || x.scalar_type() == at::kDouble;
+  const OptionalType type = own ? dtype : at::autocast::get_autocast_dtype(device);
+  return call_gelu_linear(x, weight, bias, approximate, type, library);
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_gelu_linear", gelu_linear); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("_gelu_linear", gelu_linear_autograd); }
+TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("_gelu_linear", gelu_linear_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("_gelu_linear", gelu_linear_autocast<at::kCUDA>); }
+
+}  // namespace
+}  // namespace shoestring::blocks

@@ -53,7 +53,7 @@ Head::Head(const BoxedArguments& a, const std::string& prefix, const std::option
   vocab = given ? *given : vocab_of(hidden, weight, absmax.has_value());
 }
 
-void Head::check(const char* op) const {
+void Head::check(const char* op, bool wide) const {
   const auto argument = [&](const char* name) { return std::string(op) + ": " + prefix + name; };
   const std::string of = prefix + "hidden";
   TORCH_CHECK(hidden.dim() >= 1, argument("hidden"), ": expected shape (..., features), received a scalar");
@@ -75,7 +75,9 @@ void Head::check(const char* op) const {
                   prefix.empty() ? "" : "vocab as in weight and ", "features as in ", of, ", received ",
                   weight.sym_sizes());
     }
-    check_type("weight", weight);
+    const bool rounded = wide && hidden.is_cpu() && weight.is_cpu() && weight.scalar_type() == at::kFloat &&
+                         c10::elementSize(hidden.scalar_type()) == 2;
+    if (!rounded) check_type("weight", weight);
   }
   if (bias) {
     TORCH_CHECK(bias->dim() == 1 && bias->sym_size(0) == vocab, argument("bias"), ": expected shape (", vocab,

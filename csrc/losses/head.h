@@ -54,9 +54,10 @@ struct Head {
 
   /// Returns the shape of hidden without its last dimension, the features.
   c10::SymIntArrayRef tokens() const { return hidden.sym_sizes().slice(0, hidden.dim() - 1); }
-  /// check() raises if the shapes, dtypes or devices of the tensors do not match each other. check_mask()
-  /// raises if `mask` requests the gradient of a quantised weight.
-  void check(const char* op) const;
+  /// check() raises if the shapes, dtypes or devices of the tensors do not match each other. With `wide`, an
+  /// fp32 weight matches 16-bit hidden states on the CPU. check_mask() raises if `mask` requests the gradient
+  /// of a quantised weight.
+  void check(const char* op, bool wide = false) const;
   void check_mask(const char* op, const Mask& mask) const;
   /// Appends the head's tensors and options to the arguments of _linear_cross_entropy_rows or
   /// _linear_distillation_rows. hidden and lora_hidden are reshaped to (tokens, features) and (tokens, rank).

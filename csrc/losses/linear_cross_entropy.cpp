@@ -26,7 +26,7 @@ void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::Operato
 LinearCrossEntropyCall::LinearCrossEntropyCall(const BoxedArguments& a, bool stats)
     : Head(a), TokenCall(kLinearCrossEntropyOp, a, hidden, vocab, stats),
       weight_grad(a.optional("weight_grad")), upstream_grad(a["upstream_grad"].toOptional<double>()) {
-  check(kLinearCrossEntropyOp);
+  check(kLinearCrossEntropyOp, /*wide=*/true);
   TORCH_CHECK(
       !upstream_grad || (weight_grad && std::isfinite(*upstream_grad) && *upstream_grad != 0),
       kLinearCrossEntropyOp,

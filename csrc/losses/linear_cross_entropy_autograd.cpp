@@ -155,10 +155,17 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
 }
 
 // Under autocast, hidden, weight and bias are cast to the autocast dtype, as for a linear layer. The loss is
-// fp32 with every autocast dtype.
+// fp32 with every autocast dtype. On the CPU, the operator itself rounds an fp32 weight, and returns its
+// gradient in fp32. This saves a copy of the weight and one of its gradient.
 template <c10::DeviceType device>
 void linear_cross_entropy_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  call_autocast(op, stack, device, {"hidden", "weight", "bias"});
+  const size_t first = stack->size() - op.schema().arguments().size();
+  const Tensor& weight = (*stack)[first + *op.schema().argumentIndexWithName("weight")].toTensor();
+  if (device == at::kCPU && weight.scalar_type() == at::kFloat) {
+    call_autocast(op, stack, device, {"hidden", "bias"});
+  } else {
+    call_autocast(op, stack, device, {"hidden", "weight", "bias"});
+  }
 }
 
 void register_both(torch::Library& m, torch::CppFunction&& plain, torch::CppFunction&& with_stats) {

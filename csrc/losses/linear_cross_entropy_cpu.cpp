@@ -14,6 +14,7 @@
 #include "losses/cross_entropy_cpu.h"
 #include "losses/linear_cross_entropy.h"
 #include "losses/linear_cross_entropy_table.h"
+#include "losses/linear_cross_entropy_tiles.h"
 #include "quantization/base_weight.h"
 
 namespace shoestring::losses {
@@ -26,17 +27,19 @@ using at::Tensor;
 template <class T>
 class LinearCrossEntropyOnCpu {
  public:
-  explicit LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem);
+  LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem, std::vector<int64_t> rows);
 
-  LinearCrossEntropyResult operator()() {
+  // weight_type: dtype of the gradient of the weight
+  LinearCrossEntropyResult operator()(at::ScalarType weight_type) {
     for (int64_t begin = 0; begin < count_; begin += chunk_) add_chunk(begin);
-    const auto narrow = [&](int i, const Tensor& like) {
-      if (!p_.mask[i] || gradient(i).scalar_type() == like.scalar_type()) return;
-      gradient(i) = in_huge_pages(at::empty(like.sizes(), like.options())).copy_(gradient(i));
+    const auto narrow = [&](int i, at::ScalarType type) {
+      const Tensor wide = gradient(i);
+      if (!p_.mask[i] || wide.scalar_type() == type) return;
+      gradient(i) = in_huge_pages(at::empty(wide.sizes(), wide.options().dtype(type))).copy_(wide);
     };
-    if (!p_.weight_grad) narrow(kWeight, p_.weight);
-    if (p_.bias) narrow(kBias, *p_.bias);
-    if (p_.lora_B) narrow(kLoraB, *p_.lora_B);
+    if (!p_.weight_grad) narrow(kWeight, weight_type);
+    if (p_.bias) narrow(kBias, p_.bias->scalar_type());
+    if (p_.lora_B) narrow(kLoraB, p_.lora_B->scalar_type());
     return out_;
   }
 
@@ -100,11 +103,10 @@ class LinearCrossEntropyOnCpu {
 };
 
 template <class T>
-LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem)
+LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem,
+                                                    std::vector<int64_t> rows)
     : p_(problem), compute_(p_.hidden.options().dtype(c10::CppTypeToScalarType<T>::value)),
-      rows_(rows_that_count(kLinearCrossEntropyOp, p_.hidden.size(0), p_.target, p_.ignore_index,
-                            p_.vocab.expect_int())),
-      target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
+      rows_(std::move(rows)), target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()),
       grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
       vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)),
@@ -281,9 +283,15 @@ void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tenso
   put(kLoraHidden, grad_lora_hidden);
 }
 
-LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyProblem& p) {
-  return compute_type(p.hidden) == at::kDouble ? LinearCrossEntropyOnCpu<double>(p)()
-                                               : LinearCrossEntropyOnCpu<float>(p)();
+LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyProblem& given) {
+  std::vector<int64_t> rows = rows_that_count(kLinearCrossEntropyOp, given.hidden.size(0), given.target,
+                                              given.ignore_index, given.vocab.expect_int());
+  if (fits_tiles(given, static_cast<int64_t>(rows.size()))) return linear_cross_entropy_by_tiles(given, rows);
+  const auto type = given.weight.scalar_type();
+  LinearCrossEntropyProblem p = given;
+  if (!p.absmax) p.weight = p.weight.to(p.hidden.scalar_type());
+  return compute_type(p.hidden) == at::kDouble ? LinearCrossEntropyOnCpu<double>(p, std::move(rows))(type)
+                                               : LinearCrossEntropyOnCpu<float>(p, std::move(rows))(type);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {

@@ -24,7 +24,7 @@ LinearCrossEntropyProblem::LinearCrossEntropyProblem(const BoxedArguments& a)
                         [](double x) { return x >= 0 && x < 1; })),
       averaged(a["averaged"].toBool()), workspace_mb(a["workspace_mb"].toInt()),
       mask(mask_of(a["output_mask"])) {
-  check(kLinearCrossEntropyOp);
+  check(kLinearCrossEntropyOp, /*wide=*/true);
   check_mask(kLinearCrossEntropyOp, mask);
   check_target(kLinearCrossEntropyOp, *this, target);
   TORCH_CHECK(hidden.dim() == 2, kLinearCrossEntropyOp,

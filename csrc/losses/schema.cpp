@@ -12,7 +12,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   //
   // Shapes: hidden (..., features), target (...) int64, bias (vocab), lora_hidden (..., rank), lora_B (vocab,
   // rank). weight is W (vocab, features) or, if absmax is given, the codes of a quantised W. The loss is fp32
-  // for 16-bit inputs.
+  // for 16-bit inputs. On the CPU, W may be fp32 if hidden is 16-bit. It is then rounded to hidden's dtype,
+  // and its gradient is fp32.
   //
   // If weight_grad, fp32 (vocab, features), is given, the gradient of the weight is added to it. This happens
   // in backward; or in forward, if upstream_grad gives the upstream gradient that backward is going to get.

@@ -78,6 +78,9 @@ def linear_cross_entropy(
 
     - If the result is a scalar, forward computes the gradients too, with three matrix products in total.
     - With ``reduction="none"``, backward computes the logits again, so there are four matrix products.
+    - On a CPU with AMX, the logits of bf16 hidden states of at most 1,024 features are computed twice, a tile
+      at a time, and never stored. This excludes softcap, class_weights, label_smoothing, filter_eps, LoRA,
+      quantised weights and statistics.
     - Logits, sums and products are fp32 (fp64 for fp64 input). The matrix products for the gradients of
       16-bit input are an exception. CUDA computes them in the dtype of the input. So does a CPU with bf16
       matrix units if the input is bf16.
@@ -88,7 +91,9 @@ def linear_cross_entropy(
     Args:
         hidden: (..., features), fp32, fp64, bf16 or fp16.
         weight: (vocab, features), in the dtype of hidden; or a frozen :class:`QuantizedTensor`, which is
-            dequantised one panel of classes at a time.
+            dequantised one panel of classes at a time. On the CPU, the weight may be fp32 if hidden is bf16 or
+            fp16: its elements are rounded to the dtype of hidden, and its gradient is fp32. Autocast passes
+            an fp32 weight in this way.
         target: (...), int64, classes in [0, vocab) or ``ignore_index``.
         bias: (vocab), in the dtype of hidden.
         **options: see ``LinearCrossEntropyOptions``.

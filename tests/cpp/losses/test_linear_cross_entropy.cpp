@@ -168,6 +168,26 @@ TEST_CASE("linear_cross_entropy has quantised heads with LoRA", "[linear_cross_e
   }
 }
 
+TEST_CASE("linear_cross_entropy rounds an fp32 weight to the dtype of hidden", "[linear_cross_entropy]") {
+  for_each_capability([](const char* capability) {
+    CAPTURE(capability);
+    at::manual_seed(9);
+    const Tensor hidden = at::randn({97, 40}).to(at::kBFloat16).requires_grad_(),
+                 weight = at::randn({300, 40}).requires_grad_(), target = at::randint(300, {97});
+    const Tensor loss = shoestring::linear_cross_entropy(hidden, weight, target);
+    const auto ours = torch::autograd::grad({loss}, {hidden, weight});
+    CHECK(ours[0].scalar_type() == at::kBFloat16);
+    CHECK(ours[1].scalar_type() == at::kFloat);
+    const Tensor x = hidden.detach().to(at::kDouble).requires_grad_(),
+                 w = weight.detach().to(at::kBFloat16).to(at::kDouble).requires_grad_();
+    const Tensor exact = at::cross_entropy_loss(at::linear(x, w), target);
+    const auto theirs = torch::autograd::grad({exact}, {x, w});
+    CHECK(relative_error(loss.detach(), exact.detach()) < 2e-6);
+    CHECK(relative_error(ours[0], theirs[0]) < 4e-3);
+    CHECK(relative_error(ours[1], theirs[1]) < 4e-3);
+  });
+}
+
 TEST_CASE("linear_cross_entropy refuses what does not fit", "[linear_cross_entropy]") {
   Tensor hidden = at::randn({4, 8}), weight = at::randn({10, 8}), target = at::zeros({4}, at::kLong);
   CHECK_THROWS_WITH(shoestring::linear_cross_entropy(hidden, at::randn({10, 9}), target),

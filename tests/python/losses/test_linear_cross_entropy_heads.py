@@ -219,7 +219,11 @@ def test_filtering_errs_by_no_more_than_it_says(dtype: torch.dtype, reduction: s
         return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, 3.0))
 
     exact, ours = run(0.0), run(eps)
-    assert torch.equal(exact[0], ours[0])
+    # Without filter, other kernels may compute the logits of bf16 tensors. A loss is the difference of two
+    # numbers of the size of a logit, each of which then has other roundings.
+    largest = (hidden.detach().double() @ weight.detach().double().t() + bias.detach()).abs().max().item()
+    atol = 2.0**-21 * largest if dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(exact[0], ours[0], rtol=0, atol=atol)
     # the weight gradients of most classes are zero, because filter_eps skips the classes of low probability
     assert (ours[2] == 0).all(1).sum() > VOCAB / 2
     # The filter (filter_eps) changes each element of the logits' gradient by less than eps times the upstream

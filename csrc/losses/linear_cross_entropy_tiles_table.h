@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+
+#include "core/capability.h"
+
+namespace shoestring::kernels {
+
+/// The kernels work on tiles of logits. A tile belongs to kTileTokens tokens and to a range of classes. It
+/// has one row of kTileTokens numbers for each class. The logits are scale * z + bias for its numbers z.
+constexpr int64_t kTileTokens = 32;
+
+struct LogitTile {
+  const float* z;  // shape (classes, kTileTokens)
+  int64_t classes;
+  float scale;
+  const float* bias;  // shape (classes), or null
+  // The target of each token, counted from the first class of the tile; shape (kTileTokens). The targets of
+  // other classes are outside of [0, classes).
+  const int32_t* target;
+};
+
+/// What is known about kTileTokens tokens; each member has the shape (kTileTokens).
+struct TileStatistics {
+  float* largest;    // largest logit of the classes so far; at first -FLT_MAX
+  float* sum;        // sum of exp(logit - largest) over the classes so far; at first 0
+  float* at_target;  // logit of the target, once its tile has been seen
+};
+
+/// The gradient of a token's logits is factor * p_j - [j = target] at_target, where p_j = exp(logit_j - lse).
+/// Each member has the shape (kTileTokens).
+struct TileUpstream {
+  const float *lse, *factor, *at_target;
+};
+
+/// Where tile_gradient() stores the gradient in bf16: in two operands of matrix products on AMX. A null
+/// pointer means that an operand is not needed. The kernel also writes zeros for the classes from `classes`
+/// on up to a multiple of 32.
+struct TileOperands {
+  // Panels of 32 classes for a product over tokens. Each holds 32 rows of kTileTokens numbers. The panels
+  // start `left_stride` 32-bit elements apart.
+  float* left;
+  int64_t left_stride;
+  // A panel of kTileTokens tokens for a product over classes: for each pair of classes, the pairs of numbers
+  // of all tokens.
+  float* right;
+  // sums (classes, 16): the gradients of all tokens are added to them, 16 sums for each class
+  float* sums;
+};
+
+/// The kernels of linear_cross_entropy for CPUs with AMX. The pointers are null in builds without AVX-512.
+struct LinearCrossEntropyTiles {
+  // Update the statistics of the tokens by a tile.
+  void (*statistics)(const LogitTile& tile, const TileStatistics& statistics);
+  // Combines `parts` statistics of the same kTileTokens tokens, in the order of the parts. The rows of
+  // largest and sum (parts, kTileTokens) are `stride` elements apart. The first rows become those of all
+  // parts.
+  void (*combine)(int64_t parts, int64_t stride, float* largest, float* sum);
+  // Computes the gradient of the logits. Prefetches `bytes` bytes from `next` on into the L2 cache.
+  void (*gradient)(const LogitTile& tile, const TileUpstream& upstream, const TileOperands& out,
+                   const void* next, int64_t bytes);
+  // Rounds the first `tokens` columns of z (columns, kTileTokens) to bf16, and writes each to its row of
+  // `columns` elements. z has room for a multiple of 16 columns.
+  void (*transpose)(const float* z, int64_t tokens, int64_t columns, uint16_t* const* rows);
+};
+
+}  // namespace shoestring::kernels
+
+SHOESTRING_CPU_TABLE(kernels::LinearCrossEntropyTiles, linear_cross_entropy_tiles)

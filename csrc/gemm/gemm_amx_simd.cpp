@@ -7,6 +7,7 @@
 
 #include "gemm/panels_simd.h"
 #include "gemm/results_simd.h"
+#include "gemm/tile_registers_simd.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 extern const kernels::GemmProduct gemm_amx;
@@ -17,13 +18,10 @@ extern const kernels::GemmProduct gemm_amx;
 
 namespace {
 
-constexpr int kSquare = 16;          // rows of a tile register, and 32-bit elements in one of its rows
-constexpr int kPanel = 2 * kSquare;  // lines in a panel
 static_assert(kPanel == kColumns);
 // Maximum depth of a packed panel. A panel of b takes 32 KiB and stays in the L1 cache.
 constexpr int64_t kDepthAmx = 512;
-constexpr int kSquareDepth = 2 * kSquare;       // depth steps in a tile
-constexpr int kSquareSize = kSquare * kSquare;  // 32-bit elements in a tile
+constexpr int kSquareDepth = 2 * kSquare;  // depth steps in a tile
 
 // Loads the pairs of the depth steps [0, 32) of one line that is contiguous along the depth. Only the first
 // `depth` steps exist; the others are zero.
@@ -133,51 +131,11 @@ void pack_tiles(const typename Element::Type* source, int64_t lines, int64_t dep
   }
 }
 
-// shape of the tile registers: all of them have 16 rows of 64 bytes
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-void start_tiles() {
-  const TileShapes config;
-  asm volatile("ldtilecfg %0" : : "m"(config));  // GCC 12's intrinsic reads only the first eight bytes
-}
-void stop_tiles() { _tile_release(); }
-
 // Multiplies a panel of a by a panel of b. `size` is the depth in pairs.
 SHOESTRING_INLINE void add_products(const float* a, const float* b, int64_t size) {
   for (int64_t p = 0; p < size; p += kSquare, a += 2 * kSquareSize, b += 2 * kSquareSize) {
-    _tile_loadd(6, b, 128);
-    _tile_loadd(4, a, 64);
-    _tile_loadd(7, b + kSquare, 128);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, a + kSquareSize, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    add_square_products(a, b);
   }
-}
-
-SHOESTRING_INLINE void zero_sums() {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-}
-SHOESTRING_INLINE void load_sums(const float* c, int64_t stride) {
-  asm volatile("" : : : "memory");  // the intrinsics do not tell the compiler that they read memory
-  _tile_loadd(0, c, stride * 4);
-  _tile_loadd(1, c + kSquare, stride * 4);
-  _tile_loadd(2, c + kSquare * stride, stride * 4);
-  _tile_loadd(3, c + kSquare * stride + kSquare, stride * 4);
-}
-SHOESTRING_INLINE void store_sums(float* c, int64_t stride) {
-  _tile_stored(0, c, stride * 4);
-  _tile_stored(1, c + kSquare, stride * 4);
-  _tile_stored(2, c + kSquare * stride, stride * 4);
-  _tile_stored(3, c + kSquare * stride + kSquare, stride * 4);
 }
 
 // Computes one tile of 32 x 32 results, of which m x n exist.

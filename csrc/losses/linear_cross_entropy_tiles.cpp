@@ -33,13 +33,16 @@ using at::Tensor;
 using gemm::parts_of;
 using kernels::kTileTokens;
 
-constexpr int64_t kLines = 32;         // lines of a packed panel
-constexpr int64_t kTileClasses = 128;  // classes of a tile of logits, which stays in the L1 cache
+constexpr int64_t kLines = 32;  // lines of a packed panel
+static_assert(kLines == kTileTokens && kLines == kernels::kTileClasses);
 // Maximum number of tokens in a panel of the product for the gradient of the weight. A panel of 32 features
 // then takes 32 KiB and stays in the L1 cache.
 constexpr int64_t kTokenDepth = 512;
-// limit in bytes for the packed weights of a segment
-constexpr int64_t kSegmentBytes = int64_t{512} << 10;
+// Limits in bytes for the packed weights of a segment. The product for the gradient of the weight needs the
+// L2 cache for its sums as well.
+constexpr int64_t kSegmentBytes = int64_t{512} << 10, kGradientSegmentBytes = int64_t{256} << 10;
+// limit in bytes for the sums of the gradient of hidden that stay in the L2 cache
+constexpr int64_t kSumBytes = int64_t{1} << 20;
 // limit in bytes for the gradient of the logits of a round, after which the threads synchronise
 constexpr int64_t kRoundBytes = int64_t{8} << 20;
 // With more features, computing the logits twice takes longer than storing them.
@@ -64,6 +67,9 @@ class LinearCrossEntropyByTiles {
   }
 
  private:
+  struct Classes {
+    int64_t first, count;
+  };
   // The tokens of a chunk, from token number `begin` of those that are not ignored.
   struct Chunk {
     int64_t begin, tokens, panels;
@@ -81,21 +87,26 @@ class LinearCrossEntropyByTiles {
   // Computes the losses, and what the gradients need to know of each token.
   void reduce(Chunk& chunk);
   void add_gradients(Chunk& chunk);
-  void add_segment(const Chunk& chunk, int64_t segment, float* right, float* weight, float* scratch);
+  void add_segment(const Chunk& chunk, Classes segment, float* right, float* weight, float* scratch);
   void add_hidden(const Chunk& chunk, int64_t first, int64_t last, const float* right, const float* weight);
   void write_hidden(const Chunk& chunk);
 
   int64_t count() const { return static_cast<int64_t>(rows_.size()); }
   Tensor& gradient(int i) { return out_.gradients[i]; }
-  int64_t first_class(int64_t segment) const { return segment * segment_; }
-  int64_t classes(int64_t segment) const { return std::min(segment_, vocab_ - first_class(segment)); }
+  // Returns the number of classes in a segment whose packed weights take `bytes` bytes.
+  int64_t segment_size(int64_t bytes) const {
+    return std::clamp<int64_t>(bytes / (2 * features_) / kLines * kLines, kLines, bytes >> 10);
+  }
+  Classes classes_of(int64_t segment, int64_t size) const {
+    return {segment * size, std::min(size, vocab_ - segment * size)};
+  }
   // Returns the size in fp32 elements of a panel of this depth.
   int64_t packed(int64_t depth) const {
     const int64_t multiple = product_.depth_multiple;
     return kernels::packed_size(parts_of(depth, multiple) * multiple, product_.steps, kLines);
   }
   // Packs rows of the weight, with the classes or the features as lines.
-  void pack_weight(int64_t segment, bool classes_are_lines, float* out) const;
+  void pack_weight(Classes segment, bool classes_are_lines, float* out) const;
   void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
                 bool add) const {
     product_.multiply(a, b, m, n, depth, c, stride, 1, add ? 1 : 0, nullptr, /*b_outside=*/true);
@@ -104,8 +115,8 @@ class LinearCrossEntropyByTiles {
   Tensor floats(at::IntArrayRef shape) const {
     return in_huge_pages(at::empty(shape, p_.hidden.options().dtype(at::kFloat)));
   }
-  kernels::LogitTile tile_of(const float* z, int64_t first, int64_t classes, int32_t* target,
-                             const int32_t* all) const;
+  // Returns the logits of a segment, whose weights are packed, for the tokens of panel number `panel`.
+  kernels::LogitBlock block_of(const Chunk& chunk, int64_t panel, Classes segment, const float* weight) const;
 
   const LinearCrossEntropyProblem& p_;
   const std::vector<int64_t>& rows_;
@@ -127,8 +138,7 @@ LinearCrossEntropyByTiles::LinearCrossEntropyByTiles(const LinearCrossEntropyPro
       bias_(p_.bias ? p_.bias->to(at::kFloat).mul(p_.logit_scale) : Tensor()),
       grad_loss_(p_.grad_loss, at::kFloat), grad_lse_(p_.grad_lse, at::kFloat), features_(p_.hidden.size(1)),
       vocab_(p_.vocab.expect_int()), gradient_(any(p_.mask)) {
-  const int64_t fit = kSegmentBytes / (2 * features_) / kTileClasses * kTileClasses;
-  segment_ = std::clamp<int64_t>(fit, kTileClasses, 512);
+  segment_ = segment_size(kGradientSegmentBytes);
   segments_ = parts_of(vocab_, segment_);
   // The packed hidden states and the sums of their gradient take 8 bytes for each feature.
   const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
@@ -196,10 +206,10 @@ void LinearCrossEntropyByTiles::pack_hidden(Chunk& chunk) const {
     target[i] = static_cast<int32_t>(classes[rows_[chunk.begin + i]]);
 }
 
-void LinearCrossEntropyByTiles::pack_weight(int64_t segment, bool classes_are_lines, float* out) const {
-  const int64_t stride = p_.weight.stride(0), n = classes(segment);
+void LinearCrossEntropyByTiles::pack_weight(Classes segment, bool classes_are_lines, float* out) const {
+  const int64_t stride = p_.weight.stride(0), n = segment.count;
   const auto run = [&](auto pack, const auto* data) {
-    const auto* from = data + first_class(segment) * stride;
+    const auto* from = data + segment.first * stride;
     if (classes_are_lines) {
       pack(from, n, features_, stride, 1, kLines, out);
     } else {
@@ -213,44 +223,44 @@ void LinearCrossEntropyByTiles::pack_weight(int64_t segment, bool classes_are_li
   }
 }
 
-kernels::LogitTile LinearCrossEntropyByTiles::tile_of(const float* z, int64_t first, int64_t classes,
-                                                      int32_t* target, const int32_t* all) const {
-  for (int64_t i = 0; i < kTileTokens; ++i) target[i] = all[i] - static_cast<int32_t>(first);
-  return {z, classes, static_cast<float>(p_.logit_scale),
-          bias_.defined() ? bias_.const_data_ptr<float>() + first : nullptr, target};
+kernels::LogitBlock LinearCrossEntropyByTiles::block_of(const Chunk& chunk, int64_t panel, Classes segment,
+                                                        const float* weight) const {
+  const int64_t size = packed(features_);
+  return {weight,
+          size,
+          chunk.columns.const_data_ptr<float>() + panel * size,
+          whole(features_),
+          segment.count,
+          static_cast<float>(p_.logit_scale),
+          bias_.defined() ? bias_.const_data_ptr<float>() + segment.first : nullptr,
+          chunk.target.const_data_ptr<int32_t>() + panel * kTileTokens,
+          static_cast<int32_t>(segment.first)};
 }
 
 void LinearCrossEntropyByTiles::reduce(Chunk& chunk) {
-  const int64_t padded = chunk.panels * kTileTokens, tile = packed(features_);
-  const Tensor largest = at::full({segments_, padded}, -FLT_MAX, p_.hidden.options().dtype(at::kFloat));
+  const int64_t padded = chunk.panels * kTileTokens;
+  const int64_t segment = segment_size(kSegmentBytes), segments = parts_of(vocab_, segment);
+  const Tensor largest = at::full({segments, padded}, -FLT_MAX, p_.hidden.options().dtype(at::kFloat));
   const Tensor sum = at::zeros_like(largest), at_target = at::zeros({padded}, largest.options());
   float *largests = largest.mutable_data_ptr<float>(), *sums = sum.mutable_data_ptr<float>();
   float* at_targets = at_target.mutable_data_ptr<float>();
-  const float* columns = chunk.columns.const_data_ptr<float>();
-  const auto* targets = chunk.target.const_data_ptr<int32_t>();
-  const int64_t weight_size = segment_ / kLines * tile, size = weight_size + kTileClasses * kTileTokens;
+  const int64_t size = segment / kLines * packed(features_);
   const Tensor scratch = floats({at::get_num_threads(), size});
   float* scratches = scratch.mutable_data_ptr<float>();
-  at::parallel_for(0, segments_, 1, [&](int64_t first, int64_t last) {
-    float *weight = scratches + at::get_thread_num() * size, *z = weight + weight_size;
-    alignas(64) int32_t relative[kTileTokens];
+  at::parallel_for(0, segments, 1, [&](int64_t first, int64_t last) {
+    float* weight = scratches + at::get_thread_num() * size;
     for (int64_t s = first; s < last; ++s) {
-      pack_weight(s, true, weight);
+      const Classes classes = classes_of(s, segment);
+      pack_weight(classes, true, weight);
       for (int64_t j = 0; j < chunk.panels; ++j) {
         const int64_t t = j * kTileTokens, at = s * padded + t;
-        for (int64_t c = 0; c < classes(s); c += kTileClasses) {
-          const int64_t n = std::min(kTileClasses, classes(s) - c);
-          multiply(weight + c / kLines * tile, columns + j * tile, whole(n), kTileTokens, features_, z,
-                   kTileTokens, false);
-          kernels_.statistics(tile_of(z, first_class(s) + c, n, relative, targets + t),
-                              {largests + at, sums + at, at_targets + t});
-        }
+        kernels_.statistics(block_of(chunk, j, classes, weight), {largests + at, sums + at, at_targets + t});
       }
     }
   });
   at::parallel_for(0, chunk.panels, 8, [&](int64_t first, int64_t last) {
     for (int64_t j = first; j < last; ++j)
-      kernels_.combine(segments_, padded, largests + j * kTileTokens, sums + j * kTileTokens);
+      kernels_.combine(segments, padded, largests + j * kTileTokens, sums + j * kTileTokens);
   });
 
   chunk.lse = at::zeros_like(at_target);
@@ -284,16 +294,16 @@ void LinearCrossEntropyByTiles::add_gradients(Chunk& chunk) {
   }
   float *rights = right.defined() ? right.mutable_data_ptr<float>() : nullptr,
         *weights = weight.defined() ? weight.mutable_data_ptr<float>() : nullptr;
-  // packed weights, the gradient of the logits of kTokenDepth tokens, and a tile of logits
-  const int64_t size = segment_ / kLines * (packed(features_) + packed(kTokenDepth)) +
-                       kTileClasses * kTileTokens + segment_ * 16;
+  // packed weights, the gradient of the logits of kTokenDepth tokens, and the sums for the bias
+  const int64_t size = segment_ / kLines * (packed(features_) + packed(kTokenDepth)) + segment_ * 16;
   const Tensor scratch = floats({at::get_num_threads(), size});
   float* scratches = scratch.mutable_data_ptr<float>();
   for (int64_t begin = 0; begin < segments_; begin += round) {
     const int64_t end = std::min(begin + round, segments_);
     at::parallel_for(begin, end, 1, [&](int64_t first, int64_t last) {
       for (int64_t s = first; s < last; ++s) {
-        add_segment(chunk, s, rights == nullptr ? nullptr : rights + (s - begin) * right_size,
+        add_segment(chunk, classes_of(s, segment_),
+                    rights == nullptr ? nullptr : rights + (s - begin) * right_size,
                     weights == nullptr ? nullptr : weights + (s - begin) * weight_size,
                     scratches + at::get_thread_num() * size);
       }
@@ -304,46 +314,35 @@ void LinearCrossEntropyByTiles::add_gradients(Chunk& chunk) {
   if (p_.mask[kHidden]) write_hidden(chunk);
 }
 
-void LinearCrossEntropyByTiles::add_segment(const Chunk& chunk, int64_t s, float* right, float* weight_out,
-                                            float* scratch) {
-  const int64_t tile = packed(features_), n = classes(s), panels = parts_of(features_, kLines);
+void LinearCrossEntropyByTiles::add_segment(const Chunk& chunk, Classes segment, float* right,
+                                            float* weight_out, float* scratch) {
+  const int64_t tile = packed(features_), n = segment.count, panels = parts_of(features_, kLines);
   float *weight = scratch, *left = weight + segment_ / kLines * tile,
-        *z = left + segment_ / kLines * packed(kTokenDepth), *sums = z + kTileClasses * kTileTokens;
+        *sums = left + segment_ / kLines * packed(kTokenDepth);
   const float* columns = chunk.columns.const_data_ptr<float>();
-  const auto* targets = chunk.target.const_data_ptr<int32_t>();
   const float *lse = chunk.lse.const_data_ptr<float>(), *factor = chunk.factor.const_data_ptr<float>(),
               *less = chunk.at_target.const_data_ptr<float>();
-  pack_weight(s, true, weight);
-  if (weight_out != nullptr) pack_weight(s, false, weight_out);
+  pack_weight(segment, true, weight);
+  if (weight_out != nullptr) pack_weight(segment, false, weight_out);
   if (p_.mask[kBias]) std::fill_n(sums, segment_ * 16, 0.f);
-  alignas(64) int32_t relative[kTileTokens];
   for (int64_t begin = 0; begin < chunk.tokens; begin += kTokenDepth) {
-    const int64_t depth = std::min(kTokenDepth, chunk.tokens - begin), left_stride = packed(depth);
+    const int64_t depth = std::min(kTokenDepth, chunk.tokens - begin);
     for (int64_t t = begin; t < begin + depth; t += kTileTokens) {
-      const int64_t j = t / kTileTokens;
-      for (int64_t c = 0; c < n; c += kTileClasses) {
-        const int64_t some = std::min(kTileClasses, n - c);
-        multiply(weight + c / kLines * tile, columns + j * tile, whole(some), kTileTokens, features_, z,
-                 kTileTokens, false);
-        const int64_t bytes = j + 1 < chunk.panels ? tile * 4 / parts_of(n, kTileClasses) : 0;
-        kernels_.gradient(
-            tile_of(z, first_class(s) + c, some, relative, targets + t), {lse + t, factor + t, less + t},
-            {p_.mask[kWeight]
-                 ? left + c / kLines * left_stride + (t - begin) / kTileTokens * kLines * kTileTokens / 2
-                 : nullptr,
-             left_stride, right == nullptr ? nullptr : right + j * packed(n) + c / 2 * kTileTokens,
-             p_.mask[kBias] ? sums + c * 16 : nullptr},
-            reinterpret_cast<const char*>(columns + (j + 1) * tile) + c / kTileClasses * bytes, bytes);
-      }
+      const int64_t j = t / kTileTokens, next = std::min(j + 1, chunk.panels - 1);
+      const kernels::TileOperands out{p_.mask[kWeight] ? left + (t - begin) * kLines / 2 : nullptr,
+                                      packed(depth), right == nullptr ? nullptr : right + j * packed(n),
+                                      p_.mask[kBias] ? sums : nullptr};
+      kernels_.gradient(block_of(chunk, j, segment, weight), {lse + t, factor + t, less + t}, out,
+                        columns + next * tile, tile * static_cast<int64_t>(sizeof(float)));
     }
     if (p_.mask[kWeight]) {
       multiply(left, chunk.depth.const_data_ptr<float>() + begin / kTokenDepth * panels * packed(kTokenDepth),
-               n, features_, depth, grad_weight_.mutable_data_ptr<float>() + first_class(s) * features_,
+               n, features_, depth, grad_weight_.mutable_data_ptr<float>() + segment.first * features_,
                features_, !fresh_ || begin > 0);
     }
   }
   if (p_.mask[kBias]) {
-    double* to = gradient(kBias).mutable_data_ptr<double>() + first_class(s);
+    double* to = gradient(kBias).mutable_data_ptr<double>() + segment.first;
     for (int64_t i = 0; i < n; ++i) {
       for (int64_t k = 0; k < 16; ++k) to[i] += sums[i * 16 + k];
     }
@@ -354,13 +353,17 @@ void LinearCrossEntropyByTiles::add_hidden(const Chunk& chunk, int64_t first, in
                                            const float* right, const float* weight) {
   const int64_t right_size = chunk.panels * packed(segment_),
                 weight_size = parts_of(features_, kLines) * packed(segment_);
+  const int64_t sum_size = whole(features_) * kTileTokens;
+  const int64_t group = std::max<int64_t>(1, kSumBytes / static_cast<int64_t>(sizeof(float)) / sum_size);
   float* sums = chunk.sums.mutable_data_ptr<float>();
   at::parallel_for(0, chunk.panels, 1, [&](int64_t from, int64_t to) {
-    for (int64_t s = first; s < last; ++s) {
-      for (int64_t j = from; j < to; ++j) {
-        multiply(weight + (s - first) * weight_size,
-                 right + (s - first) * right_size + j * packed(classes(s)), whole(features_), kTileTokens,
-                 classes(s), sums + j * whole(features_) * kTileTokens, kTileTokens, s > 0);
+    for (int64_t begin = from; begin < to; begin += group) {
+      for (int64_t s = first; s < last; ++s) {
+        const int64_t depth = classes_of(s, segment_).count;
+        for (int64_t j = begin; j < std::min(begin + group, to); ++j) {
+          multiply(weight + (s - first) * weight_size, right + (s - first) * right_size + j * packed(depth),
+                   whole(features_), kTileTokens, depth, sums + j * sum_size, kTileTokens, s > 0);
+        }
       }
     }
   });

@@ -1,11 +1,13 @@
 """shoestring.patch(linear=True) computes trainable dense layers by linear and linear_group."""
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,12 +22,19 @@ from tiny_decoder import build_decoder
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose ours for every group, whatever this CPU would measure."""
-    monkeypatch.setattr(products, "_measure", lambda key, _: ("forward",))
+    monkeypatch.setattr(products, "_faster_by_library", lambda *_: ("forward",))
+    monkeypatch.setattr(products, "_ratio", lambda *_: 0.5)
     monkeypatch.setattr(products, "_measured", {})
 
 
 def alone(model: Any, linear: bool | None = True) -> shoestring.PatchReport:
     return shoestring.patch(model, attention=False, norms=False, rope=False, mlp=False, linear=linear)
+
+
+def build_bert() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=97, **shape)).eval()
 
 
 def step(model: Any) -> list[Tensor]:
@@ -183,10 +192,10 @@ def test_compiles(autocast: bool) -> None:
 def test_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(products, "_measured", {})
-    monkeypatch.setattr(products, "MOST_FLOP", 1e6)
     model = build_decoder()
     report = alone(model)
-    assert "linear layers: measured" in report.measured and report.measured in str(report)
+    # q/k/v, o, gate/up and down, each in fp32 and in bf16
+    assert "linear layers: measured 8 groups" in report.measured and report.measured in str(report)
     faster = set(products._measured.values())
     assert all(library is None or set(library) <= set(PRODUCTS) for library in faster)
     report.undo()
@@ -194,10 +203,80 @@ def test_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone(build_decoder()).measured == ""
 
 
-def test_choice_of_none_and_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_measure", lambda key, _: None)
-    report = alone(build_decoder())
-    assert {why for _, why in report.left} == {"PyTorch's products are faster on this CPU"}
-    assert all("linear layers" not in change.what for change in report.changes)
+def test_each_product_by_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements of the three products choose the library of each; one of the whole group decides last."""
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "_measured", {})
+    for whole, chosen in ((0.9, ("grad_x",)), (1.1, None)):
+        products._measured.clear()
+        # for each group: forward, grad_x and grad_weight by the library over ours, then ours over eager
+        ratios = itertools.cycle([1.2, 0.8, 1.5, whole])
+        monkeypatch.setattr(products, "_ratio", lambda *_, ratios=ratios: next(ratios))
+        report = alone(build_decoder())
+        assert set(products._measured.values()) == {chosen}
+        changed = any("linear layers" in change.what for change in report.changes)
+        assert changed == (chosen is not None)
+        assert {why for _, why in report.left} == (
+            set() if changed else {"PyTorch's products are faster on this CPU"}
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "amd", "ratio", "ours"),
+    [
+        ("amx", False, 2.0, {torch.bfloat16}),
+        ("avx512", False, 0.9, set()),
+        ("avx512", False, 0.7, {torch.float32, torch.bfloat16}),
+        ("avx512", True, 0.9, {torch.float32}),
+        ("avx512", True, 1.1, set()),
+        ("avx2", True, 0.5, {torch.float32, torch.bfloat16}),
+        ("plain", True, 0.5, set()),
+    ],
+)
+def test_choice_by_default(
+    kind: str, amd: bool, ratio: float, ours: set[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of CPU, with a simulated measurement: which products are ours without an argument."""
+    monkeypatch.setattr(products, "_capability", lambda: kind)
+    monkeypatch.setattr(products, "_is_amd", lambda: amd)
+    monkeypatch.setattr(products, "_ratio", lambda *_: ratio)
+    monkeypatch.setattr(products, "LEAST_WEIGHTS", 0)
     report = alone(build_decoder(), linear=None)
-    assert report.measured == ""
+    assert ("linear layers q_proj" in str(report)) == bool(ours)
+    assert bool(report.measured) == (kind in ("avx2", "avx512")) and report.measured in str(report)
+    for compute in (torch.float32, torch.bfloat16):
+        model = build_decoder()
+        with torch.no_grad():
+            shoestring.patch(model, linear=None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=compute == torch.bfloat16):
+            linear, group = calls(model)
+        assert linear + group == (2 * 4 if compute in ours else 0), compute
+
+
+def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_capability", lambda: "avx512")
+    report = alone(build_decoder(), linear=None)
+    assert report.measured == "" and "linear layers" not in str(report)
+
+
+def test_bits_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, the default changes no bit in fp32, and gives the same bits whatever was measured."""
+    monkeypatch.setattr(products, "_capability", lambda: "amx")
+    plain, patched = build_decoder(), build_decoder()
+    alone(plain, linear=False)
+    alone(patched, linear=None)
+    assert all(torch.equal(a, b) for a, b in zip(step(patched), step(plain), strict=True))
+
+
+def test_an_output_layer_inside_a_module() -> None:
+    """The loss computes BERT's output layer, so it is no linear layer of its parent; its transform is."""
+    model = build_bert()
+    expected = step(model)
+    report = alone(model)
+    changed = {change.where: change.what for change in report.changes if "linear layers" in change.what}
+    assert "cls.predictions" not in changed
+    assert changed["cls.predictions.transform"] == "linear layers dense"
+    for ours, exact in zip(step(model), expected, strict=True):
+        assert relative_error(ours, exact) <= 2e-5
+    ids = torch.arange(66).remainder(97).view(2, 33)
+    assert model(input_ids=ids, labels=ids).logits is None

@@ -23,7 +23,7 @@ from shoestring.integrations.transformers.loss import (
     replace_inside,
 )
 from shoestring.integrations.transformers.mlps import fuse_gelu_mlps
-from shoestring.integrations.transformers.products import Products, by_measurement, by_rule
+from shoestring.integrations.transformers.products import Products, by_default, by_measurement
 from shoestring.integrations.transformers.projections import fuse
 from shoestring.integrations.transformers.residuals import fuse_post_norms, fuse_residuals
 from shoestring.integrations.transformers.trial import alike, loss_of_few, output_of_few
@@ -86,7 +86,7 @@ def patch(
     norms: bool = True,
     rope: bool = True,
     mlp: bool = True,
-    linear: bool | None = False,
+    linear: bool | None = None,
     dropout: bool = True,
     workspace_mb: int = 0,
 ) -> PatchReport:
@@ -138,7 +138,10 @@ def patch(
     instead. Each call of a layer decides whether this is possible: a layer that has hooks, another class, a
     quantised weight or an adapter is called as usual, and so are layers on a GPU and batches of fewer than
     32 tokens. A direct layer of the model, such as the output layer, and a layer in an ``nn.Sequential`` stay
-    unchanged.
+    unchanged. Products of the two libraries differ within rounding. On CPUs with AMX, ``linear=None`` gives
+    the same bits in every process. Where choices are measured, two processes can choose differently, so
+    their results can differ in the last bits; ``linear=False`` rules this out. A choice is measured once in a
+    process for each shape, and the report says what time and memory the measurements took.
 
     Dropout: modules of ``nn.Dropout`` use ``shoestring.seeded_dropout``, which stores no mask. Its random
     numbers differ from PyTorch's, so a run with dropout drops other elements than an unpatched run.
@@ -158,11 +161,12 @@ def patch(
         attention: False leaves the attention implementation unchanged.
         norms, rope, mlp, dropout: False leaves norms, rotary embeddings, the activations of MLPs or dropout
             unchanged.
-        linear: whether trainable dense layers use shoestring's operators. None uses them where whole training
-            steps were measured faster: in bf16, autocast included, on CPUs with AMX. True measures the products of this
-            model, chooses the faster one for each, and leaves a layer to PyTorch if PyTorch is faster.
-            Products by the two libraries differ within rounding, so two processes that measure may
-            differ in the last bits. The rule gives the same bits in every process.
+        linear: whether trainable dense layers use shoestring's operators. False: none. True: measures each
+            product of this model's layers, chooses the faster library for each, and leaves a layer to PyTorch
+            if PyTorch is faster over all. None: uses them where whole training steps were measured faster.
+            On CPUs with AMX these are products in bf16, autocast included, and nothing is measured. On other
+            CPUs, a layer is measured, in fp32 and bf16, and left to PyTorch unless shoestring's products are clearly faster.
+            On a GPU, layers are left to PyTorch.
         workspace_mb: the argument of ``linear_cross_entropy``.
 
     Returns:
@@ -232,11 +236,11 @@ def patch(
                 changes, left = fused(target)
                 report.changes += [Change(*change) for change in changes]
                 report.left += left
-        products = None if linear is False else Products(by_measurement if linear else by_rule)
+        products = None if linear is False else Products(by_measurement if linear else by_default)
         if projections or products is not None:
-            changes, left = fuse(target, adapters=projections, products=products)
+            changes, left = fuse(target, adapters=projections, products=products, head=path)
             report.changes += [Change(*change) for change in changes]
-            report.left += left
+            report.left += [pair for pair in left if pair not in report.left]
             report.measured = "" if products is None else str(products)
         # A convolutional model also has the setting, but no attention.
         kinds = ("sdpa", "attention_backend")

@@ -1,29 +1,41 @@
 """Choose which product computes the linear layers of a model: this package's, or PyTorch's BLAS library's.
 
 A choice holds for a group of layers with the same input and for one dtype of the products. It is made when
-the model is patched, either by a rule for the kind of CPU or by measurements, and does not change afterwards.
+the model is patched, by the kind of CPU and by measurements, and does not change afterwards.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as global_hooks
 
-from shoestring.gemm.linear import PRODUCTS, linear, linear_group
+from shoestring.gemm.linear import PRODUCTS, library_sum, linear, linear_group
 
 # Layers with fewer tokens, as in generation, are left to PyTorch.
 LEAST_TOKENS = 32
-# A measured product has at most this many floating-point operations, so that it takes milliseconds.
-MOST_FLOP = 1e9
-MOST_TOKENS = 2048
+# A product is measured with as many tokens as give this number of floating-point operations, within bounds.
+# Products of fewer tokens would measure how fast weights are read.
+FLOP = 8e8
+TOKENS = (256, 2048)
+# Each measurement takes turns until it has taken this time, and has had at least two turns.
+SECONDS = 0.02
+MOST_TURNS = 6
 # Ours must take at most this share of eager's time for a group of layers to be changed.
 GAIN = 0.98
+# By default, the share depends on which library is faster on this kind of CPU as a rule. It lies far from the
+# usual ratio, so that all processes on one machine choose alike: fp32 on CPUs of AMD, where MKL reaches 0.4
+# to 0.9 of our rate, and everything else.
+GAIN_OF_AMD, GAIN_ELSEWHERE = 1.0, 0.75
+# By default, layers with fewer weights are left to PyTorch: their products take microseconds.
+LEAST_WEIGHTS = 1 << 16
 
 # For each dtype of weights, the dtypes in which layers may multiply: that of the weights, and autocast's.
 COMPUTES = {
@@ -34,8 +46,10 @@ COMPUTES = {
 
 Shapes = tuple[tuple[int, int], ...]  # (out_features, in_features) of each layer of a group
 Key = tuple[torch.dtype, torch.dtype, Shapes]  # dtype of the products, dtype of the weights, shapes
-# For each measured group, the products that the library computes; None if eager PyTorch is faster.
-_measured: dict[tuple[str, int, Key], tuple[str, ...] | None] = {}
+# The products of a group that the library computes; None if eager PyTorch computes the group.
+Choice = tuple[str, ...] | None
+# The choices for measured groups, by capability, threads, kind of measurement and group.
+_measured: dict[tuple[str, int, str, Key], Choice] = {}
 
 
 @dataclass
@@ -43,13 +57,15 @@ class Products:
     """The choice for each group of layers of one model.
 
     Attributes:
-        choose: returns the choice for one group, ``by_rule`` or ``by_measurement``.
-        chosen: for each group, the products that the BLAS library computes; None leaves the group to PyTorch.
+        choose: returns the choice for one group and its weights, ``by_default`` or ``by_measurement``.
+        chosen: for each group, the choice.
+        measured: number of measured groups, each in one dtype of the products.
         seconds, bytes: the time that measurements took, and the most memory that their tensors had.
     """
 
-    choose: Callable[[Key, Products], tuple[str, ...] | None]
-    chosen: dict[Key, tuple[str, ...] | None] = field(default_factory=dict)
+    choose: Callable[[Key, Sequence[Tensor], Products], Choice]
+    chosen: dict[Key, Choice] = field(default_factory=dict)
+    measured: int = 0
     seconds: float = 0.0
     bytes: int = 0
 
@@ -67,15 +83,15 @@ class Products:
         for compute in COMPUTES.get(dtype, ()):
             key = (compute, dtype, shapes)
             if key not in self.chosen:
-                self.chosen[key] = self.choose(key, self)
+                self.chosen[key] = self.choose(key, weights, self)
             found = found or self.chosen[key] is not None
         return found
 
     def __str__(self) -> str:
-        if not self.seconds:
+        if not self.measured:
             return ""
         return (
-            f"linear layers: measured {len(self.chosen)} groups in {self.seconds:.1f} s, "
+            f"linear layers: measured {self.measured} groups in {self.seconds:.1f} s, "
             f"with {self.bytes / 2**20:.0f} MiB of tensors"
         )
 
@@ -122,69 +138,131 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
-def by_rule(key: Key, products: Products) -> tuple[str, ...] | None:
-    """Return the choice for this kind of CPU, which was made where whole training steps were measured.
+def by_default(key: Key, weights: Sequence[Tensor], products: Products) -> Choice:
+    """Return the choice for this CPU, which keeps to PyTorch unless ours is known or measured to be faster.
 
-    On CPUs with AMX, this package computes bf16 products. Other dtypes and CPUs are left to PyTorch: steps
-    were measured no faster, or not at all.
+    - With AMX, this package computes bf16 products: whole training steps were measured faster. PyTorch
+      computes the others. Nothing is measured, so all machines of this kind choose alike.
+    - With AVX2 or AVX-512, a measurement decides, between all products by this package and all by PyTorch.
+    - Other CPUs, products in fp16 and small layers are left to PyTorch.
     """
-    amx = torch.ops.shoestring._cpu_capability() == "avx512" and torch.cpu._is_amx_tile_supported()
-    return () if amx and key[0] == torch.bfloat16 else None
+    compute, _, shapes = key
+    capability = _capability()
+    if capability == "amx":
+        return () if compute == torch.bfloat16 else None
+    small = sum(out * features for out, features in shapes) < LEAST_WEIGHTS
+    if capability == "plain" or compute == torch.float16 or small:
+        return None
+    share = GAIN_OF_AMD if _is_amd() and compute == torch.float32 else GAIN_ELSEWHERE
+    return _once(
+        "default", key, products, lambda: () if _whole(key, weights, (), products) <= share else None
+    )
 
 
-def by_measurement(key: Key, products: Products) -> tuple[str, ...] | None:
+def by_measurement(key: Key, weights: Sequence[Tensor], products: Products) -> Choice:
     """Return which products the library computes faster; None if eager PyTorch is faster over all."""
-    place = (torch.ops.shoestring._cpu_capability(), torch.get_num_threads(), key)
+
+    def measure() -> Choice:
+        library = _faster_by_library(key, weights)
+        return library if _whole(key, weights, library, products) <= GAIN else None
+
+    return _once("each", key, products, measure)
+
+
+def _once(kind: str, key: Key, products: Products, measure: Callable[[], Choice]) -> Choice:
+    """Return the choice of a measurement, which is made once in a process."""
+    place = (_capability(), torch.get_num_threads(), kind, key)
     if place not in _measured:
         start = time.perf_counter()
-        _measured[place] = _measure(key, products)
+        _measured[place] = measure()
+        products.measured += 1
         products.seconds += time.perf_counter() - start
     return _measured[place]
 
 
-def _measure(key: Key, products: Products) -> tuple[str, ...] | None:
+def _capability() -> str:
+    name: str = torch.ops.shoestring._cpu_capability()
+    return name
+
+
+@functools.cache
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _data(key: Key) -> tuple[Tensor, list[Tensor]]:
+    """Return random input of a group of layers, and a gradient of each output."""
     compute, dtype, shapes = key
     features = shapes[0][1]
     flop = 2.0 * features * sum(out for out, _ in shapes)
-    tokens = int(min(MOST_TOKENS, max(4 * LEAST_TOKENS, MOST_FLOP / flop)))
+    tokens = int(min(TOKENS[1], max(TOKENS[0], FLOP / flop)))
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, features, generator=draw).to(dtype).requires_grad_()
-    weights = [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for shape in shapes]
-    upstream = [torch.randn(tokens, out, generator=draw).to(compute) for out, _ in shapes]
-    kept = [x, *weights]
-    # The gradients take as much as x and the weights. Operands rounded to 16 bits take half of that each.
+    x = torch.randn(tokens, features, generator=draw).to(dtype)
+    return x, [torch.randn(tokens, out, generator=draw).to(compute) for out, _ in shapes]
+
+
+def _faster_by_library(key: Key, weights: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return the products of a group that the library computes faster, each measured by itself."""
+    compute, dtype, shapes = key
+    x, upstream = _data(key)
+    rounded, count = x.to(compute), len(shapes)
+    backward = torch.ops.shoestring._linear_group_backward
+
+    def run(product: str, library: int) -> None:
+        if product == "forward":
+            torch.ops.shoestring.linear_group(rounded, weights, [], dtype=compute, library=library)
+        elif product == "grad_x":
+            backward(upstream, None, weights, compute, dtype, library, [True] + [False] * count)
+        else:
+            backward(upstream, rounded, weights, compute, dtype, library, [False] + [True] * count)
+
+    def ratio(product: str) -> float:
+        by_library = library_sum("patch", (product,))
+        return _ratio(lambda: run(product, by_library), lambda: run(product, 0))
+
+    with torch.no_grad():
+        return tuple(product for product in PRODUCTS if ratio(product) <= 1)
+
+
+def _whole(key: Key, weights: Sequence[Tensor], library: tuple[str, ...], products: Products) -> float:
+    """Return the time of a group by this package over the time by eager PyTorch, forward and backward."""
+    compute, dtype, _ = key
+    x, upstream = _data(key)
+    kept = [x.requires_grad_(), *(w.detach().requires_grad_() for w in weights)]
+    # Beside x and the gradients of the outputs there are the outputs, the gradients of x and of the weights,
+    # and, if they are rounded, x, the weights and their gradients in 16 bits.
     products.bytes = max(
         products.bytes,
-        sum(3 * t.nbytes for t in kept) + sum(3 * t.nbytes for t in upstream),
+        x.nbytes
+        + sum(2 * t.nbytes for t in upstream)
+        + sum(t.nbytes * (2 if compute != dtype else 1) for t in kept),
     )
 
-    def ours(library: tuple[str, ...]) -> None:
-        outputs = linear_group(x, weights, [None] * len(weights), dtype=compute, library=library)
+    def ours() -> None:
+        outputs = linear_group(x, kept[1:], dtype=compute, library=library)
         torch.autograd.grad(outputs, kept, upstream)
 
     def eager() -> None:
         with torch.autocast("cpu", compute, enabled=compute != dtype):
-            outputs = [F.linear(x, w) for w in weights]
+            outputs = [F.linear(x, w) for w in kept[1:]]
         torch.autograd.grad(outputs, kept, upstream)
 
-    # Each product is compared with the others as the library computes them, since a step is what counts.
-    library = tuple(
-        name
-        for name in PRODUCTS
-        if _faster(lambda: ours(PRODUCTS), lambda name=name: ours(tuple(p for p in PRODUCTS if p != name)))  # type: ignore[misc]
-        <= 1
-    )
-    return library if _faster(lambda: ours(library), eager) <= GAIN else None
+    with torch.autocast("cpu", enabled=False), torch.enable_grad():
+        return _ratio(ours, eager)
 
 
-def _faster(first: Callable[[], None], second: Callable[[], None], repeats: int = 3) -> float:
+def _ratio(first: Callable[[], None], second: Callable[[], None]) -> float:
     """Return the time of the first function over that of the second, each the least of several turns."""
     least = [float("inf"), float("inf")]
-    with torch.enable_grad():
-        for turn in range(repeats + 1):
-            for i, function in enumerate((first, second)):
-                start = time.perf_counter()
-                function()
-                if turn > 0:  # the first call prepares kernels
-                    least[i] = min(least[i], time.perf_counter() - start)
+    start = time.perf_counter()
+    for turn in range(MOST_TURNS):  # the first one also prepares kernels
+        if turn >= 2 and time.perf_counter() - start > SECONDS:
+            break
+        for i, function in enumerate((first, second)):
+            before = time.perf_counter()
+            function()
+            least[i] = min(least[i], time.perf_counter() - before)
     return least[0] / least[1]

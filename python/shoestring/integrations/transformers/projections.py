@@ -31,7 +31,11 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def fuse(
-    model: nn.Module, *, adapters: bool = True, products: Products | None = None
+    model: nn.Module,
+    *,
+    adapters: bool = True,
+    products: Products | None = None,
+    head: str | None = None,
 ) -> tuple[list[Found], list[Left]]:
     """Fuse the projections of attention modules, Llama-style MLPs, and the linear layers of all modules.
 
@@ -42,6 +46,7 @@ def fuse(
         model: the model. Its direct linear layers, such as the output layer, are left unchanged.
         adapters: whether to fuse projections and MLPs that have adapters, or frozen or quantised weights.
         products: the choice of products for trainable dense layers. None leaves these layers unchanged.
+        head: path of the output layer if the loss computes it.
 
     Returns:
         The changes, and the layers that are left unchanged with the reason.
@@ -49,11 +54,12 @@ def fuse(
     changes: list[Found] = []
     left: list[Left] = []
     as_written: dict[type, bool] = {}
+    output = None if head is None else model.get_submodule(head)
     for name, module in list(model.named_modules()):
         groups: list[tuple[str, ...]] = []
         if products is not None and module is not model:
-            groups, reasons = _dense_groups(module, products)
-            left += [(f"{name}.{child}", reason) for child, reason in reasons]
+            groups, reasons = _dense_groups(module, products, output)
+            left += [(f"{name}.{child}".rstrip("."), reason) for child, reason in reasons]
         if "forward" in module.__dict__:  # another library has replaced the forward of this module
             continue
         forward, what = type(module).forward, []
@@ -84,21 +90,26 @@ def _has_linears(module: nn.Module, names: Sequence[str]) -> bool:
     return all(isinstance(module._modules.get(name), nn.Linear) for name in names)
 
 
-def _dense_groups(module: nn.Module, products: Products) -> tuple[list[tuple[str, ...]], list[Left]]:
+def _dense_groups(
+    module: nn.Module, products: Products, output: nn.Module | None
+) -> tuple[list[tuple[str, ...]], list[Left]]:
     """Return the names of a module's trainable dense layers, grouped by input, for which ours is chosen.
 
-    Also return the trainable layers that are left unchanged, with the reason.
+    Also return the trainable layers that are left unchanged, with the reason. An empty name stands for the
+    module itself.
     """
     plain: dict[str, nn.Module] = {}
     left: list[Left] = []
     for name, layer in module._modules.items():
-        if not isinstance(layer, nn.Linear) or not (
-            type(layer.weight) is nn.Parameter and layer.weight.requires_grad
+        if (
+            not isinstance(layer, nn.Linear)
+            or layer is output
+            or not (type(layer.weight) is nn.Parameter and layer.weight.requires_grad)
         ):
             continue
         if "forward" in module.__dict__:
-            left.append((name, "in a module with a forward of its own, another library's"))
-        elif isinstance(module, CONTAINERS):
+            return [], [("", "a forward of its own, another library's")]
+        if isinstance(module, CONTAINERS):
             left.append((name, f"in a {type(module).__name__}, which does not look up its layers by name"))
         elif type(layer) is not nn.Linear:
             left.append((name, "a subclass of nn.Linear"))

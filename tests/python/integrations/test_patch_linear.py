@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoestring
 from conftest import relative_error
+from linear_calls import Calls, choose_ours
 from shoestring.gemm.linear import PRODUCTS
 from shoestring.integrations.transformers import products
 from tiny_decoder import build_decoder
@@ -21,10 +21,7 @@ from tiny_decoder import build_decoder
 
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose ours for every group, whatever this CPU would measure."""
-    monkeypatch.setattr(products, "_faster_by_library", lambda *_: ("forward",))
-    monkeypatch.setattr(products, "_ratio", lambda *_: 0.5)
-    monkeypatch.setattr(products, "_measured", {})
+    choose_ours(monkeypatch)
 
 
 def alone(model: Any, linear: bool | None = True) -> shoestring.PatchReport:
@@ -42,19 +39,6 @@ def step(model: Any) -> list[Tensor]:
     ids = torch.arange(66).remainder(97).view(2, 33)
     loss = model(input_ids=ids, labels=ids).loss
     return [loss, *torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])]
-
-
-class Calls(TorchDispatchMode):
-    """Count the calls of each of shoestring's linear operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.group = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.linear += func is torch.ops.shoestring.linear.default
-        self.group += func is torch.ops.shoestring.linear_group.default
-        return func(*args, **(kwargs or {}))
 
 
 def calls(model: Any) -> tuple[int, int]:

@@ -58,13 +58,14 @@ class Products:
 
     Attributes:
         choose: returns the choice for one group and its weights, ``by_default`` or ``by_measurement``.
-        chosen: for each group, the choice.
+        chosen: the choice for the dtype of the products and the shapes of a group. The dtype of the weights
+            may change later: mixed precision of FSDP2 rounds them.
         measured: number of measured groups, each in one dtype of the products.
         seconds, bytes: the time that measurements took, and the most memory that their tensors had.
     """
 
     choose: Callable[[Key, Sequence[Tensor], Products], Choice]
-    chosen: dict[Key, Choice] = field(default_factory=dict)
+    chosen: dict[tuple[torch.dtype, Shapes], Choice] = field(default_factory=dict)
     measured: int = 0
     seconds: float = 0.0
     bytes: int = 0
@@ -81,10 +82,10 @@ class Products:
         if weights[0].device.type != "cpu" or any(w.dtype != dtype for w in weights):
             return False
         for compute in COMPUTES.get(dtype, ()):
-            key = (compute, dtype, shapes)
-            if key not in self.chosen:
-                self.chosen[key] = self.choose(key, weights, self)
-            found = found or self.chosen[key] is not None
+            place = (compute, shapes)
+            if place not in self.chosen:
+                self.chosen[place] = self.choose((compute, dtype, shapes), weights, self)
+            found = found or self.chosen[place] is not None
         return found
 
     def __str__(self) -> str:
@@ -110,8 +111,7 @@ class Products:
             compute = x.dtype
         else:
             return None
-        key = (compute, weights[0].dtype, tuple((w.shape[0], w.shape[1]) for w in weights))
-        library = self.chosen.get(key)
+        library = self.chosen.get((compute, tuple((w.shape[0], w.shape[1]) for w in weights)))
         if library is None:
             return None
         biases: list[Tensor | None] = [layer.bias for layer in layers]  # type: ignore[misc]

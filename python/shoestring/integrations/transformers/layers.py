@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
 from shoestring.integrations.transformers.head_norms import JOINT, TURNS, joint, made
+from shoestring.integrations.transformers.next_norms import PENDING, keep, take
 from shoestring.integrations.transformers.trial import shaken, within_rounding
 from shoestring.layers.geglu import geglu
 from shoestring.layers.layer_norm import add_layer_norm, layer_norm
@@ -29,6 +30,9 @@ ROTATION = "apply_rotary_pos_emb"  # name of the rotary function in transformers
 MLP = ("gate_proj", "up_proj", "down_proj")
 # name of a method of a fused norm: returns the norm of x + residual, and x + residual
 ADD = "_shoestring_add"
+# Name of a method of a fused RMSNorm: returns x + residual, and keeps the norm of the sum until the forward of
+# the module is called with the sum. It returns None if the operator does not support the dtypes.
+ADD_EARLY = "_shoestring_add_early"
 # Name of an attribute of a fused RMSNorm: True if only linear layers read its result, so that the norm may
 # round the result to the dtype of autocast.
 ROUNDS = "_shoestring_rounds"
@@ -64,7 +68,9 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
             what = f"fused RMSNorm, upcast {options['upcast']!r}" + (
                 ", offset 1" if options["offset"] else ""
             )
-            changes.append((name, what, derive(module, _rms_norm(type(module).forward, options), (ROUNDS,))))
+            changes.append(
+                (name, what, derive(module, _rms_norm(type(module).forward, options), (ROUNDS, PENDING)))
+            )
     return changes, left
 
 
@@ -110,12 +116,14 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
 
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
-        result: Tensor
+        out = rounds_to(self, x)
+        made = take(self, x, out)
+        if made is not None:
+            return made
         if widens(self, x):
-            result = original(self, x)
-        else:
-            result = rms_norm(x, self.weight, eps=_eps(self, x), out_dtype=rounds_to(self, x), **options)
-        return result
+            result: Tensor = original(self, x)
+            return result
+        return rms_norm(x, self.weight, eps=_eps(self, x), out_dtype=out, **options)
 
     def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         out = rounds_to(self, residual)
@@ -124,12 +132,20 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
             return forward(self, total), total
         return add_rms_norm(x, residual, self.weight, eps=_eps(self, residual), out_dtype=out, **options)
 
+    def add_early(self: Any, x: Tensor, residual: Tensor) -> Tensor | None:
+        out = rounds_to(self, residual)
+        if widens(self, residual) or x.dtype not in (residual.dtype, out):
+            return None
+        normed, total = add(self, x, residual)
+        keep(self, total, normed, out)
+        return total
+
     def alone(self: Any, x: Tensor) -> dict[str, Any] | None:
         # Under autocast, attention rounds the wider result of a norm to the dtype of x anyway.
         fits = x.shape[-1] == len(self.weight) and (not widens(self, x) or x.dtype == _autocast_dtype(x))
         return {"weight": self.weight, "eps": _eps(self, x), "offset": options["offset"]} if fits else None
 
-    return {"forward": forward, ADD: add, JOINT: alone, ROUNDS: False}
+    return {"forward": forward, ADD: add, ADD_EARLY: add_early, JOINT: alone, ROUNDS: False}
 
 
 def _layer_norm(original: Callable[..., Any]) -> dict[str, Any]:

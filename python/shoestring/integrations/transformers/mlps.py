@@ -90,7 +90,7 @@ def _forward(original: Callable[..., Any], names: Names, approximate: str) -> Ca
             return original(self, x)
         # While the forward of a module runs, its layers may be objects that know which library computes them.
         products = getattr(getattr(self, names[2]), "products", None)
-        key = (compute, weight.dtype, ((weight.shape[0], weight.shape[1]),))
+        key = (compute, ((weight.shape[0], weight.shape[1]),))
         chosen = None if products is None else products.chosen.get(key)
         library = library_sum("linear", PRODUCTS if chosen is None else chosen)
         return torch.ops.shoestring._gelu_linear(

@@ -123,7 +123,8 @@ def patch(
     else stays unchanged, and the report says so.
 
     - RMSNorm with Llama's or Gemma's rounding, and LayerNorm, with the residual sum before them if the layer
-      is Llama's, Gemma's or BERT's.
+      is Llama's, Gemma's or BERT's. If the sum is in fp32, a decoder layer also computes the RMSNorm at the
+      start of the next layer, except under checkpoints and sharding; the bits are the same.
     - Rotary embeddings, with the per-head norms of queries and keys before them, if any.
     - The gated products of SwiGLU and GeGLU MLPs, and GELU modules. MLPs of two linear layers with GELU save
       the input of GELU for backward, but not its result.

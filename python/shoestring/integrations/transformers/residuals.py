@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive, has_only
-from shoestring.integrations.transformers.layers import ADD, ROUNDS
+from shoestring.integrations.transformers.layers import ADD, ADD_EARLY, ROUNDS
+from shoestring.integrations.transformers.next_norms import NEXT, may_defer, next_norms
 from shoestring.integrations.transformers.trial import shaken, within_rounding
 
 # Attribute names of the norms in decoder layers of Llama, Qwen and Mistral in transformers.
@@ -37,6 +38,10 @@ def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Fo
     left: list[Left] = []
     layers = [(name, module) for name, module in model.named_modules() if _looks_so(module)]
     tried = {kind: _Trial(kind, layers, run) for kind in dict.fromkeys(type(layer) for _, layer in layers)}
+    norms = {
+        norm: owner for owner in model.modules() for norm in owner.children() if hasattr(norm, ADD_EARLY)
+    }
+    following = next_norms([layer for _, layer in layers], norms, run)
     for name, layer in layers:
         if "forward" in layer.__dict__:
             left.append((name, "a forward of its own, another library's"))
@@ -45,7 +50,10 @@ def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Fo
         else:
             rounds = tried[type(layer)].rounds
             what = "residual sum and norm together" + ", rounded once under autocast" * rounds
-            undo = derive(layer, {"forward": _forward(type(layer).forward)})
+            undo = derive(layer, {"forward": _forward(type(layer).forward)}, (NEXT,))
+            if layer in following:
+                what += ", also with the norm after the layer"
+                layer.__dict__[NEXT] = following[layer]
             changes.append((name, what, functools.partial(_undo, layer, undo) if rounds else undo))
             if rounds:
                 for norm in _norms_before_products(layer):
@@ -232,7 +240,13 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
             attended = after(attended)
         normed, residual = getattr(added_to, ADD)(attended, hidden_states)
         out = self.mlp(normed)
-        return residual + (out if inner is None else self._modules[INNER[1]](out))
+        if inner is not None:
+            out = self._modules[INNER[1]](out)
+        total = None
+        if may_defer(self, residual):
+            norm, owner = self.__dict__[NEXT]
+            total = None if has_hooks(owner) else getattr(norm, ADD_EARLY)(out, residual)
+        return residual + out if total is None else total
 
     return forward
 

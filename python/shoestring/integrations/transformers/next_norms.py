@@ -1,0 +1,87 @@
+"""Let a decoder layer compute the norm that reads its output together with its last residual sum.
+
+A layer ends with ``residual + out``, and the first operation of the next layer, or of the model after its last
+layer, is a norm of this sum. ``add_rms_norm`` computes both in one pass, and its backward also adds the two
+gradients of the sum. The layer still returns the sum. The norm is kept on the norm's module until the module
+is called with this sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Attribute of a decoder layer: the norm that reads its output, and the module that this norm belongs to.
+NEXT = "_shoestring_next"
+# Attribute of a fused norm: a sum, its version, the norm of the sum, and the dtype to which it was rounded.
+PENDING = "_shoestring_pending"
+
+
+def next_norms(
+    layers: Iterable[nn.Module], norms: dict[nn.Module, nn.Module], run: Callable[[], object]
+) -> dict[nn.Module, tuple[nn.Module, nn.Module]]:
+    """Return for each layer the norm that reads its output, and the module that this norm belongs to.
+
+    Args:
+        layers: decoder layers.
+        norms: fused norms, each with the module that it belongs to.
+        run: function that calls the model. A layer or norm that it calls twice is left out.
+    """
+    made: list[tuple[nn.Module, Any]] = []
+    read: list[tuple[nn.Module, Any]] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        read.append((module, args[0] if args else None))
+
+    hooks = [layer.register_forward_hook(lambda m, _, out: made.append((m, out))) for layer in layers]
+    hooks += [norm.register_forward_pre_hook(note) for norm in norms]
+    try:
+        run()
+    except Exception:  # patch() runs the model again later and reports the error
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found: dict[nn.Module, tuple[nn.Module, nn.Module]] = {}
+    for layer, out in made:
+        readers = [norm for norm, x in read if x is out]
+        once = len(readers) == 1 and sum(norm is readers[0] for norm, _ in read) == 1
+        if once and isinstance(out, Tensor) and sum(m is layer for m, _ in made) == 1:
+            found[layer] = readers[0], norms[readers[0]]
+    return found
+
+
+def may_defer(layer: nn.Module, residual: Tensor) -> bool:
+    """Return whether a layer may compute the next norm.
+
+    Only sums in fp32 do, since their bits are the same either way. A checkpoint computes a layer by itself, in
+    backward as well. The weight of the norm may be a shard of FSDP2, or computed by a hook of its module.
+    """
+    if torch.compiler.is_compiling() or residual.dtype != torch.float32 or NEXT not in layer.__dict__:
+        return False
+    weight = layer.__dict__[NEXT][0].weight
+    return (
+        torch.is_grad_enabled()
+        and torch._C._current_graph_task_id() == -1
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and not getattr(layer, "_is_replica", False)
+        and isinstance(weight, nn.Parameter)
+        and not hasattr(weight, "device_mesh")
+        and weight.device == residual.device
+    )
+
+
+def keep(norm: nn.Module, total: Tensor, normed: Tensor, rounded: torch.dtype | None) -> None:
+    norm.__dict__[PENDING] = (total, total._version, normed, rounded)
+
+
+def take(norm: nn.Module, x: Tensor, rounded: torch.dtype | None) -> Tensor | None:
+    """Return the norm of x if the layer before has computed it, else None."""
+    if torch.compiler.is_compiling() or PENDING not in norm.__dict__:
+        return None
+    total, version, normed, dtype = norm.__dict__.pop(PENDING)
+    fits = total is x and version == x._version and dtype == rounded and torch.is_grad_enabled()
+    return normed if fits else None

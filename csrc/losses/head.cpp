@@ -75,8 +75,10 @@ void Head::check(const char* op, bool wide) const {
                   prefix.empty() ? "" : "vocab as in weight and ", "features as in ", of, ", received ",
                   weight.sym_sizes());
     }
-    const bool rounded = wide && hidden.is_cpu() && weight.is_cpu() && weight.scalar_type() == at::kFloat &&
-                         c10::elementSize(hidden.scalar_type()) == 2;
+    // Meta tensors stand for those of any device while torch.compile traces.
+    const bool host = hidden.device() == weight.device() && (hidden.is_cpu() || hidden.is_meta());
+    const bool rounded =
+        wide && host && weight.scalar_type() == at::kFloat && c10::elementSize(hidden.scalar_type()) == 2;
     if (!rounded) check_type("weight", weight);
   }
   if (bias) {

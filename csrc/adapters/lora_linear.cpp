@@ -210,7 +210,9 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   Tensor branch;  // input of the lora_A products, before dropout
   const bool direct = !seed.has_value() && A.defined();
   if (by_input) {
-    Tensor grad_x = quantization::times_weight(terms, tokens, columns, x.options(),
+    // With dropout, a further term is added before the sum is rounded.
+    const auto dtype = seed.has_value() && A.defined() ? wide : x.scalar_type();
+    Tensor grad_x = quantization::times_weight(terms, tokens, columns, x.options(), dtype,
                                                direct ? grad_low : Tensor(), direct ? A : Tensor(), products);
     if (seed.has_value() && A.defined()) {
       grad_x.add_(

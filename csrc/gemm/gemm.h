@@ -13,13 +13,14 @@ constexpr int64_t parts_of(int64_t total, int64_t size) { return (total + size -
 /// a and b are fp32, fp64, bf16 or fp16; on CUDA, they have equal dtypes. out has the dtype of the operands
 /// or, for 16-bit operands, may be fp32. A matrix that is a transposed or row-strided view is not copied. On
 /// CUDA, cuBLAS computes the product, and fp32 follows torch.backends.cuda.matmul. On the CPU, 16-bit
-/// operands are converted to fp32 while they are packed for the cache. For two bf16 operands, AMX or AMX or
-/// the CPU's bf16 instructions are used instead if it has them. The result does not depend on the number of
+/// operands are converted to fp32 while they are packed for the cache. For two bf16 operands, AMX or the
+/// CPU's bf16 instructions are used instead if it has them. The result does not depend on the number of
 /// threads.
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
-/// Approximate upper bound in bytes for the packed panels of a CPU matrix product: 8 MiB shared by all
-/// threads and 256 KiB per thread.
-constexpr int64_t kGemmWorkspace = int64_t{9} << 20;
+
+/// Returns an upper bound in bytes for the packed panels and the sums of a CPU matrix product: about 8 MiB
+/// shared by all threads, and 1 MiB for each thread, or 3.5 MiB on a CPU with AMX.
+int64_t gemm_workspace();
 
 /// Returns whether a product on this CPU with results of dtype `type` reads 16-bit operands directly.
 /// Otherwise gemm() first converts the operands to `type`.

@@ -1,13 +1,10 @@
-// Products of bf16 matrices with AMX, Intel's unit for matrix products. A tile register holds 16 rows of 64
-// bytes. One instruction multiplies a tile of 16 rows of a and 32 depth steps by a tile of 16 pairs of depth
-// steps and 16 columns of b, and adds the products to a tile of 16 x 16 sums in fp32. Four tiles of sums, two
-// of a and two of b occupy all eight registers, so each loaded tile is used twice.
+// Products of bf16 matrices with AMX, Intel's unit for matrix products, one tile of 32 x 32 results at a
+// time.
 
 #include "gemm/gemm_table.h"
 
-#include "gemm/panels_simd.h"
+#include "gemm/amx_simd.h"
 #include "gemm/results_simd.h"
-#include "gemm/tile_registers_simd.h"
 
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 extern const kernels::GemmProduct gemm_amx;
@@ -19,129 +16,43 @@ extern const kernels::GemmProduct gemm_amx;
 namespace {
 
 static_assert(kPanel == kColumns);
-// Maximum depth of a packed panel. A panel of b takes 32 KiB and stays in the L1 cache.
-constexpr int64_t kDepthAmx = 512;
-constexpr int kSquareDepth = 2 * kSquare;  // depth steps in a tile
+// Maximum depth of a packed panel. A panel takes 16 KiB, so that a panel of the outer loop and the panels of
+// the inner loop that pass it fit the L1 cache together.
+constexpr int64_t kDepthAmx = 256;
 
-// Loads the pairs of the depth steps [0, 32) of one line that is contiguous along the depth. Only the first
-// `depth` steps exist; the others are zero.
-template <class Element>
-SHOESTRING_INLINE F32 line_of_pairs(const typename Element::Type* p, int64_t depth) {
-  if (__is_same(Element, BFloat16)) {
-    if (depth >= kSquareDepth) return load_as<F32>(p);
-    return (F32)_mm512_maskz_loadu_epi16((1u << depth) - 1, p);
-  }
-  return (F32)_mm512_cvtne2ps_pbh(load_some<Element>(p + kLanes, depth - kLanes),
-                                  load_some<Element>(p, depth));
-}
-
-// Loads the pair of the depth steps p and p + stride of 16 adjacent lines. Only the first `lines` lines and
-// `depth` steps exist; the others are zero.
-template <class Element>
-SHOESTRING_INLINE F32 lines_of_a_pair(const typename Element::Type* p, int64_t stride, int64_t lines,
-                                      int64_t depth) {
-  __m512i interleave;
-  {
-    alignas(64) uint16_t i[2 * kLanes];
-    for (int k = 0; k < 2 * kLanes; ++k) i[k] = static_cast<uint16_t>(k / 2 + k % 2 * kLanes);
-    __builtin_memcpy(&interleave, i, sizeof i);
-  }
-  __m512i both;
-  if (__is_same(Element, BFloat16)) {
-    const auto* bits = reinterpret_cast<const uint16_t*>(p);
-    const auto get = [&](const uint16_t* from, int64_t n) {
-      return n >= kLanes ? (__m256i)load_as<U16>(from) : (__m256i)masked_load(from, n);
-    };
-    both = _mm512_inserti64x4(_mm512_castsi256_si512(get(bits, depth > 0 ? lines : 0)),
-                              get(bits + stride, depth > 1 ? lines : 0), 1);
-  } else {
-    both = (__m512i)_mm512_cvtne2ps_pbh(load_some<Element>(p + stride, depth > 1 ? lines : 0),
-                                        load_some<Element>(p, depth > 0 ? lines : 0));
-  }
-  return (F32)_mm512_permutexvar_epi16(interleave, both);
-}
-
-// Packs a block of at most 16 lines and 32 depth steps, padded with zeros. With kLinesOutside, the 16 rows in
-// the result are lines, else pairs of depth steps.
-template <class Element, bool kLinesOutside, bool kWhole>
-SHOESTRING_INLINE void pack_block(const typename Element::Type* source, int64_t lines, int64_t depth,
-                                  int64_t line_stride, int64_t depth_stride, float* out, int64_t out_stride) {
-  if (kWhole) lines = kSquare, depth = kSquareDepth;
-  F32 rows[kSquare];
-  if (depth_stride == 1) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kSquare; ++i) {
-      rows[i] = kWhole || i < lines ? line_of_pairs<Element>(source + i * line_stride, depth) : F32{};
-    }
-    if (!kLinesOutside) transpose(rows);
-  } else {
-#pragma GCC unroll 16
-    for (int i = 0; i < kSquare; ++i) {
-      rows[i] = kWhole || 2 * i < depth ? lines_of_a_pair<Element>(source + 2 * i * depth_stride,
-                                                                   depth_stride, lines, depth - 2 * i)
-                                        : F32{};
-    }
-    if (kLinesOutside) transpose(rows);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < kSquare; ++i) store(out + i * out_stride, rows[i]);
+constexpr int64_t panel_size(int64_t depth) {
+  return kernels::packed_size((depth + kAmxDepth - 1) / kAmxDepth * kAmxDepth, 2, kPanel);
 }
 
 template <class Element, bool kLinesOutside>
-__attribute__((noinline)) void pack_part(const typename Element::Type* source, int64_t lines, int64_t depth,
-                                         int64_t line_stride, int64_t depth_stride, float* out,
-                                         int64_t out_stride) {
-  pack_block<Element, kLinesOutside, false>(source, lines, depth, line_stride, depth_stride, out, out_stride);
+void pack_panels(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride,
+                 int64_t depth_stride, int64_t, float* out) {
+  pack_tiles<Element, kLinesOutside, kPanel>(source, lines, depth, line_stride, depth_stride,
+                                             panel_size(depth), out);
 }
 
-// Packs panels of 32 lines. A panel of a consists of tiles: for each 32 depth steps, the tile of its first 16
-// lines and the tile of its last 16 lines, each with 16 lines of 64 contiguous bytes. In a panel of b, each
-// pair of depth steps has 32 lines x 2 elements, 128 contiguous bytes. The depth is padded to a multiple of
-// 32 with zeros.
-template <class Element, bool kLinesOutside>
-void pack_tiles(const typename Element::Type* source, int64_t lines, int64_t depth, int64_t line_stride,
-                int64_t depth_stride, int64_t, float* out) {
-  const int64_t panel =
-      kernels::packed_size((depth + kSquareDepth - 1) / kSquareDepth * kSquareDepth, 2, kPanel);
-  const auto block = [&](int64_t line, int64_t d) {
-    const int64_t half = line / kSquare % 2;
-    float* to = out + line / kPanel * panel + d / kSquareDepth * 2 * kSquareSize +
-                half * (kLinesOutside ? kSquareSize : kSquare);
-    constexpr int64_t kStride = kLinesOutside ? kSquare : kPanel;
-    const auto* from = source + line * line_stride + d * depth_stride;
-    if (lines - line < kSquare || depth - d < kSquareDepth) {
-      pack_part<Element, kLinesOutside>(from, lines - line < kSquare ? lines - line : kSquare,
-                                        depth - d < kSquareDepth ? depth - d : kSquareDepth, line_stride,
-                                        depth_stride, to, kStride);
-    } else if (depth_stride == 1) {
-      pack_block<Element, kLinesOutside, true>(from, kSquare, kSquareDepth, line_stride, 1, to, kStride);
-    } else {
-      pack_block<Element, kLinesOutside, true>(from, kSquare, kSquareDepth, 1, depth_stride, to, kStride);
-    }
-  };
-  const int64_t padded = (lines + kPanel - 1) / kPanel * kPanel;
-  if (depth_stride == 1) {
-    for (int64_t line = 0; line < padded; line += kSquare) {
-      for (int64_t d = 0; d < depth; d += kSquareDepth) block(line, d);
-    }
-  } else {
-    for (int64_t d = 0; d < depth; d += kSquareDepth) {
-      for (int64_t line = 0; line < padded; line += kSquare) block(line, d);
-    }
-  }
-}
+// The part of a panel that a later tile reads. It is prefetched into the L2 cache while a tile is multiplied.
+struct Upcoming {
+  const char* data;
+  int64_t cache_lines;
+};
 
 // Multiplies a panel of a by a panel of b. `size` is the depth in pairs.
-SHOESTRING_INLINE void add_products(const float* a, const float* b, int64_t size) {
-  for (int64_t p = 0; p < size; p += kSquare, a += 2 * kSquareSize, b += 2 * kSquareSize) {
-    add_square_products(a, b);
+SHOESTRING_INLINE void add_panels(const float* a, const float* b, int64_t size, const Upcoming& next) {
+  const char* from = next.data;
+  const int64_t steps = size / kAmxLines, some = (next.cache_lines + steps - 1) / steps;
+  int64_t left = next.cache_lines;
+  for (int64_t p = 0; p < size; p += kAmxLines, a += 2 * kSquareSize, b += 2 * kSquareSize) {
+    for (int64_t k = left < some ? left : some; k > 0; --k, --left, from += 64)
+      __builtin_prefetch(from, 0, 2);
+    add_products(a, a + kSquareSize, 2 * kSquareSize, b, kAmxLines);
   }
 }
 
 // Computes one tile of 32 x 32 results, of which m x n exist.
 SHOESTRING_INLINE void tile_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t size, float* c,
                                 int64_t stride, float alpha, float beta, const kernels::GemmNarrow* narrow,
-                                int64_t i, int64_t j) {
+                                int64_t i, int64_t j, const Upcoming& next) {
   if (narrow == nullptr) {
     for (int64_t row = 0; row < m; ++row) {
       __builtin_prefetch(c + row * stride, 1);
@@ -149,7 +60,7 @@ SHOESTRING_INLINE void tile_amx(const float* a, const float* b, int64_t m, int64
     }
     if (m == kPanel && n == kPanel && alpha == 1 && (beta == 0 || beta == 1)) {
       beta == 0 ? zero_sums() : load_sums(c, stride);
-      add_products(a, b, size);
+      add_panels(a, b, size, next);
       return store_sums(c, stride);
     }
   }
@@ -166,7 +77,7 @@ SHOESTRING_INLINE void tile_amx(const float* a, const float* b, int64_t m, int64
   } else {
     zero_sums();
   }
-  add_products(a, b, size);
+  add_panels(a, b, size, next);
   store_sums(sum[0], kColumns);
   finish_tile(sum[0], c, stride, m, n, alpha, more ? 0 : beta, narrow, i, j);
 }
@@ -174,12 +85,17 @@ SHOESTRING_INLINE void tile_amx(const float* a, const float* b, int64_t m, int64
 void multiply_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
                   int64_t stride, float alpha, float beta, const kernels::GemmNarrow* narrow,
                   bool b_outside) {
-  const int64_t padded = (depth + kSquareDepth - 1) / kSquareDepth * kSquareDepth,
-                panel = kernels::packed_size(padded, 2, kPanel);
+  const int64_t padded = (depth + kAmxDepth - 1) / kAmxDepth * kAmxDepth, panel = panel_size(depth);
+  // Each tile prefetches its share of the next panel of the outer loop.
+  const int64_t inner = ((b_outside ? m : n) + kPanel - 1) / kPanel,
+                share = (panel / kAmxLines + inner - 1) / inner;
   const auto at = [&](int64_t i, int64_t j) {
+    const float* outer = (b_outside ? b + j / kPanel * panel : a + i / kPanel * panel) + panel;
+    const Upcoming next{
+        reinterpret_cast<const char*>(outer + (b_outside ? i : j) / kPanel * share * kAmxLines), share};
     tile_amx(a + i / kPanel * panel, b + j / kPanel * panel, m - i < kPanel ? m - i : kPanel,
              n - j < kPanel ? n - j : kPanel, padded / 2, c + i * stride + j, stride, alpha, beta, narrow, i,
-             j);
+             j, next);
   };
   start_tiles();
   if (b_outside) {
@@ -198,16 +114,16 @@ void multiply_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t 
 #pragma GCC pop_options
 
 const kernels::GemmProduct gemm_amx{
-    pack_tiles<Float, false>,
-    pack_tiles<BFloat16, false>,
-    pack_tiles<Half, false>,
+    pack_panels<Float, false>,
+    pack_panels<BFloat16, false>,
+    pack_panels<Half, false>,
     multiply_amx,
     nullptr,
     2,
-    {pack_tiles<Float, true>, pack_tiles<BFloat16, true>, pack_tiles<Half, true>},
+    {pack_panels<Float, true>, pack_panels<BFloat16, true>, pack_panels<Half, true>},
     kPanel,
     kPanel,
-    kSquareDepth,
+    kAmxDepth,
     kDepthAmx,
     true};
 #else

@@ -15,12 +15,14 @@ constexpr int64_t packed_size(int64_t depth, int64_t steps, int64_t width) {
   return (depth + steps - 1) / steps * width + kGemmSlack;
 }
 
-/// A 16-bit matrix that receives the results of a product instead of the fp32 matrix c. The rows of `data`
-/// are `stride` elements apart.
+/// A 16-bit matrix that receives gain * x + offset for each result x of a product, in place of the fp32
+/// matrix c. The rows of `data` are `stride` elements apart.
 struct GemmNarrow {
   uint16_t* data;
   int64_t stride;
   bool fp16;  // fp16 if true, else bf16
+  // one number for each column, or null for a gain of 1 and an offset of 0
+  const float *gain, *offset;
 };
 
 /// Functions that pack lines of fp32, bf16 or fp16 elements into panels.

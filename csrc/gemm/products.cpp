@@ -1,14 +1,25 @@
 #include "gemm/products.h"
 
+#include <algorithm>
+
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
 #include "core/capability.h"
 #include "gemm/gemm.h"
+#include "gemm/packed_gemm.h"
+#include "gemm/split_product.h"
 
 namespace shoestring::gemm {
 
 using at::Tensor;
+
+namespace {
+
+// With a smaller depth or fewer rows, splitting and packing take longer than an fp32 product.
+constexpr int64_t kFewToSplit = 8;
+
+}  // namespace
 
 bool multiplies_bf16() {
   if (cpu::capability() < cpu::Capability::kAvx512) return false;
@@ -34,6 +45,11 @@ Products::Products(Backend backend, const Tensor& x)
 
 Tensor multiply(const Products& products, const Tensor& a, const Tensor& b, at::ScalarType dtype,
                 double alpha) {
+  const bool mixed = std::minmax(a.scalar_type(), b.scalar_type()) == std::minmax(at::kFloat, at::kBFloat16);
+  if (mixed && products.weight == at::kBFloat16 && products.other == at::kFloat &&
+      sums_products(at::kBFloat16) && std::min(a.size(0), a.size(1)) >= kFewToSplit) {
+    return multiply_split(a, b, alpha).to(dtype);
+  }
   const auto type = dtype == a.scalar_type() ? dtype : compute_type(a);
   Tensor out = at::empty({a.size(0), b.size(1)}, a.options().dtype(type));
   multiply_into(out, products, Tensor(), a, b, 0, alpha);

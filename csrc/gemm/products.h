@@ -27,7 +27,9 @@ struct Products {
   at::ScalarType other;   // dtype of both operands of other products
 };
 
-/// Returns alpha * a b in `dtype`, rounded once. The operands a and b have the dtype products.other.
+/// Returns alpha * a b in `dtype`, rounded once. The operands a and b have the dtype products.other, or a
+/// narrower one that gemm() widens to it. The product of a bf16 and an fp32 operand is as exact as an fp32
+/// product.
 at::Tensor multiply(const Products& products, const at::Tensor& a, const at::Tensor& b, at::ScalarType dtype,
                     double alpha = 1);
 

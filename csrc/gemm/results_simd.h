@@ -10,7 +10,7 @@ namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 // Computes x (m, n) = alpha * sum + beta * c for one tile whose first element has the indices (row, column)
 // in the result. The rows of `sum` are kColumns elements apart. Stores x in c or, if `narrow` is given,
-// rounded to 16 bits there.
+// gain * x + offset rounded to 16 bits there.
 SHOESTRING_INLINE void finish_tile(const float* sum, float* c, int64_t stride, int64_t m, int64_t n,
                                    float alpha, float beta, const kernels::GemmNarrow* narrow, int64_t row,
                                    int64_t column) {
@@ -29,6 +29,11 @@ SHOESTRING_INLINE void finish_tile(const float* sum, float* c, int64_t stride, i
         __builtin_memcpy(c, some, n * sizeof(float));
       }
       continue;
+    }
+    for (int k = 0; k < kWide; ++k) {
+      const int64_t at = column + k * kLanes;
+      if (narrow->gain != nullptr) x[k] *= load_some<Float>(narrow->gain + at, n - k * kLanes);
+      if (narrow->offset != nullptr) x[k] += load_some<Float>(narrow->offset + at, n - k * kLanes);
     }
     uint16_t some[kColumns], *to = narrow->data + (row + i) * narrow->stride + column,
                              *out = n == kColumns ? to : some;

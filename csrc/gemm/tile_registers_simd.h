@@ -27,14 +27,17 @@ SHOESTRING_INLINE void start_tiles() {
 }
 SHOESTRING_INLINE void stop_tiles() { _tile_release(); }
 
-// Adds the products of 16 pairs of depth steps of a panel of a and a panel of b to the sums in the tiles 0 to
-// 3.
-SHOESTRING_INLINE void add_square_products(const float* a, const float* b) {
+// Adds the products of 16 pairs of depth steps of 32 lines of a and a panel of b to the sums in the tiles 0
+// to
+// 3. `below` points to the tile of the last 16 lines. One instruction multiplies a tile of 16 lines of a by a
+// tile of 16 columns of b. Each loaded tile is used twice, and the four sums are independent, which hides the
+// latency of a multiplication.
+SHOESTRING_INLINE void add_square_products(const float* a, const float* below, const float* b) {
   _tile_loadd(6, b, 128);
   _tile_loadd(4, a, 64);
   _tile_loadd(7, b + kSquare, 128);
   _tile_dpbf16ps(0, 4, 6);
-  _tile_loadd(5, a + kSquareSize, 64);
+  _tile_loadd(5, below, 64);
   _tile_dpbf16ps(1, 4, 7);
   _tile_dpbf16ps(2, 5, 6);
   _tile_dpbf16ps(3, 5, 7);

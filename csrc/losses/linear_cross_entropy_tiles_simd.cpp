@@ -43,7 +43,7 @@ SHOESTRING_INLINE void multiply_tile(const LogitBlock& block, int64_t panel, Til
   zero_sums();
   int64_t pair = 0;
   for (int64_t step = 0; step < steps; ++step, a += 2 * kSquareSize, b += 2 * kSquareSize) {
-    add_square_products(a, b);
+    add_square_products(a, a + kSquareSize, b);
     const int64_t end = pair + pairs < kPairs ? pair + pairs : kPairs;
     for (; pair < end; ++pair) work(pair);
   }

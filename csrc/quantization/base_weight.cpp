@@ -4,6 +4,8 @@
 
 #include "core/huge_pages.h"
 #include "gemm/gemm.h"
+#include "gemm/packed_gemm.h"
+#include "gemm/split_product.h"
 
 namespace shoestring::quantization {
 
@@ -34,10 +36,10 @@ BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
   base.rows_ = weight.size(0);
   base.columns_ = weight.size(1);
   base.dense_ = weight;
+  base.product_ = weight.options().dtype(product);
   const bool widen = weight.scalar_type() != product && !gemm::gemm_widens(product);
   base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
                      : std::max<int64_t>(base.rows_, 1);
-  if (widen) base.buffer_ = at::empty({base.step_, base.columns_}, weight.options().dtype(product));
   return base;
 }
 
@@ -47,23 +49,64 @@ BaseWeight BaseWeight::quantized(PackedReader reader, int64_t rows, int64_t colu
   base.rows_ = rows;
   base.columns_ = columns;
   base.step_ = panel_rows(reader.backend(), rows, columns, static_cast<int64_t>(product.dtype().itemsize()));
-  base.reader_.emplace(std::move(reader));
-  const bool wide = product.dtype().toScalarType() == at::kDouble;
-  base.narrow_ = at::empty({base.step_, columns}, wide ? product.dtype(at::kFloat) : product);
-  if (wide) base.buffer_ = at::empty({base.step_, columns}, product);
+  base.product_ = product;
+  base.quantized_.emplace(std::move(reader), rows, columns);
   return base;
 }
 
-Tensor BaseWeight::panel(int64_t begin, int64_t size) const {
+BaseWeight::Buffers BaseWeight::make_buffers() const {
+  Buffers buffers;
+  const auto type = product_.dtype().toScalarType();
+  const auto make = [&](at::ScalarType dtype) { return at::empty({step_, columns_}, product_.dtype(dtype)); };
+  if (quantized_.has_value()) buffers.dequantized = make(type == at::kDouble ? at::kFloat : type);
+  if (quantized_.has_value() ? type == at::kDouble
+                             : dense_.scalar_type() != type && !gemm::gemm_widens(type)) {
+    buffers.converted = make(type);
+  }
+  return buffers;
+}
+
+Tensor BaseWeight::panel(const Buffers& buffers, int64_t begin, int64_t size) const {
   Tensor part;
-  if (reader_.has_value()) {
-    part = narrow_.narrow(0, 0, size);
-    reader_->read(begin * columns_, part);
+  if (quantized_.has_value()) {
+    part = buffers.dequantized.narrow(0, 0, size);
+    quantized_->reader().read(begin * columns_, part);
   } else {
     part = dense_.narrow(0, begin, size);
   }
-  return buffer_.defined() ? buffer_.narrow(0, 0, size).copy_(part) : part;
+  return buffers.converted.defined() ? buffers.converted.narrow(0, 0, size).copy_(part) : part;
 }
+
+namespace {
+
+// With fewer tokens, packing a weight takes as long as multiplying.
+constexpr int64_t kFewTokensToSum = 8;
+
+// Returns whether gemm::gemm_sum() computes the products of an operator on the CPU.
+bool sums(const gemm::Products& products, int64_t tokens, const BaseWeight& weight) {
+  return products.backend == Backend::kCpu && gemm::sums_products(products.weight) &&
+         std::min({tokens, weight.rows(), weight.columns()}) >= kFewTokensToSum;
+}
+
+// Appends the term scaling * low up to a sum with products in the dtype products.weight. Returns false and
+// appends nothing if the term cannot be part of that sum. Operands of bf16 products are split into two bf16
+// numbers, and the product of the two smaller ones is left out. The error of the term is then about 2^-16.
+bool add_low_rank(std::vector<gemm::Term>& terms, const Tensor& low, const Tensor& up, double scaling,
+                  const gemm::Products& products) {
+  if (!low.defined() || low.size(1) == 0) return true;
+  if (products.weight != at::kBFloat16) {
+    terms.push_back({scaling == 1 ? low : low.mul(scaling), up});
+    return true;
+  }
+  const auto left = gemm::split(low, scaling, {0, 1, 0}, 1), right = gemm::split(up, 1, {0, 0, 1}, 0);
+  if (!left.has_value() || !right.has_value()) return false;
+  terms.push_back({*left, *right});
+  return true;
+}
+
+Tensor as_float(const Tensor& t) { return t.defined() ? t.to(at::kFloat).contiguous() : t; }
+
+}  // namespace
 
 Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation& adaptation,
                     at::ScalarType dtype, const gemm::Products& products) {
@@ -84,6 +127,14 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
     return sum.to(dtype);
   }
   Tensor out = in_huge_pages(at::empty({tokens, weight.rows()}, x.options().dtype(dtype)));
+  if (sums(products, tokens, weight)) {
+    std::vector<gemm::Term> terms;
+    if (add_low_rank(terms, low, low.defined() ? up.t() : up, scaling, products)) {
+      terms.push_back({x, weight.factor(/*transposed=*/true)});
+      gemm::gemm_sum(products.weight, out, terms, as_float(gain), as_float(bias));
+      return out;
+    }
+  }
   // With bf16 instructions on the CPU, the product with the weight and the low-rank product have different
   // dtypes. Their sum is then kept in fp32.
   const bool separate = low.defined() && products.weight != products.other;
@@ -117,8 +168,19 @@ Tensor apply_weight(const BaseWeight& weight, const Tensor& x, const Adaptation&
 }
 
 Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
-                    at::TensorOptions like, const Tensor& low, const Tensor& down,
+                    at::TensorOptions like, at::ScalarType dtype, const Tensor& low, const Tensor& down,
                     const gemm::Products& products) {
+  const auto summed = [&](const GradAndWeight& term) { return sums(products, tokens, term.weight); };
+  std::vector<gemm::Term> summands;
+  if (!terms.empty() && std::all_of(terms.begin(), terms.end(), summed) &&
+      add_low_rank(summands, low, down, 1, products)) {
+    for (const auto& [grad, gain, weight] : terms) {
+      summands.push_back({gain.defined() ? grad.mul(gain).to(products.weight) : grad, weight.factor(false)});
+    }
+    Tensor sum = in_huge_pages(at::empty({tokens, columns}, like.dtype(dtype)));
+    gemm::gemm_sum(products.weight, sum, summands);
+    return sum;
+  }
   // On CUDA the sum over several panels is kept in fp32. With a single term and a single panel there is no
   // such sum, because the GEMM itself accumulates in fp32.
   const bool narrow = products.backend == Backend::kCuda && terms.size() == 1 && terms[0].weight.one_panel();
@@ -137,7 +199,7 @@ Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int
       add(part.to(products.weight), panel);
     });
   }
-  return first ? out.zero_() : out;
+  return (first ? out.zero_() : out).to(dtype);
 }
 
 }  // namespace shoestring::quantization

@@ -2,18 +2,50 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "gemm/packed_gemm.h"
 #include "gemm/products.h"
 #include "quantization/packed.h"
 
 namespace shoestring::quantization {
 
-/// A frozen weight (rows, columns), dense or quantised, served as row panels in the GEMM's dtype. Panels are
-/// views if the GEMM reads the weight directly; otherwise they are converted into one reused buffer (about 4
-/// MiB on the CPU, up to 64 MiB on CUDA).
+/// A quantised weight (rows, columns), of which a product on the CPU dequantises small blocks while it packs
+/// them.
+class QuantizedMatrix final : public gemm::ComputedMatrix {
+ public:
+  QuantizedMatrix(PackedReader reader, int64_t rows, int64_t columns)
+      : reader_(std::move(reader)), rows_(rows), columns_(columns) {}
+
+  const PackedReader& reader() const { return reader_; }
+  int64_t rows() const override { return rows_; }
+  int64_t columns() const override { return columns_; }
+  void read(int64_t row, int64_t rows, int64_t column, int64_t columns, float* out) const override {
+    read_rows(row, rows, column, columns, out);
+  }
+  void read(int64_t row, int64_t rows, int64_t column, int64_t columns, uint16_t* out) const override {
+    read_rows(row, rows, column, columns, out);
+  }
+
+ private:
+  template <class T>
+  void read_rows(int64_t row, int64_t rows, int64_t column, int64_t columns, T* out) const {
+    for (int64_t i = 0; i < rows; ++i) {
+      reader_.read((row + i) * columns_ + column, columns, out + i * columns);
+    }
+  }
+
+  PackedReader reader_;
+  int64_t rows_, columns_;
+};
+
+/// A frozen weight (rows, columns), dense or quantised. On the CPU it is an operand of gemm::gemm_sum().
+/// Other products read it as row panels in the GEMM's dtype. Panels are views if the GEMM reads the weight
+/// directly; otherwise they are converted into one reused buffer (about 4 MiB on the CPU, up to 64 MiB on
+/// CUDA).
 class BaseWeight {
  public:
   static BaseWeight dense(const at::Tensor& weight, at::ScalarType product);
@@ -25,22 +57,35 @@ class BaseWeight {
   /// Returns the quantised weight if PackedReader::multiply() is faster for this number of tokens than
   /// products with panels, otherwise null.
   const PackedReader* for_few(int64_t tokens) const {
-    return reader_.has_value() && reader_->multiplies(tokens, columns_) ? &*reader_ : nullptr;
+    return quantized_.has_value() && quantized_->reader().multiplies(tokens, columns_) ? &quantized_->reader()
+                                                                                       : nullptr;
+  }
+  /// Returns the weight or its transpose as an operand of gemm::gemm_sum(). The operand refers to this
+  /// object.
+  gemm::Factor factor(bool transposed) const {
+    if (quantized_.has_value()) return {*quantized_, transposed};
+    return transposed ? dense_.t() : dense_;
   }
   /// Calls body(begin, panel) for each panel (size, columns) of the weight, in order.
   template <class Body>
   void for_each_panel(Body body) const {
+    const Buffers buffers = make_buffers();
     for (int64_t begin = 0; begin < rows_; begin += step_) {
-      body(begin, panel(begin, std::min(step_, rows_ - begin)));
+      body(begin, panel(buffers, begin, std::min(step_, rows_ - begin)));
     }
   }
 
  private:
-  at::Tensor panel(int64_t begin, int64_t size) const;
+  struct Buffers {
+    at::Tensor dequantized, converted;  // undefined if panels need none
+  };
+  Buffers make_buffers() const;
+  at::Tensor panel(const Buffers& buffers, int64_t begin, int64_t size) const;
 
   int64_t rows_ = 0, columns_ = 0, step_ = 0;
-  at::Tensor dense_, buffer_, narrow_;
-  std::optional<PackedReader> reader_;
+  at::Tensor dense_;
+  at::TensorOptions product_;  // of a panel
+  std::optional<QuantizedMatrix> quantized_;
 };
 
 /// The tensors that an adapter (LoRA or a relative) adds to a linear layer, and the layer's bias. Every
@@ -69,11 +114,11 @@ struct GradAndWeight {
 };
 
 /// Returns the gradient of the input of one or several layers: the sum of (gain * grad) (tokens, rows) weight
-/// over all terms, plus low (tokens, rank) down. The result has the shape (tokens, columns). Each grad may
-/// have any dtype; it is converted to products.weight, one panel's columns at a time. low and down have the
-/// dtype products.other, or both are undefined.
+/// over all terms, plus low (tokens, rank) down. The result has the shape (tokens, columns) and the dtype
+/// `dtype`, to which the sum is rounded once. Each grad may have any dtype; it is converted to
+/// products.weight. low and down have the dtype products.other, or both are undefined.
 at::Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int64_t columns,
-                        at::TensorOptions like, const at::Tensor& low, const at::Tensor& down,
-                        const gemm::Products& products);
+                        at::TensorOptions like, at::ScalarType dtype, const at::Tensor& low,
+                        const at::Tensor& down, const gemm::Products& products);
 
 }  // namespace shoestring::quantization

@@ -141,6 +141,16 @@ void PackedReader::read(int64_t begin, const Tensor& out) const {
   backend_ == Backend::kCpu ? read_cpu(begin, out) : read_cuda(begin, out);
 }
 
+void PackedReader::read(int64_t begin, int64_t count, float* out) const {
+  std::visit([&](const auto& view) { table_of(view).dequantize_float(view, begin, begin + count, out); },
+             view_);
+}
+
+void PackedReader::read(int64_t begin, int64_t count, uint16_t* out) const {
+  std::visit([&](const auto& view) { table_of(view).dequantize_bf16(view, begin, begin + count, out); },
+             view_);
+}
+
 void PackedReader::read_cpu(int64_t begin, const Tensor& out) const {
   // Elements per task: a multiple of every block size, so that each task has whole blocks.
   const int64_t each = int64_t{1} << 15, count = out.numel();

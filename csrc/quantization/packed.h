@@ -48,6 +48,11 @@ class PackedReader {
   /// current. On CUDA, begin must be a multiple of 8; for int8, the elements must be whole rows.
   void read(int64_t begin, const at::Tensor& out) const;
 
+  /// Dequantises elements [begin, begin + count) of a CPU tensor into `out`, fp32 or bf16, on the calling
+  /// thread.
+  void read(int64_t begin, int64_t count, float* out) const;
+  void read(int64_t begin, int64_t count, uint16_t* out) const;
+
   /// Returns whether multiply() supports this number of tokens for a weight with `columns` columns. It
   /// supports only the CPU, few tokens, and weights whose rows consist of whole blocks.
   bool multiplies(int64_t tokens, int64_t columns) const;

@@ -69,9 +69,8 @@ Tensor run_quantized_linear_backward(const Tensor& grad_output, const Tensor& pa
       PackedReader(backend, kQuantizedLinearOp, packed, absmax, nested, quant_type, block_size), rows,
       columns, grad_output.options().dtype(products.weight));
   const Tensor grad = as_matrix(grad_output);
-  return times_weight({{grad, Tensor(), weight}}, grad.size(0), columns, grad.options(), Tensor(), Tensor(),
-                      products)
-      .to(grad_output.scalar_type())
+  return times_weight({{grad, Tensor(), weight}}, grad.size(0), columns, grad.options(),
+                      grad_output.scalar_type(), Tensor(), Tensor(), products)
       .view_symint(with_last(grad_output, in_features));
 }
 

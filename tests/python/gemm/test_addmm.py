@@ -10,7 +10,7 @@ pytestmark = pytest.mark.device
 
 # Shapes (m, n, k) of products of (m, k) and (k, n). In the CPU kernels, a tile of the result has 14 or 6 rows
 # and 32 or 16 columns. A panel holds at most 192 of the k elements of a dot product. With AMX, a tile has 32
-# rows and 32 columns, and a panel holds at most 512 of the k elements, padded to a multiple of 32. Products
+# rows and 32 columns, and a panel holds at most 256 of the k elements, padded to a multiple of 32. Products
 # with fewer than 8 rows or columns go to the BLAS library. The shapes cover:
 # - whole tiles, and one row or column more or less than a tile,
 # - a depth k just above one panel,

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+namespace shoestring::kernels {
+struct GemmProduct;
+}
+
+namespace shoestring::gemm {
+
+/// A matrix whose elements are computed while a product packs them, such as a quantised weight. No more than
+/// a small block of it exists in memory at a time.
+class ComputedMatrix {
+ public:
+  virtual ~ComputedMatrix() = default;
+
+  virtual int64_t rows() const = 0;
+  virtual int64_t columns() const = 0;
+
+  /// Write the block of `rows` x `columns` elements that starts at (row, column) to the contiguous `out`, in
+  /// fp32 or in bf16. Products call these functions from several threads at once.
+  virtual void read(int64_t row, int64_t rows, int64_t column, int64_t columns, float* out) const = 0;
+  virtual void read(int64_t row, int64_t rows, int64_t column, int64_t columns, uint16_t* out) const = 0;
+};
+
+/// An operand of a product: a tensor (fp32, bf16 or fp16, any strides), or a computed matrix.
+struct Factor {
+  Factor(const at::Tensor& matrix) : matrix(matrix) {}  // NOLINT(google-explicit-constructor)
+  Factor(const ComputedMatrix& computed, bool transposed) : computed(&computed), transposed(transposed) {}
+
+  int64_t size(int dim) const {
+    if (computed == nullptr) return matrix.size(dim);
+    return (dim == 0) == transposed ? computed->columns() : computed->rows();
+  }
+
+  at::Tensor matrix;
+  const ComputedMatrix* computed = nullptr;
+  bool transposed = false;  // whether the operand is the transpose of `computed`
+};
+
+/// The product of a (m, k) and b (k, n), one term of a sum of products.
+struct Term {
+  Factor a, b;
+};
+
+/// Returns whether gemm_sum() supports products in the dtype `compute` on this CPU, and is faster there than
+/// the BLAS library.
+bool sums_products(at::ScalarType compute);
+
+/// Computes out (m, n) = gain * (sum of a b over all terms) + offset on the CPU. The operands are rounded to
+/// `compute`, fp32 or bf16. The sums are fp32, and `out` is written and rounded once. At least one term has a
+/// depth above zero. The result does not depend on the number of threads.
+///
+/// out: fp32, bf16 or fp16 with any strides. gain, offset: (n), contiguous fp32 tensors, or undefined.
+void gemm_sum(at::ScalarType compute, const at::Tensor& out, c10::ArrayRef<Term> terms,
+              const at::Tensor& gain = {}, const at::Tensor& offset = {});
+
+/// Computes out = gain * (beta * out + alpha * sum of a b over all terms) + offset like gemm_sum(), with the
+/// functions of `product`.
+void multiply_packed(const kernels::GemmProduct& product, const at::Tensor& out, c10::ArrayRef<Term> terms,
+                     double beta, double alpha, const at::Tensor& gain = {}, const at::Tensor& offset = {});
+
+}  // namespace shoestring::gemm

@@ -6,6 +6,8 @@
 
 #include "core/autograd.h"
 #include "core/call.h"
+#include "core/huge_pages.h"
+#include "core/saved_view.h"
 #include "gemm/linear.h"
 
 namespace shoestring::blocks {
@@ -70,7 +72,12 @@ class GeluLinear : public torch::autograd::Function<GeluLinear> {
         static auto both = find<void(Tensor&, const Tensor&, Tensor&, c10::string_view)>(
             "shoestring::_gelu_backward_value_");
         h = product(std::nullopt, 0);
-        grad_x = used_once(grad) && only_saved(x) ? x.detach() : at::empty_like(x, x.options(), kDense);
+        if (used_once(grad) && only_saved_view(x)) {
+          grad_x = x.detach();
+        } else {
+          grad_x = at::empty_like(x, x.options(), at::MemoryFormat::Contiguous);
+          if (!is_traced(grad_x)) grad_x = in_huge_pages(grad_x);
+        }
         both.call(h, x, grad_x, approximate);
       } else if (of_weight) {
         h = call_gelu(x, approximate);
@@ -83,9 +90,6 @@ class GeluLinear : public torch::autograd::Function<GeluLinear> {
     gradients.resize(6);
     return gradients;
   }
-
- private:
-  static constexpr auto kDense = at::MemoryFormat::Contiguous;
 };
 
 Tensor gelu_linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,

@@ -3,9 +3,9 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 
-#include "core/autograd.h"
 #include "core/cuda.h"
 #include "core/huge_pages.h"
+#include "core/saved_view.h"
 #include "core/tensors.h"
 #include "core/threads.h"
 #include "layers/geglu_table.h"
@@ -154,7 +154,7 @@ void backward_and_value(Backend backend, const Kernels& kernels, const Tensor& g
 }
 
 bool may_overwrite(const Tensor& grad, const Tensor& gate, const Tensor& up) {
-  return used_once(grad) && only_saved(gate) && (!up.defined() || only_saved(up)) &&
+  return used_once(grad) && only_saved_view(gate) && (!up.defined() || only_saved_view(up)) &&
          gate.scalar_type() != at::kDouble;
 }
 

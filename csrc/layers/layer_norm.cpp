@@ -23,7 +23,8 @@ void check_layer_norm(const Tensor& x, const OptionalTensor& residual, const Opt
   norm::check_x(kLayerNormOp, x, eps);
   norm::check_vector(kLayerNormOp, "weight", x, weight);
   norm::check_vector(kLayerNormOp, "bias", x, bias);
-  norm::check_residual(kLayerNormOp, x, residual);
+  norm::check_residual(kLayerNormOp, x, residual, x.scalar_type(),
+                       ". The residual may be fp32 if x is 16-bit.");
 }
 
 template <Backend backend>
@@ -52,8 +53,9 @@ LayerNormResults layer_norm_forward_meta(const Tensor& x, const OptionalTensor& 
   const auto statistic = [&] {
     return at::empty_symint(x.sym_sizes().slice(0, x.dim() - 1), x.options().dtype(norm::statistics_type(x)));
   };
-  return {at::empty_symint(x.sym_sizes(), x.options()),
-          residual.has_value() ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options()),
+  const auto options = residual.has_value() ? residual->options() : x.options();
+  return {at::empty_symint(x.sym_sizes(), options),
+          residual.has_value() ? at::empty_symint(x.sym_sizes(), options) : at::empty({0}, options),
           statistic(), statistic()};
 }
 

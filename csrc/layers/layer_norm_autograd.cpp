@@ -25,6 +25,7 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
     ctx->save_for_backward({residual.has_value() ? sum : x, weight.value_or(Tensor()),
                             wants_grad(bias) ? *bias : Tensor(), mean, rstd});
     ctx->saved_data["weight_grad"] = wants_grad(weight);
+    ctx->saved_data["dtype"] = x.scalar_type();
     if (!residual.has_value()) return {y};
     return {y, sum};
   }
@@ -43,8 +44,13 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
       if (!weight_grad) grad_weight = Tensor();
       if (!bias_grad) grad_bias = Tensor();
     }
-    variable_list gradients = once_differentiable("layer_norm", {grad_x, grad_weight, grad_bias});
-    return {gradients[0], upstream.size() > 1 ? gradients[0] : Tensor(), gradients[1], gradients[2], {}};
+    const Tensor grad_residual = upstream.size() > 1 ? grad_x : Tensor();
+    // x may be narrower than the residual and the sum
+    if (grad_x.defined()) grad_x = grad_x.to(ctx->saved_data["dtype"].toScalarType());
+    variable_list gradients =
+        once_differentiable("layer_norm", {grad_x, grad_residual, grad_weight, grad_bias});
+    gradients.emplace_back();  // no gradient for eps
+    return gradients;
   }
 };
 

@@ -70,8 +70,10 @@ const kernels::NormRows& cpu_rows(const Tensor& x) {
 }
 // Returns the kernels for rows of dtype `row` whose y or gradient has dtype `out`, and for an x of dtype `x`.
 const kernels::NormRows& cpu_rows(at::ScalarType x, const Tensor& row, at::ScalarType out) {
-  if (row.scalar_type() == out) return cpu_rows(row);
   const auto& k = cpu::norm();
+  if (row.scalar_type() == out) {
+    return x == out ? cpu_rows(row) : x == at::kBFloat16 ? k.bf16_widened : k.fp16_widened;
+  }
   if (x == at::kFloat) return out == at::kBFloat16 ? k.float_to_bf16 : k.float_to_fp16;
   return out == at::kBFloat16 ? k.bf16_plus_float : k.fp16_plus_float;
 }
@@ -128,7 +130,7 @@ Backward backward_double(const Tensor& grad, const OptionalTensor& grad_sum, con
 std::pair<Tensor, Tensor> backward_cpu(const Norm& problem, kernels::NormBackward io, const Tensor& x,
                                        at::ScalarType grad, const Vectors& vectors, bool weight_grad,
                                        bool bias_grad) {
-  const auto& k = cpu_rows(at::kFloat, x, grad);
+  const auto& k = cpu_rows(x.scalar_type(), x, grad);
   const int64_t rows = rows_of(x), features = problem.features;
   const Tensor weight = arranged(problem, x, vectors.weight, problem.offset, 1);
   io.weight = address(weight);

@@ -120,7 +120,7 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const Input<In, E>& inp
 template <class In, class E, class Out, int kRows>
 SHOESTRING_INLINE auto writer_of(const Norm& norm) {
   auto* write = write_rows<In, E, Out, Upcast::kGemma, false, kRows>;
-  if constexpr (kSame<In, E> && kSame<E, Out>)
+  if constexpr (kSame<E, Out>)
     if (norm.centred) return write_rows<In, E, Out, Upcast::kGemma, true, kRows>;
   if constexpr (!kSame<E, Float>) {
     if (norm.upcast == Upcast::kLlama) write = write_rows<In, E, Out, Upcast::kLlama, false, kRows>;
@@ -333,11 +333,14 @@ template <class E>
 constexpr kernels::NormRows kRounded = kRowsOf<Float, Float, InOrder<E>>;
 template <class E>
 constexpr kernels::NormRows kAdded = kRowsOf<InOrder<E>, Float, InOrder<E>>;
+template <class E>
+constexpr kernels::NormRows kWidened = kRowsOf<InOrder<E>, Float, Float>;
 
 }  // namespace
 
 extern const kernels::NormTable norm;
 const kernels::NormTable norm{kRows<Float>,   kRows<BFloat16>,  kRows<Half>,  kRounded<BFloat16>,
-                              kRounded<Half>, kAdded<BFloat16>, kAdded<Half>, sum_rows};
+                              kRounded<Half>, kAdded<BFloat16>, kAdded<Half>, kWidened<BFloat16>,
+                              kWidened<Half>, sum_rows};
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

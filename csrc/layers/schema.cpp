@@ -44,7 +44,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       float offset, bool weight_grad, bool rounded_x=False) -> (Tensor grad_x, Tensor grad_weight,
       Tensor rounded_grad_x))");
   // layer_norm returns y = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
-  // add_layer_norm normalises x + residual and also returns this sum.
+  // add_layer_norm normalises x + residual and also returns this sum, both in the dtype of the residual,
+  // which may be fp32 while x is 16-bit.
   m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor");
   m.def(R"(add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *,
       float eps) -> (Tensor y, Tensor sum))");

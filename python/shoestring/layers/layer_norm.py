@@ -46,15 +46,17 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(layer_norm(x + residual), x + residual)`` in one pass forward and one pass backward.
 
-    ``x + residual`` is rounded to the dtype of x. Both results have an upstream gradient. Backward computes
+    ``x + residual`` is rounded to the dtype of the residual. Both results have an upstream gradient. Backward computes
     the gradient of the norm and adds the upstream gradient of ``x + residual`` in the same pass.
 
     Args:
-        x, residual: (..., features), with the same dtype.
+        x: (..., features), fp32, fp64, bf16 or fp16.
+        residual: like x. If x is 16-bit, the residual may be fp32, as under autocast.
         weight, bias, eps: as in ``layer_norm``.
 
     Returns:
-        Two tensors with the shape and dtype of x: the normalised ``x + residual``, and ``x + residual``.
+        Two tensors with the shape and dtype of the residual: the normalised ``x + residual``, and
+        ``x + residual``.
 
     Raises:
         RuntimeError: weight, bias or residual does not fit x.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_patch_layers import operators
 from torch import Tensor, nn
 
 import shoestring
@@ -277,6 +278,11 @@ def test_bf16_autocast_and_checkpointing() -> None:
     exact = plain(**inputs).loss
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = model(**inputs).loss, plain(**inputs).loss
+        calls = operators(
+            lambda: model.bert.encoder.layer[0].output(torch.randn(2, 5, 48), torch.randn(2, 5, 64))
+        )
+    # The bf16 output of the linear layer is added to the fp32 residual within the norm.
+    assert calls.count("shoestring::add_layer_norm") == 1 and not any("aten::add." in call for call in calls)
     assert relative_error(ours, exact) <= 1.5 * relative_error(theirs, exact) + 2e-3
     model.train().gradient_checkpointing_enable()
     assert_same(model, plain, inputs)

@@ -53,6 +53,21 @@ def test_equals_layer_norm_of_the_sum(capability: str, dtype: torch.dtype) -> No
     assert torch.equal(y, shoestring.layer_norm(total, weight, bias, eps=EPS))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_narrow_x_is_added_to_an_fp32_residual(
+    capability: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Under autocast, x is 16-bit. All bits equal those of an fp32 x, and the gradient of x is rounded."""
+    x, residual, weight, bias, grad, grad_sum = inputs(*shape, torch.float32)
+    narrow = x.to(dtype)
+    ours = results(shoestring.add_layer_norm, [narrow, residual, weight, bias, grad, grad_sum])
+    wide = results(shoestring.add_layer_norm, [narrow.float(), residual, weight, bias, grad, grad_sum])
+    assert ours[2].dtype == dtype and torch.equal(ours[2], wide[2].to(dtype))
+    for i in (0, 1, 3, 4, 5):
+        assert ours[i].dtype == torch.float32 and torch.equal(ours[i], wide[i])
+
+
 def test_one_of_the_results_alone() -> None:
     leaves = [t.requires_grad_() for t in inputs(6, 33, torch.float32)[:4]]
     for index in (0, 1):
@@ -119,7 +134,7 @@ def test_gradcheck_opcheck_and_compiled() -> None:
 
 def test_errors() -> None:
     x = torch.ones(3, 4)
-    for residual in (torch.ones(4), torch.ones(3, 4, dtype=torch.bfloat16)):
+    for residual in (torch.ones(4), torch.ones(3, 4, dtype=torch.bfloat16), torch.ones(3, 4).double()):
         with pytest.raises(
             RuntimeError, match="layer_norm: residual: expected x's shape, dtype and device, .* received"
         ):

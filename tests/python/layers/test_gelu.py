@@ -82,11 +82,17 @@ def test_strides_threads_and_what_is_kept() -> None:
         assert torch.equal(shoestring.gelu(x), y)
 
 
-@pytest.mark.parametrize("holder", ["nothing", "user", "detached", "view", "hooks", "graph"])
+@pytest.mark.parametrize(
+    "holder", ["nothing", "linear", "base", "user", "detached", "view", "hooks", "graph"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_gradient_replaces_an_input_that_nothing_else_holds(dtype: torch.dtype, holder: str) -> None:
     leaf = torch.randn(41, 33, dtype=dtype).requires_grad_()
     x, seen = leaf * 2 if holder != "view" else (leaf * 2)[1:], []
+    base = None
+    if holder in ("linear", "base"):  # a linear layer with a bias returns a view of all of its product
+        base = leaf * 2
+        x = base.view(41, 3, 11)
     x.grad_fn.register_prehook(lambda grads: seen.append(grads[0].data_ptr()))
     address, held = x.data_ptr(), []
     if holder == "hooks":
@@ -97,9 +103,11 @@ def test_gradient_replaces_an_input_that_nothing_else_holds(dtype: torch.dtype, 
     if holder in ("user", "detached"):
         held = [x if holder == "user" else x.detach()]
     copies = [t.detach().clone() for t in held]
-    del x
+    if holder == "base":
+        held, copies = [base], [base.detach().clone()]
+    del x, base
     y.sum().backward(retain_graph=holder == "graph")
-    assert (seen == [address]) == (holder == "nothing" and dtype != torch.float64)
+    assert (seen == [address]) == (holder in ("nothing", "linear") and dtype != torch.float64)
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
     rows = leaf.detach()[1:] if holder == "view" else leaf.detach()
     expected = 2 * torch.ops.shoestring._gelu_backward(torch.ones_like(rows), 2 * rows, "none")

@@ -157,7 +157,12 @@ def _layer_norm(original: Callable[..., Any]) -> dict[str, Any]:
         return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.weight.dtype == x.dtype == residual.dtype or x.shape != residual.shape:
+        wide = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+        if (
+            self.weight.dtype != residual.dtype
+            or not (wide or x.dtype == residual.dtype)
+            or x.shape != residual.shape
+        ):
             total = x + residual
             return forward(self, total), total
         return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)

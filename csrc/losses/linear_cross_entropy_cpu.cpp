@@ -120,7 +120,10 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
   const int64_t workspace = given - std::min(gemm::gemm_workspace(), given / 2);
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
-  chunk_ = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, std::min<int64_t>(count_, 1024));
+  // Chunks have about equal sizes, because a small last chunk would read all weights for few tokens.
+  const int64_t most = std::min<int64_t>(fit > 16 ? fit / 16 * 16 : fit, 1024);
+  const int64_t even = gemm::parts_of(count_, std::max<int64_t>(1, gemm::parts_of(count_, most)));
+  chunk_ = std::min({most, gemm::parts_of(even, 16) * 16, count_});
   logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
   if (gradient_ && p_.filter_eps > 0)
     live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));

@@ -108,8 +108,8 @@ class LinearCrossEntropyByTiles {
   // Packs rows of the weight, with the classes or the features as lines.
   void pack_weight(Classes segment, bool classes_are_lines, float* out) const;
   void multiply(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c, int64_t stride,
-                bool add) const {
-    product_.multiply(a, b, m, n, depth, c, stride, 1, add ? 1 : 0, nullptr, /*b_outside=*/true);
+                bool add, const kernels::GemmNarrow* narrow = nullptr) const {
+    product_.multiply(a, b, m, n, depth, c, stride, 1, add ? 1 : 0, narrow, /*b_outside=*/true);
   }
   static int64_t whole(int64_t lines) { return parts_of(lines, kLines) * kLines; }
   Tensor floats(at::IntArrayRef shape) const {
@@ -127,8 +127,9 @@ class LinearCrossEntropyByTiles {
   const int64_t features_, vocab_;
   const bool gradient_;
   int64_t segment_, segments_, chunk_;
-  Tensor grad_weight_;  // the fp32 tensor to which the gradient of the weight is added
-  bool fresh_ = false;  // whether grad_weight_ is still uninitialised
+  Tensor grad_weight_;   // the fp32 tensor to which the gradient of the weight is added
+  bool fresh_ = false;   // whether grad_weight_ is still uninitialised
+  bool rounds_ = false;  // whether the gradient of the weight is rounded to bf16 without grad_weight_
   LinearCrossEntropyResult out_;
 };
 
@@ -153,7 +154,12 @@ LinearCrossEntropyByTiles::LinearCrossEntropyByTiles(const LinearCrossEntropyPro
                             ? at::empty_like(p_.hidden, at::MemoryFormat::Contiguous)
                             : at::zeros_like(p_.hidden, at::MemoryFormat::Contiguous);
   }
-  if (p_.mask[kWeight]) {
+  // A single chunk gives the whole gradient of the weight, which is then rounded once, a segment at a time.
+  rounds_ =
+      p_.mask[kWeight] && !p_.weight_grad && count() <= chunk_ && p_.weight.scalar_type() == at::kBFloat16;
+  if (rounds_) {
+    gradient(kWeight) = in_huge_pages(at::empty({vocab_, features_}, p_.weight.options()));
+  } else if (p_.mask[kWeight]) {
     grad_weight_ = p_.weight_grad ? *p_.weight_grad : floats({vocab_, features_});
     if (!p_.weight_grad) gradient(kWeight) = grad_weight_;
     fresh_ = !p_.weight_grad;
@@ -294,8 +300,10 @@ void LinearCrossEntropyByTiles::add_gradients(Chunk& chunk) {
   }
   float *rights = right.defined() ? right.mutable_data_ptr<float>() : nullptr,
         *weights = weight.defined() ? weight.mutable_data_ptr<float>() : nullptr;
-  // packed weights, the gradient of the logits of kTokenDepth tokens, and the sums for the bias
-  const int64_t size = segment_ / kLines * (packed(features_) + packed(kTokenDepth)) + segment_ * 16;
+  // packed weights, the gradient of the logits of kTokenDepth tokens, the sums for the bias, and the gradient
+  // of the weights before it is rounded
+  const int64_t size = segment_ / kLines * (packed(features_) + packed(kTokenDepth)) + segment_ * 16 +
+                       (rounds_ ? segment_ * features_ : 0);
   const Tensor scratch = floats({at::get_num_threads(), size});
   float* scratches = scratch.mutable_data_ptr<float>();
   for (int64_t begin = 0; begin < segments_; begin += round) {
@@ -318,7 +326,7 @@ void LinearCrossEntropyByTiles::add_segment(const Chunk& chunk, Classes segment,
                                             float* weight_out, float* scratch) {
   const int64_t tile = packed(features_), n = segment.count, panels = parts_of(features_, kLines);
   float *weight = scratch, *left = weight + segment_ / kLines * tile,
-        *sums = left + segment_ / kLines * packed(kTokenDepth);
+        *sums = left + segment_ / kLines * packed(kTokenDepth), *wide = sums + segment_ * 16;
   const float* columns = chunk.columns.const_data_ptr<float>();
   const float *lse = chunk.lse.const_data_ptr<float>(), *factor = chunk.factor.const_data_ptr<float>(),
               *less = chunk.at_target.const_data_ptr<float>();
@@ -336,9 +344,16 @@ void LinearCrossEntropyByTiles::add_segment(const Chunk& chunk, Classes segment,
                         columns + next * tile, tile * static_cast<int64_t>(sizeof(float)));
     }
     if (p_.mask[kWeight]) {
+      const int64_t offset = segment.first * features_;
+      const bool last = rounds_ && begin + depth == chunk.tokens;
+      kernels::GemmNarrow rounded{};
+      if (last) {
+        rounded.data = static_cast<uint16_t*>(gradient(kWeight).mutable_data_ptr()) + offset;
+        rounded.stride = features_;
+      }
       multiply(left, chunk.depth.const_data_ptr<float>() + begin / kTokenDepth * panels * packed(kTokenDepth),
-               n, features_, depth, grad_weight_.mutable_data_ptr<float>() + segment.first * features_,
-               features_, !fresh_ || begin > 0);
+               n, features_, depth, rounds_ ? wide : grad_weight_.mutable_data_ptr<float>() + offset,
+               features_, begin > 0 || (!rounds_ && !fresh_), last ? &rounded : nullptr);
     }
   }
   if (p_.mask[kBias]) {

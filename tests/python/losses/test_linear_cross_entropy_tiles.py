@@ -127,6 +127,20 @@ def test_autocast_rounds_an_fp32_weight_but_not_its_gradient(
     assert not torch.equal(ours[1], theirs[1].float())
 
 
+def test_autocast_with_an_fp32_weight_compiles_whole() -> None:
+    (hidden, weight, _), target = make(100, 64, 300)
+    wide = weight.detach().float().requires_grad_()
+
+    def run(hidden: Tensor, wide: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return shoestring.linear_cross_entropy(hidden, wide, target)
+
+    loss, expected = torch.compile(run, fullgraph=True)(hidden, wide, target), run(hidden, wide, target)
+    assert torch.equal(loss, expected)
+    ours, theirs = (torch.autograd.grad(x, (hidden, wide)) for x in (loss, expected))
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs))
+
+
 def test_a_buffer_gets_the_gradient_of_an_fp32_weight() -> None:
     (hidden, weight, _), target = make(200, 64, 900)
     wide = weight.detach().float().requires_grad_()

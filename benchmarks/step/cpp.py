@@ -51,7 +51,8 @@ def compare_cpp(program: Path, precision: str, quick: bool, rounds: int, threads
             steps = [json.loads(line) for line in (python / "metrics.jsonl").read_text().splitlines()]
             # The first step also allocates memory.
             seconds["python"] += [1 / step["tokens_per_second"] for step in steps[1:]]
-            output = _run([program, "--data", tokens, "--out", cpp, *shape, *shared])
+            # On the CPU, `shoestring train` uses the host allocator by default.
+            output = _run([program, "--data", tokens, "--out", cpp, "--host-allocator", *shape, *shared])
             rates = [float(rate) for rate in re.findall(r"^step .* ([\d.]+) tokens/s", output, re.MULTILINE)]
             seconds["cpp"] += [1 / rate for rate in rates[1:]]
     rate = {which: 1 / sorted(found)[len(found) // 2] for which, found in seconds.items()}

@@ -2,14 +2,15 @@
 
 // The Llama-style decoder of the examples.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
-#include <ATen/ops/rms_norm.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
 #include <c10/util/StringUtil.h>
+#include <shoestring/linear.h>
 #include <shoestring/model_files.h>
+#include <shoestring/ops.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
 
@@ -43,11 +44,32 @@ Rotary rotary(const LlamaConfig& config, int64_t tokens, at::Device device) {
   return {both.cos(), both.sin()};
 }
 
-// Applies the rotary embedding to x (rows, heads, tokens, head_dim). Element i of the first half of a head is
-// paired with element i of the second half, as weights in Hugging Face's format require.
-Tensor rotate(const Tensor& x, const Rotary& rotary) {
-  const auto halves = x.chunk(2, -1);
-  return x * rotary.cos + at::cat({-halves[1], halves[0]}, -1) * rotary.sin;
+// Returns the dtype of matrix products of x.
+at::ScalarType product_dtype(const Tensor& x) {
+  const auto device = x.device().type();
+  return at::autocast::is_autocast_enabled(device) ? at::autocast::get_autocast_dtype(device)
+                                                   : x.scalar_type();
+}
+
+// Returns whether products of x are in bf16 on a CPU with AMX.
+bool has_fast_bf16(const Tensor& x) {
+  static const bool amx = shoestring::cpu_capability() == "amx";
+  return amx && x.is_cpu() && product_dtype(x) == at::kBFloat16;
+}
+
+// Returns whether shoestring computes the product of a trainable layer. LibTorch computes the others.
+bool is_own(const shoestring::nn::AdaptableLinear& layer, const Tensor& x) {
+  return has_fast_bf16(x) && !layer->has_adapter() && !layer->is_quantized() && layer->weight.requires_grad();
+}
+
+// Returns the outputs of layers that read the same x.
+std::vector<Tensor> project(const Tensor& x, const std::vector<shoestring::nn::AdaptableLinear>& layers) {
+  std::vector<Tensor> weights;
+  for (const auto& layer : layers) {
+    if (!is_own(layer, x)) return shoestring::nn::forward_together(x, layers);
+    weights.push_back(layer->weight);
+  }
+  return shoestring::linear_group(x, weights);
 }
 
 }  // namespace
@@ -59,10 +81,21 @@ RMSNormImpl::RMSNormImpl(const LlamaConfig& config)
                         : torch::ones({config.hidden}, at::device(config.device).dtype(config.dtype)))),
       eps(config.rms_norm_eps) {}
 
-Tensor RMSNormImpl::forward(const Tensor& x) { return at::rms_norm(x, weight.sizes(), weight, eps); }
+// Only products read the result, so it is rounded to their dtype.
+shoestring::RMSNormOptions RMSNormImpl::options_for(const Tensor& x) const {
+  shoestring::RMSNormOptions options(eps);
+  const auto dtype = product_dtype(x);
+  if (x.scalar_type() == at::kFloat && dtype != at::kFloat) options.out_dtype(dtype);
+  return options;
+}
 
-AttentionImpl::AttentionImpl(const LlamaConfig& config)
-    : head_dim(config.head_dim), grouped(config.kv_heads != config.heads) {
+Tensor RMSNormImpl::forward(const Tensor& x) { return shoestring::rms_norm(x, weight, options_for(x)); }
+
+std::tuple<Tensor, Tensor> RMSNormImpl::forward_with_residual(const Tensor& x, const Tensor& residual) {
+  return shoestring::add_rms_norm(x, residual, weight, options_for(residual));
+}
+
+AttentionImpl::AttentionImpl(const LlamaConfig& config) : head_dim(config.head_dim) {
   const int64_t wide = config.heads * head_dim, narrow = config.kv_heads * head_dim;
   q_proj = register_module("q_proj", linear(config, config.hidden, wide));
   k_proj = register_module("k_proj", linear(config, config.hidden, narrow));
@@ -72,21 +105,13 @@ AttentionImpl::AttentionImpl(const LlamaConfig& config)
 
 Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const int64_t rows = x.size(0), tokens = x.size(1);
-  const auto projected = shoestring::nn::forward_together(x, {q_proj, k_proj, v_proj});
-  // Many CPUs are slow at bf16 matrix products, and the tensors of one layer's heads are small. So the CPU
-  // computes attention in fp32.
-  const auto type = x.is_cpu() ? at::kFloat : projected[0].scalar_type();
+  const auto projected = project(x, {q_proj, k_proj, v_proj});
   // Reshapes (rows, tokens, heads * head_dim) to (rows, heads, tokens, head_dim).
-  const auto heads = [&](const Tensor& t) {
-    return t.to(type).view({rows, tokens, -1, head_dim}).transpose(1, 2);
-  };
-  const Tensor q = rotate(heads(projected[0]), rotary).to(type),
-               k = rotate(heads(projected[1]), rotary).to(type), v = heads(projected[2]);
-  const auto attend = [&] {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    return at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true, std::nullopt, grouped);
-  };
-  return o_proj(attend().transpose(1, 2).reshape({rows, tokens, -1}).to(x.scalar_type()));
+  const auto heads = [&](const Tensor& t) { return t.view({rows, tokens, -1, head_dim}).transpose(1, 2); };
+  const auto [q, k] = shoestring::rope(heads(projected[0]), heads(projected[1]), rotary.cos, rotary.sin);
+  const Tensor out =
+      shoestring::attention(q, k, heads(projected[2]), shoestring::AttentionOptions().causal(true));
+  return project(out.transpose(1, 2).reshape({rows, tokens, -1}), {o_proj})[0];
 }
 
 MlpImpl::MlpImpl(const LlamaConfig& config) {
@@ -96,7 +121,10 @@ MlpImpl::MlpImpl(const LlamaConfig& config) {
 }
 
 Tensor MlpImpl::forward(const Tensor& x) {
-  return shoestring::nn::swiglu_mlp(x, gate_proj, up_proj, down_proj);
+  if (!is_own(gate_proj, x) || !is_own(up_proj, x) || !is_own(down_proj, x))
+    return shoestring::nn::swiglu_mlp(x, gate_proj, up_proj, down_proj);
+  const auto inner = project(x, {gate_proj, up_proj});
+  return project(shoestring::swiglu(inner[0], inner[1]), {down_proj})[0];
 }
 
 DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
@@ -107,8 +135,9 @@ DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {
 }
 
 Tensor DecoderLayerImpl::forward(const Tensor& x, const Rotary& rotary) {
-  const Tensor attended = x + self_attn(input_layernorm(x), rotary);
-  return attended + mlp(post_attention_layernorm(attended));
+  const auto [normed, attended] =
+      post_attention_layernorm->forward_with_residual(self_attn(input_layernorm(x), rotary), x);
+  return attended + mlp(normed);
 }
 
 DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {

@@ -4,12 +4,14 @@
 
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/nn.h>
+#include <shoestring/ops.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/pimpl.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 struct LlamaConfig {
@@ -36,6 +38,9 @@ struct Rotary {
 struct RMSNormImpl : torch::nn::Module {
   explicit RMSNormImpl(const LlamaConfig& config);
   at::Tensor forward(const at::Tensor& x);
+  /// Returns the norm of x + residual, and x + residual.
+  std::tuple<at::Tensor, at::Tensor> forward_with_residual(const at::Tensor& x, const at::Tensor& residual);
+  shoestring::RMSNormOptions options_for(const at::Tensor& x) const;
 
   at::Tensor weight;
   double eps;
@@ -47,7 +52,6 @@ struct AttentionImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, const Rotary& rotary);
 
   int64_t head_dim;
-  bool grouped;
   shoestring::nn::AdaptableLinear q_proj = nullptr, k_proj = nullptr, v_proj = nullptr, o_proj = nullptr;
 };
 TORCH_MODULE(Attention);

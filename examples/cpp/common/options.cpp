@@ -83,6 +83,8 @@ void add_loop_options(CommandLine& line, LoopOptions& o, int64_t least_steps) {
   line.add("workspace-mb", o.workspace_mb, 1, 1 << 20, kDecides, "memory of the fused loss, in MiB");
   line.add("log-every", o.log_every, 0, kMostSteps, kMayChange,
            "steps between reads of loss and norm from the device; 0: 1 on the CPU, else 10");
+  line.add("host-allocator", o.host_allocator, kMayChange,
+           "on the CPU, reuse freed memory of tensors, in huge pages");
   line.add("threads", o.threads, 0, 4096, kMayChange,
            "CPU threads; 0: what PyTorch takes; bits can depend on the number");
 }

@@ -12,7 +12,7 @@ struct LoopOptions {
   std::string data, out, device = "auto";
   std::string precision = "fp32", weights = "fp32", optimizer = "adamw", optimizer_state = "8bit";
   std::string offload = "none", activations = "keep", memory_budget, schedule = "cosine";
-  bool step_in_backward = false;
+  bool step_in_backward = false, host_allocator = false;
   int64_t steps = 200, batch_size = 8, seq_len = 512, accumulate = 1;
   double lr = 1e-3;
   int64_t warmup = 10;

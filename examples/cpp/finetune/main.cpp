@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 #include <malloc.h>
 #include <shoestring/autograd.h>
+#include <shoestring/host_allocator.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/safetensors.h>
@@ -133,6 +134,7 @@ void write_logits(const std::string& path, Forward& forward, const Blocks& block
 void run(const FinetuneOptions& options) {
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   const at::Device device = find_device(options);
+  if (options.host_allocator && device.is_cpu()) shoestring::host_allocator::enable();
   Result result;
   result.libtorch = peak_memory();
   const TokenFile file(options.data);

@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <shoestring/autograd.h>
+#include <shoestring/host_allocator.h>
 #include <torch/utils.h>
 
 #include <algorithm>
@@ -51,6 +52,7 @@ Optimizers make_optimizers(LlamaForCausalLM& model, const TrainOptions& options)
 void train(const TrainOptions& options) {
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   const at::Device device = find_device(options);
+  if (options.host_allocator && device.is_cpu()) shoestring::host_allocator::enable();
   const int64_t libtorch = peak_memory();
   const TokenFile file(options.data);
   const Split data = split(file, options.seq_len, options.val_fraction);

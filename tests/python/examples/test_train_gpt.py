@@ -123,9 +123,10 @@ def test_offloaded_state_changes_nothing_else(
         ["--memory-budget", "8MiB", "--activations", "offload"],
         ["--log-every", "7"],
         ["--device", "cpu"],
+        ["--host-allocator"],
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_options_that_change_no_bit(
     program: Path, data: Path, whole: tuple[Path, str], tmp_path: Path, options: list[str]
 ) -> None:

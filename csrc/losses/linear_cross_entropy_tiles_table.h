@@ -27,7 +27,7 @@ struct LogitBlock {
   int32_t first_class;
 };
 
-/// What is known about kTileTokens tokens; each member has the shape (kTileTokens).
+/// Holds what is known about kTileTokens tokens; each member has the shape (kTileTokens).
 struct TileStatistics {
   float* largest;    // largest logit of the classes so far; at first -FLT_MAX
   float* sum;        // sum of exp(logit - largest) over the classes so far; at first 0
@@ -40,7 +40,7 @@ struct TileUpstream {
   const float *lse, *factor, *at_target;
 };
 
-/// Where gradient() stores the gradient in bf16: in two operands of matrix products on AMX. A null pointer
+/// Points to the two operands of matrix products on AMX in which gradient() stores bf16. A null pointer
 /// means that an operand is not needed. The classes from `classes` on up to whole panels get zeros.
 struct TileOperands {
   // Panels of kTileClasses classes for a product over tokens. Each holds a row of kTileTokens numbers for

@@ -9,6 +9,7 @@ from torch import Tensor
 import shoestring
 from conftest import relative_error
 from shoestring.ops import LoraWeight, lora_linear_group
+from thread_counts import assert_same_bits
 
 
 def adapted(rows: int, columns: int, rank: int, quant_type: str = "nf4") -> tuple[LoraWeight, Tensor]:
@@ -24,18 +25,12 @@ def test_bits_on_any_number_of_threads(capability: str, dtype: torch.dtype) -> N
     layers = [adapted(rows, 333, 5)[0] for rows in (200, 65)]
     x = torch.randn(77, 333).to(dtype).requires_grad_()
     leaves = [x, *(t for layer in layers for t in (layer.lora_A, layer.lora_B) if t is not None)]
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (1, 2, 3, 7, 2):
-            torch.set_num_threads(count)
-            outputs = lora_linear_group(x, layers)
-            gradients = torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)
-            results.append([*outputs, *gradients])
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
+
+    def run() -> list[Tensor]:
+        outputs = lora_linear_group(x, layers)
+        return [*outputs, *torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)]
+
+    assert_same_bits(run, (1, 2, 3, 7, 2))
 
 
 # Shapes (tokens, in_features, out_features). 300 tokens of 15,000 numbers exceed the panels that threads share,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import shoestring
+from thread_counts import assert_same_bits
 
 WIDTH = 256
 COUNTS = (1, 2, 3, 7, 16, 64)
@@ -60,13 +61,9 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor | list[Tensor]]] = {
 def test_bits_do_not_depend_on_the_number_of_threads(name: str, rows: int) -> None:
     """A small input stays on one thread, a large one is divided among up to 64."""
     x = torch.randn(rows, WIDTH)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in COUNTS:
-            torch.set_num_threads(count)
-            found = OPERATORS[name](x)
-            results.append(found if isinstance(found, list) else [found])
-    finally:
-        torch.set_num_threads(threads)
-    for count, found in zip(COUNTS[1:], results[1:], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(results[0], found, strict=True)), f"{count} threads"
+
+    def run() -> list[Tensor]:
+        found = OPERATORS[name](x)
+        return found if isinstance(found, list) else [found]
+
+    assert_same_bits(run, COUNTS)

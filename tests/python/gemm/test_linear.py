@@ -14,6 +14,7 @@ from conftest import relative_error
 from rounding import rounding_errors
 from shoestring.gemm.linear import PRODUCTS
 from shoestring.ops import linear_reference
+from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
 
@@ -218,16 +219,13 @@ def test_threads_change_nothing(capability: str, backend: str, autocast: bool) -
         torch.randn(700, 130, requires_grad=True),
         [torch.randn(n, 130, requires_grad=True) for n in (90, 33)],
     )
-    results = []
-    before = torch.get_num_threads()
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
+
+    def run() -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = shoestring.linear_group(x, weights)
-        results.append([*y, *torch.autograd.grad(y, (x, *weights), [torch.ones_like(t) for t in y])])
-    torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+        return [*y, *torch.autograd.grad(y, (x, *weights), [torch.ones_like(t) for t in y])]
+
+    assert_same_bits(run, (1, 2, 3))
 
 
 def test_module() -> None:

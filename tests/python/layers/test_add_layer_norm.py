@@ -7,6 +7,7 @@ from torch import Tensor
 import shoestring
 from conftest import relative_error
 from shoestring.ops import add_layer_norm_reference
+from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
 
@@ -92,15 +93,7 @@ def test_what_is_kept() -> None:
 
 def test_repeatable_on_any_number_of_threads(backend: str) -> None:
     given = inputs(700 if backend == "simt" else 5000, 96, torch.float32)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (threads, 1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(results(shoestring.add_layer_norm, given))
-    finally:
-        torch.set_num_threads(threads)
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+    assert_same_bits(lambda: results(shoestring.add_layer_norm, given), (torch.get_num_threads(), 1, 2, 3))
 
 
 def test_strides_and_not_finite() -> None:

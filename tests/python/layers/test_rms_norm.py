@@ -7,6 +7,7 @@ from torch import Tensor
 import shoestring
 from conftest import relative_error
 from shoestring.ops import add_rms_norm_reference, rms_norm_reference
+from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
 
@@ -140,14 +141,10 @@ def test_narrow_results_elsewhere(capability: str) -> None:
     """Results in out_dtype keep NaNs, repeat on any number of threads, and take part in torch.compile."""
     given = inputs(70, 100, torch.float32)
     given |= {"x": given["x"].bfloat16(), "grad": given["grad"].bfloat16()}
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (threads, 1, 3):
-            torch.set_num_threads(count)
-            found.append(results(shoestring.add_rms_norm, given, None, out_dtype=torch.bfloat16))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+    found = assert_same_bits(
+        lambda: results(shoestring.add_rms_norm, given, None, out_dtype=torch.bfloat16),
+        (torch.get_num_threads(), 1, 3),
+    )
     compiled = torch.compile(shoestring.add_rms_norm, fullgraph=True, backend="aot_eager")
     again = results(compiled, given, None, out_dtype=torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
@@ -224,15 +221,9 @@ def test_what_is_kept() -> None:
 def test_repeatable_on_any_number_of_threads(backend: str) -> None:
     # With 20000 rows, each part of the CPU's reduction over rows has more rows than are summed at once.
     given = inputs(700 if backend == "simt" else 20000, 40, torch.float32)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (threads, 1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(results(shoestring.add_rms_norm, given, None))
-    finally:
-        torch.set_num_threads(threads)
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+    found = assert_same_bits(
+        lambda: results(shoestring.add_rms_norm, given, None), (torch.get_num_threads(), 1, 2, 3)
+    )
     exact, eager = (results(add_rms_norm_reference, given, compute)[-1] for compute in (torch.float64, None))
     assert relative_error(found[0][-1], exact) <= 1.1 * relative_error(eager, exact) + 2e-7
 

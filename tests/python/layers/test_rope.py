@@ -8,6 +8,7 @@ from torch import Tensor
 import shoestring
 from conftest import relative_error
 from shoestring.ops import rope_reference
+from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
 
@@ -149,15 +150,9 @@ def test_positions_out_of_range(backend: str) -> None:
 def test_repeatable_on_any_number_of_threads() -> None:
     leaves = [heads(2, 3, 70, 16), heads(2, 1, 70, 16), torch.rand(16), torch.rand(16)]
     grads, angles = [torch.randn_like(t) for t in leaves[:2]], tables(70, 16)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (threads, 1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(results(shoestring.rope, leaves, angles, grads, None))
-    finally:
-        torch.set_num_threads(threads)
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+    assert_same_bits(
+        lambda: results(shoestring.rope, leaves, angles, grads, None), (torch.get_num_threads(), 1, 2, 3)
+    )
 
 
 def test_weights_of_other_dtypes_and_offsets(capability: str) -> None:

@@ -15,6 +15,7 @@ from conftest import relative_error
 from rounding import assert_no_worse
 from shoestring.losses.linear_cross_entropy import cross_entropy_reference
 from shoestring.ops import linear_cross_entropy_reference
+from thread_counts import assert_same_bits
 
 SHAPES = [
     (64, 32, 32),  # the smallest size
@@ -96,15 +97,7 @@ def test_the_number_of_threads_does_not_matter() -> None:
         loss = shoestring.linear_cross_entropy(*leaves[:2], target, leaves[2], workspace_mb=1)
         return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3, 7, 1):
-            torch.set_num_threads(count)
-            results.append(run())
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+    assert_same_bits(run, (1, 2, 3, 7, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

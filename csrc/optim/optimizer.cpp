@@ -251,7 +251,7 @@ void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t
   ends.reserve(work.size());
   for (const Stepped& s : work) ends.push_back((ends.empty() ? 0 : ends.back()) + s.last - s.first);
   // An element takes about a nanosecond: optimizers decode and encode their state.
-  const int64_t grain = row_grain(32 * kBlock);
+  const int64_t grain = row_grain(32 * kStateBlock);
   at::parallel_for(0, ends.back(), grain, [&](int64_t first, int64_t last) {
     size_t i = std::upper_bound(ends.begin(), ends.end(), first) - ends.begin();
     for (int64_t block = first; block < last; ++i) {

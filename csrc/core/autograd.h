@@ -120,6 +120,11 @@ inline at::Tensor sum_to_bias(const at::Tensor& grad, at::ScalarType dtype) {
   std::vector<int64_t> dims(grad.dim() - 1);
   std::iota(dims.begin(), dims.end(), 0);
   if (dims.empty()) return grad.to(dtype);
+  if (grad.is_cpu() && grad.scalar_type() != at::kDouble && !is_traced(grad) && !at::GradMode::is_enabled()) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static auto op = find<at::Tensor(const at::Tensor&)>("shoestring::_column_sums");
+    return op.call(grad).to(dtype);
+  }
   const auto sum_type = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return grad.sum(dims, /*keepdim=*/false, sum_type).to(dtype);
 }

@@ -19,4 +19,6 @@ TORCH_LIBRARY(shoestring, m) {
   // Multiplies x in place by a factor (one element). Does nothing if the factor is 1; on CUDA, the kernel
   // tests for 1. Backward passes use _scale_ to scale saved gradients.
   m.def("_scale_(Tensor(a!) x, Tensor factor) -> ()");
+  // Returns the fp32 sum of x (..., features), fp32, bf16 or fp16, over all dimensions but the last.
+  m.def("_column_sums(Tensor x) -> Tensor");
 }

@@ -13,6 +13,8 @@
 #include "core/tensors.h"
 #include "gemm/gemm.h"
 #include "gemm/linear.h"
+#include "gemm/packed_gemm.h"
+#include "gemm/products.h"
 
 namespace shoestring::gemm {
 namespace {
@@ -20,6 +22,9 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalType = std::optional<at::ScalarType>;
+
+// With fewer rows, fewer columns or a smaller depth, a product is computed without packing.
+constexpr int64_t kLeastToAdd = 8;
 
 void check_linear(const char* op, const Tensor& x, at::TensorList weights, const OptionalTensors& biases,
                   OptionalType dtype, int64_t library) {
@@ -101,9 +106,21 @@ void multiply_into(Backend backend, bool library, at::ScalarType type, const Ten
   }
 }
 
+// Returns whether our product x W^T with a 16-bit result adds the bias before it rounds the result.
+bool adds_bias(const Tensor& x, const Tensor& weight) {
+  return x.element_size() == 2 && sums_products(product_type(x)) &&
+         std::min({x.size(0), x.size(1), weight.size(0)}) >= kLeastToAdd;
+}
+
 // Computes x W^T + bias, or x W^T + bias + residual, for x (tokens, in_features).
 Tensor multiply_linear(Backend backend, int64_t library, at::ScalarType type, const Tensor& x,
                        const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual) {
+  const bool own = backend == Backend::kCpu && (library & kLinearForward) == 0;
+  if (own && bias.has_value() && !residual.has_value() && adds_bias(x, weight)) {
+    const Tensor result = at::empty({x.size(0), weight.size(0)}, x.options());
+    gemm_sum(product_type(x), result, {{x, weight.t()}}, {}, bias->to(at::kFloat).contiguous());
+    return result;
+  }
   Tensor out;
   if (residual.has_value()) {
     const auto sum = at::promote_types(type, residual->scalar_type());

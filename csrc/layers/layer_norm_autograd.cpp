@@ -18,61 +18,68 @@ using torch::autograd::variable_list;
 class LayerNorm : public torch::autograd::Function<LayerNorm> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
-                               const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                               c10::optional<at::ScalarType> out_dtype) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const auto [y, sum, mean, rstd] = norm::call_layer_norm_forward(x, residual, weight, bias, eps);
+    const auto [y, sum, mean, rstd] =
+        norm::call_layer_norm_forward(x, residual, weight, bias, eps, out_dtype);
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({residual.has_value() ? sum : x, weight.value_or(Tensor()),
                             wants_grad(bias) ? *bias : Tensor(), mean, rstd});
     ctx->saved_data["weight_grad"] = wants_grad(weight);
     ctx->saved_data["dtype"] = x.scalar_type();
+    // Backward then also rounds the gradient of x + residual, which is the gradient of x.
+    ctx->saved_data["rounded"] = residual.has_value() && x.scalar_type() != residual->scalar_type() &&
+                                 y.scalar_type() == x.scalar_type();
     if (!residual.has_value()) return {y};
     return {y, sum};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
     const variable_list saved = ctx->get_saved_variables();
-    Tensor grad_x = upstream.size() > 1 ? upstream[1] : Tensor(), grad_weight, grad_bias;
+    Tensor grad_sum = upstream.size() > 1 ? upstream[1] : Tensor(), grad_x, grad_weight, grad_bias;
     if (upstream[0].defined()) {
-      const bool weight_grad = ctx->saved_data["weight_grad"].toBool(), bias_grad = saved[2].defined();
+      const bool weight_grad = ctx->saved_data["weight_grad"].toBool(), bias_grad = saved[2].defined(),
+                 rounded = ctx->saved_data["rounded"].toBool();
       at::AutoDispatchBelowADInplaceOrView below;
-      static auto op = find<std::tuple<Tensor, Tensor, Tensor>(
+      static auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
           const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-          const Tensor&, const Tensor&, bool, bool)>("shoestring::_layer_norm_backward");
-      std::tie(grad_x, grad_weight, grad_bias) =
-          op.call(upstream[0], as_optional(grad_x), saved[0], as_optional(saved[1]), as_optional(saved[2]),
-                  saved[3], saved[4], weight_grad, bias_grad);
+          const Tensor&, const Tensor&, bool, bool, bool)>("shoestring::_layer_norm_backward");
+      std::tie(grad_sum, grad_weight, grad_bias, grad_x) =
+          op.call(upstream[0], as_optional(grad_sum), saved[0], as_optional(saved[1]), as_optional(saved[2]),
+                  saved[3], saved[4], weight_grad, bias_grad, rounded);
+      if (!rounded) grad_x = Tensor();
       if (!weight_grad) grad_weight = Tensor();
       if (!bias_grad) grad_bias = Tensor();
     }
-    const Tensor grad_residual = upstream.size() > 1 ? grad_x : Tensor();
     // x may be narrower than the residual and the sum
-    if (grad_x.defined()) grad_x = grad_x.to(ctx->saved_data["dtype"].toScalarType());
-    variable_list gradients =
-        once_differentiable("layer_norm", {grad_x, grad_residual, grad_weight, grad_bias});
-    gradients.emplace_back();  // no gradient for eps
+    if (!grad_x.defined() && grad_sum.defined())
+      grad_x = grad_sum.to(ctx->saved_data["dtype"].toScalarType());
+    if (upstream.size() == 1) grad_sum = Tensor();  // there is no residual
+    variable_list gradients = once_differentiable("layer_norm", {grad_x, grad_sum, grad_weight, grad_bias});
+    gradients.resize(6);  // no gradients for eps and out_dtype
     return gradients;
   }
 };
 
 Tensor layer_norm_autograd(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                           double eps) {
+                           double eps, c10::optional<at::ScalarType> out_dtype) {
   if (needs_grad(x, weight.value_or(Tensor()), bias.value_or(Tensor())))
-    return LayerNorm::apply(x, OptionalTensor(), weight, bias, eps)[0];
+    return LayerNorm::apply(x, OptionalTensor(), weight, bias, eps, out_dtype)[0];
   at::AutoDispatchBelowADInplaceOrView below;
   static auto op = find<decltype(layer_norm_autograd)>("shoestring::layer_norm");
-  return op.call(x, weight, bias, eps);
+  return op.call(x, weight, bias, eps, out_dtype);
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm_autograd(const Tensor& x, const Tensor& residual,
                                                    const OptionalTensor& weight, const OptionalTensor& bias,
-                                                   double eps) {
+                                                   double eps, c10::optional<at::ScalarType> out_dtype) {
   if (needs_grad(x, residual, weight.value_or(Tensor()), bias.value_or(Tensor()))) {
-    const variable_list results = LayerNorm::apply(x, OptionalTensor(residual), weight, bias, eps);
+    const variable_list results = LayerNorm::apply(x, OptionalTensor(residual), weight, bias, eps, out_dtype);
     return {results[0], results[1]};
   }
   at::AutoDispatchBelowADInplaceOrView below;
   static auto op = find<decltype(add_layer_norm_autograd)>("shoestring::add_layer_norm");
-  return op.call(x, residual, weight, bias, eps);
+  return op.call(x, residual, weight, bias, eps, out_dtype);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {

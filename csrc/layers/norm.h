@@ -67,7 +67,8 @@ std::tuple<Tensor, Tensor, Tensor> call_rms_norm_forward(const Tensor& x, const 
 std::tuple<Tensor, Tensor, Tensor, Tensor> call_layer_norm_forward(const Tensor& x,
                                                                    const OptionalTensor& residual,
                                                                    const OptionalTensor& weight,
-                                                                   const OptionalTensor& bias, double eps);
+                                                                   const OptionalTensor& bias, double eps,
+                                                                   c10::optional<at::ScalarType> out_dtype);
 
 /// Returns t or, if t is undefined, an empty tensor, because operators cannot return undefined tensors.
 inline Tensor or_none(const Tensor& t, const Tensor& like) {

@@ -120,8 +120,7 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const Input<In, E>& inp
 template <class In, class E, class Out, int kRows>
 SHOESTRING_INLINE auto writer_of(const Norm& norm) {
   auto* write = write_rows<In, E, Out, Upcast::kGemma, false, kRows>;
-  if constexpr (kSame<E, Out>)
-    if (norm.centred) return write_rows<In, E, Out, Upcast::kGemma, true, kRows>;
+  if (norm.centred) return write_rows<In, E, Out, Upcast::kGemma, true, kRows>;
   if constexpr (!kSame<E, Float>) {
     if (norm.upcast == Upcast::kLlama) write = write_rows<In, E, Out, Upcast::kLlama, false, kRows>;
     if (norm.upcast == Upcast::kNone) write = write_rows<In, E, Out, Upcast::kNone, false, kRows>;
@@ -281,8 +280,7 @@ template <class E, class Out>
 void backward(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
   const bool vectors = io.grad_weight != nullptr;
   auto* run = vectors ? backward_all<E, Out, false, true> : backward_all<E, Out, false, false>;
-  if constexpr (kSame<E, Out>)
-    if (norm.centred) run = vectors ? backward_all<E, Out, true, true> : backward_all<E, Out, true, false>;
+  if (norm.centred) run = vectors ? backward_all<E, Out, true, true> : backward_all<E, Out, true, false>;
   run(norm, io, begin, end);
 }
 

@@ -64,7 +64,7 @@ struct NormTable {
   using Columns = void (*)(const float* parts, int64_t rows, int64_t stride, int64_t begin, int64_t end,
                            float* out);
   NormRows of_float, of_bf16, of_fp16;
-  // Rows of rms_norm that are normalised in fp32 while y and its gradient are bf16 or fp16. A residual is
+  // Rows that are normalised in fp32 while y and its gradient are bf16 or fp16. A residual is
   // fp32. x is fp32 (`float_to_`), or has the dtype of y and is added to a residual (`_plus_float`).
   NormRows float_to_bf16, float_to_fp16, bf16_plus_float, fp16_plus_float;
   // Forward of rows that are normalised in fp32, as y is, while x is bf16 or fp16 and the residual fp32.

@@ -45,17 +45,19 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       Tensor rounded_grad_x))");
   // layer_norm returns y = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
   // add_layer_norm normalises x + residual and also returns this sum, both in the dtype of the residual,
-  // which may be fp32 while x is 16-bit.
-  m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor");
+  // which may be fp32 while x is 16-bit. out_dtype: as for rms_norm.
+  m.def(R"(layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps,
+      ScalarType? out_dtype=None) -> Tensor)");
   m.def(R"(add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *,
-      float eps) -> (Tensor y, Tensor sum))");
+      float eps, ScalarType? out_dtype=None) -> (Tensor y, Tensor sum))");
   // _layer_norm_forward and _layer_norm_backward compute layer_norm and add_layer_norm and their gradients.
-  // As for RMSNorm, sum is empty if there is no residual, and grad_sum is the upstream gradient of sum.
+  // As for RMSNorm, sum is empty if there is no residual, grad_sum is the upstream gradient of sum, and
+  // rounded_grad_x is grad_x in the dtype of grad_y if rounded_x is true.
   m.def(R"(_layer_norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias,
-      float eps) -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd))");
+      float eps, ScalarType? out_dtype=None) -> (Tensor y, Tensor sum, Tensor mean, Tensor rstd))");
   m.def(R"(_layer_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor? bias,
-      Tensor mean, Tensor rstd, bool weight_grad, bool bias_grad) -> (Tensor grad_x, Tensor grad_weight,
-      Tensor grad_bias))");
+      Tensor mean, Tensor rstd, bool weight_grad, bool bias_grad, bool rounded_x=False) -> (Tensor grad_x,
+      Tensor grad_weight, Tensor grad_bias, Tensor rounded_grad_x))");
   // Applies the rotary position embedding to q and k: (batch, heads, tokens, head_dim) or (tokens, heads,
   // head_dim), with any strides. q and k may have different numbers of heads.
   // cos and sin: (tokens, width) or (1 or batch, tokens, width). If position_ids are given, int64 (tokens) or

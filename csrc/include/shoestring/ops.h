@@ -366,16 +366,18 @@ SHOESTRING_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor&
                                                                const std::optional<at::Tensor>& weight,
                                                                const RMSNormOptions& options);
 
-/// Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32. Returns x's
-/// dtype. weight and bias (features), any floating-point dtype. Saves x and two numbers per row for backward.
+/// Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in fp32. Returns
+/// x's dtype or out_dtype, which is bf16 or fp16 for fp32 x. weight and bias (features), any floating-point
+/// dtype. Saves x and two numbers per row for backward.
 SHOESTRING_API at::Tensor layer_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
-                                     const std::optional<at::Tensor>& bias, double eps);
-/// Returns layer_norm(x + residual) and x + residual, computed in one pass.
-SHOESTRING_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& x,
-                                                                 const at::Tensor& residual,
-                                                                 const std::optional<at::Tensor>& weight,
-                                                                 const std::optional<at::Tensor>& bias,
-                                                                 double eps);
+                                     const std::optional<at::Tensor>& bias, double eps,
+                                     std::optional<at::ScalarType> out_dtype = std::nullopt);
+/// Returns layer_norm(x + residual) and x + residual, computed in one pass. Both have the dtype of the
+/// residual, which may be fp32 while x is 16-bit; with out_dtype, the norm has that dtype.
+SHOESTRING_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(
+    const at::Tensor& x, const at::Tensor& residual, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias, double eps,
+    std::optional<at::ScalarType> out_dtype = std::nullopt);
 
 struct RopeOptions {
   /// The number of elements of each head that are rotated, counted from the first element. The default is all

@@ -5,7 +5,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Compute ``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension.
 
     The method is layer normalisation (arXiv 1607.06450).
@@ -18,12 +25,14 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         x: (..., features), fp32, fp64, bf16 or fp16.
         weight, bias: (features), each in any floating-point dtype. None: no multiplication, no addition.
         eps: added to the variance.
+        out_dtype: dtype of the result: bf16 or fp16 for fp32 x. A linear layer under autocast takes such a
+            result as it is, and gives the same bits. None: the dtype of x.
 
     Returns:
-        The shape and dtype of x. Differentiable once.
+        The shape of x, in out_dtype. Differentiable once.
 
     Raises:
-        RuntimeError: the shape, dtype or device of weight or bias does not fit x.
+        RuntimeError: the shape, dtype or device of weight or bias, or out_dtype, does not fit x.
 
     Example:
         >>> x, weight, bias = torch.randn(16, 64), torch.ones(64), torch.zeros(64)
@@ -32,7 +41,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         >>> torch.allclose(y, expected, atol=1e-5)
         True
     """
-    result: Tensor = torch.ops.shoestring.layer_norm(x, weight, bias, eps=eps)
+    result: Tensor = torch.ops.shoestring.layer_norm(x, weight, bias, eps=eps, out_dtype=out_dtype)
     return result
 
 
@@ -43,6 +52,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     *,
     eps: float,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(layer_norm(x + residual), x + residual)`` in one pass forward and one pass backward.
 
@@ -53,13 +63,14 @@ def add_layer_norm(
         x: (..., features), fp32, fp64, bf16 or fp16.
         residual: like x. If x is 16-bit, the residual may be fp32, as under autocast.
         weight, bias, eps: as in ``layer_norm``.
+        out_dtype: as in ``layer_norm``, for rows of the residual's dtype. A 16-bit x must have this dtype.
 
     Returns:
-        Two tensors with the shape and dtype of the residual: the normalised ``x + residual``, and
-        ``x + residual``.
+        Two tensors with the shape of x: the normalised ``x + residual`` in out_dtype, and ``x + residual`` in
+        the dtype of the residual.
 
     Raises:
-        RuntimeError: weight, bias or residual does not fit x.
+        RuntimeError: weight, bias, residual or out_dtype does not fit x.
 
     Example:
         >>> x, residual = torch.randn(2, 16, 64)
@@ -67,17 +78,24 @@ def add_layer_norm(
         >>> normed.shape, torch.equal(total, x + residual)
         (torch.Size([16, 64]), True)
     """
-    result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_layer_norm(x, residual, weight, bias, eps=eps)
+    result: tuple[Tensor, Tensor] = torch.ops.shoestring.add_layer_norm(
+        x, residual, weight, bias, eps=eps, out_dtype=out_dtype
+    )
     return result
 
 
 def layer_norm_reference(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``layer_norm`` in plain PyTorch."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     weight, bias = (None if t is None else t.to(wide.dtype) for t in (weight, bias))
-    return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(out_dtype or x.dtype)
 
 
 def add_layer_norm_reference(
@@ -87,7 +105,8 @@ def add_layer_norm_reference(
     bias: Tensor | None = None,
     *,
     eps: float,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``add_layer_norm`` in plain PyTorch."""
     total = x + residual
-    return layer_norm_reference(total, weight, bias, eps=eps), total
+    return layer_norm_reference(total, weight, bias, eps=eps, out_dtype=out_dtype), total

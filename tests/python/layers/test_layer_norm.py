@@ -4,7 +4,7 @@ from torch import Tensor
 
 import shoestring
 from conftest import relative_error
-from shoestring.ops import layer_norm_reference
+from shoestring.ops import add_layer_norm_reference, layer_norm_reference
 from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
@@ -95,6 +95,58 @@ def test_repeatable_on_any_number_of_threads(backend: str) -> None:
     assert_same_bits(lambda: results(shoestring.layer_norm, given), (torch.get_num_threads(), 1, 2, 3))
 
 
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_of_fp32_with_a_narrower_result(
+    capability: str, shape: tuple[int, int], out: torch.dtype
+) -> None:
+    """With out_dtype, y is the fp32 result rounded once, and gradients are as exact as eager PyTorch's."""
+    x, weight, bias, grad = inputs(*shape, torch.float32)
+    branch, more = torch.randn_like(x).to(out), torch.randn_like(x)
+
+    def run(function: object, compute: torch.dtype | None, **options: object) -> list[Tensor]:
+        leaves = [t.detach().to(compute or t.dtype).requires_grad_() for t in (branch, x, weight, bias)]
+        y, total = function(*leaves, eps=EPS, **options)  # type: ignore[operator]
+        return [y, total, *torch.autograd.grad([y, total], leaves, [grad.to(y.dtype), more.to(total.dtype)])]
+
+    ours = run(shoestring.add_layer_norm, None, out_dtype=out)
+    eager = run(add_layer_norm_reference, None, out_dtype=out)
+    exact = run(add_layer_norm_reference, torch.float64)
+    assert [t.dtype for t in ours] == [out, torch.float32, out, *[torch.float32] * 3]
+    for name, a, b, c in zip(
+        ("y", "sum", "x", "residual", "weight", "bias"), ours, exact, eager, strict=True
+    ):
+        if a.numel() and shape[1] > 1:
+            assert relative_error(a, b) <= 1.1 * relative_error(c, b) + 2e-7, name
+    total = ours[1].detach()
+    wide = shoestring.layer_norm(total, weight, bias, eps=EPS)
+    assert torch.equal(shoestring.layer_norm(total, weight, bias, eps=EPS, out_dtype=out), wide.to(out))
+    assert torch.equal(ours[0], wide.to(out)) and torch.equal(ours[2], ours[3].to(out))
+
+
+def test_a_narrower_result_repeats_compiles_and_keeps_nan() -> None:
+    branch, x = torch.randn(5000, 96).bfloat16(), torch.randn(5000, 96)
+
+    def run(function: object = shoestring.add_layer_norm) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (branch, x, torch.ones(96), torch.zeros(96))]
+        results: tuple[Tensor, Tensor] = function(  # type: ignore[operator]
+            *leaves, eps=EPS, out_dtype=torch.bfloat16
+        )
+        return [*results, *torch.autograd.grad([t.float().square().sum() for t in results], leaves)]
+
+    assert_same_bits(run, (torch.get_num_threads(), 1, 2, 3))
+    compiled = torch.compile(shoestring.add_layer_norm, fullgraph=True, dynamic=True, backend="aot_eager")
+    for a, b in zip(run(compiled), run(), strict=True):
+        torch.testing.assert_close(a, b)
+    bad = torch.randn(3, 64)
+    bad[1, 3], bad[2, 3] = float("nan"), float("inf")
+    y = shoestring.layer_norm(bad, eps=EPS, out_dtype=torch.bfloat16)
+    assert y[0].isfinite().all() and y[1:].isnan().all()
+    small = (branch[:2].requires_grad_(), x[:2].requires_grad_(), torch.ones(96).requires_grad_())
+    options = {"eps": EPS, "out_dtype": torch.bfloat16}
+    torch.library.opcheck(torch.ops.shoestring.add_layer_norm.default, small, options)
+
+
 def test_strides_and_not_finite() -> None:
     x = torch.randn(4, 5, 66, requires_grad=True)[:, 1:4, 1:65].transpose(0, 1)
     torch.testing.assert_close(shoestring.layer_norm(x, eps=EPS), layer_norm_reference(x, eps=EPS))
@@ -139,6 +191,10 @@ def test_compiled_and_autocast() -> None:
 
 def test_errors() -> None:
     x = torch.ones(3, 4)
+    with pytest.raises(RuntimeError, match="layer_norm: out_dtype: expected None, Float, or bf16 or fp16"):
+        shoestring.layer_norm(x, eps=EPS, out_dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="layer_norm: residual: expected .* or with the dtype of x"):
+        shoestring.add_layer_norm(x.bfloat16(), x, eps=EPS, out_dtype=torch.float16)
     for message, arguments in (
         (
             r"layer_norm: weight: expected \(4\) of a floating-point type on \w+(:0)?, received \[3\] of Float",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
 from shoestring.integrations.transformers.head_norms import JOINT, TURNS, joint, made
+from shoestring.integrations.transformers.names import claim, renamed
 from shoestring.integrations.transformers.next_norms import PENDING, keep, take
 from shoestring.integrations.transformers.trial import shaken, within_rounding
 from shoestring.layers.geglu import geglu
@@ -30,10 +30,10 @@ ROTATION = "apply_rotary_pos_emb"  # name of the rotary function in transformers
 MLP = ("gate_proj", "up_proj", "down_proj")
 # name of a method of a fused norm: returns the norm of x + residual, and x + residual
 ADD = "_shoestring_add"
-# Name of a method of a fused RMSNorm: returns x + residual, and keeps the norm of the sum until the forward of
+# Name of a method of a fused norm: returns x + residual, and keeps the norm of the sum until the forward of
 # the module is called with the sum. It returns None if the operator does not support the dtypes.
 ADD_EARLY = "_shoestring_add_early"
-# Name of an attribute of a fused RMSNorm: True if only linear layers read its result, so that the norm may
+# Name of an attribute of a fused norm: True if only linear layers read its result, so that the norm may
 # round the result to the dtype of autocast.
 ROUNDS = "_shoestring_rounds"
 
@@ -59,7 +59,8 @@ def fuse_norms(model: nn.Module) -> tuple[list[Found], list[Left]]:
         elif layer and type(module).forward is not nn.LayerNorm.forward:
             left.append((name, "a LayerNorm that computes something else"))
         elif layer:
-            changes.append((name, "fused LayerNorm", derive(module, _layer_norm(type(module).forward))))
+            body = _layer_norm(type(module).forward)
+            changes.append((name, "fused LayerNorm", derive(module, body, (ROUNDS, PENDING))))
         else:
             options = tried.setdefault(type(module), _norm_options(module))
             if options is None:
@@ -102,21 +103,22 @@ def _norm_options(module: Any) -> dict[str, Any] | None:
     return {"offset": offset, "upcast": upcast} if share > 0.99 else None
 
 
+def _rounds_to(norm: Any, rows: Tensor) -> torch.dtype | None:
+    """Return the dtype to which a fused norm rounds its result for ``rows`` under autocast, if any."""
+    narrow = _autocast_dtype(rows)
+    fits = getattr(norm, ROUNDS) and rows.dtype == torch.float32
+    return narrow if fits and narrow in (torch.bfloat16, torch.float16) else None
+
+
 def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     # Whether the norm's result has the wider of the dtypes of x and the weight, which the fused operator does
     # not support.
     def widens(self: Any, x: Tensor) -> bool:
         return bool(options["upcast"] == "llama" and self.weight.dtype != x.dtype)
 
-    # The dtype to which the norm of `rows` is rounded under autocast, if any.
-    def rounds_to(self: Any, rows: Tensor) -> torch.dtype | None:
-        narrow = _autocast_dtype(rows)
-        fits = getattr(self, ROUNDS) and rows.dtype == torch.float32
-        return narrow if fits and narrow in (torch.bfloat16, torch.float16) else None
-
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
-        out = rounds_to(self, x)
+        out = _rounds_to(self, x)
         made = take(self, x, out)
         if made is not None:
             return made
@@ -126,14 +128,14 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
         return rms_norm(x, self.weight, eps=_eps(self, x), out_dtype=out, **options)
 
     def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        out = rounds_to(self, residual)
+        out = _rounds_to(self, residual)
         if widens(self, residual) or x.dtype not in (residual.dtype, out):
             total = residual + x
             return forward(self, total), total
         return add_rms_norm(x, residual, self.weight, eps=_eps(self, residual), out_dtype=out, **options)
 
     def add_early(self: Any, x: Tensor, residual: Tensor) -> Tensor | None:
-        out = rounds_to(self, residual)
+        out = _rounds_to(self, residual)
         if widens(self, residual) or x.dtype not in (residual.dtype, out):
             return None
         normed, total = add(self, x, residual)
@@ -151,23 +153,40 @@ def _rms_norm(original: Callable[..., Any], options: dict[str, Any]) -> dict[str
 def _layer_norm(original: Callable[..., Any]) -> dict[str, Any]:
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
+        out = _rounds_to(self, x)
+        made = take(self, x, out)
+        if made is not None:
+            return made
         if self.weight.dtype != x.dtype:
             result: Tensor = original(self, x)
             return result
-        return layer_norm(x, self.weight, self.bias, eps=self.eps)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, out_dtype=out)
+
+    # Whether the operator takes x and the residual.
+    def fits(self: Any, x: Tensor, residual: Tensor, out: torch.dtype | None) -> bool:
+        wide = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+        return bool(
+            self.weight.dtype == residual.dtype
+            and x.shape == residual.shape
+            and (x.dtype == residual.dtype or (wide and out in (None, x.dtype)))
+        )
 
     def add(self: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        wide = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-        if (
-            self.weight.dtype != residual.dtype
-            or not (wide or x.dtype == residual.dtype)
-            or x.shape != residual.shape
-        ):
+        out = _rounds_to(self, residual)
+        if not fits(self, x, residual, out):
             total = x + residual
             return forward(self, total), total
-        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
+        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps, out_dtype=out)
 
-    return {"forward": forward, ADD: add}
+    def add_early(self: Any, x: Tensor, residual: Tensor) -> Tensor | None:
+        out = _rounds_to(self, residual)
+        if not fits(self, x, residual, out):
+            return None
+        normed, total = add(self, x, residual)
+        keep(self, total, normed, out)
+        return total
+
+    return {"forward": forward, ADD: add, ADD_EARLY: add_early, ROUNDS: False}
 
 
 def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
@@ -193,56 +212,16 @@ def fuse_rotations(model: nn.Module) -> tuple[list[Found], list[Left]]:
             left.append((name, "a rotary embedding that computes something else"))
         else:
             if forward not in forwards:
-                forwards[forward] = _with_rotation(forward)
+                forwards[forward] = renamed(forward, ROTATION)
             restore = derive(module, {"forward": forwards[forward], TURNS: True})
-            release = _claim_name(forward.__globals__, _rotation(function, *kind))
+            release = claim(forward, ROTATION, _rotation(function, *kind))
             changes.append((name, "fused rotary embedding", functools.partial(_undo, restore, release)))
     return changes, left
-
-
-_OWN_NAME = "_shoestring_" + ROTATION  # name of the fused rotary function in the globals of a model file
-# id of the globals -> number of modules that use the fused rotary function in them
-_claims: dict[int, int] = {}
-
-
-def _claim_name(namespace: dict[str, Any], rotation: Callable[..., Any]) -> Callable[[], None]:
-    """Add the fused rotary function to the globals of a model file; return a function that removes it.
-
-    The function stays in the globals until the change of the last module that uses it is undone.
-    """
-    namespace[_OWN_NAME] = rotation
-    _claims[id(namespace)] = _claims.get(id(namespace), 0) + 1
-
-    def release() -> None:
-        _claims[id(namespace)] -= 1
-        if _claims[id(namespace)] == 0:
-            del _claims[id(namespace)]
-            namespace.pop(_OWN_NAME, None)
-
-    return release
 
 
 def _undo(restore: Callable[[], None], release: Callable[[], None]) -> None:
     restore()
     release()
-
-
-def _with_rotation(forward: Any) -> Callable[..., Any]:
-    """Return a copy of a forward that calls the fused function instead of ``apply_rotary_pos_emb``.
-
-    The fused function has a name of its own in the globals of the forward's file. The copy uses the same
-    globals, because ``torch.compile`` requires a function's globals to be those of its file.
-    """
-    names = tuple(_OWN_NAME if name == ROTATION else name for name in forward.__code__.co_names)
-    made = types.FunctionType(
-        forward.__code__.replace(co_names=names),
-        forward.__globals__,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return functools.update_wrapper(made, forward)
 
 
 def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:

@@ -1,7 +1,7 @@
 """Let a decoder layer compute the norm that reads its output together with its last residual sum.
 
 A layer ends with ``residual + out``, and the first operation of the next layer, or of the model after its last
-layer, is a norm of this sum. ``add_rms_norm`` computes both in one pass, and its backward also adds the two
+layer, is a norm of this sum. One operator computes both in one pass, and its backward also adds the two
 gradients of the sum. The layer still returns the sum. The norm is kept on the norm's module until the module
 is called with this sum.
 """

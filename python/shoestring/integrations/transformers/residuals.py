@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,32 @@ from shoestring.integrations.transformers.layers import ADD, ADD_EARLY, ROUNDS
 from shoestring.integrations.transformers.next_norms import NEXT, may_defer, next_norms
 from shoestring.integrations.transformers.trial import shaken, within_rounding
 
-# Attribute names of the norms in decoder layers of Llama, Qwen and Mistral in transformers.
-NORMS = ("input_layernorm", "post_attention_layernorm")
+
+@dataclass(frozen=True)
+class Layout:
+    """Attribute names of the parts of a layer: x += attention(norm(x)), and then x += mlp(norm(x)).
+
+    Attributes:
+        norms: the norms before attention and before the MLP.
+        attention, mlp: the two parts.
+        dropout: a dropout of what both parts return; empty if there is none.
+        keywords: whether the layer passes all arguments to its attention by keyword.
+    """
+
+    norms: tuple[str, str]
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    dropout: str = ""
+    keywords: bool = False
+
+
+# Decoder layers of Llama, Qwen, Mistral and Gemma; encoder layers of ViT and of CLIP, and their relatives.
+DECODER = Layout(("input_layernorm", "post_attention_layernorm"), keywords=True)
+LAYOUTS = (
+    DECODER,
+    Layout(("layernorm_before", "layernorm_after"), "attention", dropout="dropout"),
+    Layout(("layer_norm1", "layer_norm2")),
+)
 # Attribute names of the parts of BERT's output modules, which normalise the sum of a projection and the
 # residual.
 POST = ("dense", "LayerNorm", "dropout")
@@ -24,7 +49,10 @@ INNER = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Found], list[Left]]:
-    """Fuse each residual sum with the norm after it, in decoder layers whose norms are already fused.
+    """Fuse each residual sum with the norm after it, in layers whose norms are already fused.
+
+    The layers are those of decoders, ViT and CLIP, and all that have parts of the same names and compute the
+    same.
 
     Args:
         model: the model.
@@ -36,7 +64,7 @@ def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Fo
     """
     changes: list[Found] = []
     left: list[Left] = []
-    layers = [(name, module) for name, module in model.named_modules() if _looks_so(module)]
+    layers = [(name, module) for name, module in model.named_modules() if _layout(module) is not None]
     tried = {kind: _Trial(kind, layers, run) for kind in dict.fromkeys(type(layer) for _, layer in layers)}
     norms = {
         norm: owner for owner in model.modules() for norm in owner.children() if hasattr(norm, ADD_EARLY)
@@ -46,11 +74,13 @@ def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Fo
         if "forward" in layer.__dict__:
             left.append((name, "a forward of its own, another library's"))
         elif not tried[type(layer)].same:
-            left.append((name, "a layer that does not add and normalise as Llama's or Gemma's"))
+            left.append((name, "a layer that does not add and normalise as its parts suggest"))
         else:
             rounds = tried[type(layer)].rounds
             what = "residual sum and norm together" + ", rounded once under autocast" * rounds
-            undo = derive(layer, {"forward": _forward(type(layer).forward)}, (NEXT,))
+            layout = _layout(layer)
+            assert layout is not None
+            undo = derive(layer, {"forward": _forward(type(layer).forward, layout)}, (NEXT,))
             if layer in following:
                 what += ", also with the norm after the layer"
                 layer.__dict__[NEXT] = following[layer]
@@ -62,9 +92,10 @@ def fuse_residuals(model: nn.Module, run: Callable[[], object]) -> tuple[list[Fo
 
 
 def _norms_before_products(layer: nn.Module) -> list[nn.Module]:
-    """Return the norms before the attention and before the MLP of a decoder layer."""
-    parts = layer._modules
-    norms = (parts[NORMS[0]], parts.get(INNER[0], parts[NORMS[1]]))
+    """Return the norms before the attention and before the MLP of a layer."""
+    parts, layout = layer._modules, _layout(layer)
+    assert layout is not None
+    norms = (parts[layout.norms[0]], parts.get(INNER[0], parts[layout.norms[1]]))
     return [norm for norm in norms if norm is not None and hasattr(norm, ROUNDS)]
 
 
@@ -136,19 +167,22 @@ def _post_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _looks_so(module: nn.Module) -> bool:
+def _layout(module: nn.Module) -> Layout | None:
+    """Return the layout of a layer whose parts have the names of one, with fused norms, else None."""
     parts = module._modules
-    known = {*NORMS, *INNER, "self_attn", "mlp"}
-    second = parts.get(INNER[0], parts.get(NORMS[1]))
-    return (
-        has_only(module, known)
-        and all(name in parts for name in (*NORMS, "self_attn", "mlp"))
-        and hasattr(second, ADD)
-    )
+    for layout in LAYOUTS:
+        wanted = {*layout.norms, layout.attention, layout.mlp} | (
+            {layout.dropout} if layout.dropout else set()
+        )
+        inner = set(INNER) if layout is DECODER else set()
+        second = parts.get(INNER[0] if inner & parts.keys() else layout.norms[1])
+        if wanted <= parts.keys() and has_only(module, wanted | inner) and hasattr(second, ADD):
+            return layout
+    return None
 
 
 class _Trial:
-    """The test of a class of decoder layers, on a layer with the arguments that the model gives to it.
+    """The test of a class of layers, on a layer with the arguments that the model gives to it.
 
     Attributes:
         same: whether the layer has the same output when it is fused.
@@ -164,8 +198,9 @@ class _Trial:
         call = _call(layer, run)
         if call is None:
             return
-        original = kind.forward
-        theirs, ours = (_output(layer, forward, call) for forward in (original, _forward(original)))
+        original, layout = kind.forward, _layout(layer)
+        assert layout is not None
+        theirs, ours = (_output(layer, forward, call) for forward in (original, _forward(original, layout)))
         if theirs is None or ours is None or theirs.shape != ours.shape:
             return
         tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
@@ -212,8 +247,9 @@ def _output(layer: nn.Module, forward: Callable[..., Any], call: _Call) -> Tenso
 
 
 def _rounds(layer: nn.Module, call: _Call, dtype: torch.dtype) -> bool:
-    norms = _norms_before_products(layer)
-    forward, device = _forward(type(layer).forward), next(layer.parameters()).device
+    norms, layout = _norms_before_products(layer), _layout(layer)
+    assert layout is not None
+    forward, device = _forward(type(layer).forward, layout), next(layer.parameters()).device
     with torch.autocast(device.type, dtype):
         plain = _output(layer, forward, call)
         try:
@@ -227,21 +263,31 @@ def _rounds(layer: nn.Module, call: _Call, dtype: torch.dtype) -> bool:
     return plain is not None and rounded is not None and torch.equal(plain.nan_to_num(), rounded.nan_to_num())
 
 
-def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _forward(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        before, after = self.input_layernorm, self.post_attention_layernorm
-        inner = self._modules.get(INNER[0])
+        parts = self._modules
+        before, after = (parts[name] for name in layout.norms)
+        inner = parts.get(INNER[0]) if layout is DECODER else None
         added_to = after if inner is None else inner
-        if args or has_hooks(added_to) or not hasattr(added_to, ADD):
+        if (args and layout.keywords) or has_hooks(added_to) or not hasattr(added_to, ADD):
             return original(self, hidden_states, *args, **kwargs)
-        attended = self.self_attn(hidden_states=before(hidden_states), **kwargs)[0]
+        attention, dropout = parts[layout.attention], parts.get(layout.dropout)
+        normed = before(hidden_states)
+        if layout.keywords:
+            attended = attention(hidden_states=normed, **kwargs)[0]
+        else:
+            attended = attention(normed, *args, **kwargs)[0]
+        if dropout is not None:
+            attended = dropout(attended)
         if inner is not None:
             attended = after(attended)
         normed, residual = getattr(added_to, ADD)(attended, hidden_states)
-        out = self.mlp(normed)
+        out = parts[layout.mlp](normed)
+        if dropout is not None:
+            out = dropout(out)
         if inner is not None:
-            out = self._modules[INNER[1]](out)
+            out = parts[INNER[1]](out)
         total = None
         if may_defer(self, residual):
             norm, owner = self.__dict__[NEXT]

@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 
+#include <shoestring/linear.h>
 #include <shoestring/nn/linear.h>
 
 #include "adapters/initialize.h"
@@ -224,7 +225,7 @@ Tensor AdaptableLinearImpl::forward(const Tensor& x) {
     return lora_linear(before.defined() ? (x * before).to(x.scalar_type()) : x, joined(),
                        input_with(dropout(), x));
   }
-  if (!is_quantized()) return at::linear(x, weight, bias);
+  if (!is_quantized()) return dense_linear(x, weight, optional(bias));
   return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias),
                           optional(base->nested), base->options.quantize());
 }

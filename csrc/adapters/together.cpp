@@ -1,4 +1,8 @@
-// Computes several linear layers that read the same input by one call of lora_linear_group.
+// Computes several linear layers that read the same input by one call of lora_linear_group, or of
+// dense_linear_group if all of them are trainable.
+#include <algorithm>
+
+#include <shoestring/linear.h>
 #include <shoestring/nn/linear.h>
 
 #include "adapters/low_rank.h"
@@ -8,6 +12,18 @@ namespace shoestring::nn {
 using at::Tensor;
 
 std::vector<Tensor> forward_together(const Tensor& x, const std::vector<AdaptableLinear>& layers) {
+  const bool dense = std::all_of(layers.begin(), layers.end(), [](const AdaptableLinear& layer) {
+    return !layer->has_adapter() && !layer->is_quantized() && layer->weight.requires_grad();
+  });
+  if (dense && !layers.empty()) {
+    std::vector<Tensor> dense_weights;
+    std::vector<std::optional<Tensor>> biases;
+    for (const AdaptableLinear& layer : layers) {
+      dense_weights.push_back(layer->weight);
+      biases.push_back(optional(layer->bias));
+    }
+    return dense_linear_group(x, dense_weights, biases);
+  }
   std::optional<double> dropout;
   bool together = true;
   // checks that all layers can run together before any layer is computed

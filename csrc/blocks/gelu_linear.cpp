@@ -100,14 +100,11 @@ Tensor gelu_linear_autograd(const Tensor& x, const Tensor& weight, const Optiona
   return call_gelu_linear(x, weight, bias, approximate, dtype, library);
 }
 
-// Under autocast, the product has the autocast dtype, unless the caller gives one. The operator rounds.
 template <c10::DeviceType device>
 Tensor gelu_linear_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                             c10::string_view approximate, OptionalType dtype, int64_t library) {
   c10::impl::ExcludeDispatchKeyGuard off(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  const bool own = dtype.has_value() || x.scalar_type() == at::kDouble;
-  const OptionalType type = own ? dtype : at::autocast::get_autocast_dtype(device);
-  return call_gelu_linear(x, weight, bias, approximate, type, library);
+  return call_gelu_linear(x, weight, bias, approximate, gemm::autocast_type<device>(x, dtype), library);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_gelu_linear", gelu_linear); }

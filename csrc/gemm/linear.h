@@ -3,6 +3,7 @@
 #include <optional>
 #include <vector>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
@@ -23,5 +24,14 @@ using LinearGroupBackwardSignature = std::vector<at::Tensor>(const OptionalTenso
                                                              const std::optional<at::Tensor>&, at::TensorList,
                                                              at::ScalarType, at::ScalarType, int64_t,
                                                              c10::List<bool>);
+
+/// Returns the dtype of the products of a linear layer under autocast: the dtype that the caller gives, or
+/// the autocast dtype. x and the weights keep their dtypes: the operator rounds them. Products of fp64 stay
+/// fp64.
+template <c10::DeviceType device>
+std::optional<at::ScalarType> autocast_type(const at::Tensor& x, std::optional<at::ScalarType> dtype) {
+  const bool castable = x.is_floating_point() && x.scalar_type() != at::kDouble;
+  return dtype.has_value() || !castable ? dtype : at::autocast::get_autocast_dtype(device);
+}
 
 }  // namespace shoestring::gemm

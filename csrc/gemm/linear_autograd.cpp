@@ -186,14 +186,6 @@ Tensor linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTens
   return call_linear(x, weight, bias, residual, dtype, library);
 }
 
-// Under autocast, the products have the autocast dtype, unless the caller gives one. x and the weights keep
-// their dtypes: the operator rounds them.
-template <c10::DeviceType device>
-OptionalType autocast_type(const Tensor& x, OptionalType dtype) {
-  const bool castable = x.is_floating_point() && x.scalar_type() != at::kDouble;
-  return dtype.has_value() || !castable ? dtype : at::autocast::get_autocast_dtype(device);
-}
-
 template <c10::DeviceType device>
 variable_list linear_group_autocast(const Tensor& x, at::TensorList weights, const OptionalTensors& biases,
                                     OptionalType dtype, int64_t library) {

@@ -39,4 +39,15 @@ SHOESTRING_API std::vector<at::Tensor> linear_group(const at::Tensor& x, at::Ten
                                                     const std::vector<std::optional<at::Tensor>>& biases = {},
                                                     const LinearOptions& options = {});
 
+/// Compute dense layers of any device as torch::nn::functional::linear does: by linear or linear_group if
+/// these are faster for trainable layers of this shape and dtype on this CPU, else by PyTorch's linear. The
+/// results differ within rounding.
+///
+/// On CPUs with AMX, products in bf16 are computed by this package, also under autocast. On other CPUs, a
+/// group of layers is measured once in a process, at its first call with 32 tokens or more, in about 50 ms.
+SHOESTRING_API at::Tensor dense_linear(const at::Tensor& x, const at::Tensor& weight,
+                                       const std::optional<at::Tensor>& bias = std::nullopt);
+SHOESTRING_API std::vector<at::Tensor> dense_linear_group(
+    const at::Tensor& x, at::TensorList weights, const std::vector<std::optional<at::Tensor>>& biases = {});
+
 }  // namespace shoestring

@@ -8,7 +8,6 @@
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <c10/util/StringUtil.h>
-#include <shoestring/linear.h>
 #include <shoestring/model_files.h>
 #include <shoestring/ops.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
@@ -51,27 +50,6 @@ at::ScalarType product_dtype(const Tensor& x) {
                                                    : x.scalar_type();
 }
 
-// Returns whether products of x are in bf16 on a CPU with AMX.
-bool has_fast_bf16(const Tensor& x) {
-  static const bool amx = shoestring::cpu_capability() == "amx";
-  return amx && x.is_cpu() && product_dtype(x) == at::kBFloat16;
-}
-
-// Returns whether shoestring computes the product of a trainable layer. LibTorch computes the others.
-bool is_own(const shoestring::nn::AdaptableLinear& layer, const Tensor& x) {
-  return has_fast_bf16(x) && !layer->has_adapter() && !layer->is_quantized() && layer->weight.requires_grad();
-}
-
-// Returns the outputs of layers that read the same x.
-std::vector<Tensor> project(const Tensor& x, const std::vector<shoestring::nn::AdaptableLinear>& layers) {
-  std::vector<Tensor> weights;
-  for (const auto& layer : layers) {
-    if (!is_own(layer, x)) return shoestring::nn::forward_together(x, layers);
-    weights.push_back(layer->weight);
-  }
-  return shoestring::linear_group(x, weights);
-}
-
 }  // namespace
 
 RMSNormImpl::RMSNormImpl(const LlamaConfig& config)
@@ -105,13 +83,13 @@ AttentionImpl::AttentionImpl(const LlamaConfig& config) : head_dim(config.head_d
 
 Tensor AttentionImpl::forward(const Tensor& x, const Rotary& rotary) {
   const int64_t rows = x.size(0), tokens = x.size(1);
-  const auto projected = project(x, {q_proj, k_proj, v_proj});
+  const auto projected = shoestring::nn::forward_together(x, {q_proj, k_proj, v_proj});
   // Reshapes (rows, tokens, heads * head_dim) to (rows, heads, tokens, head_dim).
   const auto heads = [&](const Tensor& t) { return t.view({rows, tokens, -1, head_dim}).transpose(1, 2); };
   const auto [q, k] = shoestring::rope(heads(projected[0]), heads(projected[1]), rotary.cos, rotary.sin);
   const Tensor out =
       shoestring::attention(q, k, heads(projected[2]), shoestring::AttentionOptions().causal(true));
-  return project(out.transpose(1, 2).reshape({rows, tokens, -1}), {o_proj})[0];
+  return o_proj(out.transpose(1, 2).reshape({rows, tokens, -1}));
 }
 
 MlpImpl::MlpImpl(const LlamaConfig& config) {
@@ -121,10 +99,7 @@ MlpImpl::MlpImpl(const LlamaConfig& config) {
 }
 
 Tensor MlpImpl::forward(const Tensor& x) {
-  if (!is_own(gate_proj, x) || !is_own(up_proj, x) || !is_own(down_proj, x))
-    return shoestring::nn::swiglu_mlp(x, gate_proj, up_proj, down_proj);
-  const auto inner = project(x, {gate_proj, up_proj});
-  return project(shoestring::swiglu(inner[0], inner[1]), {down_proj})[0];
+  return shoestring::nn::swiglu_mlp(x, gate_proj, up_proj, down_proj);
 }
 
 DecoderLayerImpl::DecoderLayerImpl(const LlamaConfig& config) {

@@ -9,9 +9,12 @@
 #include <torch/serialize.h>
 
 #include <shoestring/amp.h>
+#include <shoestring/linear.h>
+#include <shoestring/nn/linear.h>
 #include <shoestring/nn/plain_linear.h>
 
 #include "capabilities.h"
+#include "gemm/choice.h"
 
 using at::Tensor;
 namespace nn = shoestring::nn;
@@ -77,4 +80,55 @@ TEST_CASE("nn::Linear has the parameters of torch::nn::Linear", "[linear]") {
     CHECK(text.str() == std::string("shoestring::nn::Linear(in_features=24, out_features=8, bias=") +
                             (bias ? "true)" : "false)"));
   }
+}
+
+TEST_CASE("the kind of CPU, or a measurement, chooses the products of dense layers", "[linear]") {
+  using shoestring::cpu::Capability;
+  const auto chosen = [](Capability capability, bool amd, at::ScalarType compute, double ratio,
+                         int64_t size = 512) {
+    bool measured = false;
+    const bool own =
+        shoestring::gemm::chooses_own(capability, amd, {compute, at::kFloat, size, {size, size}}, [&] {
+          measured = true;
+          return ratio;
+        });
+    return std::pair(own, measured);
+  };
+  using Found = std::pair<bool, bool>;
+  CHECK(chosen(Capability::kAmx, false, at::kBFloat16, 2.0) == Found(true, false));
+  CHECK(chosen(Capability::kAmx, false, at::kFloat, 0.5) == Found(false, false));
+  for (const auto capability : {Capability::kAvx512, Capability::kAvx2}) {
+    CHECK(chosen(capability, false, at::kFloat, 0.9) == Found(false, true));
+    CHECK(chosen(capability, false, at::kFloat, 0.7) == Found(true, true));
+    CHECK(chosen(capability, false, at::kBFloat16, 0.7) == Found(true, true));
+    CHECK(chosen(capability, true, at::kFloat, 0.9) == Found(true, true));
+    CHECK(chosen(capability, true, at::kBFloat16, 0.9) == Found(false, true));
+    CHECK(chosen(capability, true, at::kFloat, 1.1) == Found(false, true));
+    CHECK(chosen(capability, true, at::kHalf, 0.1) == Found(false, false));
+    CHECK(chosen(capability, true, at::kFloat, 0.1, 64) == Found(false, false));
+  }
+  CHECK(chosen(Capability::kPlain, true, at::kFloat, 0.1) == Found(false, false));
+}
+
+TEST_CASE("dense layers use the products that the rule chooses", "[linear]") {
+  at::manual_seed(3);
+  const Tensor x = torch::randn({64, 48});
+  nn::AdaptableLinear q(nn::AdaptableLinearOptions(48, 32)),
+      k(nn::AdaptableLinearOptions(48, 16).bias(false));
+  const Tensor expected = x.mm(k->weight.t());
+  for_each_capability([&](const char* capability) {
+    CAPTURE(capability);
+    const bool own = std::string(capability) == "amx";
+    const shoestring::AutocastGuard autocast(at::kCPU, at::kBFloat16);
+    const Tensor ours = shoestring::linear(x, q->weight, q->bias), theirs = at::linear(x, q->weight, q->bias);
+    CHECK(at::equal(q(x), own ? ours : theirs));
+    CHECK(at::equal(shoestring::dense_linear(x, q->weight, q->bias), own ? ours : theirs));
+    const auto both = shoestring::nn::forward_together(x, {q, k});
+    CHECK(at::equal(both[0], own ? ours : theirs));
+    CHECK(at::allclose(both[1].to(at::kFloat), expected, 2e-2, 2e-2));
+    // few tokens, and a frozen weight
+    CHECK(at::equal(q(x.slice(0, 0, 8)), at::linear(x.slice(0, 0, 8), q->weight, q->bias)));
+    const Tensor frozen = q->weight.detach();
+    CHECK(at::equal(shoestring::dense_linear(x, frozen), at::linear(x, frozen)));
+  });
 }

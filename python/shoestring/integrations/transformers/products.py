@@ -6,11 +6,9 @@ the model is patched, by the kind of CPU and by measurements, and does not chang
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +28,6 @@ SECONDS = 0.02
 MOST_TURNS = 6
 # Ours must take at most this share of eager's time for a group of layers to be changed.
 GAIN = 0.98
-# By default, the share depends on which library is faster on this kind of CPU as a rule. It lies far from the
-# usual ratio, so that all processes on one machine choose alike: fp32 on CPUs of AMD, where MKL reaches 0.4
-# to 0.9 of our rate, and everything else.
-GAIN_OF_AMD, GAIN_ELSEWHERE = 1.0, 0.75
-# By default, layers with fewer weights are left to PyTorch: their products take microseconds.
-LEAST_WEIGHTS = 1 << 16
 
 # For each dtype of weights, the dtypes in which layers may multiply: that of the weights, and autocast's.
 COMPUTES = {
@@ -48,8 +40,8 @@ Shapes = tuple[tuple[int, int], ...]  # (out_features, in_features) of each laye
 Key = tuple[torch.dtype, torch.dtype, Shapes]  # dtype of the products, dtype of the weights, shapes
 # The products of a group that the library computes; None if eager PyTorch computes the group.
 Choice = tuple[str, ...] | None
-# The choices for measured groups, by capability, threads, kind of measurement and group.
-_measured: dict[tuple[str, int, str, Key], Choice] = {}
+# The choices of ``by_measurement``, by capability, threads and group.
+_measured: dict[tuple[str, int, Key], Choice] = {}
 
 
 @dataclass
@@ -87,6 +79,20 @@ class Products:
                 self.chosen[place] = self.choose((compute, dtype, shapes), weights, self)
             found = found or self.chosen[place] is not None
         return found
+
+    def count_bytes(self, key: Key) -> None:
+        """Count the tensors with which a group is measured.
+
+        They are x, the outputs and their gradients, the weights and the gradients of x and of the weights. If
+        the products round their operands, they also are the rounded x, weights and gradients.
+        """
+        compute, dtype, shapes = key
+        tokens, features = _tokens(key), shapes[0][1]
+        outputs = sum(out for out, _ in shapes)
+        kept = (tokens + outputs) * features
+        rounded = kept * dtype.itemsize * (2 if compute != dtype else 1)
+        upstream = 2 * tokens * outputs * compute.itemsize
+        self.bytes = max(self.bytes, tokens * features * dtype.itemsize + upstream + rounded)
 
     def __str__(self) -> str:
         if not self.measured:
@@ -141,64 +147,56 @@ def is_plain(layer: nn.Module) -> bool:
 def by_default(key: Key, weights: Sequence[Tensor], products: Products) -> Choice:
     """Return the choice for this CPU, which keeps to PyTorch unless ours is known or measured to be faster.
 
+    The C++ functions ``dense_linear`` and ``dense_linear_group`` choose by the same rule:
+
     - With AMX, this package computes bf16 products: whole training steps were measured faster. PyTorch
       computes the others. Nothing is measured, so all machines of this kind choose alike.
     - With AVX2 or AVX-512, a measurement decides, between all products by this package and all by PyTorch.
     - Other CPUs, products in fp16 and small layers are left to PyTorch.
     """
-    compute, _, shapes = key
-    capability = _capability()
-    if capability == "amx":
-        return () if compute == torch.bfloat16 else None
-    small = sum(out * features for out, features in shapes) < LEAST_WEIGHTS
-    if capability == "plain" or compute == torch.float16 or small:
-        return None
-    share = GAIN_OF_AMD if _is_amd() and compute == torch.float32 else GAIN_ELSEWHERE
-    return _once(
-        "default", key, products, lambda: () if _whole(key, weights, (), products) <= share else None
+    own, seconds = _choice(key)
+    if seconds > 0:
+        products.measured += 1
+        products.seconds += seconds
+        products.count_bytes(key)
+    return () if own else None
+
+
+def _choice(key: Key) -> tuple[bool, float]:
+    """Return whether the rule chooses ours, and the seconds that a measurement took."""
+    compute, dtype, shapes = key
+    found: tuple[bool, float] = torch.ops.shoestring._linear_choice(
+        compute, dtype, shapes[0][1], [out for out, _ in shapes]
     )
+    return found
 
 
 def by_measurement(key: Key, weights: Sequence[Tensor], products: Products) -> Choice:
-    """Return which products the library computes faster; None if eager PyTorch is faster over all."""
+    """Return which products the library computes faster; None if eager PyTorch is faster over all.
 
-    def measure() -> Choice:
-        library = _faster_by_library(key, weights)
-        return library if _whole(key, weights, library, products) <= GAIN else None
-
-    return _once("each", key, products, measure)
-
-
-def _once(kind: str, key: Key, products: Products, measure: Callable[[], Choice]) -> Choice:
-    """Return the choice of a measurement, which is made once in a process."""
-    place = (_capability(), torch.get_num_threads(), kind, key)
+    A group is measured once in a process.
+    """
+    place = (torch.ops.shoestring._cpu_capability(), torch.get_num_threads(), key)
     if place not in _measured:
         start = time.perf_counter()
-        _measured[place] = measure()
+        library = _faster_by_library(key, weights)
+        _measured[place] = library if _whole(key, weights, library) <= GAIN else None
         products.measured += 1
         products.seconds += time.perf_counter() - start
+        products.count_bytes(key)
     return _measured[place]
 
 
-def _capability() -> str:
-    name: str = torch.ops.shoestring._cpu_capability()
-    return name
-
-
-@functools.cache
-def _is_amd() -> bool:
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+def _tokens(key: Key) -> int:
+    _, _, shapes = key
+    flop = 2.0 * sum(out * features for out, features in shapes)
+    return int(min(TOKENS[1], max(TOKENS[0], FLOP / flop)))
 
 
 def _data(key: Key) -> tuple[Tensor, list[Tensor]]:
     """Return random input of a group of layers, and a gradient of each output."""
     compute, dtype, shapes = key
-    features = shapes[0][1]
-    flop = 2.0 * features * sum(out for out, _ in shapes)
-    tokens = int(min(TOKENS[1], max(TOKENS[0], FLOP / flop)))
+    features, tokens = shapes[0][1], _tokens(key)
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, features, generator=draw).to(dtype)
     return x, [torch.randn(tokens, out, generator=draw).to(compute) for out, _ in shapes]
@@ -227,19 +225,11 @@ def _faster_by_library(key: Key, weights: Sequence[Tensor]) -> tuple[str, ...]:
         return tuple(product for product in PRODUCTS if ratio(product) <= 1)
 
 
-def _whole(key: Key, weights: Sequence[Tensor], library: tuple[str, ...], products: Products) -> float:
+def _whole(key: Key, weights: Sequence[Tensor], library: tuple[str, ...]) -> float:
     """Return the time of a group by this package over the time by eager PyTorch, forward and backward."""
     compute, dtype, _ = key
     x, upstream = _data(key)
     kept = [x.requires_grad_(), *(w.detach().requires_grad_() for w in weights)]
-    # Beside x and the gradients of the outputs there are the outputs, the gradients of x and of the weights,
-    # and, if they are rounded, x, the weights and their gradients in 16 bits.
-    products.bytes = max(
-        products.bytes,
-        x.nbytes
-        + sum(2 * t.nbytes for t in upstream)
-        + sum(t.nbytes * (2 if compute != dtype else 1) for t in kept),
-    )
 
     def ours() -> None:
         outputs = linear_group(x, kept[1:], dtype=compute, library=library)

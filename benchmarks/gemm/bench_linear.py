@@ -1,8 +1,9 @@
 """Time the products of linear layers beside eager PyTorch's, and layers with a quantised weight and LoRA.
 
 The shapes are those of the steps of `benchmarks/bench_step.py`. Each layer has the product of forward, x Wᵀ,
-and those of backward: grad W, the gradient of x, and gradᵀ x, the gradient of the weight. With --lora, forward
-and backward of lora_linear on an NF4 weight are timed beside the products of the dense weight alone, which
+and those of backward: grad W, the gradient of x, and gradᵀ x, the gradient of the weight. With --layers, forward
+and backward of trainable layers are timed as `patch` computes them by default: by linear_group, or as eager PyTorch
+does where the rule leaves a layer to PyTorch. With --lora, forward and backward of lora_linear on an NF4 weight are timed beside the products of the dense weight alone, which
 bound them.
 """
 
@@ -12,10 +13,11 @@ import argparse
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import shoestring
 from benchmarks.common import Candidates, Report, arguments, interleave
-from shoestring.ops import LoraWeight, addmm_, lora_linear_group
+from shoestring.ops import LoraWeight, addmm_, linear_group, lora_linear_group
 
 # (tokens, in_features, out_features) of the linear layers of a 28.6 M Llama and a 1 B Llama
 SHAPES = [
@@ -28,6 +30,17 @@ SHAPES = [
     (512, 8192, 2048),
 ]
 QUICK = [(64, 128, 96)]
+# (tokens, in_features, out_features of the layers that read the same input) of a 28.6 M Llama, a ViT and a BERT
+DENSE_GROUPS = [
+    (2048, 512, (512, 512, 512)),
+    (2048, 512, (1408, 1408)),
+    (3152, 384, (384, 384, 384)),
+    (3152, 384, (384,)),
+    (3152, 384, (1536,)),
+    (3152, 1536, (384,)),
+    (2048, 512, (2048,)),
+    (2048, 2048, (512,)),
+]
 # (tokens, in_features, out_features of the layers that read the same input) of a 1 B Llama
 GROUPS = [
     (512, 2048, (2048, 512, 512)),
@@ -40,6 +53,9 @@ QUICK_GROUPS = [(64, 128, (96, 32))]
 
 def more_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", action="store_true", help="time lora_linear instead of products")
+    parser.add_argument("--layers", action="store_true", help="time trainable layers instead of products")
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"],
+                        help="dtypes of the products")  # fmt: skip
 
 
 def products(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -55,7 +71,7 @@ def candidates_of(a: Tensor, b: Tensor) -> Candidates:
 
 
 def bench_products(report: Report, options: argparse.Namespace) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in options.dtypes):
         for tokens, columns, rows in QUICK if options.quick else SHAPES:
             x, weight = torch.randn(tokens, columns).to(dtype), torch.randn(rows, columns).to(dtype)
             grad = torch.randn(tokens, rows).to(dtype)
@@ -63,6 +79,35 @@ def bench_products(report: Report, options: argparse.Namespace) -> None:
                 times = interleave(candidates_of(a, b), options.repeats)
                 title = f"{name}, {tokens} x {columns} -> {rows}, {str(dtype).removeprefix('torch.')}"
                 report.table(title, times, 2e-9 * tokens * columns * rows, "GFLOP/s")
+
+
+def bench_layers(report: Report, options: argparse.Namespace) -> None:
+    groups = [(tokens, columns, (rows,)) for tokens, columns, rows in SHAPES] + DENSE_GROUPS
+    kinds = [(w, c) for c in options.dtypes for w in ("float32", "bfloat16") if (w, c) != ("bfloat16", "float32")]
+    for weights, compute in kinds:
+        dtype, product = getattr(torch, weights), getattr(torch, compute)
+        for tokens, columns, sizes in QUICK_GROUPS if options.quick else groups:
+            own, _ = torch.ops.shoestring._linear_choice(product, dtype, columns, list(sizes))
+            leaves = [torch.randn(size, columns, dtype=dtype, requires_grad=True) for size in (tokens, *sizes)]
+            grads = [torch.randn(tokens, size, dtype=product) for size in sizes]
+
+            def eager(
+                leaves: list[Tensor] = leaves, grads: list[Tensor] = grads, product: torch.dtype = product
+            ) -> object:
+                with torch.autocast("cpu", product, enabled=product != leaves[0].dtype):
+                    outputs = [F.linear(leaves[0], w) for w in leaves[1:]]
+                return torch.autograd.grad(outputs, leaves, grads)
+
+            def ours(
+                leaves: list[Tensor] = leaves, grads: list[Tensor] = grads, product: torch.dtype = product
+            ) -> object:
+                outputs = linear_group(leaves[0], leaves[1:], dtype=product)
+                return torch.autograd.grad(outputs, leaves, grads)
+
+            names = {"by the rule: " + ("linear_group" if own else "PyTorch"): ours if own else eager}
+            times = interleave({**names, "eager PyTorch": eager}, options.repeats)
+            title = f"{tokens} x {columns} -> {' + '.join(map(str, sizes))}, weights {weights}, products {compute}"
+            report.table(title, times, 6e-9 * tokens * columns * sum(sizes), "GFLOP/s")
 
 
 def bench_lora(report: Report, options: argparse.Namespace) -> None:
@@ -113,7 +158,8 @@ def bench_lora(report: Report, options: argparse.Namespace) -> None:
 def main() -> None:
     options = arguments(__doc__ or "", more=more_arguments)
     report = Report("linear", options)
-    (bench_lora if options.lora else bench_products)(report, options)
+    bench = bench_lora if options.lora else bench_layers if options.layers else bench_products
+    bench(report, options)
     report.finish()
 
 

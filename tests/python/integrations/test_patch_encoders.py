@@ -2,6 +2,7 @@
 
 import copy
 import io
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import shoestring
 from conftest import relative_error
 from same_models import assert_same
+from shoestring.integrations.transformers import names
 
 transformers = pytest.importorskip("transformers")
 
@@ -291,19 +293,68 @@ def test_bf16_autocast_and_checkpointing() -> None:
     assert half(pixel_values=images()["pixel_values"].bfloat16()).logits.dtype == torch.bfloat16
 
 
-def test_compiled() -> None:
-    model = build("Bert", "ForMaskedLM", **TEXT)
+@pytest.mark.parametrize("name", ["Bert", "Roberta"])
+def test_compiled(name: str) -> None:
+    model = build(name, "ForMaskedLM", **MASKED[name])
     plain = copy.deepcopy(model)
-    shoestring.patch(model)
-    # torch.compile breaks the graph at nn.CrossEntropyLoss of the placeholder, so fullgraph=True is impossible.
-    compiled = torch.compile(model, backend="aot_eager")
+    claimed = dict(names._claims)
+    report = shoestring.patch(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     inputs = batch()
     losses = [each(**inputs).loss for each in (compiled, plain)]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     for loss in losses:
         loss.backward()
-    ours, theirs = (each.bert.embeddings.word_embeddings.weight.grad for each in (model, plain))
+    ours, theirs = (each.get_input_embeddings().weight.grad for each in (model, plain))
     assert relative_error(ours, theirs) < 1e-4
+    assert hasattr(sys.modules[type(plain).__module__], "_shoestring_CrossEntropyLoss")
+    report.undo()
+    assert names._claims == claimed
+
+
+def test_image_layers_add_within_their_norms() -> None:
+    """Each residual sum is part of the norm after it, and under autocast the norm rounds its result."""
+    model = build("ViT", "ForImageClassification", **IMAGE)
+    plain = copy.deepcopy(model)
+    report = shoestring.patch(model)
+    assert (
+        sum("residual sum and norm together, rounded once" in change.what for change in report.changes) == 2
+    )
+    inputs = images()
+    exact = plain(**inputs).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.profiler.profile() as profiler:
+            ours = model(**inputs).loss
+        theirs = plain(**inputs).loss
+    # Only position embeddings are added by themselves: a layer also computes the norm that reads its output.
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    assert counts["aten::add"] == 1 and counts["shoestring::add_layer_norm"] == 4
+    assert relative_error(ours, exact) <= 1.5 * relative_error(theirs, exact) + 2e-3
+    assert_same(model, plain, inputs)
+    model.train()
+    plain.train()
+    assert_same(model, plain, inputs)
+    # A hook of a norm sees the sum, and a changed sum is normalised anew.
+    norm = model.vit.layers[1].layernorm_before
+    handle = norm.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    other = plain.vit.layers[1].layernorm_before.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    assert_same(model, plain, inputs)
+    handle.remove()
+    other.remove()
+    report.undo()
+    assert torch.equal(model(**inputs).loss, plain(**inputs).loss)
+
+
+def test_clip_layers_add_within_their_norms() -> None:
+    config = {k: v for k, v in IMAGE.items() if k != "hidden_dropout_prob"}
+    model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**config))
+    plain = copy.deepcopy(model)
+    pixels = images()["pixel_values"]
+    report = shoestring.patch(model)
+    assert sum("residual sum and norm together" in change.what for change in report.changes) == 2
+    ours, theirs = model(pixel_values=pixels).last_hidden_state, plain(pixel_values=pixels).last_hidden_state
+    assert relative_error(ours, theirs) < 1e-5
 
 
 def saved_bytes(model: Any, inputs: dict[str, Tensor]) -> int:

@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoestring.core.instances import derive
 from shoestring.integrations.transformers.logits import Logits
+from shoestring.integrations.transformers.names import renamed, uses
 from shoestring.integrations.transformers.trial import evaluating
 
 # name of an attribute of patched models: True while the forward runs without logits
 RECORDING = "_shoestring_recording"
+# Name of the loss module that some forwards make. torch.compile takes it for a function of tensors, so a copy
+# of such a forward makes a ``TokenLoss``.
+LOSS = "CrossEntropyLoss"
 
 
 def head_path(model: Any) -> str | None:
@@ -73,6 +78,7 @@ def patched_class(
 
 def _forward(original: Callable[..., Any], parents: list[str], logits: bool) -> Callable[..., Any]:
     position = list(inspect.signature(original).parameters).index("labels")
+    without = renamed(original, LOSS) if uses(original, LOSS) else original
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +96,7 @@ def _forward(original: Callable[..., Any], parents: list[str], logits: bool) -> 
         setattr(owner, RECORDING, True)
         setattr(self, RECORDING, True)
         try:
-            out = original(self, *args, **kwargs)
+            out = without(self, *args, **kwargs)
         finally:
             setattr(self, RECORDING, False)
             setattr(owner, RECORDING, False)
@@ -177,6 +183,27 @@ class RecordingHead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
+
+
+class TokenLoss:
+    """``nn.CrossEntropyLoss`` of logits, or of the ``Logits`` that stand for them."""
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self.options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+    def __call__(self, logits: Any, target: Tensor) -> Tensor:
+        if isinstance(logits, Logits):
+            return logits.cross_entropy(target, *self.options)
+        result: Tensor = F.cross_entropy(logits, target, *self.options)
+        return result
 
 
 def _without(out: Any, logits: bool) -> Any:

@@ -16,13 +16,16 @@ from shoestring.integrations.transformers.head import has_meta, weights
 from shoestring.integrations.transformers.head_norms import fuse_head_norms
 from shoestring.integrations.transformers.layers import fuse_mlps, fuse_norms, fuse_rotations
 from shoestring.integrations.transformers.loss import (
+    LOSS,
     RECORDING,
+    TokenLoss,
     computes_each_token,
     head_path,
     patched_class,
     replace_inside,
 )
 from shoestring.integrations.transformers.mlps import fuse_gelu_mlps
+from shoestring.integrations.transformers.names import claim, uses
 from shoestring.integrations.transformers.products import Products, by_default, by_measurement
 from shoestring.integrations.transformers.projections import fuse
 from shoestring.integrations.transformers.residuals import fuse_post_norms, fuse_residuals
@@ -123,8 +126,9 @@ def patch(
     else stays unchanged, and the report says so.
 
     - RMSNorm with Llama's or Gemma's rounding, and LayerNorm, with the residual sum before them if the layer
-      is Llama's, Gemma's or BERT's. If the sum is in fp32, a decoder layer also computes the RMSNorm at the
-      start of the next layer, except under checkpoints and sharding; the bits are the same.
+      is Llama's, Gemma's, BERT's, ViT's or CLIP's. If the sum is in fp32, a layer of a decoder or of an image
+      model also computes the norm at the start of the next layer, except under checkpoints and sharding; the
+      bits are the same.
     - Rotary embeddings, with the per-head norms of queries and keys before them, if any.
     - The gated products of SwiGLU and GeGLU MLPs, and GELU modules. MLPs of two linear layers with GELU save
       the input of GELU for backward, but not its result.
@@ -166,7 +170,8 @@ def patch(
             product of this model's layers, chooses the faster library for each, and leaves a layer to PyTorch
             if PyTorch is faster over all. None: uses them where whole training steps were measured faster.
             On CPUs with AMX these are products in bf16, autocast included, and nothing is measured. On other
-            CPUs, a layer is measured, in fp32 and bf16, and left to PyTorch unless shoestring's products are clearly faster.
+            CPUs, a layer is measured, in fp32 and bf16, and left to PyTorch unless shoestring's products are
+            clearly faster. The C++ function ``dense_linear_group`` chooses likewise.
             On a GPU, layers are left to PyTorch.
         workspace_mb: the argument of ``linear_cross_entropy``.
 
@@ -334,7 +339,10 @@ def _own_class(target: Any, path: str | None, logits: bool, workspace_mb: int) -
             )
         target.__class__ = original
         target.__dict__.pop(RECORDING, None)
+        release()
 
+    makes_loss = path is not None and uses(original.forward, LOSS)
+    release = claim(original.forward, LOSS, TokenLoss) if makes_loss else lambda: None
     target.__dict__[RECORDING] = False
     target.__class__ = patched
     if path is None:

@@ -83,12 +83,16 @@ def bench_products(report: Report, options: argparse.Namespace) -> None:
 
 def bench_layers(report: Report, options: argparse.Namespace) -> None:
     groups = [(tokens, columns, (rows,)) for tokens, columns, rows in SHAPES] + DENSE_GROUPS
-    kinds = [(w, c) for c in options.dtypes for w in ("float32", "bfloat16") if (w, c) != ("bfloat16", "float32")]
+    kinds = [
+        (w, c) for c in options.dtypes for w in ("float32", "bfloat16") if (w, c) != ("bfloat16", "float32")
+    ]
     for weights, compute in kinds:
         dtype, product = getattr(torch, weights), getattr(torch, compute)
         for tokens, columns, sizes in QUICK_GROUPS if options.quick else groups:
             own, _ = torch.ops.shoestring._linear_choice(product, dtype, columns, list(sizes))
-            leaves = [torch.randn(size, columns, dtype=dtype, requires_grad=True) for size in (tokens, *sizes)]
+            leaves = [
+                torch.randn(size, columns, dtype=dtype, requires_grad=True) for size in (tokens, *sizes)
+            ]
             grads = [torch.randn(tokens, size, dtype=product) for size in sizes]
 
             def eager(

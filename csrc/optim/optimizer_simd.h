@@ -234,12 +234,45 @@ void step_copied(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMo
   __builtin_memcpy(weights, own, count * sizeof *own);
 }
 
+// Number of bytes of weights by which prefetches run ahead of the block that is stepped.
+constexpr int64_t kAheadBytes = 2048;
+
+// Prefetches `bytes` of memory, starting at block `block` of an array with so many bytes per block.
+SHOESTRING_INLINE void prefetch_block(const void* array, int64_t block, int64_t bytes) {
+  if (array == nullptr) return;
+  const char* from = static_cast<const char*>(array) + block * bytes;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+}
+
+// Prefetches what a block of a step with codes reads. The step reads several arrays, each for a few hundred
+// bytes, so the CPU's own prefetcher restarts in each page of each array, and the computation would wait for
+// memory. A step without codes computes so little that memory is busy all the time, and prefetches delay it.
+template <StateType kState, class Rule>
+SHOESTRING_INLINE void prefetch_blocks(const OptimizerTensor<Rule>& t,
+                                       const OptimizerArenas<Rule::kMoments>& a, int64_t block) {
+  prefetch_block(t.param, block, kStateBlock * size_of(t.type));
+  prefetch_block(t.grad, block, kStateBlock * size_of(t.grad_type));
+  for (int k = 0; k < Rule::kMoments; ++k) {
+    const StateType state = kernels::state_of_moment(kState, kernels::LongMoments<Rule>::has(k));
+    prefetch_block(a.moment[k], t.block + block,
+                   state == StateType::kBFloat16 ? kStateBlock * 2
+                   : state == StateType::k8Bit   ? kStateBlock
+                                                 : kernels::kBlockBytes4);
+  }
+  prefetch_block(a.remainder, t.block + block, kStateBlock * 2);
+  prefetch_block(a.accumulated, t.block + block, kStateBlock * size_of(a.accumulated_type));
+}
+
 template <StateType kState, class Weights, bool kDirect, class Rule>
 void step_blocks(const OptimizerTensor<Rule>& t, const OptimizerArenas<Rule::kMoments>& a, int64_t first,
                  int64_t last) {
   constexpr std::make_integer_sequence<int, Rule::kMoments> kAll;
   const bool direct = kDirect && t.grad_type == t.type && a.accumulated == nullptr;
+  [[maybe_unused]] const int64_t ahead = kAheadBytes / (kStateBlock * size_of(t.type));
   for (int64_t i = first; i < last; ++i) {
+    if constexpr (kState == StateType::k8Bit || kState == StateType::k4Bit) {
+      if (i + ahead < last) prefetch_blocks<kState>(t, a, i + ahead);
+    }
     const int64_t begin = i * kStateBlock;
     const Block block{a.seed, t.step, t.number, i, t.block + i, t.count - begin};
     if constexpr (kDirect) {

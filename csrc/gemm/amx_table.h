@@ -41,6 +41,13 @@ struct AmxTable {
   // tile of a panel.
   void (*strip)(const float* a, int64_t a_stride, int64_t lines, const float* b, int64_t size, float* c,
                 bool add);
+
+  // Computes c (lines, tiles * kAmxLines) = a b for columns of b that pack_right() packed with the same
+  // depth. Lines of a are contiguous, start `line_stride` elements apart, and are not packed: a product with
+  // few columns uses each of their elements only a few times. c is contiguous, and has room for whole groups
+  // of 2 * kAmxLines lines.
+  void (*unpacked)(const uint16_t* a, int64_t line_stride, int64_t lines, int64_t depth, const float* b,
+                   int64_t tiles, float* c);
 };
 
 }  // namespace shoestring::kernels

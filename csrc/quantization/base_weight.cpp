@@ -1,11 +1,14 @@
 #include "quantization/base_weight.h"
 
+#include <deque>
+
 #include <ATen/Functions.h>
 
 #include "core/huge_pages.h"
 #include "gemm/gemm.h"
 #include "gemm/packed_gemm.h"
 #include "gemm/split_product.h"
+#include "quantization/scaled_matrix.h"
 
 namespace shoestring::quantization {
 
@@ -174,8 +177,12 @@ Tensor times_weight(const std::vector<GradAndWeight>& terms, int64_t tokens, int
   std::vector<gemm::Term> summands;
   if (!terms.empty() && std::all_of(terms.begin(), terms.end(), summed) &&
       add_low_rank(summands, low, down, 1, products)) {
+    std::deque<ScaledMatrix> scaled;  // its elements do not move when it grows
     for (const auto& [grad, gain, weight] : terms) {
-      summands.push_back({gain.defined() ? grad.mul(gain).to(products.weight) : grad, weight.factor(false)});
+      summands.push_back({gain.defined()
+                              ? gemm::Factor(scaled.emplace_back(grad, as_float(gain)), /*transposed=*/false)
+                              : gemm::Factor(grad),
+                          weight.factor(false)});
     }
     Tensor sum = in_huge_pages(at::empty({tokens, columns}, like.dtype(dtype)));
     gemm::gemm_sum(products.weight, sum, summands);

@@ -86,6 +86,39 @@ def test_fp32_adapters_of_bf16_inputs_are_exact(capability: str) -> None:
     assert relative_error(grad_B, exact_B) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+# More tokens than are summed at a time, and more columns than are read in a run.
+@pytest.mark.parametrize("shape", [(1, 30), (130, 33), (389, 2085)], ids=str)
+def test_gradient_of_the_gain(capability: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    tokens, rows = shape
+    weight, bias = torch.randn(rows, 20).to(dtype), torch.randn(rows)
+    gain = (torch.rand(rows) + 0.5).requires_grad_()
+    x, upstream = torch.randn(tokens, 20).to(dtype), torch.randn(tokens, rows).to(dtype)
+
+    def run() -> Tensor:
+        return shoestring.lora_linear(x, weight, None, None, bias, gain=gain)
+
+    y = run()
+    ((grad,), *_) = assert_same_bits(lambda: torch.autograd.grad(run(), gain, upstream), (1, 2, 3))
+    exact = (upstream.double() * (y.detach().double() - bias.double())).sum(0) / gain.detach().double()
+    assert relative_error(grad, exact) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [1, 8, 21, 22, 64, 65])
+def test_few_columns_of_split_products(capability: str, rank: int) -> None:
+    """Products of bf16 rows with an fp32 lora_A or lora_B are exact where they end inside tiles."""
+    for tokens, columns, rows in ((9, 100, 70), (70, 65, 33)):
+        A = (torch.randn(rank, columns) / columns**0.5).requires_grad_()
+        B, weight = torch.randn(rows, rank).requires_grad_(), torch.zeros(rows, columns).bfloat16()
+        strided = torch.randn(tokens, columns + 9).bfloat16()[:, 9:]
+        upstream = torch.randn(tokens, rows).bfloat16()
+        y = shoestring.lora_linear(strided, weight, A, B)
+        grad_A, grad_B = torch.autograd.grad(y, (A, B), upstream)
+        low, wide = strided.double() @ A.detach().double().T, upstream.double()
+        assert relative_error(grad_A, (wide @ B.detach().double()).T @ strided.double()) < 1e-6
+        assert relative_error(grad_B, wide.T @ low) < 1e-6
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 3.4e38])
 def test_adapters_that_overflow(capability: str, value: float) -> None:
     """An infinite or huge number in the adapter gives infinity, as in fp32, and not NaN."""

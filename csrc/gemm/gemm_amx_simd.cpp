@@ -37,49 +37,104 @@ struct Upcoming {
   int64_t cache_lines;
 };
 
-// Multiplies a panel of a by a panel of b. `size` is the depth in pairs.
-SHOESTRING_INLINE void add_panels(const float* a, const float* b, int64_t size, const Upcoming& next) {
+// A tile of the result whose sums are complete, but not yet written to c or `narrow`. AMX is a unit of its
+// own, so the vector units write the rows of this tile while AMX multiplies the next one.
+struct Unwritten {
+  const float* sum;
+  float* c;
+  int64_t m, n, i, j;  // m: 0 if there is no such tile
+};
+
+// How the sums of multiply_amx() become results.
+struct Output {
+  int64_t stride;
+  float alpha, beta;
+  const kernels::GemmNarrow* narrow;
+  bool plain;  // whether the results are the sums, rounded to bf16
+
+  SHOESTRING_METHOD void write_rows(const Unwritten& t, int64_t first, int64_t last) const {
+    if (plain && t.n == kColumns) {
+      const float* sum = t.sum + first * kColumns;
+      uint16_t* to = narrow->data + (t.i + first) * narrow->stride + t.j;
+      for (int64_t i = first; i < last; ++i, sum += kColumns, to += narrow->stride) {
+        BFloat16::store(to, load(sum), load(sum + kLanes));
+      }
+      return;
+    }
+    finish_tile(t.sum + first * kColumns, t.c + first * stride, stride, last - first, t.n, alpha, beta,
+                narrow, t.i + first, t.j);
+  }
+};
+
+// Memory that is prefetched for writing while a tile is multiplied: `rows` rows of at most two cache lines.
+struct Target {
+  char* data;
+  int64_t stride, rows, second;  // strides in bytes; second: offset of the second cache line
+};
+
+// Multiplies a panel of a by a panel of b, and writes the tile `before`. `size` is the depth in pairs.
+SHOESTRING_INLINE void add_panels(const float* a, const float* b, int64_t size, const Upcoming& next,
+                                  const Target& target, const Output& output, const Unwritten& before) {
   const char* from = next.data;
-  const int64_t steps = size / kAmxLines, some = (next.cache_lines + steps - 1) / steps;
-  int64_t left = next.cache_lines;
+  const int64_t steps = size / kAmxLines, some = (next.cache_lines + steps - 1) / steps,
+                rows = (kPanel + steps - 1) / steps;
+  int64_t left = next.cache_lines, row = 0;
   for (int64_t p = 0; p < size; p += kAmxLines, a += 2 * kSquareSize, b += 2 * kSquareSize) {
+    add_products(a, a + kSquareSize, 2 * kSquareSize, b, kAmxLines);
     for (int64_t k = left < some ? left : some; k > 0; --k, --left, from += 64)
       __builtin_prefetch(from, 0, 2);
-    add_products(a, a + kSquareSize, 2 * kSquareSize, b, kAmxLines);
+    const int64_t end = row + rows;
+    if (row < before.m) output.write_rows(before, row, end < before.m ? end : before.m);
+    for (int64_t r = row; r < end && r < target.rows; ++r) {
+      __builtin_prefetch(target.data + r * target.stride, 1);
+      __builtin_prefetch(target.data + r * target.stride + target.second, 1);
+    }
+    row = end;
   }
 }
 
-// Computes one tile of 32 x 32 results, of which m x n exist.
-SHOESTRING_INLINE void tile_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t size, float* c,
-                                int64_t stride, float alpha, float beta, const kernels::GemmNarrow* narrow,
-                                int64_t i, int64_t j, const Upcoming& next) {
-  if (narrow == nullptr) {
-    for (int64_t row = 0; row < m; ++row) {
-      __builtin_prefetch(c + row * stride, 1);
-      __builtin_prefetch(c + row * stride + kPanel - 1, 1);
+// Computes one tile of 32 x 32 results, of which m x n exist, and writes the tile `before`. Returns the tile
+// itself if it is not written yet. in_tiles: c has room for the whole tile. `sum` is room for its sums.
+SHOESTRING_INLINE Unwritten tile_amx(const float* a, const float* b, const Unwritten& tile, int64_t size,
+                                     const Output& output, bool more, bool in_tiles,
+                                     float (&sum)[kPanel][kColumns], const Upcoming& next,
+                                     const Unwritten& before) {
+  const int64_t stride = output.stride;
+  const bool whole = in_tiles || (tile.m == kPanel && tile.n == kPanel);
+  float* c = tile.c;
+  Target target{reinterpret_cast<char*>(c), stride * 4, in_tiles ? 0 : tile.m, (kPanel - 1) * 4};
+  if (output.narrow == nullptr) {
+    if (whole && output.alpha == 1 && output.beta == 0) {
+      if (more) {
+        load_sums(c, stride);
+        target.rows = 0;
+      } else {
+        zero_sums();
+      }
+      add_panels(a, b, size, next, target, output, before);
+      store_sums(c, stride);
+      return {};
     }
-    if (m == kPanel && n == kPanel && alpha == 1 && (beta == 0 || beta == 1)) {
-      beta == 0 ? zero_sums() : load_sums(c, stride);
-      add_panels(a, b, size, next);
-      return store_sums(c, stride);
-    }
+  } else {
+    target = {reinterpret_cast<char*>(output.narrow->data + tile.i * output.narrow->stride + tile.j),
+              output.narrow->stride * 2, tile.m, 0};
   }
   // Sums that continue those in c start from them in each tile, so all tiles round alike.
-  alignas(64) float sum[kPanel][kColumns];
-  const bool more = alpha == 1 && beta == 1;
-  if (more) {
+  if (more && whole) {
+    load_sums(c, stride);
+  } else if (more) {
     for (int64_t row = 0; row < kPanel; ++row) {
       for (int64_t k = 0; k < kPanel; k += kLanes) {
-        store(sum[row] + k, row < m ? load_some<Float>(c + row * stride + k, n - k) : F32{});
+        store(sum[row] + k, row < tile.m ? load_some<Float>(c + row * stride + k, tile.n - k) : F32{});
       }
     }
     load_sums(sum[0], kColumns);
   } else {
     zero_sums();
   }
-  add_panels(a, b, size, next);
+  add_panels(a, b, size, next, target, output, before);
   store_sums(sum[0], kColumns);
-  finish_tile(sum[0], c, stride, m, n, alpha, more ? 0 : beta, narrow, i, j);
+  return tile;
 }
 
 void multiply_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
@@ -89,13 +144,25 @@ void multiply_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t 
   // Each tile prefetches its share of the next panel of the outer loop.
   const int64_t inner = ((b_outside ? m : n) + kPanel - 1) / kPanel,
                 share = (panel / kAmxLines + inner - 1) / inner;
+  const bool more = alpha == 1 && beta == 1;
+  const bool in_tiles = stride == 0;
+  const int64_t tiles = (n + kPanel - 1) / kPanel;  // in a row of tiles
+  const Output output{in_tiles ? kPanel : stride, alpha, more ? 0 : beta, narrow,
+                      narrow != nullptr && !narrow->fp16 && narrow->gain == nullptr &&
+                          narrow->offset == nullptr && alpha == 1 && (more || beta == 0)};
+  alignas(64) float sums[2][kPanel][kColumns];
+  Unwritten before{};
+  int turn = 0;
   const auto at = [&](int64_t i, int64_t j) {
     const float* outer = (b_outside ? b + j / kPanel * panel : a + i / kPanel * panel) + panel;
     const Upcoming next{
         reinterpret_cast<const char*>(outer + (b_outside ? i : j) / kPanel * share * kAmxLines), share};
-    tile_amx(a + i / kPanel * panel, b + j / kPanel * panel, m - i < kPanel ? m - i : kPanel,
-             n - j < kPanel ? n - j : kPanel, padded / 2, c + i * stride + j, stride, alpha, beta, narrow, i,
-             j, next);
+    turn = 1 - turn;
+    float* at_c = in_tiles ? c + (i / kPanel * tiles + j / kPanel) * kPanel * kPanel : c + i * stride + j;
+    const Unwritten tile{
+        sums[turn][0], at_c, m - i < kPanel ? m - i : kPanel, n - j < kPanel ? n - j : kPanel, i, j};
+    before = tile_amx(a + i / kPanel * panel, b + j / kPanel * panel, tile, padded / 2, output, more,
+                      in_tiles, sums[turn], next, before);
   };
   start_tiles();
   if (b_outside) {
@@ -108,6 +175,7 @@ void multiply_amx(const float* a, const float* b, int64_t m, int64_t n, int64_t 
     }
   }
   stop_tiles();
+  if (before.m > 0) output.write_rows(before, 0, before.m);
 }
 
 }  // namespace

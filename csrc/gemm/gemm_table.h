@@ -48,9 +48,10 @@ struct GemmProduct {
   GemmPack::Function<uint16_t> pack_bf16, pack_fp16;
 
   // Computes c (m, n) = beta c + alpha a b for packed a and b. The rows of c are `stride` elements apart, and
-  // c is not read if beta is 0. If `narrow` is not null, the result is written there instead of to c. The
-  // outer loop runs over the panels of b if b_outside is true, else over the panels of a. The operand of the
-  // inner loop should fit the L2 cache.
+  // c is not read if beta is 0. If `narrow` is not null, the result is written there instead of to c. If
+  // in_groups is true, `stride` may be 0: then c consists of contiguous tiles of width_a x width_b elements,
+  // row of tiles by row of tiles, with room for whole tiles. The outer loop runs over the panels of b if
+  // b_outside is true, else over the panels of a. The operand of the inner loop should fit the L2 cache.
   void (*multiply)(const float* a, const float* b, int64_t m, int64_t n, int64_t depth, float* c,
                    int64_t stride, float alpha, float beta, const GemmNarrow* narrow, bool b_outside);
 

@@ -32,6 +32,10 @@ constexpr int64_t kResultBytes = int64_t{768} << 10;
 // Limit in bytes for the packed panels that all threads share. The room for the padding of panels lets 512
 // lines of 8,192 bf16 numbers fit.
 constexpr int64_t kSharedBytes = (int64_t{8} << 20) + (int64_t{64} << 10);
+// Limits in bytes if the sums of a task are kept as tiles: for its packed panels over all pieces of a round,
+// and for its sums. Both stay in the L2 cache. Memory beyond it delivers panels of the shared side more
+// slowly than AMX multiplies them, so each of them is multiplied by as many own panels as fit.
+constexpr int64_t kOwnBytes = int64_t{768} << 10, kSumBytes = int64_t{256} << 10;
 // Limit in bytes for the elements of a computed matrix that a thread computes before it packs them.
 constexpr int64_t kComputedBytes = int64_t{64} << 10;
 
@@ -186,6 +190,17 @@ struct Result {
     }
   }
 
+  // Does the same as read(), but stores the elements as tiles.
+  void read_tiles(const kernels::GemmProduct& product, int64_t line, int64_t column, int64_t lines,
+                  int64_t columns, float* to) const {
+    const int64_t height = product.width_a, width = product.width_b;
+    for (int64_t i = 0; i < lines; i += height) {
+      for (int64_t j = 0; j < columns; j += width, to += height * width) {
+        read(line + i, column + j, std::min(height, lines - i), std::min(width, columns - j), to, width);
+      }
+    }
+  }
+
   // Returns `narrow` for the part of the result that starts at (row, column).
   kernels::GemmNarrow part(int64_t row, int64_t column) const {
     kernels::GemmNarrow from = narrow;
@@ -277,20 +292,24 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
   const int64_t fit_packed = kBlockBytes / kFloatBytes / own_panel;
   const int64_t fit_result = kResultBytes / kFloatBytes / (own.width * shared.lines);
   const int64_t least = product.in_groups ? kLeastPanels : 1;
-  const int64_t block_fit = std::max<int64_t>(1, std::min(fit_packed, std::max(fit_result, least)));
+  const bool sums = count > 1 || (out.wide == nullptr && beta != 0);
+  // Sums that are not kept in the result are kept as tiles: their rows would compete for few cache sets.
+  const bool tiles = product.in_groups && sums && out.wide == nullptr;
+  const int64_t block_fit = tiles ? std::max(kOwnBytes / kFloatBytes / own_panels, least)
+                                  : std::max<int64_t>(1, std::min(fit_packed, std::max(fit_result, least)));
   const int64_t block = parts_of(own.panels, parts_of(parts_of(own.panels, block_fit), threads) * threads);
   const int64_t blocks = parts_of(own.panels, block), parts = parts_of(threads, blocks);
   const int64_t part = parts_of(shared.panels, parts);
   // A task computes the result for a group of shared panels over all pieces of the round before the next
   // group, so that this part of the result stays in the L2 cache. The task keeps its own panels of all
   // pieces.
-  const bool sums = count > 1 || (out.wide == nullptr && beta != 0);
-  const int64_t group_fit = kResultBytes / kFloatBytes / (block * own.width * shared.width);
+  const int64_t group_fit =
+      (tiles ? kSumBytes : kResultBytes) / kFloatBytes / (block * own.width * shared.width);
   const int64_t group = product.in_groups && sums ? std::clamp<int64_t>(group_fit, 1, part) : part;
 
   const int64_t own_size = block * (group < part ? own_panels : own_panel);
   // a task's sums, if they are not kept in the result
-  const int64_t sum_stride = (share_a ? block * own.width : group * shared.width);
+  const int64_t sum_stride = tiles ? 0 : (share_a ? block * own.width : group * shared.width);
   const int64_t sum_size = out.wide == nullptr && sums ? block * own.width * group * shared.width : 0;
   const int64_t size = own_size + sum_size + computed;
   const Scratch for_all(shared_size), for_one(threads * size);
@@ -315,7 +334,10 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
       const bool wide = out.wide != nullptr;
       const int64_t stride = wide ? out.narrow.stride : sum_stride;
       float* c = wide ? out.wide + row * stride + column : mine + own_size;
-      if (!wide && beta != 0) out.read(row, column, rows, columns, c, stride);
+      if (!wide && beta != 0) {
+        tiles ? out.read_tiles(product, row, column, rows, columns, c)
+              : out.read(row, column, rows, columns, c, stride);
+      }
       const kernels::GemmNarrow rounded = out.part(row, column);
       for (const Piece& piece : round.pieces) {
         const Side& side = piece.sides->own();

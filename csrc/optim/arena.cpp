@@ -98,10 +98,9 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
   }
 }
 
-void Arena::check_place(const char* optimizer) const {
+void Arena::check_place(const std::string& optimizer) const {
   for (const Tensor& p : params) {
-    TORCH_CHECK(p.device() == kind.source, "shoestring::optim::", optimizer,
-                ": params: expected all parameters on ", kind.source,
+    TORCH_CHECK(p.device() == kind.source, optimizer, ": params: expected all parameters on ", kind.source,
                 ", for which their state was made, received one on ", p.device(),
                 ". Make the optimizer after the model has been moved.");
   }

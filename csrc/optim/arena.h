@@ -24,13 +24,25 @@ inline constexpr const char* kStates[] = {"8bit", "4bit", "bf16", "fp32"};
 inline constexpr const char* kRoundings[] = {"nearest", "stochastic", "remainder"};
 inline constexpr int64_t kBlock = kernels::kStateBlock;
 
+/// The part of a parameter that this process holds, if processes split parameters. A whole parameter has no
+/// groups.
+struct Shard {
+  // The process groups over which the parameter is split. The norm of its gradient is summed over them.
+  std::vector<std::string> groups;
+  int64_t piece = 0;                 // index of this process's shard among the shards of the parameter
+  at::DeviceType device = at::kCPU;  // the device type on which these process groups communicate
+
+  bool operator==(const Shard& other) const = default;
+};
+
 /// Properties that all parameters of an arena (flat tensors of optimizer state) share: state format, whether
-/// a 16-bit remainder of each weight is stored, and devices.
+/// a 16-bit remainder of each weight is stored, devices, and how processes split the parameters.
 struct Kind {
   std::string state;
   bool remainder;
   at::Device device;  // device on which the parameters are stepped
   at::Device source;  // device that holds the parameters
+  Shard shard{};
 
   bool operator==(const Kind& other) const = default;
 };
@@ -94,7 +106,7 @@ struct Arena {
         const c10::intrusive_ptr<offload::Offload>& offload, bool on_host);
 
   /// Raises if a parameter has left the device for which its state was made.
-  void check_place(const char* optimizer) const;
+  void check_place(const std::string& optimizer) const;
   /// Returns the optimizer state of parameter `index`, as views into the arena.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
   /// Returns a view of each parameter's accumulated gradient, in the parameter's shape. The first call

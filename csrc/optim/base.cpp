@@ -13,6 +13,9 @@ namespace shoestring::optim {
 using namespace detail;
 
 namespace detail {
+Core::Core(LowMemoryOptimizer& optimizer)
+    : optimizer(&optimizer), label(c10::str("shoestring::optim::", name())) {}
+
 const char* Core::name() const {
   return Access::rule(static_cast<const LowMemoryOptions&>(std::as_const(*optimizer).defaults())).name;
 }
@@ -25,9 +28,16 @@ const ParamState* Core::state(const Tensor& param) const {
   const auto found = optimizer->state().find(param.unsafeGetTensorImpl());
   if (found == optimizer->state().end()) return nullptr;
   const auto* ours = dynamic_cast<const ParamState*>(found->second.get());
-  TORCH_CHECK(ours != nullptr, "shoestring::optim::", name(),
-              ": state: expected shoestring::optim::ParamState, ", "received the state of another optimizer");
+  TORCH_CHECK(ours != nullptr, label, ": state: expected shoestring::optim::ParamState, ",
+              "received the state of another optimizer");
   return ours;
+}
+
+std::vector<std::string> Core::names_of_state(size_t group, const Tensor& param) const {
+  std::vector<std::string> names{"step"};
+  for (const Part& part : parts(rule(group), kind_of(param, options(group)))) names.push_back(part.name);
+  for (const Extra& extra : rule(group).extra(param)) names.emplace_back(extra.name);
+  return names;
 }
 
 Layout& Core::layout(size_t group) {
@@ -37,7 +47,7 @@ Layout& Core::layout(size_t group) {
   size_t count = layout.absent.size();
   bool changed = false;
   for (const Arena& arena : layout.arenas) {
-    arena.check_place(name());
+    arena.check_place(label);
     count += arena.params.size();
   }
   for (const Tensor& p : layout.absent) changed |= has_gradient(p);
@@ -46,7 +56,7 @@ Layout& Core::layout(size_t group) {
   std::vector<Tensor> absent;
   // A gradient hook can step a parameter or accumulate its gradient at any time in backward. The state of
   // parameters with hooks must therefore exist before backward.
-  const bool from_hooks = step_in_backward || (on_cpu() && !watched_.empty());
+  const bool from_hooks = step_in_backward || (on_cpu() && (watches || !watched_.empty()));
   const auto found = members(group, [&](const Tensor& p) {
     const bool belongs = state(p) != nullptr || has_gradient(p) || (from_hooks && p.requires_grad());
     if (!belongs) absent.push_back(p);
@@ -70,7 +80,7 @@ Layout& Core::layout(size_t group) {
           if (view != views.end()) {
             view->second.copy_(tensor);
           } else {
-            views[name] = tensor.to(kind.device);
+            views[name] = tensor.to(kind.device, tensor.scalar_type(), false, /*copy=*/true);
           }
         }
       }
@@ -83,6 +93,7 @@ Layout& Core::layout(size_t group) {
   }
   alone_.clear();  // drops the arenas of single parameters, which are views of the old arenas
   drop_buckets();
+  ++layouts_made;
   for (auto& [key, views] : states) optimizer->state()[key] = std::make_unique<ParamState>(std::move(views));
   return layout = std::move(made);
 }
@@ -96,6 +107,8 @@ std::vector<Core::Members> Core::members(size_t group, c10::function_ref<bool(co
     if (!belongs(p)) continue;
     Kind kind = kind_of(p, options(group));
     if (on_cpu()) kind.device = at::kCPU;
+    const auto shard = shards.find(p.unsafeGetTensorImpl());
+    if (shard != shards.end()) kind.shard = shard->second;
     auto same = std::find_if(found.begin(), found.end(), [&](const Members& m) { return m.kind == kind; });
     if (same == found.end()) same = found.insert(found.end(), {kind, {}, {}});
     same->params.push_back(p);
@@ -134,8 +147,7 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
   if (offload.empty()) return nullptr;
   auto& found = offloads_[device];
   if (found == nullptr) {
-    const std::string caller = c10::str("shoestring::optim::", name(), ": offload");
-    found = c10::make_intrusive<offload::Offload>(caller, offload, device);
+    found = c10::make_intrusive<offload::Offload>(label + ": offload", offload, device);
   }
   return found;
 }
@@ -166,6 +178,58 @@ void Core::set_offload(const std::string& where) {
   }
 }
 
+int64_t Core::host_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [device, offload] : offloads_) bytes += offload->memory.bytes();
+  return bytes;
+}
+
+void Core::replace_params(size_t group, const std::vector<Tensor>& params) {
+  auto& members = optimizer->param_groups()[group].params();
+  if (params.size() != members.size()) {  // layout() finds the state of the parameters that stay
+    members = params;
+    alone_.clear();
+    drop_buckets();
+    return;
+  }
+  std::unordered_map<Key, Tensor> replaced;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (!params[i].is_same(members[i])) replaced[members[i].unsafeGetTensorImpl()] = params[i];
+  }
+  if (replaced.empty()) return;
+  const auto move = [&](auto& map) {
+    std::remove_reference_t<decltype(map)> moved;
+    for (auto entry = map.begin(); entry != map.end();) {
+      const auto found = replaced.find(static_cast<Key>(entry->first));
+      if (found == replaced.end()) {
+        ++entry;
+        continue;
+      }
+      moved[found->second.unsafeGetTensorImpl()] = std::move(entry->second);
+      entry = map.erase(entry);
+    }
+    for (auto& [key, value] : moved) map[key] = std::move(value);
+  };
+  move(optimizer->state());
+  move(shards);
+  move(sums_);
+  move(collected_);
+  alone_.clear();
+  drop_buckets();
+  const auto replace = [&](Tensor& p) {
+    const auto found = replaced.find(p.unsafeGetTensorImpl());
+    if (found == replaced.end()) return;
+    if (pending_.erase(found->first) > 0) pending_.insert(found->second.unsafeGetTensorImpl());
+    p = found->second;
+  };
+  if (const auto layout = layouts.find(group); layout != layouts.end()) {
+    for (Tensor& p : layout->second.absent) replace(p);
+    for (Arena& arena : layout->second.arenas)
+      std::for_each(arena.params.begin(), arena.params.end(), replace);
+  }
+  std::for_each(members.begin(), members.end(), replace);
+}
+
 void Core::bring_back() {
   for (const auto& [group, layout] : layouts) {
     for (const Arena& arena : layout.arenas) {
@@ -184,6 +248,14 @@ void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& gra
                   });
 }
 
+namespace {
+// Returns a different seed for each shard, since operators count elements from the start of their shard.
+int64_t seed_of(int64_t seed, const Shard& shard) {
+  return static_cast<int64_t>(static_cast<uint64_t>(seed) +
+                              static_cast<uint64_t>(shard.piece) * 0x9E3779B97F4A7C15u);
+}
+}  // namespace
+
 void Core::step_values(size_t group, const Arena& arena, const std::vector<Tensor>& grads,
                        const Tensor& accumulated, const Tensor& clip_coef) {
   const LowMemoryOptions& o = options(group);
@@ -192,17 +264,25 @@ void Core::step_values(size_t group, const Arena& arena, const std::vector<Tenso
   };
   c10::List<std::optional<Tensor>> optional_grads;
   for (const Tensor& g : grads) optional_grads.push_back(some(g));
+  Tensor lr_tensor = Access::lr_tensor(o);
+  double lr = o.get_lr();
+  if (lr_tensor.defined()) {
+    const bool here = lr_tensor.device() == arena.kind.device;
+    lr = here ? 0 : lr_tensor.item<double>();
+    lr_tensor = here ? lr_tensor.detach().to(at::kFloat) : Tensor();
+  }
   NamedArguments arguments{{"params", arena.stepped_params()},
                            {"grads", optional_grads},
                            {"step", arena.step},
-                           {"lr", o.get_lr()},
+                           {"lr", lr},
+                           {"lr_tensor", some(lr_tensor)},
                            {"maximize", Access::maximize(o)},
                            {"grad_scale", number(grad_scale_)},
                            {"clip_coef", number(clip_coef)},
                            {"found_inf", number(found_inf_)},
                            {"accumulated", some(accumulated)},
                            {"stochastic_rounding", Access::weight_rounding(o) == "stochastic"},
-                           {"seed", Access::seed(o)},
+                           {"seed", seed_of(Access::seed(o), arena.kind.shard)},
                            {"numbers", arena.numbers}};
   if (arena.part) {
     arguments.emplace_back("first_block", arena.part->first);
@@ -276,6 +356,7 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
   Optimizer::add_param_group(group);
   if (group.has_options()) param_groups_.back().set_options(group.options().clone());
   try {
+    for (const Tensor& p : group.params()) core_->offload_of(p.device());
     core_->reserve(param_groups_.size() - 1);
   } catch (...) {
     param_groups_.pop_back();

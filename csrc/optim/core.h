@@ -40,7 +40,7 @@ struct Backwards {
 };
 
 struct Core : std::enable_shared_from_this<Core> {
-  explicit Core(LowMemoryOptimizer& optimizer) : optimizer(&optimizer) {}
+  explicit Core(LowMemoryOptimizer& optimizer);
 
   // ---- steps
 
@@ -48,16 +48,28 @@ struct Core : std::enable_shared_from_this<Core> {
   std::unordered_map<size_t, Layout> layouts;  // arenas, by the index of the parameter group
 
   const char* name() const;  // returns the name of the optimizer's class
+  std::string label;         // the name of the optimizer in errors; Python sets the name of the Python class
   const LowMemoryOptions& options(size_t group) const;
   const Rule& rule(size_t group) const { return Access::rule(options(group)); }
   const ParamState* state(const Tensor& param) const;
+  /// Returns the names of the tensors in a parameter's state, in the order of the operator's arguments.
+  std::vector<std::string> names_of_state(size_t group, const Tensor& param) const;
   /// Returns the arenas of a parameter group. The arenas cover all parameters that have state or a gradient,
   /// and all parameters that a hook may step in backward.
   Layout& layout(size_t group);
+  /// The number of times that arenas were allocated. The tensors in state() change with it.
+  int64_t layouts_made = 0;
+  /// How processes split the parameters that are shards. A parameter without an entry is whole.
+  std::unordered_map<Key, Shard> shards;
   /// Raises if the options of a group allow no step.
   void check_step() const;
   Tensor step();
-  Tensor scaled_step(const Tensor& scale, const Tensor& skip);
+  /// Takes a step with gradients of a scaled loss; see LowMemoryOptimizer::scaled_step. is_checked: `skip`
+  /// already says whether the gradients, without accumulated ones, are finite.
+  Tensor scaled_step(const Tensor& scale, const Tensor& skip, bool is_checked = false);
+  /// Replaces the parameters of a group by tensors with the same state, for example after a parameter has
+  /// been moved to another tensor object.
+  void replace_params(size_t group, const std::vector<Tensor>& params);
   void step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                   const Tensor& clip_coef);
 
@@ -67,14 +79,16 @@ struct Core : std::enable_shared_from_this<Core> {
   /// Returns the Offload object that all arenas with parameters on `device` share; null without offload.
   c10::intrusive_ptr<offload::Offload> offload_of(at::Device device);
   void set_offload(const std::string& where);
+  /// Returns the bytes of host memory that offloading takes.
+  int64_t host_bytes() const;
   /// Reserves disk space for the state of all trainable parameters in the parameter groups from index `first`
   /// on.
   void reserve(size_t first);
   /// Waits until all new optimizer state has been written back to host memory or to the file.
   void bring_back();
   /// Waits until all new optimizer state has been written back, before the state is read or saved. Raises if
-  /// a failed step has stepped some of the parameters, but not all.
-  void settle();
+  /// a failed step has stepped some of the parameters, but not all. `what` is the caller's name in the error.
+  void settle(const char* what = "save");
   /// Drops the gradients that a failed step or backward pass has left, if it has not stepped any parameter.
   /// zero_grad calls this function.
   void discard();
@@ -84,12 +98,20 @@ struct Core : std::enable_shared_from_this<Core> {
   std::optional<double> max_grad_norm;
   Tensor grad_norm;
   bool step_in_backward = false, accumulating = false;
+  bool watches = false;  // whether hooks outside of the core call on_gradient
   at::ScalarType accumulate_dtype = at::kFloat;
 
   /// Installs a post-accumulate-grad hook on each parameter. step_in_backward and accumulate() need the
   /// hooks, because they free grad() during backward.
   void watch(const std::vector<Tensor>& params);
   void on_gradient(const Tensor& param);
+  /// Adds the accumulated gradient of a parameter, if there is any, to its gradient.
+  void add_sum_to_gradient(const Tensor& param);
+  bool has_sums() const { return !pending_.empty(); }
+  /// Waits for work under way, and drops the accumulated gradients.
+  void drop();
+  /// Returns whether a step has failed and can be finished.
+  bool is_unfinished() const { return unfinished_.has_value(); }
   /// Returns whether any parameter has a gradient, or an accumulated one.
   bool has_gradients() const;
   /// Raises if there are accumulated gradients, which GradScaler::unscale_ has not divided. `what` is the
@@ -115,6 +137,8 @@ struct Core : std::enable_shared_from_this<Core> {
     std::vector<Tensor> params;
     std::vector<int64_t> numbers;
   };
+  // Gradients of this process, or their norms, by the Shard that they have in common.
+  using ByShard = std::vector<std::pair<Shard, std::vector<Tensor>>>;
   // One call of the optimizer's operator: an arena, the gradients of the arena's parameters, and the
   // accumulated gradients that the operator adds to the gradients.
   struct Call {
@@ -188,6 +212,8 @@ struct Core : std::enable_shared_from_this<Core> {
   void drop_sums();
   static std::vector<Tensor> gradients_of(const std::vector<Call>& calls);
   Tensor clip(const std::vector<Call>& calls);
+  static std::vector<Tensor>& of_shard(ByShard& all, const Shard& shard);
+  static Tensor norm_over(const ByShard& norms);
   static std::vector<Bucket> buckets(size_t group, Arena& arena);
   std::vector<Tensor> on_host(Arena& arena, std::vector<Tensor> grads);
   void step_on_host(size_t group, Arena& arena, std::vector<Tensor> grads, const Tensor& accumulated,
@@ -211,6 +237,7 @@ struct Core : std::enable_shared_from_this<Core> {
   const std::shared_ptr<Backwards> backwards_ = std::make_shared<Backwards>();
   // Arguments of scaled_step(), set while it runs. If found_inf_ is not zero, the operators skip the step.
   Tensor grad_scale_, found_inf_;
+  bool is_checked_ = false;
   // The accumulated gradient of each parameter; a view into an arena, once the arena exists.
   std::unordered_map<Key, Tensor> sums_;
   // Parameters whose accumulated gradient contains at least one micro-batch.
@@ -221,7 +248,7 @@ struct Core : std::enable_shared_from_this<Core> {
   // The arena of each single parameter, for steps within backward.
   std::unordered_map<Key, Alone> alone_;
   // Norms of the gradients that steps within backward have freed.
-  std::vector<Tensor> norms_;
+  ByShard norms_;
   // Serialises the gradient hooks, since backward runs one thread per device.
   std::mutex mutex_;
   std::vector<std::unique_ptr<Bucket>> buckets_;

@@ -80,6 +80,17 @@ void Core::on_gradient(const Tensor& param) {
   }
 }
 
+void Core::add_sum_to_gradient(const Tensor& param) {
+  const std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  if (!is_pending(param)) return;
+  drain();
+  Tensor& sum = sums_.at(param.unsafeGetTensorImpl());
+  param.mutable_grad().add_(sum.to(param.device()));
+  sum.zero_();
+  pending_.erase(param.unsafeGetTensorImpl());
+}
+
 void Core::forget() {
   end_backward();
   offload::FirstError ignored;  // errors are ignored: they concern optimizer state that is dropped anyway
@@ -169,7 +180,7 @@ std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
 // Computes found_inf from the largest magnitude of all gradients. A norm would not do: a sum of squares may
 // overflow although all gradients are finite.
 void Core::find_inf(const std::vector<Call>& calls) {
-  if (!grad_scale_.defined()) return;
+  if (!grad_scale_.defined() || (is_checked_ && pending_.empty())) return;
   auto grads = gradients_of(calls);
   // Empty tensors have no largest element.
   std::erase_if(grads, [](const Tensor& g) { return g.numel() == 0; });
@@ -181,7 +192,7 @@ void Core::find_inf(const std::vector<Call>& calls) {
   found_inf_ = found;
 }
 
-Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
+Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip, bool is_checked) {
   const auto is_number = [](const Tensor& t) { return t.scalar_type() == at::kFloat && t.numel() == 1; };
   const auto received = [](const Tensor& t) {
     return t.defined() ? c10::str(t.scalar_type(), " of shape ", t.sizes()) : std::string("none");
@@ -193,14 +204,35 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip) {
   expect(!step_in_backward, name(), "scaled_step",
          "an optimizer without step_in_backward, which steps before all gradients are known to be finite",
          "one with it");
-  const auto done = [this](void*) { grad_scale_ = found_inf_ = Tensor(); };
+  const auto done = [this](void*) {
+    grad_scale_ = found_inf_ = Tensor();
+    is_checked_ = false;
+  };
   const std::unique_ptr<void, decltype(done)> guard(this, done);
   grad_scale_ = scale;
   found_inf_ = skip;
+  is_checked_ = is_checked;
   return step();
 }
 
 // ---- clipping
+
+namespace {
+
+// Returns the norm of a tensor whose shards are held by the members of process groups, from the norm of this
+// process's shard. The operators belong to PyTorch's distributed package, which registered the groups by
+// name.
+Tensor over_groups(const Tensor& norm, const Shard& shard) {
+  using Reduce = Tensor(const Tensor&, std::string, std::string);
+  static const auto reduce =
+      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "").typed<Reduce>();
+  static const auto wait = find<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
+  Tensor square = norm.to(shard.device).square();
+  for (const std::string& group : shard.groups) square = wait.call(reduce.call(square, "sum", group));
+  return square.sqrt();
+}
+
+}  // namespace
 
 // Computes the norm of all gradients. Returns the factor by which clipping multiplies the gradients, or an
 // undefined tensor without clipping.
@@ -208,11 +240,39 @@ Tensor Core::clip(const std::vector<Call>& calls) {
   if (step_in_backward && !on_cpu()) return {};
   grad_norm = Tensor();
   if (!max_grad_norm) return {};
-  const auto grads = gradients_of(calls);
+  // The gradients of one Shard have one norm, so that each group of processes communicates once.
+  ByShard grads, norms;
+  for (const Call& call : calls) {
+    for (const Tensor& g : call.grads) {
+      if (g.defined()) of_shard(grads, call.arena->kind.shard).push_back(g);
+    }
+  }
   if (grads.empty()) return {};
-  grad_norm = total_norm(grads, known_norms_);
+  for (const auto& [shard, some] : grads) norms.push_back({shard, {total_norm(some, known_norms_)}});
+  grad_norm = norm_over(norms);
   if (grad_scale_.defined()) grad_norm = grad_norm / grad_scale_.to(grad_norm.device()).squeeze();
   return clip_coef(grad_norm, *max_grad_norm);
+}
+
+// Returns the norm of all gradients of all processes. Every process gets the same norm, since all of them
+// call this function with the same groups in the same order.
+Tensor Core::norm_over(const ByShard& norms) {
+  std::vector<Tensor> whole;
+  for (const auto& [shard, some] : norms) {
+    std::vector<Tensor> here;
+    for (const Tensor& norm : some) here.push_back(norm.to(some[0].device()));
+    const Tensor norm = here.size() == 1 ? here[0] : at::linalg_vector_norm(at::stack(here));
+    whole.push_back(shard.groups.empty() ? norm : over_groups(norm, shard));
+  }
+  if (whole.size() == 1) return whole[0];
+  for (Tensor& norm : whole) norm = norm.to(whole[0].device());
+  return at::linalg_vector_norm(at::stack(whole));
+}
+
+std::vector<Tensor>& Core::of_shard(ByShard& all, const Shard& shard) {
+  const auto same =
+      std::find_if(all.begin(), all.end(), [&](const auto& entry) { return entry.first == shard; });
+  return same != all.end() ? same->second : all.emplace_back(shard, std::vector<Tensor>()).second;
 }
 
 // ---- steps within backward
@@ -227,13 +287,13 @@ void Core::step_alone(const Tensor& param) {
     found = alone_.find(key);
   }
   auto& [group, arena] = found->second;
-  arena.check_place(name());
+  arena.check_place(label);
   Access::check_step(options(group));
   Tensor grad = param.grad(), accumulated = summed ? arena.accumulated : Tensor(), coefficient;
   if (max_grad_norm) {
     if (summed) grad = sums_.at(key).add_(grad);
     accumulated = Tensor();
-    norms_.push_back(ops::foreach_norm({grad})[0]);
+    of_shard(norms_, arena.kind.shard).push_back(ops::foreach_norm({grad})[0]);
     if (grad_norm.defined()) coefficient = clip_coef(grad_norm, *max_grad_norm);
   }
   try {
@@ -265,8 +325,7 @@ void Core::find_alone() {
 
 void Core::finish_backward() {
   if (norms_.empty()) return;
-  for (Tensor& norm : norms_) norm = norm.to(norms_[0].device());
-  grad_norm = at::linalg_vector_norm(at::stack(norms_));
+  grad_norm = norm_over(norms_);
   norms_.clear();
 }
 

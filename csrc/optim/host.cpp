@@ -115,7 +115,7 @@ void Core::arrive(const Tensor& param) {
     const std::lock_guard lock(backwards_->mutex);
     backwards_->open.clear();
   }
-  TORCH_CHECK(fits, "shoestring::optim::", name(),
+  TORCH_CHECK(fits, label,
               ": step_in_backward: expected step() after each backward, received a second gradient of a "
               "parameter; use "
               "accumulate() around all backwards but the last of a step");

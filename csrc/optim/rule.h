@@ -99,6 +99,8 @@ struct Access {
   static const std::string& weight_rounding(const LowMemoryOptions& o) { return o.weight_rounding_; }
   static int64_t min_quantize_size(const LowMemoryOptions& o) { return o.min_quantize_size_; }
   static int64_t seed(const LowMemoryOptions& o) { return o.seed_; }
+  static Tensor& lr_tensor(LowMemoryOptions& o) { return o.lr_tensor_; }
+  static const Tensor& lr_tensor(const LowMemoryOptions& o) { return o.lr_tensor_; }
 
   static Core& core(const LowMemoryOptimizer& optimizer) { return *optimizer.core_; }
 };

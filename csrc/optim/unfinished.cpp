@@ -103,7 +103,7 @@ void Core::abandon() {
     finish_step(*std::exchange(unfinished_, std::nullopt));
     return;
   }
-  TORCH_CHECK(!has_stepped(*unfinished_), "shoestring::optim::", name(),
+  TORCH_CHECK(!has_stepped(*unfinished_), label,
               ": step: expected the gradients of the step that failed, which has stepped some parameters, "
               "received others. "
               "Load the weights and the optimizer's state of a checkpoint.");
@@ -215,11 +215,11 @@ void Core::end_backward() {
 }
 
 void Core::check_whole(const char* what) const {
-  TORCH_CHECK(broken_ != Broken::kWeights, "shoestring::optim::", name(), ": ", what,
+  TORCH_CHECK(broken_ != Broken::kWeights, label, ": ", what,
               ": expected a whole step before, received one that failed after it had stepped some "
               "parameters. Load the "
               "weights and the optimizer's state of a checkpoint.");
-  TORCH_CHECK(broken_ != Broken::kSums, "shoestring::optim::", name(), ": ", what,
+  TORCH_CHECK(broken_ != Broken::kSums, label, ": ", what,
               ": expected whole sums of gradients, received those of a step that failed. Call zero_grad() to "
               "drop them, and "
               "begin with the first micro-batch of the step.");
@@ -233,16 +233,22 @@ void Core::begin_sums() {
   abandon();
 }
 
-void Core::settle() {
+void Core::settle(const char* what) {
   const std::lock_guard lock(mutex_);
   end_backward();
   drain();
   TORCH_CHECK(!unfinished_ || unfinished_->done == unfinished_->calls.size() || !has_stepped(*unfinished_),
-              "shoestring::optim::", name(),
-              ": save: expected a whole step, received one that failed after it had stepped "
+              label, ": ", what,
+              ": expected a whole step, received one that failed after it had stepped "
               "some parameters. Call step() again with its gradients, or load a checkpoint.");
   if (unfinished_ && unfinished_->done == unfinished_->calls.size()) abandon();
   bring_back();
+}
+
+void Core::drop() {
+  const std::lock_guard lock(mutex_);
+  drain();
+  drop_all_sums();
 }
 
 void Core::discard() {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 from shoestring.optim.whole import WholeTensorOptimizer, factored
 
 
@@ -206,7 +206,7 @@ class Adafactor(WholeTensorOptimizer):
         516
     """
 
-    _operator = staticmethod(adafactor_)
+    _core_class = "Adafactor"
     _splits = False
 
     def __init__(
@@ -224,11 +224,6 @@ class Adafactor(WholeTensorOptimizer):
         self._moments = MEAN if beta1 else ()
         own = dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, beta1=beta1)
         super().__init__(params, own, **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = ("beta1", "beta2_decay", "d", "weight_decay")
-        eps1, eps2 = group["eps"]
-        return {name: group[name] for name in names} | dict(eps1=eps1, eps2=eps2)
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         eps, beta1 = group["eps"], group["beta1"]

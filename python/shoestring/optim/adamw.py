@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 
 
 def adamw_(
@@ -169,7 +169,7 @@ class AdamW(LowMemoryOptimizer):
     """
 
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
-    _operator = staticmethod(adamw_)
+    _core_class = "AdamW"
 
     def __init__(
         self,
@@ -181,10 +181,6 @@ class AdamW(LowMemoryOptimizer):
         **options: Unpack[LowMemoryOptions],
     ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return dict(beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"])
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas = group["betas"]

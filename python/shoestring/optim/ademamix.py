@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 
 
 def ademamix_(
@@ -191,7 +191,7 @@ class AdEMAMix(LowMemoryOptimizer):
         Moment("exp_avg_slow", signed=True, long=True),
         Moment("exp_avg_sq", signed=False),
     )
-    _operator = staticmethod(ademamix_)
+    _core_class = "AdEMAMix"
 
     def __init__(
         self,
@@ -207,12 +207,6 @@ class AdEMAMix(LowMemoryOptimizer):
     ) -> None:
         own = dict(lr=lr, betas=betas, alpha=alpha, t_alpha=t_alpha, t_beta3=t_beta3)
         super().__init__(params, own | dict(eps=eps, weight_decay=weight_decay), **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = ("alpha", "t_alpha", "t_beta3", "eps", "weight_decay")
-        return dict(zip(("beta1", "beta2", "beta3"), group["betas"], strict=True)) | {
-            n: group[n] for n in names
-        }
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas = group["betas"]

@@ -1,11 +1,9 @@
-"""The base class of the optimizers.
+"""The base class of the optimizers. It adapts Python's groups, DTensors and state dicts to the C++ core."""
 
-It keeps the moments of many parameters in flat, quantised tensors (an arena). One operator call steps all
-parameters of an arena.
-"""
-
-from collections.abc import Callable, Iterable
-from numbers import Real
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
@@ -14,25 +12,12 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
-from shoestring.optim.arena import (
-    ROUNDINGS,
-    STATES,
-    Arena,
-    Kind,
-    Layout,
-    Moment,
-    Part,
-    make_arena,
-    offloaded_bytes,
-    parts,
-)
-from shoestring.optim.gradients import Gradients, number_on
-from shoestring.optim.host import HostSteps
+from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.interrupts import Uninterrupted
-from shoestring.optim.offload import Offloading, is_place, pieces
-from shoestring.optim.sharded import local, seed_of, shards
+from shoestring.optim.offload import is_place
+from shoestring.optim.sharded import is_dtensor, local, local_gradient, shards
 from shoestring.optim.state_dicts import StateDicts
-from shoestring.optim.unfinished import UnfinishedSteps, Work
+from shoestring.optim.state_layout import ROUNDINGS, STATES, Kind, Moment, Part, parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -102,17 +87,25 @@ class LowMemoryOptions(TypedDict, total=False):
     offload: str | None
 
 
-class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gradients, Optimizer):
+@dataclass
+class Known:
+    """What the core has been told about a parameter group."""
+
+    options: list[object] = field(default_factory=list)
+    lr: object = None
+    params: list[int] = field(default_factory=list)  # the addresses of the C++ tensors
+    is_sharded: bool = False  # whether any parameter is a DTensor
+
+
+class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
     """The base class of the optimizers. It does everything except the update rule.
 
-    A subclass names its moments (running means) and the operator that takes a step. The operator is called as
-    ``operator(params, grads, step, moment, scales, ..., lr=, **rule, **arguments)``, like
-    ``shoestring.ops.adamw_``, with the arguments of ``shoestring.optim.optimizer.StepArguments``. A rule may
-    keep tensors besides its moments (see ``_extra``); each is passed as a list with one tensor per parameter.
+    A subclass names its moments (running means) and the C++ class of ``shoestring::optim`` that takes the
+    steps. An option has the same name in the group and in the C++ options.
     """
 
     _moments: tuple[Moment, ...]
-    _operator: ClassVar[Callable[..., None]]
+    _core_class: ClassVar[str]
     _splits: ClassVar[bool] = True  # whether the optimizer's operator can step a part of a parameter
     # This attribute tells GradScaler.step to set grad_scale and found_inf on the optimizer.
     _step_supports_amp_scaling = True
@@ -143,10 +136,7 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
         is_known = accumulate_dtype in (torch.float32, torch.bfloat16)
         self._expect(is_known, "accumulate_dtype", "torch.float32 or torch.bfloat16", accumulate_dtype)
         self._expect(is_place(offload), "offload", 'None, "cpu", "stream" or "nvme:DIR"', offload)
-        # The arenas of each parameter group. The keys are the indices of the groups.
-        self._layouts: dict[int, Layout] = {}
-        self._init_gradients(max_grad_norm, step_in_backward, accumulate_dtype)
-        self._init_offload(offload)
+        self._make_core(max_grad_norm, step_in_backward, accumulate_dtype, offload)
         own = dict(
             state_format=state_format,
             min_quantize_size=min_quantize_size,
@@ -154,17 +144,78 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             seed=seed,
             maximize=maximize,
         )
-        self._is_made = False
         super().__init__(params, defaults | own)
-        self._reserve(self.param_groups)
-        self._is_made = True
+        self._core.set_offload(offload)
 
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the operator that are special to this optimizer, such as betas.
+    def _make_core(
+        self,
+        max_grad_norm: float | None,
+        step_in_backward: bool,
+        accumulate_dtype: torch.dtype,
+        offload: str | None,
+    ) -> None:
+        """Make a C++ optimizer without groups. ``set_offload`` follows when it has groups."""
+        self._core = torch.classes.shoestring.OptimizerCore(self._core_class, self._name)
+        self._known: list[Known] = []
+        # For each DTensor, this process's shard as the core sees it.
+        self._aliases: dict[Tensor, Tensor] = {}
+        self._shown = 0  # the core's number of allocations when self.state was last filled
+        self.offload = offload
+        self._init_hooks()
+        self.step_in_backward, self.max_grad_norm = step_in_backward, max_grad_norm
+        self.accumulate_dtype = accumulate_dtype
 
-        The arguments come from the options of the parameter group.
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to which a step clips the gradients; None clips nothing."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        self._core.set_max_grad_norm(None if norm is None else float(norm))
+        self._max_grad_norm = norm
+
+    @property
+    def step_in_backward(self) -> bool:
+        """Whether each parameter is stepped as soon as its gradient is complete."""
+        return self._step_in_backward
+
+    @step_in_backward.setter
+    def step_in_backward(self, step_in_backward: bool) -> None:
+        self._core.set_step_in_backward(step_in_backward)
+        self._step_in_backward = step_in_backward
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """The dtype of the gradient sums of ``accumulate()``."""
+        return self._accumulate_dtype
+
+    @accumulate_dtype.setter
+    def accumulate_dtype(self, dtype: torch.dtype) -> None:
+        self._core.set_accumulate_dtype(dtype)
+        self._accumulate_dtype = dtype
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """With ``max_grad_norm``, the norm of the last step's gradients before clipping."""
+        norm: Tensor | None = self._core.grad_norm()
+        return norm
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that offloading takes, pinned if the parameters are on a GPU.
+
+        With ``offload="cpu"`` this includes gradients and weights only, since the state is in pageable
+        memory.
         """
-        raise NotImplementedError
+        size: int = self._core.host_bytes()
+        return size
+
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether a step has failed and can be finished."""
+        unfinished: bool = self._core.is_unfinished()
+        return unfinished
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         """Raise ValueError if an option that is special to this optimizer, such as betas, is invalid."""
@@ -242,39 +293,12 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
                 )
             seen.add(id(param))
         super().add_param_group(param_group)
-        self._watch(param_group["params"])
-        for p in param_group["params"]:
-            self._offload_of(local(p).device)
-        # When the constructor adds groups, it reserves disk space for all of them later.
-        if not self._is_made:
-            return
         try:
-            self._reserve(self.param_groups[-1:])
+            self._add_to_core(self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
             raise
-
-    def _reserve(self, groups: list[dict[str, Any]]) -> None:
-        """Reserve disk space for the state of all trainable parameters of ``groups``.
-
-        Raises:
-            RuntimeError: the disk has no space left.
-        """
-        if not self._streams:
-            return
-        sizes: dict[torch.device, int] = {}
-        for group in groups:
-            members: dict[Kind, list[Tensor]] = {}
-            for p in group["params"]:
-                if p.requires_grad:
-                    members.setdefault(self._kind(p, group), []).append(p)
-            for kind, params in members.items():
-                size = offloaded_bytes(
-                    params, kind, self._moments, self._offload_of(kind.source), self._splits
-                )
-                sizes[kind.source] = sizes.get(kind.source, 0) + size
-        for device, size in sizes.items():
-            self._offloads[device].reserve(size)
+        self._watch(self.param_groups[-1]["params"])
 
     @_disable_dynamo
     @torch.no_grad()
@@ -288,145 +312,151 @@ class LowMemoryOptimizer(StateDicts, Offloading, UnfinishedSteps, HostSteps, Gra
             with torch.enable_grad():
                 loss = closure()
         with Uninterrupted():
-            self._check_process()
-            self._end_backward()
-            self._drain()
-            self._check_whole("step")
-            if self.step_in_backward:
-                self._finish_backward()
-            self._step_all()
+            self._step()
         return loss
 
-    def _work(self) -> list[Work]:
-        """Return the arguments of ``_step_arena`` for each arena. Leave out groups without gradients."""
+    def _step(self) -> None:
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if not isinstance(found_inf, Tensor):  # GradScaler's sum over no gradients is the number 0
+            found_inf = None
         if self.step_in_backward:
-            # Backward may have stepped state in chunks on the device. Write these chunks back to the host or
-            # disk first, so that nothing is lost if this step fails and drops its own chunks.
-            self._bring_back()
-        calls = []
-        for index, group in enumerate(self.param_groups):
-            if any(self._has_gradient(p) for p in group["params"]):
-                calls += [(group, arena) for arena in self._layout(index, group).arenas]
-        found_inf = getattr(self, "found_inf", None)
+            # Parameters may have been replaced since the hooks were registered.
+            self._watch(self._all_params())
+        if found_inf is not None and self.step_in_backward:
+            raise RuntimeError(
+                f"{self._name}: step: expected no GradScaler with step_in_backward=True, received one: weights are "
+                "stepped before it knows whether all gradients are finite; use bf16, or step_in_backward=False"
+            )
+        if self._core.has_sums():
+            self._check_sums(found_inf is not None and scale is None)
+        if scale is not None and found_inf is None:
+            found_inf = torch.zeros_like(scale)
+        self._synchronize()
         try:
-            gradients = self._gathered([arena for _, arena in calls], found_inf is not None)
-            shares = [
-                (arena.kind.shards, grads) for (_, arena), (grads, _) in zip(calls, gradients, strict=True)
-            ]
-            found_inf, coefficient = self._clip(shares, found_inf)
-        except BaseException:
-            # Some gradients have been added to the sums, so a repeated step would add them twice.
-            if self._used:
-                self._broken = "sums"
-            raise
-        return [(*call, *own, coefficient, found_inf) for call, own in zip(calls, gradients, strict=True)]
+            with self._shard_gradients():
+                self._core.step(scale, found_inf)
+        finally:
+            self._show_state()
 
-    def _step_arena(
-        self,
-        group: dict[str, Any],
-        arena: Arena,
-        grads: list[Tensor | None],
-        accumulated: Tensor | None,
-        coefficient: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        if arena.host is not None:
-            self._step_on_host(group, arena, grads, accumulated, coefficient, found_inf)
-        elif arena.offloaded is None:
-            self._step_values(group, arena, grads, accumulated, coefficient, found_inf)
-        else:
-            for piece, own, sums in pieces(arena, grads, accumulated):
-                self._step_values(group, piece, own, sums, coefficient, found_inf)
+    def _check_sums(self, is_unscaled: bool) -> None:
+        if is_unscaled:
+            raise RuntimeError(
+                f"{self._name}: step: expected scaled gradients, like the sums of accumulate(), "
+                "received gradients after GradScaler.unscale_; to clip, use max_grad_norm, which unscales "
+                "by itself"
+            )
+        if self._is_replicated:
+            raise RuntimeError(
+                f"{self._name}: step: expected a last micro-batch outside of accumulate() that has a gradient for "
+                "every parameter, received sums that DistributedDataParallel has not reduced"
+            )
 
-    def _step_values(
-        self,
-        group: dict[str, Any],
-        arena: Arena,
-        grads: list[Tensor | None],
-        accumulated: Tensor | None,
-        coefficient: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        lr, device = group["lr"], arena.kind.device
-        on_device = isinstance(lr, Tensor) and lr.device == device
-        moments: list[Tensor | None] = []
-        for m in self._moments:
-            moments += [arena.values[m.name]]
-            moments += [] if m.long else [arena.values.get(f"{m.name}_scale")]
-        extra = {n: [self.state[p][n] for p in arena.params] for n in self._extra(arena.params[0], group)}
-        type(self)._operator(
-            arena.local_params(),
-            grads,
-            arena.step,
-            *moments,
-            lr=0.0 if on_device else float(lr),
-            **self._rule(group),
-            **extra,
-            maximize=group["maximize"],
-            lr_tensor=lr.detach().float() if on_device else None,
-            grad_scale=number_on(device, getattr(self, "grad_scale", None)),
-            clip_coef=number_on(device, coefficient),
-            found_inf=number_on(device, found_inf),
-            weight_remainder=arena.values.get("weight_remainder"),
-            accumulated=accumulated,
-            stochastic_rounding=group["weight_rounding"] == "stochastic",
-            seed=seed_of(group["seed"], arena.kind.shards),
-            numbers=arena.numbers,
-            **({} if arena.part is None else dict(zip(("first_block", "blocks"), arena.part, strict=True))),
-        )
+    @_disable_dynamo
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as in ``torch.optim.Optimizer``.
+
+        If a step or a backward raised an error before it stepped any parameter, its remaining work is
+        dropped, too. The gradient sums of ``accumulate()`` are dropped as well.
+        """
+        super().zero_grad(set_to_none)
+        self._core.discard()
+
+    # ---- what the core knows ---------------------------------------------------------------------------------
+
+    @property
+    def _option_names(self) -> list[str]:
+        """The names of the options that the C++ optimizer knows. PyTorch adds one to the defaults."""
+        return [name for name in self.defaults if name != "differentiable"]
+
+    def _values(self, group: dict[str, Any]) -> dict[str, object]:
+        return {name: _plain(group[name]) for name in self._option_names}
+
+    def _own(self, param: Tensor) -> Tensor:
+        """Return the tensor that the core steps: the parameter, or an alias of this process's shard of it."""
+        if not is_dtensor(param):
+            return param
+        own, alias = local(param), self._aliases.get(param)
+        if alias is None or alias.data_ptr() != own.data_ptr() or alias.shape != own.shape:
+            alias = self._aliases[param] = own.detach()
+        return alias.requires_grad_(param.requires_grad)
+
+    def _add_to_core(self, group: dict[str, Any]) -> None:
+        params = group["params"]
+        known = Known(is_sharded=any(map(is_dtensor, params)))
+        split: list[list[str]] = []
+        pieces: list[int] = []
+        device = torch.device("cpu")
+        if known.is_sharded:
+            for p in params:
+                piece = shards(p)
+                split.append([] if piece is None else piece.groups)
+                pieces.append(0 if piece is None else piece.piece)
+                if piece is not None:
+                    device = torch.device(piece.mesh.device_type)
+        with torch.no_grad():
+            own = [self._own(p) for p in params] if known.is_sharded else params
+            self._core.add_group(own, self._values(group), split, pieces, device)
+        self._known.append(known)
+
+    @torch.no_grad()
+    def _synchronize(self) -> None:
+        """Tell the core which options and parameters of the groups have changed."""
+        for index, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
+            lr, options = group["lr"], [_plain(group[name]) for name in self._option_names if name != "lr"]
+            if lr is not known.lr or options != known.options:
+                self._core.set_options(index, self._values(group))
+                known.lr, known.options = lr, options
+            own = [self._own(p) for p in group["params"]] if known.is_sharded else group["params"]
+            params = [p._cdata for p in own]
+            if params != known.params:
+                self._core.replace_params(index, own)
+                known.params = params
+
+    @contextmanager
+    def _shard_gradients(self) -> Iterator[None]:
+        """Give the aliases of DTensor parameters the gradients of their shards."""
+        given = []
+        for group, known in zip(self.param_groups, self._known, strict=True):
+            for p in group["params"] if known.is_sharded else ():
+                own = self._own(p)
+                if own is not p:
+                    own.grad = local_gradient(p)
+                    given.append(own)
+        try:
+            yield
+        finally:
+            for own in given:
+                own.grad = None
+
+    def _show_state(self) -> None:
+        """Fill ``self.state`` with the tensors that the core has allocated since the last call."""
+        made = self._core.layouts_made()
+        if made == self._shown:
+            return
+        for index, group in enumerate(self.param_groups):
+            for p, entries in zip(group["params"], self._core.states(index), strict=True):
+                if entries:
+                    self.state[p] = entries
+        self._shown = made
 
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
         own = local(param)
         device = torch.device("cpu") if self.offload == "cpu" else own.device
         state = group["state_format"] if param.numel() >= group["min_quantize_size"] else "fp32"
         remainder = group["weight_rounding"] == "remainder" and own.dtype == torch.bfloat16
-        return Kind(state, remainder, device, shards(param), own.device)
-
-    def _layout(self, index: int, group: dict[str, Any]) -> Layout:
-        """Return a group's arenas (flat state). Allocate them again if a parameter has its first gradient.
-
-        Arenas hold the parameters that have state or a gradient, and those that hooks step or accumulate in
-        backward.
-        """
-        layout = self._layouts.get(index)
-        for arena in () if layout is None else layout.arenas:
-            arena.check_place(self._name)
-        if layout is not None and layout.holds(group["params"], self._has_gradient):
-            return layout
-        members: dict[Kind, dict[int, Tensor]] = {}
-        absent = []
-        first = sum(len(g["params"]) for g in self.param_groups[:index])
-        for number, p in enumerate(group["params"], first):
-            # A gradient hook may step this parameter or accumulate its gradient in backward, so its state
-            # must exist before backward.
-            if self.state.get(p) or self._has_gradient(p) or (self._steps_from_hooks and p.requires_grad):
-                members.setdefault(self._kind(p, group), {})[number] = p
-            else:
-                absent.append(p)
-        for arena in () if layout is None else layout.arenas:
-            if arena.offloaded is not None:  # wait until state that was stepped in backward is written back
-                arena.offloaded.finish()
-        arenas: list[Arena] = []
-        # self.state is replaced only after all arenas exist, so that an out-of-memory error changes nothing.
-        states: dict[Tensor, dict[str, Any]] = {}
-        for kind, params in members.items():
-            offload = self._offload_of(kind.source)
-            on_host = self.offload == "cpu"
-            arena, own = make_arena(params, kind, self._moments, self.state, offload, self._splits, on_host)
-            arenas.append(arena)
-            for p, entry in own.items():
-                for name, shape in self._extra(local(p), group).items():
-                    entry.setdefault(name, torch.zeros(shape, dtype=torch.float32, device=kind.device))
-            states |= own
-        for p, entry in states.items():
-            self.state[p] = entry
-        # Drop the arenas of single parameters in _alone, since they are views of the arenas that were
-        # replaced.
-        self._alone.clear()
-        self._buckets.clear()
-        layout = self._layouts[index] = Layout(arenas, absent)
-        return layout
+        return Kind(state, remainder, device, shards(param))
 
     def _parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
         kind = self._kind(param, group)
         return parts(self._moments, kind.state, kind.remainder)
+
+
+def _plain(value: object) -> object:
+    """Convert the value of an option to a type of the core: a tensor, None, bool, str, int, float or list."""
+    if value is None or isinstance(value, (Tensor, bool, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [None if item is None else float(item) for item in value]
+    return int(value) if isinstance(value, Integral) else float(value)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.adafactor import advance_factored
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 from shoestring.optim.whole import WholeTensorOptimizer, factored
 
 LEAST = torch.finfo(torch.float32).tiny
@@ -196,7 +196,7 @@ class CAME(WholeTensorOptimizer):
     """
 
     _moments = (Moment("exp_avg", signed=True),)
-    _operator = staticmethod(came_)
+    _core_class = "CAME"
     _splits = False
 
     def __init__(
@@ -211,11 +211,6 @@ class CAME(WholeTensorOptimizer):
     ) -> None:
         own = dict(lr=lr, eps=eps, clip_threshold=clip_threshold, betas=betas, weight_decay=weight_decay)
         super().__init__(params, own, **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        own = {name: group[name] for name in ("clip_threshold", "weight_decay")}
-        own |= {f"beta{i}": beta for i, beta in enumerate(group["betas"], 1)}
-        return own | {f"eps{i}": eps for i, eps in enumerate(group["eps"], 1)}
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas, eps, threshold = group["betas"], group["eps"], group["clip_threshold"]

@@ -67,7 +67,7 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
             tensors |= {f"{g}.{i}.{name}": value for name, value in optimizer.state.get(p, {}).items()}
     if optimizer.step_in_backward and optimizer.grad_norm is not None:
         tensors["grad_norm"] = optimizer.grad_norm
-    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": _rule_name(optimizer)}
+    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
     with atomic_path(Path(path)) as partial:
         write_safetensors(partial, tensors, {**metadata, "groups": json.dumps(groups)})
 
@@ -107,7 +107,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         raise ValueError(
             f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
         ) from None
-    expected = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": _rule_name(optimizer)}
+    expected = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
     for key, value in expected.items():
         if metadata.get(key) != value:
             raise ValueError(f"{where}: expected {key} {value}, received {_brief(metadata.get(key, 'none'))}")
@@ -145,14 +145,6 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         {"state": state, "param_groups": groups, "format_version": FORMAT_VERSION}
         | ({} if norm is None else {"grad_norm": norm})
     )
-
-
-def _rule_name(optimizer: LowMemoryOptimizer) -> str:
-    """Return the name of an optimizer's class, such as "AdamW".
-
-    For a user's subclass, return the name of the library's class.
-    """
-    return next(cls.__name__ for cls in type(optimizer).__mro__ if "_operator" in vars(cls))
 
 
 def _groups(metadata: dict[str, str], optimizer: LowMemoryOptimizer, where: str) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 from shoestring.optim.whole import WholeTensorOptimizer
 
 
@@ -149,7 +149,7 @@ class LAMB(WholeTensorOptimizer):
     """
 
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
-    _operator = staticmethod(lamb_)
+    _core_class = "LAMB"
     _splits = False
 
     def __init__(
@@ -162,10 +162,6 @@ class LAMB(WholeTensorOptimizer):
         **options: Unpack[LowMemoryOptions],
     ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return dict(beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"])
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas = group["betas"]

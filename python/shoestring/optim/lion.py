@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 
 
 def lion_(
@@ -132,7 +132,7 @@ class Lion(LowMemoryOptimizer):
     """
 
     _moments = (Moment("exp_avg", signed=True),)
-    _operator = staticmethod(lion_)
+    _core_class = "Lion"
 
     def __init__(
         self,
@@ -143,10 +143,6 @@ class Lion(LowMemoryOptimizer):
         **options: Unpack[LowMemoryOptions],
     ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return dict(beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas, decay = group["betas"], group["weight_decay"]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.convert import exported
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 from shoestring.optim.whole import WholeTensorOptimizer
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -179,7 +179,7 @@ class Muon(WholeTensorOptimizer):
     """
 
     _moments = (Moment("momentum_buffer", signed=True),)
-    _operator = staticmethod(muon_)
+    _core_class = "Muon"
     _splits = False
 
     def __init__(
@@ -198,10 +198,6 @@ class Muon(WholeTensorOptimizer):
         own: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
         own |= dict(ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         super().__init__(params, own, **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps")
-        return {name: group[name] for name in names} | {"adjust_lr_fn": group["adjust_lr_fn"] or "original"}
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         for name in ("weight_decay", "eps"):

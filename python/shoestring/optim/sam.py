@@ -186,7 +186,7 @@ class SAM(Optimizer):
         """
         if closure is None:
             # If the base optimizer's step failed in the second half, the second half may be repeated.
-            if self._weights is None and getattr(self.base_optimizer, "_unfinished", None) is None:
+            if self._weights is None and not getattr(self.base_optimizer, "_is_unfinished", False):
                 raise RuntimeError("SAM: step: expected first_step() before, or a closure, received neither")
             self._descend()
             return None

@@ -8,12 +8,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from typing_extensions import Unpack
 
-from shoestring.optim.apply import apply_
-from shoestring.optim.arena import Arena, Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
-from shoestring.optim.sharded import local
+from shoestring.optim.state_layout import Moment
 
 
 def schedule_free_adamw_(
@@ -191,7 +189,7 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     """
 
     _moments = (Moment("offset", signed=True, long=True), Moment("exp_avg_sq", signed=False))
-    _operator = staticmethod(schedule_free_adamw_)
+    _core_class = "ScheduleFreeAdamW"
 
     def __init__(
         self,
@@ -220,39 +218,10 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     @torch.no_grad()
     def _switch(self, *, train_mode: bool) -> None:
         with Uninterrupted():
-            self._switch_all(train_mode)
-
-    def _switch_all(self, train_mode: bool) -> None:
-        for index, group in enumerate(self.param_groups):
-            if group["train_mode"] == train_mode:
-                continue
-            beta1 = group["betas"][0]
-            for arena in self._layouts[index].arenas if index in self._layouts else ():
-                if arena.offloaded is None and arena.host is None:
-                    self._apply(arena, arena.params, beta1, train_mode, arena.values.get("weight_remainder"))
-                    continue
-                # Switch one parameter at a time between x and y, since the device may lack memory for the
-                # state of all parameters.
-                for i, p in enumerate(arena.params):
-                    kept = arena.run(i, i + 1, self._moments).values.get("weight_remainder")
-                    remainder = None if kept is None else kept.to(local(p).device)
-                    self._apply(arena, [p], beta1, train_mode, remainder)
-                    if kept is not None and remainder is not None:
-                        kept.copy_(remainder)
-            group["train_mode"] = train_mode
-
-    def _apply(
-        self, arena: Arena, params: list[Tensor], beta1: float, train_mode: bool, remainder: Tensor | None
-    ) -> None:
-        apply_(
-            [local(p) for p in params],
-            [self.state[p]["offset"].to(local(p).device) for p in params],
-            arena.step[: len(params)].to(local(params[0]).device, copy=True),
-            lr=(1 - beta1) / beta1,
-            weight_decay=0.0,
-            maximize=train_mode,
-            weight_remainder=remainder,
-        )
+            self._synchronize()
+            self._core.set_train_mode(train_mode)
+            for group in self.param_groups:
+                group["train_mode"] = train_mode
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -263,23 +232,16 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
         self._expect_train()
         return super().step(closure)
 
-    def _step_alone(self, param: Tensor) -> None:
-        self._expect_train()
-        super()._step_alone(param)
-
-    def _arrive(self, param: Tensor) -> None:
-        self._expect_train()
-        super()._arrive(param)
+    def _on_gradient(self, param: Tensor) -> None:
+        if self.step_in_backward:
+            self._expect_train()
+        super()._on_gradient(param)
 
     def _expect_train(self) -> None:
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{self._name}: step: expected train mode, received eval mode; call train() before forward and backward"
             )
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = ("eps", "weight_decay", "warmup_steps")
-        return dict(zip(("beta1", "beta2"), group["betas"], strict=True)) | {n: group[n] for n in names}
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         betas, steps = group["betas"], group["warmup_steps"]

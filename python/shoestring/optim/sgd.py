@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.arena import Moment
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
+from shoestring.optim.state_layout import Moment
 
 
 def sgd_(
@@ -136,7 +136,7 @@ class SGD(LowMemoryOptimizer):
     """
 
     _moments = (Moment("momentum_buffer", signed=True),)
-    _operator = staticmethod(sgd_)
+    _core_class = "SGD"
 
     def __init__(
         self,
@@ -152,9 +152,6 @@ class SGD(LowMemoryOptimizer):
             lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov
         )
         super().__init__(params, defaults, **options)
-
-    def _rule(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
 
     def _check_rule(self, group: dict[str, Any]) -> None:
         momentum, decay = group["momentum"], group["weight_decay"]

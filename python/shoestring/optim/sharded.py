@@ -2,7 +2,7 @@
 
 An optimizer steps the shards of its process. The gradient norm for clipping is all-reduced over the
 dimensions of the device mesh that split the parameter. Random bits depend on the index of the shard only, so
-that replicas of a shard on several processes stay equal.
+that replicas of a shard on several processes stay equal. Both happen in the C++ core.
 """
 
 import gc
@@ -33,6 +33,11 @@ class Shards:
     def dims(self) -> list[int]:
         """The dimensions of the device mesh that split the parameter."""
         return [dim for dim, placement in enumerate(self.placements) if not placement.is_replicate()]
+
+    @property
+    def groups(self) -> list[str]:
+        """The names of the process groups over which the parameter is split."""
+        return [self.mesh.get_group(dim).group_name for dim in self.dims]
 
 
 def is_dtensor(tensor: object) -> "TypeIs[DTensor]":
@@ -84,28 +89,6 @@ def shards(param: Tensor) -> Shards | None:
     return Shards(found.mesh, found.placements, piece)
 
 
-def seed_of(seed: int, piece: Shards | None) -> int:
-    """Return a different seed for each shard.
-
-    Operators count elements from the start of their shard, so equal seeds would repeat random bits.
-    """
-    mixed = seed + (0 if piece is None else piece.piece) * 0x9E3779B97F4A7C15
-    return (mixed + (1 << 63)) % (1 << 64) - (1 << 63)  # wrap the seed to the range of int64
-
-
-def whole_norm(norm: Tensor, piece: Shards | None) -> Tensor:
-    """Return the norm over all shards of a tensor from the norm of this process's shard.
-
-    This is a collective operation if the tensor is split.
-    """
-    if piece is None or not piece.dims:
-        return norm
-    square = norm.to(piece.mesh.device_type).square()
-    for dim in piece.dims:
-        torch.distributed.all_reduce(square, group=piece.mesh.get_group(dim))
-    return square.sqrt()
-
-
 def reduced_after_hooks(params: Iterable[Tensor]) -> bool:
     """Return whether DistributedDataParallel wraps these parameters.
 
@@ -131,8 +114,21 @@ def as_dtensor(value: Tensor, param: "DTensor", shape: tuple[int, ...]) -> "DTen
     stride = torch.empty(shape, device="meta").stride()
     size = torch.Size(shape)
     return DTensor.from_local(
-        value, param.device_mesh, param.placements, run_check=False, shape=size, stride=stride
+        _at_start(value), param.device_mesh, param.placements, run_check=False, shape=size, stride=stride
     )
+
+
+def _at_start(value: Tensor) -> Tensor:
+    """Return a contiguous tensor on the same memory that lies at the start of a storage of its own.
+
+    copy.deepcopy fails for a DTensor whose shard has a storage offset.
+    """
+    if value.storage_offset() == 0 or not value.is_contiguous():
+        return value
+    begin = value.storage_offset() * value.element_size()
+    storage = value.untyped_storage()[begin : begin + value.nbytes]
+    result: Tensor = torch.empty(0, dtype=value.dtype, device=value.device)
+    return result.set_(storage, 0, value.shape, value.stride())
 
 
 def piece_of(value: Tensor, param: "DTensor") -> Tensor:

@@ -1,23 +1,21 @@
 """State dicts of the optimizers: saving, loading, copying and pickling."""
 
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from shoestring.optim.arena import Kind, Layout, Moment, Part
 from shoestring.optim.convert import imported
 from shoestring.optim.sharded import local
 from shoestring.optim.sharded_state import owned_entries, save_dtensors
-
-if TYPE_CHECKING:
-    from shoestring.optim.unfinished import Unfinished
+from shoestring.optim.state_layout import Kind, Moment, Part
 
 FORMAT_VERSION = 1
+# Settings of an optimizer that copies and pickles hold, beside state and groups.
+OWN = ("max_grad_norm", "step_in_backward", "accumulate_dtype", "offload")
 
 
 class AsSaved:
@@ -33,24 +31,19 @@ class StateDicts(Optimizer):
     # This mixin uses the following attributes and methods of the optimizer.
     offload: str | None
     step_in_backward: bool
-    grad_norm: Tensor | None
+    max_grad_norm: float | None
+    accumulate_dtype: torch.dtype
     _moments: tuple[Moment, ...]
-    _layouts: dict[int, Layout]
-    _drain: Callable[[], None]
-    _settle: Callable[[], None]
-    _end_backward: Callable[[], None]
-    _is_made: bool
-    _unfinished: "Unfinished | None"
-    _reserve: Callable[[list[dict[str, Any]]], None]
+    _core: Any
+    _known: list[Any]
     _kind: Callable[[Tensor, dict[str, Any]], Kind]
     _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
-    _layout: Callable[[int, dict[str, Any]], Layout]
     _extra: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]]
     _check_options: Callable[[dict[str, Any]], None]
-    _gradient_options: Callable[[], dict[str, Any]]
-    _init_gradients: Callable[..., None]
-    _init_offload: Callable[[str | None], None]
-    _restore_norm: Callable[[Tensor | None], None]
+    _make_core: Callable[..., None]
+    _add_to_core: Callable[[dict[str, Any]], None]
+    _synchronize: Callable[[], None]
+    _show_state: Callable[[], None]
     _watch: Callable[..., None]
 
     @property
@@ -62,10 +55,12 @@ class StateDicts(Optimizer):
 
         It also holds ``format_version``, the version of the state's format.
         """
-        self._settle()
+        self._core.settle()
+        self._show_state()
         extra: dict[str, Any] = {"format_version": FORMAT_VERSION}
-        if self.step_in_backward and self.grad_norm is not None:
-            extra["grad_norm"] = self.grad_norm
+        norm = self._core.grad_norm()
+        if self.step_in_backward and norm is not None:
+            extra["grad_norm"] = norm
         # This hook of state_dict runs before the hooks that the user registered.
         first = self.register_state_dict_post_hook(lambda _, saved: save_dtensors(self, saved), prepend=True)
         try:
@@ -88,10 +83,6 @@ class StateDicts(Optimizer):
         Raises:
             ValueError: the state dict does not fit. Nothing has changed then.
         """
-        # Ignore errors of pending host jobs, since load_state_dict replaces their results.
-        with suppress(Exception):
-            self._end_backward()
-            self._drain()
         where = f"{self._name}: load_state_dict"
         for key in ("state", "param_groups"):
             if key not in state_dict:
@@ -122,10 +113,11 @@ class StateDicts(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        self._restore_norm(state_dict.get("grad_norm"))
+        if self.step_in_backward and norm is not None:
+            self._core.set_grad_norm(norm.detach().to(torch.float32).reshape(()).clone())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._gradient_options(), "offload": self.offload}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check the state from a load, a copy or an unpickling, then copy it into new flat state tensors."""
@@ -142,19 +134,18 @@ class StateDicts(Optimizer):
                 group = next((g for g in state["param_groups"] if any(p is param for p in g["params"])), None)
                 if group is not None and entry:
                     self._check_entry(param, entry, group)
+        own = {name: state.pop(name) for name in OWN if name in state}
         super().__setstate__(state)
-        self._layouts = {}
-        if "max_grad_norm" in state:  # a copied or unpickled optimizer has no gradient hooks yet
-            self._init_gradients(*(state[name] for name in self._gradient_options()))
-            self._init_offload(state.get("offload"))
-            self._reserve(self.param_groups)
-            self._is_made = True
-        self._unfinished = None
-        for index, group in enumerate(self.param_groups):
-            if "max_grad_norm" in state:
+        if own:  # a copy: it has no core and no gradient hooks yet
+            self._make_core(**own)
+            for group in self.param_groups:
+                self._add_to_core(group)
                 self._watch(group["params"])
-            if any(self.state.get(p) for p in group["params"]):
-                self._layout(index, group)
+            self._core.set_offload(self.offload)
+        self._synchronize()
+        entries = [[self.state.get(p, {}) for p in group["params"]] for group in self.param_groups]
+        self._core.load(entries, None)
+        self._show_state()
 
     def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
         kind, own = self._kind(param, group), local(param)

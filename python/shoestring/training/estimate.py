@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from shoestring.core.errors import InputError
-from shoestring.optim.host import BUCKET_BYTES
+from shoestring.optim.offload import BUCKET_BYTES
 from shoestring.training import formulas, memory
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.formulas import State, StateArena

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoestring.optim.arena import Kind, Part, blocks, parts
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.low_rank import LowRankOptimizer
+from shoestring.optim.state_layout import Kind, Part, blocks, parts
 
 
 @dataclass(frozen=True)

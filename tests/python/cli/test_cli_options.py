@@ -12,7 +12,7 @@ import typer
 
 from cli_helpers import refuse, run, succeed, text
 from shoestring.cli import app as module
-from shoestring.optim import arena
+from shoestring.optim import state_layout
 from shoestring.training import config, optimizers
 from shoestring.training import options as declared
 
@@ -82,8 +82,8 @@ def test_every_command_is_here() -> None:
 
 def test_the_choices_are_those_of_the_library() -> None:
     assert set(declared.OPTIMIZERS) == set(optimizers.OPTIMIZERS)
-    assert set(config.ROUNDING.values()) == set(arena.ROUNDINGS)
-    for state in arena.STATES:
+    assert set(config.ROUNDING.values()) == set(state_layout.ROUNDINGS)
+    for state in state_layout.STATES:
         assert declared.STATE_CHECK(None, state) == state
 
 

@@ -6,12 +6,13 @@ import itertools
 import json
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shoestring
 from cli_helpers import TINY, refuse, run, succeed, text
@@ -64,8 +65,21 @@ def sizes(found: Estimate, place: str) -> dict[str, int]:
     }
 
 
-def arenas_of(optimizers: list[LowMemoryOptimizer]) -> list[Any]:
-    return [arena for opt in optimizers for layout in opt._layouts.values() for arena in layout.arenas]
+@dataclass
+class Arena:
+    """The memory that an optimizer's core has allocated for some parameters."""
+
+    values: dict[str, Tensor]  # the flat tensors of the state
+    weights: list[Tensor]  # copies of the parameters in host memory
+    offloaded: Any
+
+    def __post_init__(self) -> None:
+        self.step = self.values.pop("step")
+        self.accumulated = self.values.pop("accumulated", None)
+
+
+def arenas_of(optimizers: list[LowMemoryOptimizer]) -> list[Arena]:
+    return [Arena(*arena) for opt in optimizers for arena in opt._core.arenas()]
 
 
 def item(found: Estimate, place: str, name: str) -> int:
@@ -180,7 +194,7 @@ def file_bytes(folder: Path) -> int:
 def chunk_bytes(arena: Any) -> list[int]:
     """Return the bytes of each chunk in which a flat, offloaded state tensor is copied to the device."""
     offloaded = arena.offloaded
-    chunks, found = offloaded.chunks(0, len(arena.params)), []
+    chunks, found = offloaded.chunks(0, len(arena.step)), []
     offloaded.start(chunks)
     for chunk in chunks:
         found.append(sum(part.nbytes for part in offloaded.take(chunk)))

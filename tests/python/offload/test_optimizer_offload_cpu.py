@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_faults import disturb_offload
+from operator_faults import replaced
 from shoestring.optim import SGD, AdamW, Muon, ScheduleFreeAdamW
 from shoestring.optim.base import LowMemoryOptimizer
 
@@ -111,16 +112,15 @@ class Stamp(torch.autograd.Function):
         return grad, None, None
 
 
-def test_buckets_are_stepped_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_are_stepped_before_backward_ends() -> None:
     """With offload="cpu" and step_in_backward, parameters are stepped before backward has ended.
 
     In the test, backward does not compute the gradient of the first layer until all other layers are stepped.
     """
     steps: list[float] = []
-    original = LowMemoryOptimizer._step_values
 
-    def timed(*args: object) -> None:
-        original(*args)
+    def timed(call: Callable[[], None]) -> None:
+        call()
         steps.append(time.perf_counter())
 
     def wait() -> None:
@@ -129,7 +129,6 @@ def test_buckets_are_stepped_before_backward_ends(monkeypatch: pytest.MonkeyPatc
                 return
             time.sleep(0.01)
 
-    monkeypatch.setattr(LowMemoryOptimizer, "_step_values", timed)
     layers = nn.ModuleList(nn.Linear(1500, 1500, bias=False) for _ in range(6))
     opt = AdamW(layers.parameters(), offload="cpu", step_in_backward=True)
     for _ in range(2):
@@ -138,22 +137,22 @@ def test_buckets_are_stepped_before_backward_ends(monkeypatch: pytest.MonkeyPatc
         x = batch_of(0).requires_grad_()
         for i, layer in enumerate(layers):
             x = Stamp.apply(layer(x), stamps, wait if i == 0 else lambda: None)
-        x.square().mean().backward()
-        ended = time.perf_counter()
-        opt.step()
+        with replaced("adamw_", timed):
+            x.square().mean().backward()
+            ended = time.perf_counter()
+            opt.step()
         assert len(steps) == len(layers)
         assert max(steps[:-1]) < stamps[-1] < ended, f"steps ended at {steps}, backward came by at {stamps}"
 
 
-def test_gradients_are_freed_before_they_are_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_freed_before_they_are_stepped() -> None:
     """offload="cpu" frees a gradient after its copy to the host, even if the CPU has not stepped yet."""
-    original, go = LowMemoryOptimizer._step_values, threading.Event()
+    go = threading.Event()
 
-    def late(*args: object) -> None:
+    def late(call: Callable[[], None]) -> None:
         go.wait(60)
-        original(*args)
+        call()
 
-    monkeypatch.setattr(LowMemoryOptimizer, "_step_values", late)
     layers = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(4)))
     grads: list[StorageWeakRef] = []
     for layer in layers:  # the test's hooks are registered before the optimizer's hooks, so they run first
@@ -161,14 +160,15 @@ def test_gradients_are_freed_before_they_are_stepped(monkeypatch: pytest.MonkeyP
             lambda p: grads.append(StorageWeakRef(p.grad.untyped_storage()))
         )
     opt = AdamW(layers.parameters(), offload="cpu", step_in_backward=True)
-    layers(batch_of(0)).square().mean().backward()
-    for _ in range(2000):
-        if all(grad.expired() for grad in grads):
-            break
-        time.sleep(0.01)
-    alive = sum(not grad.expired() for grad in grads)
-    go.set()
-    opt.step()
+    with replaced("adamw_", late):
+        layers(batch_of(0)).square().mean().backward()
+        for _ in range(2000):
+            if all(grad.expired() for grad in grads):
+                break
+            time.sleep(0.01)
+        alive = sum(not grad.expired() for grad in grads)
+        go.set()
+        opt.step()
     assert len(grads) == 4 and alive == 0
 
 
@@ -241,18 +241,17 @@ def test_a_second_backward_needs_a_step(clip: float | None) -> None:
     assert all(opt.state[p]["step"] == 2 for p in params)
 
 
-def test_an_error_in_the_worker_reaches_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_worker_reaches_step() -> None:
     model = model_of(width=100)
     opt = AdamW(model.parameters(), offload="cpu", step_in_backward=True)
 
-    def broken(*args: object, **kwargs: object) -> None:
+    def broken(call: Callable[[], None]) -> None:
         raise RuntimeError("adamw_: cannot")
 
-    monkeypatch.setattr(AdamW, "_operator", broken)
-    model(batch_of(0, width=100)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="adamw_: cannot"):
-        opt.step()
-    monkeypatch.undo()
+    with replaced("adamw_", broken):
+        model(batch_of(0, width=100)).square().mean().backward()
+        with pytest.raises(RuntimeError, match="adamw_: cannot"):
+            opt.step()
     model(batch_of(0, width=100)).square().mean().backward()
     opt.step()
 

@@ -126,7 +126,7 @@ def test_a_parameter_that_has_moved(optimizer: Any, in_backward: bool, options: 
     own.step()
     own.zero_grad()
     before = params[0].detach().clone()
-    torch.utils.swap_tensors(params[1], nn.Parameter(params[1].detach().to("meta")))
+    params[1] = own.param_groups[1]["params"][0] = nn.Parameter(params[1].detach().to("meta"))
     message = (
         f"^{optimizer.__name__}: params: expected all parameters on cpu, for which their state was made, received one "
         "on meta. Make the optimizer after the model has been moved.$"

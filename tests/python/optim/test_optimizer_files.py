@@ -32,7 +32,7 @@ from shoestring.optim import (
     load_optimizer,
     save_optimizer,
 )
-from shoestring.optim.arena import ROUNDINGS, STATES
+from shoestring.optim.state_layout import ROUNDINGS, STATES
 
 # Shapes of the parameters in two groups. One parameter is smaller than a state block of 256 elements, several
 # span more than one block, and one has no elements.

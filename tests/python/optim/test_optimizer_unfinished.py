@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from offload_faults import disturb_offload
+from operator_faults import replaced
 from shoestring.optim import SAM, AdamW
 from shoestring.optim.interrupts import Uninterrupted
 
@@ -132,7 +133,6 @@ def test_an_operator_that_fails(
     clip: float | None,
     micro: int,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After the operator fails, the step can be repeated or dropped, or a checkpoint must be loaded.
 
@@ -151,22 +151,20 @@ def test_an_operator_that_fails(
             for step in range(2):
                 run.step(step, micro)
             saved, calls = run.saved(), 0
-            original = AdamW._operator
 
-            def failing(*args: Any, **kwargs: Any) -> None:
+            def failing(call: Callable[[], None]) -> None:
                 nonlocal calls
                 calls += 1
                 if calls == fails_at + 1:
                     raise MemoryError("no memory")
-                original(*args, **kwargs)
+                call()
 
-            monkeypatch.setattr(AdamW, "_operator", staticmethod(failing))
             try:
-                run.step(2, micro)
+                with replaced("adamw_", failing):
+                    run.step(2, micro)
                 failed = False
             except MemoryError:
                 failed = True
-            monkeypatch.undo()
             if not failed:
                 outcomes.add("whole")
                 continue
@@ -305,12 +303,9 @@ def test_ctrl_c_at_random_times(
         except KeyboardInterrupt:
             interrupts += 1
         run.opt.zero_grad()
-        run.opt._drain()
         # If the interrupt came outside of backward, gradient sums of earlier micro-batches are left. Drop
         # them.
-        for total in run.opt._sums.values():
-            total.zero_()
-        run.opt._pending.clear()
+        run.opt._core.drop()
         steps = {int(run.opt.state[p]["step"]) for p in run.params}
         assert len(steps) == 1 and steps <= {step, step + 1}, f"interrupt {interrupts}: {steps}"
         step = steps.pop()
@@ -381,6 +376,7 @@ import os, sys, torch, torch._dynamo
 from shoestring.optim import AdamW
 sys.path.append(sys.argv[2])
 from offload_faults import disturb_offload
+from operator_faults import replaced
 for how, place in (("cycle", f"nvme:{sys.argv[1]}"), ("raise", "cpu"), ("", "")):
     if how and (process := os.fork()) == 0:
         break

@@ -43,6 +43,8 @@ class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
 
  private:
   friend struct detail::Access;
+  // Replaces lr_ if it is defined: one number, which a step reads on the device of the parameters.
+  at::Tensor lr_tensor_;
   virtual const detail::Rule& rule() const = 0;
   // Returns the options that the optimizer class adds to the options of LowMemoryOptions.
   virtual std::vector<detail::Field> fields() = 0;

@@ -1,0 +1,271 @@
+// Registers the class OptimizerCore, with which Python's optimizers step. It owns a C++ optimizer; Python
+// adapts parameter groups, DTensors and state dicts to it. A class of PyTorch's own registry needs no code of
+// a Python version, and its methods run without Python's global lock.
+
+#include <map>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <shoestring/optim/rules.h>
+
+#include "optim/core.h"
+#include "optim/saved.h"
+
+namespace shoestring::optim {
+namespace {
+
+using namespace detail;
+using Options = c10::Dict<std::string, c10::IValue>;
+using Entries = c10::Dict<std::string, Tensor>;
+
+template <class Optimizer>
+std::unique_ptr<LowMemoryOptimizer> make() {
+  return std::make_unique<Optimizer>(std::vector<torch::optim::OptimizerParamGroup>());
+}
+
+std::unique_ptr<LowMemoryOptimizer> make_by_name(const std::string& name) {
+  static const std::map<std::string, std::unique_ptr<LowMemoryOptimizer> (*)()> kClasses{
+      {"AdEMAMix", make<AdEMAMix>},
+      {"Adafactor", make<Adafactor>},
+      {"AdamW", make<AdamW>},
+      {"CAME", make<CAME>},
+      {"LAMB", make<LAMB>},
+      {"Lion", make<Lion>},
+      {"Muon", make<Muon>},
+      {"SGD", make<SGD>},
+      {"ScheduleFreeAdamW", make<ScheduleFreeAdamW>},
+  };
+  const auto found = kClasses.find(name);
+  TORCH_CHECK(found != kClasses.end(), "OptimizerCore: expected the class of an optimizer, received ", name);
+  return found->second();
+}
+
+// ---- Options: the values of a Python group, by the names of the C++ options
+
+void read_value(const c10::IValue& value, double& to) {
+  to = value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
+}
+void read_value(const c10::IValue& value, int64_t& to) { to = value.toInt(); }
+void read_value(const c10::IValue& value, bool& to) { to = value.toBool(); }
+void read_value(const c10::IValue& value, std::string& to) { to = value.toStringRef(); }
+template <class T>
+void read_value(const c10::IValue& value, std::optional<T>& to) {
+  if (value.isNone()) {
+    to = std::nullopt;
+  } else {
+    read_value(value, to.emplace());
+  }
+}
+template <class T>
+void read_value(const c10::IValue& value, std::vector<T>& to) {
+  to.clear();
+  for (const c10::IValue& item : value.toListRef()) read_value(item, to.emplace_back());
+}
+template <class... T>
+void read_value(const c10::IValue& value, std::tuple<T...>& to) {
+  const auto items = value.toListRef();
+  TORCH_CHECK(items.size() == sizeof...(T), "expected ", sizeof...(T), " numbers, received ", items.size());
+  size_t i = 0;
+  std::apply([&](T&... item) { (read_value(items[i++], item), ...); }, to);
+}
+
+/// Sets all options, or raises before any has changed.
+void read_options(const Options& values, LowMemoryOptions& to) {
+  const auto read = to.clone();
+  auto& options = static_cast<LowMemoryOptions&>(*read);
+  Tensor lr;
+  for (const Field& field : Access::fields(options)) {
+    const c10::IValue value = values.at(field.name);
+    if (value.isTensor()) {
+      lr = value.toTensor();  // only a learning rate can be a tensor
+    } else {
+      std::visit([&](auto* place) { read_value(value, *place); }, field.value);
+    }
+  }
+  Access::check(options);
+  Access::assign(to, options);
+  Access::lr_tensor(to) = lr;
+}
+
+// ---- The class
+
+class OptimizerCore : public torch::CustomClassHolder {
+ public:
+  OptimizerCore(const std::string& name, std::string label) : optimizer_(make_by_name(name)) {
+    core().label = std::move(label);
+  }
+
+  // ---- groups
+
+  /// Adds a group. A parameter that is a shard has the names of its process groups in `split`, and the index
+  /// of the shard in `pieces`.
+  void add_group(const std::vector<Tensor>& params, const Options& options,
+                 const std::vector<std::vector<std::string>>& split, const std::vector<int64_t>& pieces,
+                 at::Device device) {
+    auto own = std::unique_ptr<LowMemoryOptions>(
+        static_cast<LowMemoryOptions*>(optimizer_->defaults().clone().release()));
+    read_options(options, *own);
+    for (size_t i = 0; i < split.size(); ++i) {
+      if (split[i].empty() && pieces[i] == 0) continue;
+      core().shards[params[i].unsafeGetTensorImpl()] = {split[i], pieces[i], device.type()};
+    }
+    optimizer_->add_param_group({params, std::move(own)});
+  }
+  void pop_group() { optimizer_->param_groups().pop_back(); }
+  void set_options(int64_t group, const Options& options) {
+    read_options(options, static_cast<LowMemoryOptions&>(
+                              optimizer_->param_groups().at(static_cast<size_t>(group)).options()));
+  }
+  void replace_params(int64_t group, const std::vector<Tensor>& params) {
+    core().replace_params(static_cast<size_t>(group), params);
+  }
+  void set_offload(const std::optional<std::string>& where) {
+    const at::NoGradGuard no_grad;
+    optimizer_->set_offload(where);
+  }
+  int64_t host_bytes() { return core().host_bytes(); }
+  void set_max_grad_norm(std::optional<double> norm) { optimizer_->set_max_grad_norm(norm); }
+  void set_step_in_backward(bool step_in_backward) { core().step_in_backward = step_in_backward; }
+  void set_accumulate_dtype(at::ScalarType dtype) { optimizer_->set_accumulate_dtype(dtype); }
+
+  // ---- steps
+
+  void step(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
+    const at::NoGradGuard no_grad;
+    core().check_step();
+    if (found_inf) {
+      core().scaled_step(grad_scale.value_or(Tensor()), *found_inf, /*is_checked=*/true);
+    } else {
+      core().step();
+    }
+  }
+  void set_train_mode(bool train_mode) {
+    auto& optimizer = dynamic_cast<ScheduleFreeAdamW&>(*optimizer_);
+    train_mode ? optimizer.train() : optimizer.eval();
+  }
+  void on_gradient(const Tensor& param) { core().on_gradient(param); }
+  void add_sum_to_gradient(const Tensor& param) { core().add_sum_to_gradient(param); }
+  bool has_sums() { return core().has_sums(); }
+  bool is_unfinished() { return core().is_unfinished(); }
+  void begin_sums() {
+    const at::NoGradGuard no_grad;
+    core().begin_sums();
+    core().watches = true;
+  }
+  bool set_accumulating(bool accumulating) { return std::exchange(core().accumulating, accumulating); }
+  void flush() {
+    const at::NoGradGuard no_grad;
+    core().flush();
+  }
+  void discard() {
+    const at::NoGradGuard no_grad;
+    core().discard();
+  }
+  void settle() {
+    const at::NoGradGuard no_grad;
+    core().settle("state_dict");
+  }
+  /// Drops the sums of gradients, and waits for the work of a failed step.
+  void drop() {
+    const at::NoGradGuard no_grad;
+    core().drop();
+  }
+
+  // ---- state
+
+  int64_t layouts_made() { return core().layouts_made; }
+  std::optional<Tensor> grad_norm() { return some(core().grad_norm); }
+  void set_grad_norm(const std::optional<Tensor>& norm) { core().grad_norm = norm.value_or(Tensor()); }
+
+  /// Returns the state of each parameter of a group; empty for a parameter without state.
+  std::vector<Entries> states(int64_t group) {
+    std::vector<Entries> found;
+    for (const Tensor& p : optimizer_->param_groups().at(static_cast<size_t>(group)).params()) {
+      Entries& entries = found.emplace_back();
+      const ParamState* state = core().state(p);
+      if (state == nullptr) continue;
+      for (const std::string& name : core().names_of_state(static_cast<size_t>(group), p)) {
+        entries.insert(name, (*state)[name]);
+      }
+    }
+    return found;
+  }
+
+  /// Returns the memory of each arena: its flat tensors by name, the copies of its parameters in host memory,
+  /// and its offloaded state.
+  using Memory = std::tuple<Entries, std::vector<Tensor>, c10::IValue>;
+  std::vector<Memory> arenas() {
+    std::vector<Memory> found;
+    for (const auto& [group, layout] : core().layouts) {
+      for (const Arena& arena : layout.arenas) {
+        Entries tensors;
+        tensors.insert("step", arena.step);
+        for (const auto& [name, tensor] : arena.values) tensors.insert(name, tensor);
+        if (arena.accumulated.defined()) tensors.insert("accumulated", arena.accumulated);
+        // A signature cannot name the class of the offloaded state, which another file registers.
+        c10::IValue offloaded;
+        if (arena.offloaded != nullptr) offloaded = arena.offloaded;
+        found.emplace_back(std::move(tensors), arena.weights, std::move(offloaded));
+      }
+    }
+    return found;
+  }
+
+  /// Replaces the state of all parameters, and drops what belongs to the old state.
+  void load(const std::vector<std::vector<Entries>>& groups, const std::optional<Tensor>& grad_norm) {
+    Saved saved{{}, grad_norm.value_or(Tensor())};
+    for (size_t g = 0; g < groups.size(); ++g) {
+      auto& to = saved.groups.emplace_back();
+      to.options = optimizer_->param_groups().at(g).options().clone();
+      for (const Entries& entries : groups[g]) {
+        std::map<std::string, Tensor> tensors;
+        for (const auto& entry : entries) tensors[entry.key()] = entry.value();
+        to.states.emplace_back(std::move(tensors));
+      }
+    }
+    restore(*optimizer_, std::move(saved));
+  }
+
+ private:
+  Core& core() { return Access::core(*optimizer_); }
+
+  std::unique_ptr<LowMemoryOptimizer> optimizer_;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  m.class_<OptimizerCore>("OptimizerCore")
+      .def(torch::init<std::string, std::string>())
+      .def("add_group", &OptimizerCore::add_group)
+      .def("pop_group", &OptimizerCore::pop_group)
+      .def("set_options", &OptimizerCore::set_options)
+      .def("replace_params", &OptimizerCore::replace_params)
+      .def("set_offload", &OptimizerCore::set_offload)
+      .def("host_bytes", &OptimizerCore::host_bytes)
+      .def("set_max_grad_norm", &OptimizerCore::set_max_grad_norm)
+      .def("set_step_in_backward", &OptimizerCore::set_step_in_backward)
+      .def("set_accumulate_dtype", &OptimizerCore::set_accumulate_dtype)
+      .def("step", &OptimizerCore::step)
+      .def("set_train_mode", &OptimizerCore::set_train_mode)
+      .def("on_gradient", &OptimizerCore::on_gradient)
+      .def("add_sum_to_gradient", &OptimizerCore::add_sum_to_gradient)
+      .def("has_sums", &OptimizerCore::has_sums)
+      .def("is_unfinished", &OptimizerCore::is_unfinished)
+      .def("begin_sums", &OptimizerCore::begin_sums)
+      .def("set_accumulating", &OptimizerCore::set_accumulating)
+      .def("flush", &OptimizerCore::flush)
+      .def("discard", &OptimizerCore::discard)
+      .def("settle", &OptimizerCore::settle)
+      .def("drop", &OptimizerCore::drop)
+      .def("layouts_made", &OptimizerCore::layouts_made)
+      .def("grad_norm", &OptimizerCore::grad_norm)
+      .def("set_grad_norm", &OptimizerCore::set_grad_norm)
+      .def("states", &OptimizerCore::states)
+      .def("arenas", &OptimizerCore::arenas)
+      .def("load", &OptimizerCore::load);
+}
+
+}  // namespace shoestring::optim

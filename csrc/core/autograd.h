@@ -120,7 +120,7 @@ inline at::Tensor sum_to_bias(const at::Tensor& grad, at::ScalarType dtype) {
   std::vector<int64_t> dims(grad.dim() - 1);
   std::iota(dims.begin(), dims.end(), 0);
   if (dims.empty()) return grad.to(dtype);
-  if (grad.is_cpu() && grad.scalar_type() != at::kDouble && !is_traced(grad) && !at::GradMode::is_enabled()) {
+  if (grad.is_cpu() && grad.scalar_type() != at::kDouble && !at::GradMode::is_enabled()) {
     at::AutoDispatchBelowADInplaceOrView below;
     static auto op = find<at::Tensor(const at::Tensor&)>("shoestring::_column_sums");
     return op.call(grad).to(dtype);

@@ -177,6 +177,22 @@ std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
   return grads;
 }
 
+namespace {
+
+// Reduces a number of this process over the process groups of a shard: the sum or the maximum ("max") over
+// all shards of a parameter. The operators belong to PyTorch's distributed package, which knows the groups by
+// name.
+Tensor over_groups(const Tensor& number, const Shard& shard, const char* how) {
+  static const auto reduce =
+      find<Tensor(const Tensor&, std::string, std::string)>("_c10d_functional::all_reduce");
+  static const auto wait = find<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
+  Tensor reduced = number.to(shard.device);
+  for (const std::string& group : shard.groups) reduced = wait.call(reduce.call(reduced, how, group));
+  return reduced;
+}
+
+}  // namespace
+
 // Computes found_inf from the largest magnitude of all gradients. A norm would not do: a sum of squares may
 // overflow although all gradients are finite.
 void Core::find_inf(const std::vector<Call>& calls) {
@@ -187,6 +203,13 @@ void Core::find_inf(const std::vector<Call>& calls) {
   std::vector<Tensor> largest{at::zeros({}, grad_scale_.options())};
   for (const Tensor& g : grads) largest.push_back(at::linalg_vector_norm(g, INFINITY).to(largest[0]));
   Tensor found = at::stack(largest).amax().isfinite().logical_not().to(at::kFloat);
+  std::vector<Shard> shards;  // all processes must skip a step, or none
+  for (const Call& call : calls) {
+    const Shard& shard = call.arena->kind.shard;
+    if (shard.groups.empty() || std::find(shards.begin(), shards.end(), shard) != shards.end()) continue;
+    shards.push_back(shard);
+    found = over_groups(found, shard, "max").to(found.device());
+  }
   if (found_inf_.defined())
     found = found.logical_or(found_inf_.to(found.device()).reshape({})).to(at::kFloat);
   found_inf_ = found;
@@ -217,23 +240,6 @@ Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip, bool is_checke
 
 // ---- clipping
 
-namespace {
-
-// Returns the norm of a tensor whose shards are held by the members of process groups, from the norm of this
-// process's shard. The operators belong to PyTorch's distributed package, which registered the groups by
-// name.
-Tensor over_groups(const Tensor& norm, const Shard& shard) {
-  using Reduce = Tensor(const Tensor&, std::string, std::string);
-  static const auto reduce =
-      c10::Dispatcher::singleton().findSchemaOrThrow("_c10d_functional::all_reduce", "").typed<Reduce>();
-  static const auto wait = find<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
-  Tensor square = norm.to(shard.device).square();
-  for (const std::string& group : shard.groups) square = wait.call(reduce.call(square, "sum", group));
-  return square.sqrt();
-}
-
-}  // namespace
-
 // Computes the norm of all gradients. Returns the factor by which clipping multiplies the gradients, or an
 // undefined tensor without clipping.
 Tensor Core::clip(const std::vector<Call>& calls) {
@@ -262,7 +268,7 @@ Tensor Core::norm_over(const ByShard& norms) {
     std::vector<Tensor> here;
     for (const Tensor& norm : some) here.push_back(norm.to(some[0].device()));
     const Tensor norm = here.size() == 1 ? here[0] : at::linalg_vector_norm(at::stack(here));
-    whole.push_back(shard.groups.empty() ? norm : over_groups(norm, shard));
+    whole.push_back(shard.groups.empty() ? norm : over_groups(norm.square(), shard, "sum").sqrt());
   }
   if (whole.size() == 1) return whole[0];
   for (Tensor& norm : whole) norm = norm.to(whole[0].device());

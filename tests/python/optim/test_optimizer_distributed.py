@@ -150,6 +150,26 @@ def test_tensor_parallel(tmp_path: Path) -> None:
     run(2, tmp_path, _tensor_parallel)
 
 
+def _skips_together(rank: int) -> None:
+    """One process accumulates a gradient that is not finite. Under a GradScaler, both processes skip the step."""
+    mesh = init_device_mesh("cpu", (2,))
+    p = Parameter(distribute_tensor(torch.ones(4, 300), mesh, [Shard(0)]))
+    opt = AdamW([p], lr=0.1)
+    opt.grad_scale, opt.found_inf = torch.ones(1), torch.zeros(1)  # type: ignore[attr-defined]
+    for step in range(2):
+        factor = torch.full((2, 300), torch.inf if step == 0 and rank == 1 else 1.0)
+        with opt.accumulate():
+            (p.to_local() * factor).sum().backward()
+        p.to_local().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        assert bool((p.to_local() == 1).all()) == (step == 0)
+
+
+def test_all_processes_skip_a_step_or_none(tmp_path: Path) -> None:
+    run(2, tmp_path, _skips_together)
+
+
 def _in_backward(rank: int) -> None:
     for clip in (None, 0.5):
         nets = [fully_shard(model()) for _ in range(2)]

@@ -206,10 +206,12 @@ def test_each_product_by_the_faster_library(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "ours", [set(), {torch.float32}, {torch.bfloat16}, {torch.float32, torch.bfloat16}], ids=str
+    "ours", [(), (torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)], ids=str
 )
 @pytest.mark.parametrize("seconds", [0.0, 0.25])
-def test_choice_by_default(ours: set[torch.dtype], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_by_default(
+    ours: tuple[torch.dtype, ...], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without an argument, the rule of the C++ library chooses, here a simulated one."""
     monkeypatch.setattr(products, "_choice", lambda key: (key[0] in ours, seconds))
     report = alone(build_decoder(), linear=None)

@@ -89,7 +89,7 @@ class LowMemoryOptions(TypedDict, total=False):
 
 @dataclass
 class Known:
-    """What the core has been told about a parameter group."""
+    """The options and parameters of a group that the core has been told."""
 
     options: list[object] = field(default_factory=list)
     lr: object = None

@@ -1,6 +1,5 @@
 #include "files/atomic_file.h"
 
-#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,6 +12,9 @@
 #include "files/write_all.h"
 
 namespace shoestring::files {
+
+FileError::FileError(int code, const std::string& message)
+    : c10::Error({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message), code(code) {}
 
 AtomicFile::AtomicFile(std::string caller, std::string path)
     : caller_(std::move(caller)), path_(std::move(path)) {
@@ -45,11 +47,12 @@ void AtomicFile::commit() {
 }
 
 void AtomicFile::fail(const char* what, int error) const {
+  const std::string place = caller_ + ": " + path_ + ": ";
   if (error == ENOSPC || error == EDQUOT) {
-    TORCH_CHECK(false, caller_, ": ", path_, ": the disk is full after ", written_,
-                " bytes: free some space or choose another folder");
+    throw FileError(error, c10::str(place, "the disk is full after ", written_,
+                                    " bytes: free some space or choose another folder"));
   }
-  TORCH_CHECK(false, caller_, ": ", path_, ": ", what, ": ", std::strerror(error));
+  throw FileError(error, c10::str(place, what, ": ", std::strerror(error)));
 }
 
 void remove_file(const std::string& caller, const std::string& path) {
@@ -63,7 +66,8 @@ void sync_folder(const std::string& caller, const std::string& path) {
   const bool synced = fd >= 0 && (::fsync(fd) == 0 || errno == EINVAL);
   const int error = errno;
   if (fd >= 0) ::close(fd);
-  TORCH_CHECK(synced, caller, ": ", path, ": cannot sync the folder: ", std::strerror(error));
+  if (!synced)
+    throw FileError(error, c10::str(caller, ": ", path, ": cannot sync the folder: ", std::strerror(error)));
 }
 
 void make_folders(const std::string& caller, const std::string& path) {

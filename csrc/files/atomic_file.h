@@ -1,13 +1,22 @@
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <cstdint>
 #include <string>
 
 namespace shoestring::files {
 
+/// A system call on a file failed.
+class FileError : public c10::Error {
+ public:
+  FileError(int code, const std::string& message);
+  int code;  ///< the value of errno
+};
+
 /// A file that appears under its final name only when it is complete and on disk. The data is written to a
 /// temporary file in the same folder; commit() syncs and renames it. Without commit(), the destructor removes
-/// the temporary file. Errors are raised as c10::Error, and their messages begin with `caller`.
+/// the temporary file. Errors are raised as FileError, and their messages begin with `caller`.
 class AtomicFile {
  public:
   AtomicFile(std::string caller, std::string path);
@@ -29,7 +38,7 @@ class AtomicFile {
 /// Removes the file if it exists.
 void remove_file(const std::string& caller, const std::string& path);
 
-/// Syncs a folder: returns once the names of the files in it are on disk.
+/// Syncs a folder: returns once the names of the files in it are on disk. Raises FileError.
 void sync_folder(const std::string& caller, const std::string& path);
 
 /// Creates a folder and its missing parents. Does not use std::filesystem, because LibTorch exports an older

@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 #include <shoestring/safetensors.h>
+#include <torch/library.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -102,14 +103,14 @@ TensorDict load_safetensors(const std::string& path) {
 namespace {
 
 size_t dtype_rank(const std::string& path, const std::string& name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path, ": tensor ",
-              quote(name), ": expected a dense tensor, received ",
-              tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path,
+                    ": tensor ", quote(name), ": expected a dense tensor, received ",
+                    tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
   for (size_t i = 0; i < std::size(files::kDTypes); ++i) {
     if (files::kDTypes[i].type == tensor.scalar_type()) return i;
   }
-  TORCH_CHECK(false, "save_safetensors: ", path, ": tensor ", quote(name), ": safetensors has no dtype for ",
-              tensor.scalar_type());
+  TORCH_CHECK_VALUE(false, "save_safetensors: ", path, ": tensor ", quote(name),
+                    ": safetensors has no dtype for ", tensor.scalar_type());
 }
 
 }  // namespace
@@ -122,8 +123,8 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
   };
   std::vector<Item> items;
   for (const auto& item : tensors) {
-    TORCH_CHECK(item.key() != "__metadata__", "save_safetensors: ", path,
-                ": a tensor cannot be called __metadata__");
+    TORCH_CHECK_VALUE(item.key() != "__metadata__", "save_safetensors: ", path,
+                      ": a tensor cannot be called __metadata__");
     items.push_back({dtype_rank(path, item.key(), item.value()), &item.key(), &item.value()});
   }
   std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
@@ -143,14 +144,14 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
       text += nlohmann::json(*name).dump() + ":" + entry.dump() + ",";
     }
   } catch (const nlohmann::json::exception&) {
-    TORCH_CHECK(false, "save_safetensors: ", path, ": expected names and metadata in UTF-8");
+    TORCH_CHECK_VALUE(false, "save_safetensors: ", path, ": expected names and metadata in UTF-8");
   }
   if (text.size() > 1) text.pop_back();  // removes the comma after the last tensor's entry
   text += "}";
   // pads the header, so that tensor data starts at a multiple of 8 bytes
   text.resize((text.size() + 7) / 8 * 8, ' ');
-  TORCH_CHECK(text.size() <= static_cast<size_t>(files::kMaxHeader), "save_safetensors: ", path,
-              ": the header has ", text.size(), " bytes, and the format allows ", files::kMaxHeader);
+  TORCH_CHECK_VALUE(text.size() <= static_cast<size_t>(files::kMaxHeader), "save_safetensors: ", path,
+                    ": the header has ", text.size(), " bytes, and the format allows ", files::kMaxHeader);
 
   files::AtomicFile file("save_safetensors", path);
   const uint64_t length = text.size();
@@ -163,4 +164,25 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
   file.commit();
 }
 
+namespace {
+
+// save_safetensors for Python, which raises OSError for the returned errno.
+int64_t save_for_python(const std::string& path, const std::vector<std::string>& names,
+                        const std::vector<at::Tensor>& tensors,
+                        const c10::Dict<std::string, std::string>& metadata) {
+  TensorDict named;
+  for (size_t i = 0; i < names.size(); ++i) named.insert(names[i], tensors.at(i));
+  Metadata texts;
+  for (const auto& item : metadata) texts.emplace(item.key(), item.value());
+  try {
+    save_safetensors(path, named, texts);
+  } catch (const files::FileError& error) {
+    return error.code;
+  }
+  return 0;
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_save_safetensors", save_for_python); }
+
+}  // namespace
 }  // namespace shoestring

@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  // Writes the bytes of a CPU tensor to an open file at its current position. Returns 0 or errno. If the
-  // tensor's memory is mapped from another file, its pages are dropped from memory once they are written.
-  m.def("_write_tensor(int fd, Tensor x) -> int");
+  // Saves tensors as save_safetensors of shoestring/safetensors.h does. Returns 0, or errno if a system call
+  // failed.
+  m.def("_save_safetensors(str path, str[] names, Tensor[] tensors, Dict(str, str) metadata) -> int");
 }

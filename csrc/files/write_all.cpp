@@ -9,9 +9,6 @@
 #include <cstdio>
 #include <memory>
 
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 namespace shoestring::files {
 namespace {
 
@@ -59,17 +56,4 @@ int write_all(int fd, const void* data, int64_t size, int64_t& written) {
   return 0;
 }
 
-namespace {
-
-int64_t write_tensor(int64_t fd, const at::Tensor& x) {
-  TORCH_CHECK(x.is_cpu() && x.is_contiguous(),
-              "write_tensor: x: expected a contiguous CPU tensor, received one on ", x.device(),
-              " with strides ", x.strides());
-  int64_t written = 0;
-  return write_all(static_cast<int>(fd), x.const_data_ptr(), static_cast<int64_t>(x.nbytes()), written);
-}
-
-TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl("_write_tensor", write_tensor); }
-
-}  // namespace
 }  // namespace shoestring::files

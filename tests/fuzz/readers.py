@@ -398,8 +398,8 @@ READERS = [
 # Public functions that take a path but need no fuzzer, each with the reason.
 NOT_READERS = {
     **dict.fromkeys(
-        ("files.lock.locked", "files.atomic.atomic_path", "files.atomic.atomic_file", "files.atomic.atomic_directory",
-         "files.atomic.write_json", "files.atomic.remove_partial", "files.safetensors_file.write_safetensors",
+        ("files.lock.locked", "files.atomic.atomic_file", "files.atomic.atomic_directory",
+         "files.atomic.write_json", "files.atomic.remove_partial", "files.safetensors_file.save_safetensors",
          "data.token_file.write_token_file", "adapters.files.save_adapter", "optim.files.save_optimizer",
          "integrations.transformers.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
          "training.report.write_report", "training.report.write_comparison", "training.report.write_sections",

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load as parse_safetensors
-from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
@@ -34,6 +33,7 @@ from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, cache_sizes
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import is_name, read_json, read_regular, shown
+from shoestring.files.safetensors_file import save_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -80,11 +80,11 @@ def save_adapter(
         folder = Path(directory) if name == DEFAULT else Path(directory, name)
         tensors, config = _describe(model, name)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
         text = json.dumps(config, indent=2, sort_keys=True)
         metadata = {"format": "pt", KEY: config_digest(json.loads(text))}
-        _replace(folder / WEIGHTS, to_safetensors(tensors, metadata=metadata))
-        _replace(folder / CONFIG, (text + "\n").encode())
+        save_safetensors(folder / WEIGHTS, tensors, metadata)
+        with atomic_file(folder / CONFIG) as file:
+            file.write((text + "\n").encode())
 
 
 def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -175,11 +175,6 @@ def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
     rank = 2 * own.rank
     alpha = own.scaling * (math.sqrt(rank) if own.rslora else rank)
     return held | changed, replace(own, rank=rank, alpha=alpha, init="default")
-
-
-def _replace(path: Path, data: bytes) -> None:
-    with atomic_file(path) as file:
-        file.write(data)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -35,28 +35,22 @@ def _fsync(path: Path) -> None:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for a new file; rename the file to ``path`` unless the ``with`` block raises.
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary binary file; rename it to ``path`` if the ``with`` block ends without an exception.
 
     The temporary name contains the process id, so two processes that write to the same ``path`` use different
     temporary files.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        yield partial
+        with open(partial, "wb") as file:
+            yield file
         _fsync(partial)
         os.replace(partial, path)
         _fsync(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary binary file; rename it to ``path`` if the ``with`` block ends without an exception."""
-    with atomic_path(path) as partial, open(partial, "wb") as file:
-        yield file
 
 
 @contextmanager

@@ -2,16 +2,14 @@
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shoestring.files.atomic import atomic_path
 from shoestring.files.read_file import check_regular, is_integer, is_number, parse_json, shown
-from shoestring.files.safetensors_file import write_safetensors
+from shoestring.files.safetensors_file import save_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_dicts import FORMAT_VERSION
 
@@ -68,8 +66,7 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     if optimizer.step_in_backward and optimizer.grad_norm is not None:
         tensors["grad_norm"] = optimizer.grad_norm
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
-    with atomic_path(Path(path)) as partial:
-        write_safetensors(partial, tensors, {**metadata, "groups": json.dumps(groups)})
+    save_safetensors(path, tensors, {**metadata, "groups": json.dumps(groups)})
 
 
 def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoestring
-from build_folder import program
+from build_folder import BUILD, program
 from shoestring.optim import (
     APOLLO,
     CAME,
@@ -301,7 +301,7 @@ def test_cpp_refuses_in_one_line(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
+import ctypes, os, sys
 import torch, torch._dynamo
 from shoestring.optim import AdamW, save_optimizer
 
@@ -309,14 +309,12 @@ def step() -> None:
     p.grad = torch.ones_like(p)
     optimizer.step()
     save_optimizer(optimizer, path)
-def kill(*arguments: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-for call in ("fsync", "replace"):
+for n, call in enumerate(("fsync", "rename"), 1):
     if (process := os.fork()) == 0:
         path, p = sys.argv[1] + "/" + call, torch.zeros(100_000)
         optimizer = AdamW([p])
         step()
-        setattr(os, call, kill)
+        ctypes.CDLL(None).kill_at(n, True)  # of libkill_at.so: kill this process before its n-th call
         step()
         os._exit(0)
     print(call, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
@@ -329,10 +327,11 @@ def test_a_kill_while_saving_leaves_the_file_before(tmp_path: Path) -> None:
     One process imports the libraries and forks a process for each kill, before PyTorch starts a thread.
     """
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == ["fsync", "-9", "replace", "-9"], str(done)
-    for call in ("fsync", "replace"):
+        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"LD_PRELOAD": str(BUILD / "tests/crash/libkill_at.so")},
+    )  # fmt: skip
+    assert done.stdout.split() == ["fsync", "-9", "rename", "-9"], str(done)
+    for call in ("fsync", "rename"):
         optimizer = AdamW([torch.zeros(100_000)])
         load_optimizer(optimizer, tmp_path / call)
         assert optimizer.state_dict()["state"][0]["step"] == 1

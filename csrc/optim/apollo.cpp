@@ -3,36 +3,21 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include <shoestring/optim_wrappers.h>
-
+#include "optim/low_rank_step.h"
 #include "optim/subspace.h"
 
 namespace shoestring::optim::detail {
-
-using at::Tensor;
-
 namespace {
 
 // Upper bound of the norm of a parameter's update, divided by the norm of its previous update (from the
 // APOLLO paper).
 constexpr double kNormGrowth = 1.01;
 
-}  // namespace
-
-APOLLOCore::APOLLOCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults)
-    : LowRankCore({"APOLLO", "scale_type", "norm", /*unit_lr=*/true}, std::move(base), std::move(defaults)) {}
-
-void APOLLOCore::check(const LowRankOptions& o) const {
-  expect(o.kind == "channel" || o.kind == "tensor", "scale_type", "\"channel\" or \"tensor\"",
-         "\"" + o.kind + "\"");
-}
-
-std::pair<at::ScalarType, std::vector<int64_t>> APOLLOCore::kept_as(const Projected&,
-                                                                    const LowRankOptions&) const {
+std::pair<at::ScalarType, std::vector<int64_t>> norm_as(const Projected&, const LowRankOptions&) {
   return {at::kFloat, {}};
 }
 
-Tensor APOLLOCore::down(Projected& p, const Tensor& grad, const LowRankOptions& o) {
+Tensor apollo_down(Projected& p, const Tensor& grad, const LowRankOptions& o) {
   if (!p.kept.defined()) {
     p.kept = at::zeros({}, grad.options().dtype(at::kFloat));
   } else if (p.age >= o.update_proj_gap) {
@@ -44,8 +29,7 @@ Tensor APOLLOCore::down(Projected& p, const Tensor& grad, const LowRankOptions& 
   return project(grad, basis / std::sqrt(static_cast<double>(*o.rank)), p.left);
 }
 
-void APOLLOCore::up(Projected& p, const Tensor& clip, const LowRankOptions& o, double lr, double decay,
-                    bool maximize) {
+void apollo_up(Projected& p, const Tensor& clip, const LowRankOptions& o, const BaseOptions& base) {
   const Tensor grad = p.param.grad().flatten(1);
   // Returns the norm of each channel of x, or of the whole matrix x if scale_type is "tensor". A channel
   // extends along the dimension that the projection reduces.
@@ -61,12 +45,20 @@ void APOLLOCore::up(Projected& p, const Tensor& clip, const LowRankOptions& o, d
   const Tensor size = at::linalg_vector_norm(factor * norm(grad));
   const Tensor limit = at::where(p.kept == 0, 1.0, (kNormGrowth * p.kept / size).clamp_max(1)).to(at::kFloat);
   p.kept.copy_(size * limit);
-  factor.mul_(limit * (maximize ? 1.0 : -1.0) * o.scale * lr);
-  change_rows(p.param, 1 - lr * decay, [&](int64_t first, int64_t count, const Tensor& rows) {
+  factor.mul_(limit * (base.maximize ? 1.0 : -1.0) * o.scale * base.rate());
+  change_rows(p.param, base.kept_weight(), [&](int64_t first, int64_t count, const Tensor& rows) {
     const bool by_row = o.kind == "channel" && !p.left;
     rows.addcmul_(grad.narrow(0, first, count).to(at::kFloat),
                   by_row ? factor.narrow(0, first, count) : factor);
   });
+}
+
+}  // namespace
+
+const Method& apollo() {
+  static const Method method{"APOLLO", "scale_type", "norm",   true, {"channel", "tensor"},
+                             norm_as,  apollo_down,  apollo_up};
+  return method;
 }
 
 }  // namespace shoestring::optim::detail

@@ -12,12 +12,12 @@
 
 #include "optim/core.h"
 #include "optim/saved.h"
+#include "optim/values.h"
 
 namespace shoestring::optim {
 namespace {
 
 using namespace detail;
-using Options = c10::Dict<std::string, c10::IValue>;
 using Entries = c10::Dict<std::string, Tensor>;
 
 template <class Optimizer>
@@ -40,35 +40,6 @@ std::unique_ptr<LowMemoryOptimizer> make_by_name(const std::string& name) {
   const auto found = kClasses.find(name);
   TORCH_CHECK(found != kClasses.end(), "OptimizerCore: expected the class of an optimizer, received ", name);
   return found->second();
-}
-
-// ---- Options: the values of a Python group, by the names of the C++ options
-
-void read_value(const c10::IValue& value, double& to) {
-  to = value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
-}
-void read_value(const c10::IValue& value, int64_t& to) { to = value.toInt(); }
-void read_value(const c10::IValue& value, bool& to) { to = value.toBool(); }
-void read_value(const c10::IValue& value, std::string& to) { to = value.toStringRef(); }
-template <class T>
-void read_value(const c10::IValue& value, std::optional<T>& to) {
-  if (value.isNone()) {
-    to = std::nullopt;
-  } else {
-    read_value(value, to.emplace());
-  }
-}
-template <class T>
-void read_value(const c10::IValue& value, std::vector<T>& to) {
-  to.clear();
-  for (const c10::IValue& item : value.toListRef()) read_value(item, to.emplace_back());
-}
-template <class... T>
-void read_value(const c10::IValue& value, std::tuple<T...>& to) {
-  const auto items = value.toListRef();
-  TORCH_CHECK(items.size() == sizeof...(T), "expected ", sizeof...(T), " numbers, received ", items.size());
-  size_t i = 0;
-  std::apply([&](T&... item) { (read_value(items[i++], item), ...); }, to);
 }
 
 /// Sets all options, or raises before any has changed.

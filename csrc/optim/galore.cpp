@@ -3,35 +3,19 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include <shoestring/optim_wrappers.h>
-
+#include "optim/low_rank_step.h"
 #include "optim/subspace.h"
 
 namespace shoestring::optim::detail {
+namespace {
 
-using at::Tensor;
-
-GaLoreCore::GaLoreCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults)
-    : LowRankCore({"GaLore", "projection", "projection", /*unit_lr=*/false}, std::move(base),
-                  std::move(defaults)) {}
-
-void GaLoreCore::check(const LowRankOptions& o) const {
-  expect(o.kind == "auto" || o.kind == "left" || o.kind == "right", "projection",
-         "\"auto\", \"left\" or \"right\"", "\"" + o.kind + "\"");
-}
-
-bool GaLoreCore::is_left(int64_t rows, int64_t columns, const LowRankOptions& o) const {
-  return o.kind == "left" || (o.kind == "auto" && rows <= columns);
-}
-
-std::pair<at::ScalarType, std::vector<int64_t>> GaLoreCore::kept_as(const Projected& p,
-                                                                    const LowRankOptions& o) const {
+std::pair<at::ScalarType, std::vector<int64_t>> projection_as(const Projected& p, const LowRankOptions& o) {
   return {p.param.scalar_type(), {p.left ? p.param.size(0) : p.param.numel() / p.param.size(0), *o.rank}};
 }
 
 // Computes a new projection matrix for GaLore. If the gradient is zero or not finite, keeps the old
 // projection (or starts with a random one), and tries again in the next step.
-void GaLoreCore::renew(Projected& p, const Tensor& grad, const LowRankOptions& o) {
+void renew(Projected& p, const Tensor& grad, const LowRankOptions& o) {
   const double largest = at::linalg_vector_norm(grad, INFINITY).item<double>();
   const Tensor matrix = p.left ? grad : grad.mT();
   if (largest > 0 && std::isfinite(largest)) {
@@ -52,21 +36,29 @@ void GaLoreCore::renew(Projected& p, const Tensor& grad, const LowRankOptions& o
   p.seed = mix({p.seed});
 }
 
-Tensor GaLoreCore::down(Projected& p, const Tensor& grad, const LowRankOptions& o) {
+Tensor galore_down(Projected& p, const Tensor& grad, const LowRankOptions& o) {
   if (!p.kept.defined() || p.age >= o.update_proj_gap) renew(p, grad, o);
   ++p.age;
   return project(grad, p.kept.to(at::kFloat), p.left);
 }
 
-void GaLoreCore::up(Projected& p, const Tensor&, const LowRankOptions& o, double lr, double decay, bool) {
+void galore_up(Projected& p, const Tensor&, const LowRankOptions& o, const BaseOptions& base) {
   const Tensor basis = p.kept.to(at::kFloat), low = p.low.detach();
-  change_rows(p.param, 1 - lr * decay, [&](int64_t first, int64_t count, const Tensor& rows) {
+  change_rows(p.param, base.kept_weight(), [&](int64_t first, int64_t count, const Tensor& rows) {
     if (p.left) {
       rows.addmm_(basis.narrow(0, first, count), low, 1, o.scale);
     } else {
       rows.addmm_(low.narrow(0, first, count), basis.mT(), 1, o.scale);
     }
   });
+}
+
+}  // namespace
+
+const Method& galore() {
+  static const Method method{"GaLore",      "projection", "projection", false, {"auto", "left", "right"},
+                             projection_as, galore_down,  galore_up};
+  return method;
 }
 
 }  // namespace shoestring::optim::detail

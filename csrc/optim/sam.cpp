@@ -1,8 +1,8 @@
 #include <ATen/Functions.h>
 #include <shoestring/optim_wrappers.h>
-#include <torch/csrc/autograd/grad_mode.h>
 #include <torch/serialize/archive.h>
 
+#include "optim/moved_weights.h"
 #include "optim/scaled.h"
 
 namespace shoestring::optim {
@@ -24,51 +24,33 @@ SAM::SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options)
 
 void SAM::first_step() {
   expect_whole("first_step");
-  torch::NoGradGuard no_grad;
-  finite_ = Tensor();
-  // ups: directions in which first_step() moves the weights w with gradient g. For SAM they are g. For ASAM
-  // they are w^2 * g; here one factor w is applied, and the other one after the norm is known.
-  std::vector<Tensor> ups, norms;
+  std::vector<Tensor> params;
   for (const auto& group : param_groups_) {
     for (const Tensor& p : group.params()) {
-      if (!p.grad().defined()) continue;
-      const auto wide = at::promote_types(p.scalar_type(), at::kFloat);
-      ups.push_back(p.grad().to(wide));
-      if (options_.adaptive()) ups.back() = ups.back() * p;
-      norms.push_back(at::linalg_vector_norm(ups.back()));
-      weights_.emplace_back(p, p.clone());
+      if (p.grad().defined()) params.push_back(p);
     }
   }
-  up_ = true;
-  if (norms.empty()) return;
-  for (auto& norm : norms) norm = norm.to(norms[0].options());
-  const Tensor norm = at::linalg_vector_norm(at::stack(norms));
-  const Tensor factor = options_.rho() / (norm + 1e-12);
-  finite_ = norm.isfinite();
-  for (size_t i = 0; i < ups.size(); ++i) {
-    const Tensor& p = weights_[i].first;
-    Tensor up = ups[i] * factor.to(ups[i].options());
-    if (options_.adaptive()) up = up * p;
-    // If the norm is not finite, some gradient may contain inf or NaN. The weights then do not move.
-    p.copy_(p + at::where(finite_.to(p.device()), up, at::zeros({}, up.options())));
+  moved_ = std::make_shared<detail::MovedWeights>(params);
+  try {
+    moved_->move(std::vector<double>(params.size(), options_.rho()),
+                 std::vector<bool>(params.size(), options_.adaptive()));
+  } catch (...) {
+    std::exchange(moved_, nullptr)->go_back();
+    throw;
   }
-}
-
-void SAM::go_back() {
-  for (auto& [p, weight] : weights_) p.copy_(weight);
-  weights_.clear();
-  up_ = false;
 }
 
 // Restores the weights before the base optimizer's step.
-void SAM::descend(const char* what) {
-  TORCH_CHECK(up_, "shoestring::optim::SAM: ", what, ": expected first_step() before, received none");
-  torch::NoGradGuard no_grad;
-  go_back();
+Tensor SAM::descend(const char* what) {
+  TORCH_CHECK(moved_ != nullptr, "shoestring::optim::SAM: ", what,
+              ": expected first_step() before, received none");
+  const auto moved = std::exchange(moved_, nullptr);
+  moved->go_back();
   // Learning rate schedulers change the options of SAM, so SAM copies its options to the base optimizer.
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     base_->param_groups()[g].set_options(std::as_const(param_groups_[g]).options().clone());
   }
+  return moved->finite();
 }
 
 void SAM::second_step() {
@@ -77,8 +59,8 @@ void SAM::second_step() {
 }
 
 Tensor SAM::scaled_step(const Tensor& grad_scale, const Tensor& found_inf) {
-  descend("scaled_step");
-  const Tensor first = finite_.defined() ? finite_.logical_not().to(at::kFloat) : finite_;
+  const Tensor finite = descend("scaled_step");
+  const Tensor first = finite.defined() ? finite.logical_not().to(at::kFloat) : finite;
   return detail::scaled_step(*base_, grad_scale, detail::either(found_inf, first));
 }
 
@@ -95,8 +77,7 @@ Tensor SAM::step(LossClosure closure) {
   try {
     closure();
   } catch (...) {
-    torch::NoGradGuard no_grad;
-    go_back();
+    std::exchange(moved_, nullptr)->go_back();
     throw;
   }
   second_step();
@@ -105,7 +86,7 @@ Tensor SAM::step(LossClosure closure) {
 
 void SAM::expect_whole(const char* what) const {
   TORCH_CHECK(
-      !up_, "shoestring::optim::SAM: ", what,
+      moved_ == nullptr, "shoestring::optim::SAM: ", what,
       ": expected second_step() after first_step(), received the weights that first_step() has moved");
 }
 

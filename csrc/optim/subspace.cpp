@@ -60,7 +60,7 @@ Tensor project(const Tensor& grad, const Tensor& basis, bool left) {
   return low;
 }
 
-void change_rows(const Tensor& param, double keep,
+void change_rows(const Tensor& param, const Tensor& keep,
                  c10::function_ref<void(int64_t, int64_t, const Tensor&)> body) {
   // flatten() returns a copy if the strides of the parameter do not allow a view as a matrix.
   const Tensor matrix = param.flatten(1);
@@ -69,7 +69,7 @@ void change_rows(const Tensor& param, double keep,
     const int64_t count = std::min(step, m - i);
     // `wide` is the slice `rows` in fp32. If the parameter is fp32, `wide` and `rows` are the same tensor.
     const Tensor rows = matrix.narrow(0, i, count), wide = rows.to(at::kFloat);
-    if (keep != 1) wide.mul_(keep);
+    if (keep.defined()) wide.mul_(keep);
     body(i, count, wide);
     if (!wide.is_same(rows)) rows.copy_(wide);
   }

@@ -55,12 +55,13 @@ struct SHOESTRING_API GaLoreOptions {
 /// Memory: min(m, n) * r elements of the parameter's dtype for P, and the base optimizer's state for max(m,
 /// n) * r parameters. Raises c10::Error if an option, a dtype or an archive does not fit.
 template <class Base>
-class GaLore : public detail::GaLoreCore {
+class GaLore : public detail::LowRankCore {
  public:
   using Options = typename detail::BaseTraits<Base>::Options;
   explicit GaLore(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {},
                   GaLoreOptions galore = {})
-      : GaLoreCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)),
+      : LowRankCore(detail::galore(), detail::base_class<Base>(defaults),
+                    std::make_unique<Options>(defaults)),
         own_(std::move(galore)) {
     for (const auto& group : param_groups) add_param_group(group);
   }
@@ -124,12 +125,13 @@ struct SHOESTRING_API APOLLOOptions {
 /// Supported parameters, rounding of 16-bit weights and errors are the same as for GaLore. Memory: 4 bytes
 /// per matrix, and the base optimizer's state for max(m, n) * r parameters.
 template <class Base>
-class APOLLO : public detail::APOLLOCore {
+class APOLLO : public detail::LowRankCore {
  public:
   using Options = typename detail::BaseTraits<Base>::Options;
   explicit APOLLO(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, Options defaults = {},
                   APOLLOOptions apollo = {})
-      : APOLLOCore(detail::base_class<Base>(defaults), std::make_unique<Options>(defaults)),
+      : LowRankCore(detail::apollo(), detail::base_class<Base>(defaults),
+                    std::make_unique<Options>(defaults)),
         own_(std::move(apollo)) {
     for (const auto& group : param_groups) add_param_group(group);
   }
@@ -152,6 +154,10 @@ class APOLLO : public detail::APOLLOCore {
 };
 
 // ---- SAM
+
+namespace detail {
+class MovedWeights;
+}
 
 struct SHOESTRING_API SAMOptions {
   SAMOptions(double rho = 0.05) : rho_(rho) {}
@@ -203,18 +209,15 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  void go_back();
-  void descend(const char* what);
+  // Restores the weights and copies all options to the base optimizer. Returns whether the gradients of the
+  // last first_step() were finite, as bool; undefined if there were none.
+  at::Tensor descend(const char* what);
   void expect_whole(const char* what) const;
 
   std::unique_ptr<torch::optim::Optimizer> base_;
   SAMOptions options_;
-  // Whether first_step() has run and second_step() has not.
-  bool up_ = false;
-  // Between first_step() and second_step(): each parameter that has moved, and its original value.
-  std::vector<std::pair<at::Tensor, at::Tensor>> weights_;
-  // Whether the gradients of the last first_step() were finite, as bool. Undefined if there were none.
-  at::Tensor finite_;
+  // Between first_step() and second_step(): the weights that have moved.
+  std::shared_ptr<detail::MovedWeights> moved_;
 };
 
 }  // namespace shoestring::optim

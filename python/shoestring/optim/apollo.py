@@ -3,16 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.optim.adamw import AdamW
-from shoestring.optim.low_rank import LowRankOptimizer, Shapes
-from shoestring.optim.projections import fp32_rows, is_left, mix, normal, project
-
-# APOLLO lets the norm of an update grow by at most this factor per step, as its paper does.
-NORM_GROWTH = 1.01
+from shoestring.optim.low_rank import LowRankOptimizer
+from shoestring.optim.virtual import LowRankMethod
 
 
 class APOLLO(LowRankOptimizer):
@@ -62,7 +57,9 @@ class APOLLO(LowRankOptimizer):
         torch.Size([4, 64])
     """
 
-    _virtual_options = {"weight_decay": 0.0, "lr": 1.0}
+    _method = LowRankMethod(
+        "APOLLO", ("scale_type", '"channel" or "tensor"'), "norm", {"weight_decay": 0.0, "lr": 1.0}
+    )
 
     def __init__(
         self,
@@ -81,48 +78,6 @@ class APOLLO(LowRankOptimizer):
             rank=rank, update_proj_gap=update_proj_gap, scale=scale, scale_type=scale_type, seed=seed
         )
         super().__init__(params, base_optimizer, defaults, options, max_grad_norm)
-
-    def _check_own(self, group: dict[str, Any]) -> None:
-        kind = group["scale_type"]
-        self._expect(kind in ("channel", "tensor"), "scale_type", '"channel" or "tensor"', kind)
-
-    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
-        return {"norm": (torch.float32, ()), "projection_age": None, "seed": None}
-
-    def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        rank, entry = group["rank"], self.state[param]
-        if not entry:
-            entry.update(norm=torch.zeros((), device=grad.device), projection_age=0)
-            entry["seed"] = mix(group["seed"], self._position(param))
-        elif entry["projection_age"] >= group["update_proj_gap"]:
-            entry.update(projection_age=0, seed=mix(entry["seed"]))
-        entry["projection_age"] += 1
-        rows, columns = grad.shape
-        basis = normal((min(rows, columns), rank), entry["seed"], grad.device) / rank**0.5
-        return project(grad, basis, is_left(rows, columns, group))
-
-    def _up(
-        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
-    ) -> None:
-        assert param.grad is not None
-        grad, entry = param.grad.flatten(1), self.state[param]
-        height, width = grad.shape
-        # The norm of a channel is taken over this dimension of the gradient.
-        along = 0 if is_left(height, width, group) else 1
-        dim = along if group["scale_type"] == "channel" else None
-        norms = [
-            torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=torch.float32)
-            for x in (low, low_grad, grad)
-        ]
-        factor = torch.where(norms[1] == 0, 0.0, norms[0] / norms[1]) * grad_factor
-        size = torch.linalg.vector_norm(factor * norms[2])
-        limit = torch.where(entry["norm"] == 0, 1.0, (NORM_GROWTH * entry["norm"] / size).clamp(max=1.0))
-        entry["norm"].copy_(size * limit)
-        sign = 1.0 if group.get("maximize") else -1.0
-        factor *= limit * sign * group["scale"] * self._lr(param, group)
-        for rows, weight in fp32_rows(param):
-            self._decay(weight, param, group)
-            weight.addcmul_(grad[rows].float(), factor[rows] if dim == 1 else factor)
 
 
 class APOLLOMini(APOLLO):

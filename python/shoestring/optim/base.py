@@ -371,7 +371,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         return [name for name in self.defaults if name != "differentiable"]
 
     def _values(self, group: dict[str, Any]) -> dict[str, object]:
-        return {name: _plain(group[name]) for name in self._option_names}
+        return {name: core_value(group[name]) for name in self._option_names}
 
     def _own(self, param: Tensor) -> Tensor:
         """Return the tensor that the core steps: the parameter, or an alias of this process's shard of it."""
@@ -404,7 +404,10 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
     def _synchronize(self) -> None:
         """Tell the core which options and parameters of the groups have changed."""
         for index, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
-            lr, options = group["lr"], [_plain(group[name]) for name in self._option_names if name != "lr"]
+            lr, options = (
+                group["lr"],
+                [core_value(group[name]) for name in self._option_names if name != "lr"],
+            )
             if lr is not known.lr or options != known.options:
                 self._core.set_options(index, self._values(group))
                 known.lr, known.options = lr, options
@@ -453,7 +456,18 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         return parts(self._moments, kind.state, kind.remainder)
 
 
-def _plain(value: object) -> object:
+@contextmanager
+def value_errors(name: str) -> Iterator[None]:
+    """Raise ValueError where the core refuses an argument of the optimizer called ``name``."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error).startswith(f"{name}: "):
+            raise ValueError(str(error)) from None
+        raise
+
+
+def core_value(value: object) -> object:
     """Convert the value of an option to a type of the core: a tensor, None, bool, str, int, float or list."""
     if value is None or isinstance(value, (Tensor, bool, str)):
         return value

@@ -3,13 +3,11 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.optim.adamw import AdamW
-from shoestring.optim.low_rank import LowRankOptimizer, Shapes
-from shoestring.optim.projections import fp32_rows, is_left, leading_vectors, mix, normal, project
+from shoestring.optim.low_rank import LowRankOptimizer
+from shoestring.optim.virtual import LowRankMethod
 
 
 class GaLore(LowRankOptimizer):
@@ -77,6 +75,10 @@ class GaLore(LowRankOptimizer):
         torch.Size([32, 4])
     """
 
+    _method = LowRankMethod(
+        "GaLore", ("projection", '"auto", "left" or "right"'), "projection", {"weight_decay": 0.0}
+    )
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -94,56 +96,3 @@ class GaLore(LowRankOptimizer):
             rank=rank, update_proj_gap=update_proj_gap, scale=scale, projection=projection, seed=seed
         )
         super().__init__(params, base_optimizer, defaults, options, max_grad_norm)
-
-    def _check_own(self, group: dict[str, Any]) -> None:
-        side = group["projection"]
-        self._expect(side in ("auto", "left", "right"), "projection", '"auto", "left" or "right"', side)
-
-    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
-        left = is_left(len(param), param.numel() // len(param), group)
-        side = len(param) if left else param.numel() // len(param)
-        return {"projection": (param.dtype, (side, group["rank"])), "projection_age": None, "seed": None}
-
-    def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        rows, columns = grad.shape
-        left = is_left(rows, columns, group)
-        entry = self.state[param]
-        if not entry or entry["projection_age"] >= group["update_proj_gap"]:
-            self._renew(param, grad if left else grad.mT, group)
-        entry["projection_age"] += 1
-        return project(grad, entry["projection"].float(), left)
-
-    def _renew(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Compute GaLore's projection for the columns of a gradient, and store it in the parameter's state.
-
-        If the gradient is zero or not finite, keep the old projection. If there is none, use a random one for
-        one step.
-        """
-        entry, old = self.state[param], self.state[param].get("projection")
-        seed = entry.get("seed", mix(group["seed"], self._position(param)))
-        largest = float(torch.linalg.vector_norm(grad, torch.inf))
-        if 0 < largest < torch.inf:
-            basis = leading_vectors(grad.float(), group["rank"], seed)
-            # The sign of a singular vector is arbitrary: align it with that of the old vector, since the base
-            # optimizer's first moments depend on the sign.
-            if old is not None:
-                basis *= torch.where((basis * old).sum(0) < 0, -1.0, 1.0)
-            age = 0
-        elif old is None:
-            basis = torch.linalg.qr(normal((len(grad), group["rank"]), seed, grad.device)).Q
-            age = group["update_proj_gap"]
-        else:
-            return
-        entry.update(projection=basis.to(param.dtype), projection_age=age, seed=mix(seed))
-
-    def _up(
-        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
-    ) -> None:
-        left = is_left(len(param), param.numel() // len(param), group)
-        basis = self.state[param]["projection"].float()
-        for rows, weight in fp32_rows(param):
-            self._decay(weight, param, group)
-            if left:
-                weight.addmm_(basis[rows], low, alpha=group["scale"])
-            else:
-                weight.addmm_(low[rows], basis.mT, alpha=group["scale"])

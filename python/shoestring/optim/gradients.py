@@ -14,28 +14,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from shoestring.optim.foreach_norm import foreach_norm
 from shoestring.optim.interrupts import Uninterrupted, deliver_later
 from shoestring.optim.sharded import gradient_in_hook, is_dtensor, reduced_after_hooks
-
-
-def total_norm(grads: list[Tensor]) -> Tensor:
-    """Return the L2 norm over all gradients together, in fp32 on the first gradient's device.
-
-    The host does not wait for the device.
-    """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for g in grads:
-        by_device.setdefault(g.device, []).append(g)
-    result: Tensor = torch.linalg.vector_norm(
-        torch.cat([foreach_norm(same).to(grads[0].device) for same in by_device.values()])
-    )
-    return result
-
-
-def clip_coef(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that clips gradients to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Backward:

@@ -8,30 +8,25 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from shoestring.optim.gradients import clip_coef, total_norm
 from shoestring.optim.interrupts import Uninterrupted
-from shoestring.optim.projections import is_left
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
 from shoestring.optim.state_dicts import FORMAT_VERSION, AsSaved
-from shoestring.optim.virtual import DTYPES, VirtualParameters
+from shoestring.optim.virtual import LowRankMethod, VirtualParameters
 from shoestring.optim.whole import expect_whole
-
-# Dtype and shape of state entries, by name. None means that the entry is an int.
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]] | None]
 
 
 class LowRankOptimizer(Optimizer):
-    """The base class of the low-rank optimizers GaLore and APOLLO. Subclasses define the projection.
+    """The base class of the low-rank optimizers GaLore and APOLLO. Subclasses name the method.
 
-    A subclass projects a gradient to low rank, and an update back to full size. In between, a base optimizer
-    such as AdamW steps a virtual parameter, a small stand-in for the matrix. Groups hold the options of the
-    base optimizer, ``rank`` (None: no projection), ``update_proj_gap``, ``scale`` and options of the
-    subclass. ``state[p]`` holds the base optimizer's state of the virtual parameter, and entries of the
-    subclass.
+    The C++ class ``LowRankCore`` projects a gradient to low rank, and an update back to full size. In
+    between, a base optimizer such as AdamW steps a virtual parameter, a small stand-in for the matrix. Groups
+    hold the options of the base optimizer, ``rank`` (None: no projection), ``update_proj_gap``, ``scale`` and
+    the option ``_method.kind``. ``state[p]`` holds the base optimizer's state of the virtual parameter, the
+    tensor ``_method.kept``, ``projection_age`` and ``seed``.
     """
 
-    _virtual_options: ClassVar[dict[str, Any]] = {"weight_decay": 0.0}
+    _method: ClassVar[LowRankMethod]
 
     max_grad_norm: float | None = None
     grad_norm: Tensor | None = None
@@ -55,45 +50,13 @@ class LowRankOptimizer(Optimizer):
         self._expect(positive, "max_grad_norm", "None or a number above 0", max_grad_norm)
         self._expect(options.get("offload") is None, "offload", "None", options.get("offload"))
         self.base_optimizer, self.max_grad_norm, self._options = base_optimizer, max_grad_norm, options
-        self._virtual = VirtualParameters(base_optimizer, options, self._virtual_options)
+        self._virtual = VirtualParameters(self._method, self._name, base_optimizer, options)
         base = self._virtual.defaults
         for name in options:
             self._expect(
                 name in base, name, f"an option of {base_optimizer.__name__}'s groups", options[name]
             )
         super().__init__(params, base | defaults)
-
-    def _down(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
-        """Project the gradient ``grad`` (m, n) to low rank, in fp32.
-
-        If the projection in ``self.state[param]`` is missing or too old, compute a new one first.
-        """
-        raise NotImplementedError
-
-    def _up(
-        self, param: Tensor, low: Tensor, low_grad: Tensor, grad_factor: Tensor | float, group: dict[str, Any]
-    ) -> None:
-        """Apply weight decay and the low-rank update to a parameter.
-
-        Args:
-            param: the parameter, a matrix (m, n).
-            low: the update by the base optimizer, (r, n) or (m, r).
-            low_grad: the gradient that the base optimizer received, of the shape of ``low``: the projected
-                gradient times ``grad_factor``.
-            grad_factor: the factor that clips gradients.
-            group: the parameter group, with its options.
-        """
-        raise NotImplementedError
-
-    def _check_own(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if an option that only this subclass has is invalid."""
-
-    def _own_shapes(self, param: Tensor, group: dict[str, Any]) -> Shapes:
-        """Return dtype and shape of each state entry that the subclass adds, by name.
-
-        None means that the entry is an int.
-        """
-        raise NotImplementedError
 
     @property
     def _name(self) -> str:
@@ -120,20 +83,8 @@ class LowRankOptimizer(Optimizer):
         if rank is not None and decay and _decay_is_a_penalty(self.base_optimizer, group):
             expected = f"0 with {self.base_optimizer.__name__}, where it is an L2 penalty (or rank=None)"
             self._expect(False, "weight_decay", expected, decay)
-        self._check_own(group)
-
-    def _shape(self, param: Tensor, group: dict[str, Any]) -> tuple[int, int] | None:
-        """Return the shape of the virtual parameter, (r, n) or (m, r), for a matrix (m, n).
-
-        Return None if the parameter is stepped without a projection.
-        """
-        rank = group["rank"]
-        if rank is None or param.dim() < 2 or param.numel() == 0:
-            return None
-        rows, columns = len(param), param.numel() // len(param)
-        if rank > (rows if is_left(rows, columns, group) else columns):
-            return None
-        return (rank, columns) if is_left(rows, columns, group) else (rows, rank)
+        name, kinds = self._method.kind
+        self._expect(f'"{group[name]}"' in kinds, name, kinds, group[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.
@@ -153,24 +104,17 @@ class LowRankOptimizer(Optimizer):
             seen.add(key)
         super().add_param_group(param_group)
         try:
-            group = self.param_groups[-1]
-            self._virtual.add(group, self._shapes(group))
+            self._add(self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _shapes(self, group: dict[str, Any]) -> list[tuple[int, int] | None]:
-        """Check the parameters of a group.
-
-        Return the shape of each parameter's low-rank stand-in, the virtual parameter (None: no projection).
-        """
+    def _add(self, group: dict[str, Any]) -> None:
+        # Parameters without projection must be whole tensors too, since the norm for clipping covers all
+        # gradients.
         for i, p in enumerate(group["params"]):
-            # Parameters without projection must be whole tensors too, since the norm for clipping covers all
-            # gradients.
             expect_whole(self._name, i, p)
-            if self._shape(p, group) is not None:
-                self._expect(p.dtype in DTYPES, f"params[{i}]", "fp32, bf16 or fp16", p.dtype)
-        return [self._shape(p, group) for p in group["params"]]
+        self._virtual.add(group)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -184,75 +128,8 @@ class LowRankOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with Uninterrupted():
-            self._step_all()
+            self.grad_norm = self._virtual.step(self.param_groups, self.state, self.max_grad_norm)
         return loss
-
-    def _step_all(self) -> None:
-        factor = self._clip_coef()
-        # `given` holds the original gradients that clipping replaces during the step.
-        virtual, given = self._virtual, []
-        virtual.update_options(self.param_groups)
-        for group in self.param_groups:  # check all gradients before the step changes any projection
-            for p in group["params"]:
-                if p.grad is not None and p in virtual.of:
-                    self._check_grad(p, group)
-        try:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    if p in virtual.of:
-                        low_grad = self._down(p, p.grad.flatten(1), group)
-                        virtual.provide(p, low_grad if factor is None else low_grad.mul_(factor.to(p.device)))
-                    elif factor is not None:
-                        given.append((p, p.grad))
-                        p.grad = p.grad * factor.to(p.device)
-            virtual.base.step()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    low = virtual.of.get(p)
-                    if low is not None and low.grad is not None:
-                        on_device = 1.0 if factor is None else factor.to(p.device)
-                        self._up(p, low.detach(), low.grad, on_device, group)
-        finally:
-            for p, grad in given:
-                p.grad = grad
-            virtual.release()
-        virtual.show(self.state, self.param_groups)
-
-    def _check_grad(self, param: Tensor, group: dict[str, Any]) -> None:
-        same = self._shape(param, group) == self._virtual.of[param].shape
-        self._expect(
-            same, "rank", "the rank that the group was created with (and the same projection)", group["rank"]
-        )
-        assert param.grad is not None
-        self._expect(not param.grad.is_sparse, "grad", "a dense gradient", "a sparse one")
-
-    def _clip_coef(self) -> Tensor | None:
-        self.grad_norm = None
-        if self.max_grad_norm is None:
-            return None
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not grads:
-            return None
-        self.grad_norm = total_norm(grads)
-        return clip_coef(self.grad_norm, self.max_grad_norm)
-
-    def _decay(self, weight: Tensor, param: Tensor, group: dict[str, Any]) -> None:
-        if group.get("weight_decay"):
-            weight.mul_(1.0 - self._lr(param, group) * group["weight_decay"])
-
-    def _lr(self, param: Tensor, group: dict[str, Any]) -> Tensor | float:
-        lr = group["lr"]
-        return float(lr) if isinstance(lr, Tensor) and lr.device != param.device else lr
-
-    def _position(self, param: Tensor) -> int:
-        """Return the position of a parameter in the optimizer.
-
-        Seeds depend on it, so parameters get distinct random numbers.
-        """
-        every = (p for group in self.param_groups for p in group["params"])
-        return next(i for i, p in enumerate(every) if p is param)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict as in ``torch.optim.Optimizer``.
@@ -327,45 +204,40 @@ class LowRankOptimizer(Optimizer):
 
     def _take(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         beside = self.__dict__.pop("_loaded_base")
-        self._virtual = VirtualParameters(self.base_optimizer, self._options, self._virtual_options)
-        owner: dict[Tensor, dict[str, Any]] = {}
+        self._virtual = VirtualParameters(self._method, self._name, self.base_optimizer, self._options)
         for group in groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             self._check_options(group)
-            self._virtual.add(group, self._shapes(group))
-            owner.update(dict.fromkeys(group["params"], group))
+            self._add(group)
+        like = dict(pair for each in self._virtual.projected for pair in each)
+        known = {p for group in groups for p in group["params"]}
         entries = {}
         for p, entry in state.items():
             for name, value in entry.items():
                 entry[name] = value.tensor if isinstance(value, AsSaved) else value
-            if p in owner and entry:
-                own = self._own_entries(p, entry, owner[p]) if p in self._virtual.of else {}
+            if p in known and entry:
+                own = self._own_entries(p, entry, like[p]) if p in like else {}
                 entries[p] = {k: v for k, v in entry.items() if k not in own}
                 state[p] = own
         self._virtual.load(entries, beside)
 
-    def _own_entries(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-        """Check the state entries that the subclass added for a projected parameter, and return copies."""
-        own = {}
-        for name, kind in self._own_shapes(param, group).items():
-            value: Any = entry.get(name)
-            if kind is None:
-                good, expected = isinstance(value, int), "a whole number"
-            else:
-                good = (
-                    isinstance(value, Tensor)
-                    and value.dtype == kind[0]
-                    and value.shape == torch.Size(kind[1])
-                )
-                expected = f"{kind[0]} {kind[1]}"
+    def _own_entries(self, param: Tensor, entry: dict[str, Any], like: Tensor) -> dict[str, Any]:
+        """Check the state entries that a step stores for a projected parameter, and return copies."""
+        kept: Any = entry.get(self._method.kept)
+        good = isinstance(kept, Tensor) and kept.dtype == like.dtype and kept.shape == like.shape
+        received = f"{kept.dtype} {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
+        checks = [(self._method.kept, good, f"{like.dtype} {tuple(like.shape)}", received)]
+        for name in ("projection_age", "seed"):
+            value = entry.get(name)
+            checks.append((name, isinstance(value, int), "a whole number", repr(value)))
+        for name, good, expected, received in checks:
             if not good:
-                received = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
                 raise ValueError(
                     f"{self._name}: load_state_dict: {name}: expected {expected}, received {received}"
                 )
-            own[name] = value if kind is None else value.to(param.device, copy=True)
-        return own
+        own = {name: entry[name] for name, *_ in checks}
+        return {**own, self._method.kept: kept.to(param.device, copy=True)}
 
 
 def _decay_is_a_penalty(base: type[Optimizer], group: dict[str, Any]) -> bool:

@@ -95,8 +95,8 @@ class SAM(Optimizer):
             expected = "a class of optimizers, such as shoestring.optim.AdamW"
             raise ValueError(f"SAM: base_optimizer: expected {expected}, received {base_optimizer!r}")
         self.base_optimizer: Optimizer | None = None
-        # The original weights between the two halves of a step, else None.
-        self._weights: dict[Tensor, Tensor] | None = None
+        # Between the two halves of a step, the C++ object that restores the weights; else None.
+        self._weights: Any = None
         self._finite: Tensor | None = None  # whether the gradient norm of the first half was finite
         super().__init__(params, dict(rho=rho, adaptive=adaptive))
         if options.get("step_in_backward"):
@@ -147,18 +147,11 @@ class SAM(Optimizer):
 
     def _ascend(self) -> None:
         moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self._weights = {p: p.clone() for p, _ in moved}
-        if moved:
-            device = moved[0][0].device
-            norms = [torch.linalg.vector_norm(_weighted(p, g), dtype=_wide(p)).to(device) for p, g in moved]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
-            self._finite = norm.isfinite()
-            for p, group in moved:
-                up = _weighted(p, group) * (group["rho"] / (norm + 1e-12)).to(p.device, _wide(p))
-                if group["adaptive"]:
-                    up = up * p
-                # If the norm is not finite, the gradient may not be finite either: do not move the weights.
-                p.copy_(p + torch.where(self._finite.to(p.device), up, 0.0))
+        params, rho = [p for p, _ in moved], [float(group["rho"]) for _, group in moved]
+        adaptive = [bool(group["adaptive"]) for _, group in moved]
+        self._weights = torch.classes.shoestring.MovedWeights(params)
+        self._weights.move(rho, adaptive)
+        self._finite = self._weights.finite()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients with the base optimizer's ``zero_grad``."""
@@ -205,8 +198,8 @@ class SAM(Optimizer):
         return loss
 
     def _go_back(self) -> None:
-        for p, weight in (self._weights or {}).items():
-            p.copy_(weight)
+        if self._weights is not None:
+            self._weights.go_back()
         self._weights = None
 
     def _descend(self) -> None:
@@ -290,17 +283,3 @@ class SAM(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    return torch.promote_types(param.dtype, torch.float32)
-
-
-def _weighted(param: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return the tensor whose norm SAM uses: the gradient, or for ASAM gradient times weight.
-
-    It has at least fp32 precision.
-    """
-    assert param.grad is not None
-    grad = param.grad.to(_wide(param))
-    return grad * param if group["adaptive"] else grad

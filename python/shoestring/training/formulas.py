@@ -131,15 +131,8 @@ def _low_rank_state(optimizer: LowRankOptimizer) -> State:
     """Return the sizes of the projections, and of the base optimizer's state."""
     base = optimizer._virtual.base
     assert isinstance(base, LowMemoryOptimizer)
-    own: list[dict[str, int]] = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            for name, entry in (
-                optimizer._own_shapes(p, group) if p in optimizer._virtual.of else {}
-            ).items():
-                if entry is not None:  # None stands for a Python int
-                    dtype, shape = entry
-                    own.append({name: dtype.itemsize * math.prod(shape)})
+    kept = optimizer._method.kept
+    own = [{kept: like.nbytes} for each in optimizer._virtual.projected for _, like in each]
     state = optimizer_state(base)
     return State(state.arenas, total(state.rest, *own))
 

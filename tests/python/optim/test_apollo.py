@@ -10,9 +10,13 @@ from torch.nn import Parameter
 from conftest import relative_error
 from low_rank import PROJECTED, Adam64, gradients, parameters, train
 from shoestring.optim import APOLLO, AdamW, APOLLOMini
-from shoestring.optim.projections import normal
 
 SIDE = {0: (24, 40), 1: (40, 24), 2: (12, 27), 6: (16, 48)}
+
+
+def normal(size: tuple[int, int], seed: int, device: torch.device) -> Tensor:
+    """Return the random numbers of a projection, as documented: those of a generator with the state's seed."""
+    return torch.randn(size, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
 class Apollo64:

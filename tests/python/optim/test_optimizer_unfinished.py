@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload_faults import disturb_offload
 from operator_faults import replaced
@@ -354,14 +355,25 @@ def test_interrupts_wait_and_a_second_one_does_not() -> None:
     thread.join()
 
 
-def test_sam_takes_the_weights_back_where_a_half_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = nn.Parameter(torch.ones(3))
-    opt = SAM([p], AdamW, lr=0.1)
+class FailsAtTheSecondWhere(TorchDispatchMode):
+    """Raise MemoryError in the second call of ``torch.where``, with which SAM moves the second weight."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += "where" in str(func)
+        if "where" in str(func) and self.calls == 2:
+            raise MemoryError
+        return func(*args, **(kwargs or {}))
+
+
+def test_sam_takes_the_weights_back_where_a_half_fails() -> None:
+    p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    opt = SAM([p, other], AdamW, lr=0.1)
     p.grad = torch.ones(3)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "where", lambda *_: (_ for _ in ()).throw(MemoryError()))
-        with pytest.raises(MemoryError):
-            opt.first_step()
+    other.grad = torch.ones(3)
+    with pytest.raises(MemoryError), FailsAtTheSecondWhere():
+        opt.first_step()
     assert torch.equal(p, torch.ones(3))
     opt.first_step(zero_grad=True)
     with pytest.raises(RuntimeError, match=r"Call zero_grad\(\) and second_step\(\) to restore the weights"):

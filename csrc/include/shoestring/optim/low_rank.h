@@ -84,6 +84,11 @@ struct LowRankOptions {
   int64_t seed;
 };
 
+struct Method;
+class LowRankStep;
+SHOESTRING_API const Method& galore();
+SHOESTRING_API const Method& apollo();
+
 class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
  public:
   /// Takes a step. The optional closure computes the loss and its gradients.
@@ -108,87 +113,21 @@ class SHOESTRING_API LowRankCore : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  /// A parameter (m, n) whose gradient is projected, and `low`, (r, n) or (m, r), its low-rank stand-in that
-  /// the base optimizer steps instead.
-  struct Projected {
-    at::Tensor param, low;
-    bool left;
-    at::Tensor kept;        // GaLore's projection or APOLLO's norm; undefined before the first gradient
-    int64_t age = 0, seed;  // age: steps taken with the current projection; seed: seed of this parameter
-  };
-  struct Group {
-    LowRankOptions options;
-    std::vector<at::Tensor> plain;
-    std::vector<Projected> projected;
-  };
-  /// The constants of GaLore or APOLLO. name: name of the method. kind: name of the option `projection` or
-  /// `scale_type`. kept: name of the tensor that is stored for each parameter. unit_lr: whether the base
-  /// optimizer steps the low-rank stand-ins for the parameters with lr = 1.
-  struct Method {
-    const char *name, *kind, *kept;
-    bool unit_lr;
-  };
-
   LowRankCore(const Method& method, BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults);
   void add(const torch::optim::OptimizerParamGroup& group, const LowRankOptions& options);
   at::Tensor kept(const at::Tensor& param) const;
-  void expect(bool good, const char* option, const std::string& expected, const std::string& received) const;
-
-  BaseClass class_;
 
  private:
-  virtual void check(const LowRankOptions& options) const = 0;
-  virtual bool is_left(int64_t rows, int64_t columns, const LowRankOptions& options) const;
-  /// Returns the dtype and shape of a parameter's tensor `kept` (GaLore's projection or APOLLO's norm).
-  virtual std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p,
-                                                                  const LowRankOptions& o) const = 0;
-  /// Projects the gradient of a matrix to low rank. Returns the projected gradient in fp32.
-  virtual at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) = 0;
-  /// Applies the base optimizer's update of p.low, the low-rank stand-in for a parameter, to the parameter
-  /// p.param. p.low was zero before the base optimizer's step, so p.low now holds the update. `clip` is the
-  /// factor that clipped the projected gradient, or undefined.
-  virtual void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
-                  bool maximize) = 0;
-
+  void expect(bool good, const char* option, const std::string& expected, const std::string& received) const;
   void refuse_offload() const;
-  at::Tensor clip_coef();
   void make_virtual(torch::optim::OptimizerOptions& options) const;
   void update_base_options() const;
-  std::string prefix() const;
 
-  Method method_;
+  BaseClass class_;
+  std::shared_ptr<LowRankStep> step_;
   std::unique_ptr<torch::optim::Optimizer> base_;
-  std::vector<Group> groups_;
   std::optional<double> max_grad_norm_;
   at::Tensor grad_norm_;
-};
-
-class SHOESTRING_API GaLoreCore : public LowRankCore {
- protected:
-  GaLoreCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults);
-
- private:
-  void check(const LowRankOptions& options) const override;
-  bool is_left(int64_t rows, int64_t columns, const LowRankOptions& options) const override;
-  std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p,
-                                                          const LowRankOptions& o) const override;
-  at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) override;
-  void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
-          bool maximize) override;
-  void renew(Projected& p, const at::Tensor& grad, const LowRankOptions& options);
-};
-
-class SHOESTRING_API APOLLOCore : public LowRankCore {
- protected:
-  APOLLOCore(BaseClass base, std::unique_ptr<torch::optim::OptimizerOptions> defaults);
-
- private:
-  void check(const LowRankOptions& options) const override;
-  std::pair<at::ScalarType, std::vector<int64_t>> kept_as(const Projected& p,
-                                                          const LowRankOptions& o) const override;
-  at::Tensor down(Projected& p, const at::Tensor& grad, const LowRankOptions& options) override;
-  void up(Projected& p, const at::Tensor& clip, const LowRankOptions& o, double lr, double decay,
-          bool maximize) override;
 };
 
 }  // namespace shoestring::optim::detail

@@ -133,7 +133,7 @@ if "bdist_wheel" in sys.argv:
 
 setup(
     version=VERSION + local,
-    install_requires=[*torch, "safetensors>=0.4"],
+    install_requires=torch,
     distclass=PlatformDistribution,
     options={"build": {"build_base": str(copies)}},
     cmdclass={"build_py": BuildPy, "bdist_wheel": PlatformWheel},

@@ -37,8 +37,8 @@ fi
 # Without --no-compile, pip compiles 12,000 Python files. Python compiles those that are imported.
 install() { "$venv/bin/pip" install -q --no-compile -c "$constraints" "$@"; }
 install ${torch:+--upgrade} "${torch:-torch}" "setuptools>=77" ninja
-# Install the requirements of the extras by name (those of the package are torch, and safetensors, which
-# transformers requires), so that pip does not run again after a change of code alone.
+# Install the requirements of the extras by name, so that pip does not run again after a change of code alone.
+# The package itself requires torch alone.
 "$venv/bin/python" - <<'EOF' >"$venv/requirements.txt"
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]

@@ -1,6 +1,7 @@
 #include "adapters/config_digest.h"
 
 #include <c10/util/hash.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <bit>
@@ -8,11 +9,15 @@
 #include <cstdio>
 #include <vector>
 
+#include "files/read_file.h"
+
 namespace shoestring::lora {
 namespace {
 
 using Json = nlohmann::json;
 
+// Fields of adapter_config.json that change what an adapter computes. Users may edit any other field, such as
+// base_model_name_or_path, without a change of the digest.
 const char* const kComputation[] = {"peft_type",
                                     "r",
                                     "lora_alpha",
@@ -81,6 +86,12 @@ std::string config_digest(const Json& config) {
     if (found != config.end() && !is_unset(*found)) parts.push_back(canonical(name) + canonical(*found, 1));
   }
   return c10::sha1(joined(std::move(parts), "{}")).str();
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("_adapter_config_digest", [](const std::string& config) {
+    return config_digest(files::parse_json("lora: adapter_config.json", config));
+  });
 }
 
 }  // namespace shoestring::lora

@@ -9,8 +9,8 @@ namespace shoestring::lora {
 constexpr const char* kDigest = "adapter_config_sha1";
 
 /// Returns the SHA-1 of the fields of adapter_config.json that change what the adapter computes. An option
-/// that is off has the same digest as an absent one, and the order of a list's items does not matter.
-/// Python's lora/config_digest.py computes an equal digest.
+/// that is off has the same digest as an absent one, and the order of a list's items does not matter, because
+/// PEFT writes them in any order.
 std::string config_digest(const nlohmann::json& config);
 
 }  // namespace shoestring::lora

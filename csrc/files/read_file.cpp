@@ -43,8 +43,8 @@ void read_at(const std::string& caller, const std::string& path, int fd, void* o
     const ssize_t n = ::pread(fd, to, std::min<int64_t>(size, int64_t{1} << 30), offset);
     if (n < 0 && errno == EINTR) continue;
     TORCH_CHECK(n >= 0, caller, ": ", path, ": cannot read: ", std::strerror(errno));
-    TORCH_CHECK(n > 0, caller, ": ", path, ": ends at byte ", offset,
-                ": another process is changing the file");
+    TORCH_CHECK_VALUE(n > 0, caller, ": ", path, ": ends at byte ", offset,
+                      ": another process is changing the file");
     to += n;
     offset += n;
     size -= n;

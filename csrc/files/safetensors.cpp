@@ -1,7 +1,6 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 #include <shoestring/safetensors.h>
-#include <torch/library.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <cstring>
 #include <memory>
 
+#include "core/huge_pages.h"
 #include "files/atomic_file.h"
 #include "files/read_file.h"
 #include "files/safetensors_files.h"
@@ -28,15 +28,17 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : path_(path) {
   int64_t size = 0;
   fd_ = files::open_regular("safetensors", path, size);
   try {
-    TORCH_CHECK(size >= 8, "safetensors: ", path, ": expected at least the 8 bytes of the header's length, ",
-                "received a file of ", size);
+    TORCH_CHECK_VALUE(size >= 8, "safetensors: ", path,
+                      ": expected at least the 8 bytes of the header's length, ", "received a file of ",
+                      size);
     uint64_t length = 0;
     files::read_at("safetensors", path, fd_, &length, 8, 0);
-    TORCH_CHECK(length <= files::kMaxHeader, "safetensors: ", path, ": expected a header of at most ",
-                files::kMaxHeader, " bytes, received the length ", length, ": this is no safetensors file");
+    TORCH_CHECK_VALUE(length <= files::kMaxHeader, "safetensors: ", path, ": expected a header of at most ",
+                      files::kMaxHeader, " bytes, received the length ", length,
+                      ": this is no safetensors file");
     data_ = 8 + static_cast<int64_t>(length);
-    TORCH_CHECK(data_ <= size, "safetensors: ", path, ": the header's length is ", length,
-                " bytes, but only ", size - 8, " follow: the file is truncated");
+    TORCH_CHECK_VALUE(data_ <= size, "safetensors: ", path, ": the header's length is ", length,
+                      " bytes, but only ", size - 8, " follow: the file is truncated");
     std::string text(length, '\0');
     files::read_at("safetensors", path, fd_, text.data(), static_cast<int64_t>(text.size()), 8);
 
@@ -54,7 +56,7 @@ SafetensorsFile::~SafetensorsFile() { ::close(fd_); }
 
 const SafetensorsFile::Entry& SafetensorsFile::entry(const std::string& name) const {
   const auto at = index_.find(name);
-  TORCH_CHECK(at != index_.end(), "safetensors: ", path_, ": there is no tensor ", quote(name));
+  TORCH_CHECK_VALUE(at != index_.end(), "safetensors: ", path_, ": there is no tensor ", quote(name));
   return entries_[at->second];
 }
 
@@ -65,23 +67,23 @@ void SafetensorsFile::read(const Entry& entry, const at::Tensor& out) const {
     // A bool tensor with bytes other than 0 and 1 would cause undefined behaviour when it is used.
     const auto* bytes = static_cast<const unsigned char*>(out.const_data_ptr());
     const bool valid = std::all_of(bytes, bytes + out.numel(), [](unsigned char b) { return b <= 1; });
-    TORCH_CHECK(valid, "safetensors: ", path_, ": tensor ", quote(entry.name),
-                ": expected bytes 0 and 1 for BOOL");
+    TORCH_CHECK_VALUE(valid, "safetensors: ", path_, ": tensor ", quote(entry.name),
+                      ": expected bytes 0 and 1 for BOOL");
   }
 }
 
 at::Tensor SafetensorsFile::load(const std::string& name) const {
   const Entry& entry = this->entry(name);
-  at::Tensor out = at::empty(entry.shape, entry.dtype);
+  at::Tensor out = in_huge_pages(at::empty(entry.shape, entry.dtype));
   read(entry, out);
   return out;
 }
 
 void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) const {
   const Entry& entry = this->entry(name);
-  TORCH_CHECK(out.sizes() == entry.shape && out.scalar_type() == entry.dtype, "safetensors: ", path_,
-              ": tensor ", quote(name), ": expected shape ", out.sizes(), " of ", out.scalar_type(),
-              ", the file has ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
+  TORCH_CHECK_VALUE(out.sizes() == entry.shape && out.scalar_type() == entry.dtype, "safetensors: ", path_,
+                    ": tensor ", quote(name), ": expected shape ", out.sizes(), " of ", out.scalar_type(),
+                    ", the file has ", at::IntArrayRef(entry.shape), " of ", entry.dtype);
   // The detached tensor shares out's memory but no autograd history. A parameter can therefore be written
   // even while gradients are recorded.
   const at::Tensor plain = out.detach();
@@ -164,25 +166,4 @@ void save_safetensors(const std::string& path, const TensorDict& tensors, const 
   file.commit();
 }
 
-namespace {
-
-// save_safetensors for Python, which raises OSError for the returned errno.
-int64_t save_for_python(const std::string& path, const std::vector<std::string>& names,
-                        const std::vector<at::Tensor>& tensors,
-                        const c10::Dict<std::string, std::string>& metadata) {
-  TensorDict named;
-  for (size_t i = 0; i < names.size(); ++i) named.insert(names[i], tensors.at(i));
-  Metadata texts;
-  for (const auto& item : metadata) texts.emplace(item.key(), item.value());
-  try {
-    save_safetensors(path, named, texts);
-  } catch (const files::FileError& error) {
-    return error.code;
-  }
-  return 0;
-}
-
-TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_save_safetensors", save_for_python); }
-
-}  // namespace
 }  // namespace shoestring

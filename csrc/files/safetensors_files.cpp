@@ -26,8 +26,9 @@ SafetensorsFiles::SafetensorsFiles(const std::string& path) {
   if (!folder || ::access(single.c_str(), F_OK) == 0) {
     open_file(single);
   } else {
-    TORCH_CHECK(::access(index.c_str(), F_OK) == 0, "safetensors: ", path,
-                ": expected model.safetensors or model.safetensors.index.json in this folder, found neither");
+    TORCH_CHECK_VALUE(
+        ::access(index.c_str(), F_OK) == 0, "safetensors: ", path,
+        ": expected model.safetensors or model.safetensors.index.json in this folder, found neither");
     open_shards(path, index);
   }
 }
@@ -42,19 +43,19 @@ void SafetensorsFiles::open_file(const std::string& path) {
 
 void SafetensorsFiles::open_shards(const std::string& folder, const std::string& index) {
   const auto json = read_json("safetensors", index, kMaxIndex);
-  TORCH_CHECK(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(),
-              "safetensors: ", index, ": expected an object with the object weight_map");
+  TORCH_CHECK_VALUE(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(),
+                    "safetensors: ", index, ": expected an object with the object weight_map");
 
   std::map<std::string, const SafetensorsFile*> opened;
   for (const auto& [name, shard] : json["weight_map"].items()) {
-    TORCH_CHECK(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name),
-                ": expected the name of a file");
+    TORCH_CHECK_VALUE(shard.is_string(), "safetensors: ", index, ": tensor ", quote(name),
+                      ": expected the name of a file");
     const auto file = shard.get<std::string>();
     // A shard's name must not contain a folder, because it could then refer to any file on the disk.
-    TORCH_CHECK(!file.empty() && file.size() <= NAME_MAX &&
-                    file.find_first_of(std::string("/\\\0", 3)) == std::string::npos,
-                "safetensors: ", index, ": tensor ", quote(name),
-                ": expected a file in the same folder, received ", quote(file));
+    TORCH_CHECK_VALUE(!file.empty() && file.size() <= NAME_MAX &&
+                          file.find_first_of(std::string("/\\\0", 3)) == std::string::npos,
+                      "safetensors: ", index, ": tensor ", quote(name),
+                      ": expected a file in the same folder, received ", quote(file));
     auto& open = opened[file];
     if (open == nullptr) {
       files_.push_back(std::make_unique<SafetensorsFile>(folder + "/" + file));

@@ -20,7 +20,7 @@ using Json = nlohmann::json;
 
 template <class... Parts>
 [[noreturn]] void fail(const std::string& path, const Parts&... parts) {
-  TORCH_CHECK(false, "safetensors: ", path, ": ", parts...);
+  TORCH_CHECK_VALUE(false, "safetensors: ", path, ": ", parts...);
 }
 
 class Parser : public nlohmann::json_sax<Json> {

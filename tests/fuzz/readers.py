@@ -96,7 +96,12 @@ def _adapter(kind: str) -> Reader:
 
     return Reader(
         f"load_adapter {kind}",
-        ("adapters.load.load_adapter", "adapters.files.read_config", "adapters.files.read_weights"),
+        (
+            "adapters.load.load_adapter",
+            "adapters.files.read_config",
+            "adapters.files.read_weights",
+            "files.safetensors_file.open_safetensors",
+        ),
         make,
         {"adapter_config.json": mutate_json, "adapter_model.safetensors": mutate_safetensors},
         lambda folder: lora.load_adapter(Small(), folder),

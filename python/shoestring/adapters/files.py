@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
@@ -32,8 +31,8 @@ from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, cache_sizes
 from shoestring.files.atomic import atomic_file
-from shoestring.files.read_file import is_name, read_json, read_regular, shown
-from shoestring.files.safetensors_file import save_safetensors
+from shoestring.files.read_file import is_name, read_json, shown
+from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -198,16 +197,10 @@ def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[st
             adapter_config.json.
     """
     where = f"lora.load_adapter: {path}"
-    data = read_regular(path, where)
-    try:
-        tensors = parse_safetensors(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except Exception as error:  # safetensors does not export its exception class
-        raise ValueError(
-            f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
-        ) from None
+    file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")
     if config is not None:
-        check_pair(path, header.get("__metadata__") or {}, path.with_name(CONFIG), config)
+        check_pair(path, file.metadata(), path.with_name(CONFIG), config)
+    tensors = {key: file.load(key) for key in file.tensors()}
     for key in tensors:
         if not is_name(key):
             raise ValueError(f"{where}: expected names of tensors, received {shown(key)}")

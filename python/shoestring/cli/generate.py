@@ -13,6 +13,7 @@ from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import encode_batch, load_tokenizer
 from shoestring.files.read_file import read_json
+from shoestring.files.safetensors_file import open_safetensors
 from shoestring.training.device import DTYPES, find_device
 from shoestring.training.models import load_model, locate_model
 
@@ -83,12 +84,5 @@ def check_adapter(folder: Path) -> None:
         if not (folder / name).is_file():
             raise InputError(f"--adapter {folder}: no {name} there; expected a PEFT adapter directory")
     read_json(folder / "adapter_config.json", str(folder / "adapter_config.json"))
-    from safetensors import safe_open
-
-    try:
-        with safe_open(folder / "adapter_model.safetensors", "pt") as stored:
-            stored.keys()
-    except Exception as error:
-        raise InputError(
-            f"{folder / 'adapter_model.safetensors'}: not a valid safetensors file ({error})"
-        ) from None
+    weights = folder / "adapter_model.safetensors"
+    open_safetensors(weights, f"{weights}: not a valid safetensors file")

@@ -1,12 +1,43 @@
-"""Write safetensors files."""
+"""Read and write safetensors files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from shoestring.core.errors import InputError
+from shoestring.files.read_file import check_regular
+
+
+def open_safetensors(path: str | os.PathLike[str], damaged: str) -> Any:
+    """Open a safetensors file and check its whole header: size, dtypes, shapes, offsets and the file's length.
+
+    Tensors are read and not memory-mapped, because mapped pages count as memory of the process, while the
+    system's page cache does not.
+
+    Args:
+        path: the file.
+        damaged: the beginning of the error message for a file that is damaged.
+
+    Returns:
+        An object that closes the file when it is freed. ``tensors()`` is a dict from the name of each tensor
+        to a meta tensor of its shape and dtype. ``metadata()`` is a dict of strings. ``load(name)`` reads a
+        tensor into new CPU memory, and ``load_into(name, tensor)`` into an existing tensor.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        InputError: the file is damaged, or is not a regular file.
+    """
+    check_regular(path, os.fspath(path))
+    try:
+        return torch.classes.shoestring.SafetensorsFile(os.fsencode(path))
+    except ValueError as error:
+        reason = str(error).removeprefix(f"safetensors: {os.fspath(path)}: ")
+        raise InputError(f"{damaged} ({reason})") from None
 
 
 def save_safetensors(

@@ -5,11 +5,10 @@ import os
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from shoestring.files.read_file import check_regular, is_integer, is_number, parse_json, shown
-from shoestring.files.safetensors_file import save_safetensors
+from shoestring.files.read_file import is_integer, is_number, parse_json, shown
+from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.state_dicts import FORMAT_VERSION
 
@@ -93,17 +92,9 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         0.001
     """
     where = f"{type(optimizer).__name__}: load_optimizer: {os.fspath(path)}"
-    check_regular(path, where)
-    with open(path, "rb"):  # open raises OSError if the file cannot be read
-        pass
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors raises SafetensorError, or PyTorch's error for an unknown dtype
-        raise ValueError(
-            f"{where}: expected a safetensors file, received a damaged one: {shown(str(error))}"
-        ) from None
+    file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")
+    metadata = file.metadata()
+    tensors = {name: file.load(name) for name in file.tensors()}
     expected = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
     for key, value in expected.items():
         if metadata.get(key) != value:

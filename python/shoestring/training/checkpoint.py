@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
+from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.training.device import CPU
 
 KEEP = 2  # number of checkpoints kept: the newest one and the one before it
@@ -64,14 +65,9 @@ def save_checkpoint(
     The files are written to a temporary folder and synced to disk, and then the folder is renamed. If the
     process is killed meanwhile, the previous checkpoint stays intact.
     """
-    from safetensors.torch import save_file
-
     folder = run / "checkpoints" / f"step-{step:08d}"
     with atomic_directory(folder) as partial:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in trained_tensors(model).items()},
-            partial / "weights.safetensors",
-        )
+        save_safetensors(partial / "weights.safetensors", trained_tensors(model), {})
         # Pass an open file, because torch.save with a path hides the error message of the file system.
         with open(partial / "optimizer.pt", "wb") as file:
             torch.save(
@@ -121,25 +117,23 @@ def load_checkpoint(
     Raises:
         InputError: a file is damaged or missing, or the checkpoint belongs to another model.
     """
-    from safetensors import safe_open
-
     _verify(folder)
     try:
         state = _read_state(folder)
-        with safe_open(folder / "weights.safetensors", "pt") as stored, torch.no_grad():
-            tensors = trained_tensors(model)
-            names = set(stored.keys())
-            if names != set(tensors):
-                first = sorted(names ^ set(tensors))[0]
-                raise InputError(f"{folder}: made by another model: {first} is not in both")
-            for name, tensor in tensors.items():
-                saved = stored.get_tensor(name)
-                if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-                    raise InputError(
-                        f"{folder}: {name} is {list(saved.shape)} {saved.dtype} in the checkpoint, "
-                        f"{list(tensor.shape)} {tensor.dtype} in this model"
-                    )
-                tensor.copy_(saved)
+        file = open_safetensors(folder / "weights.safetensors", f"{folder}: the checkpoint is damaged")
+        stored, tensors = file.tensors(), trained_tensors(model)
+        if stored.keys() != tensors.keys():
+            first = min(stored.keys() ^ tensors.keys())
+            raise InputError(f"{folder}: made by another model: {first} is not in both")
+        for name, tensor in tensors.items():
+            saved = stored[name]
+            if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+                raise InputError(
+                    f"{folder}: {name} is {list(saved.shape)} {saved.dtype} in the checkpoint, "
+                    f"{list(tensor.shape)} {tensor.dtype} in this model"
+                )
+        for name, tensor in tensors.items():
+            file.load_into(name, tensor)
         saved_state = torch.load(folder / "optimizer.pt", weights_only=True)
         scaling, optimizer_states = saved_state["scaler"], saved_state["optimizers"]
         if len(optimizer_states) != len(optimizers):

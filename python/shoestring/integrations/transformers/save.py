@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoestring.files.atomic import CONFIG, MODEL_FILES, atomic_directory, exchange_obstacle, is_partial
+from shoestring.files.safetensors_file import save_safetensors
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
 METHOD = "save_quantized"
@@ -57,8 +58,6 @@ def save_quantized(
         >>> type(shoestring.load_quantized("quantized").model.layers[0].mlp.up_proj).__name__
         'QuantizedLinear'
     """
-    from safetensors.torch import save_file
-
     config: Any = copy.deepcopy(model.config)
     config.quantization_config = _quantization_config(model)
     shards = _shards(_distinct(model.state_dict()), max_shard_bytes)
@@ -72,7 +71,7 @@ def save_quantized(
         if len(shards) == 1:
             names = ["model.safetensors"]
         for name, shard in zip(names, shards, strict=True):
-            save_file(shard, partial / name, metadata={"format": "pt"})
+            save_safetensors(partial / name, shard, {"format": "pt"})
         if len(shards) > 1:
             _write_index(partial / "model.safetensors.index.json", dict(zip(names, shards, strict=True)))
 
@@ -140,13 +139,13 @@ def _quantization_config(model: Any) -> dict[str, Any]:
 
 
 def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a state dict for files, with contiguous tensors and only the first name of tied tensors."""
+    """Return a state dict for files, with only the first name of tied tensors."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tuple(tensor.shape))
         if tensor.numel() == 0 or key not in seen:
-            found[name] = tensor.detach().contiguous()
+            found[name] = tensor.detach()
         seen.add(key)
     return found
 

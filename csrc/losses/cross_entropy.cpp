@@ -4,22 +4,12 @@
 #include <shoestring/ops.h>
 #include <torch/library.h>
 
+#include "core/autograd.h"
 #include "core/huge_pages.h"
 #include "core/tensors.h"
 
 namespace shoestring::losses {
 namespace {
-
-// Pushes the loss, lse, entropy and argmax of each row to the stack of a boxed call. _cross_entropy_rows and
-// _cross_entropy_rows_ both return them. The caller pushes the gradient of the logits, which only
-// _cross_entropy_rows returns.
-void push_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
-                             const CrossEntropyProblem& p, const RowsResult& r) {
-  const auto compute = p.logits.options().dtype(compute_type(p.logits));
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, r.loss, r.lse, r.entropy.defined() ? r.entropy : at::empty({0}, compute),
-                   r.argmax.defined() ? r.argmax : at::empty({0}, compute.dtype(at::kLong)));
-}
 
 // Returns (size, stride) pairs that describe all dimensions of the logits except for the last, the classes.
 // The innermost pair comes first. Adjacent dimensions are merged where one stride covers both.
@@ -57,63 +47,77 @@ bool writable(const Tensor& logits) {
          (far.first == 1 || far.second >= (near.first - 1) * near.second + logits.size(-1));
 }
 
-CrossEntropyProblem::CrossEntropyProblem(const BoxedArguments& a)
-    : RowsProblem(kCrossEntropyOp, a, a.tensor("logits"), a.tensor("logits").sym_size(-1)),
-      logits(a.tensor("logits")) {
+CrossEntropyProblem::CrossEntropyProblem(const RowsCall& call)
+    : RowsProblem(kCrossEntropyOp, call, call.input.sym_size(-1)), logits(call.input) {
   check_tokens(kCrossEntropyOp, "logits", "vocab", logits, target);
   TORCH_CHECK(target.device() == logits.device(), kCrossEntropyOp, ": target: expected logits' device, ",
               logits.device(), ", received ", target.device());
 }
 
-void run_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack, CrossEntropyRun run) {
-  const BoxedArguments arguments(op, *stack);
-  CrossEntropyProblem p(arguments);
-  if (arguments["gradient"].toBool()) {
+void run_cross_entropy_rows(torch::jit::Stack* stack, CrossEntropyRun run) {
+  const auto call = read_fields<CrossEntropyRowsCall<false>>(*stack);
+  CrossEntropyProblem p(call);
+  if (call.gradient) {
     p.gradient = in_huge_pages(at::empty(p.logits.sizes(), p.logits.options()));
     p.gradient_layout = *layout_of(p.gradient);
   }
   if (!layout_of(p.logits)) p.logits = p.logits.contiguous();
   p.layout = *layout_of(p.logits);
-  push_cross_entropy_rows(stack, op, p, run(p));
-  torch::jit::push(*stack, p.gradient.defined() ? p.gradient : at::empty({0}, p.logits.options()));
+  CrossEntropyResult r{run(p), p.gradient.defined() ? p.gradient : at::empty({0}, p.logits.options())};
+  r.fill(p.logits);
+  torch::jit::drop(*stack, count_of<CrossEntropyRowsCall<false>>());
+  push_fields(*stack, r);
 }
 
-void run_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack,
-                                     CrossEntropyRun run) {
-  CrossEntropyProblem p(BoxedArguments(op, *stack));
+void run_cross_entropy_rows_in_place(torch::jit::Stack* stack, CrossEntropyRun run) {
+  CrossEntropyProblem p(read_fields<CrossEntropyRowsCall<true>>(*stack));
   TORCH_CHECK(writable(p.logits), kCrossEntropyOp,
               "_rows_: logits: expected contiguous classes, tokens in at most two strides and no overlapping "
               "memory, received strides ",
               p.logits.strides(), " of ", p.logits.sizes());
   p.gradient = p.logits;
   p.layout = p.gradient_layout = *layout_of(p.logits);
-  push_cross_entropy_rows(stack, op, p, run(p));
+  RowsResult r = run(p);
+  r.fill(p.logits);
+  torch::jit::drop(*stack, count_of<CrossEntropyRowsCall<true>>());
+  push_fields(*stack, r);
 }
 
-CrossEntropyCall::CrossEntropyCall(const BoxedArguments& a, bool stats)
-    : TokenCall(kCrossEntropyOp, a, a.tensor("logits"),
-                a.tensor("logits").dim() == 0 ? 1 : a.tensor("logits").sym_size(-1), stats) {
-  for (const char* name : kCrossEntropyOptions) options.emplace_back(name, a[name]);
+CrossEntropyCall::CrossEntropyCall(const torch::jit::Stack& stack, bool stats) {
+  auto given = read_fields<CrossEntropyArguments<LinearCrossEntropyOptions>>(stack);
+  input = std::move(given.logits);
+  target = std::move(given.target);
+  options = std::move(given.options);
+  prepare(kCrossEntropyOp, "logits", "vocab", input.dim() == 0 ? 1 : input.sym_size(-1), stats);
 }
+
+namespace {
+
+template <bool kInPlace>
+CrossEntropyRowsCall<kInPlace> rows_call(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
+                                         bool gradient) {
+  return {{call.input, call.target, call.options, as_optional(upstream[0]), as_optional(upstream[1]),
+           as_optional(upstream[2]), call.stats},
+          gradient};
+}
+
+}  // namespace
 
 CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
                                       LogitsGradient gradient) {
-  const auto optional = [](const Tensor& t) { return t.defined() ? c10::IValue(t) : c10::IValue(); };
-  NamedArguments arguments = call.options;
-  arguments.insert(arguments.end(), {{"logits", call.input},
-                                     {"target", call.target},
-                                     {"class_weights", call.class_weights},
-                                     {"grad_loss", optional(upstream[0])},
-                                     {"grad_lse", optional(upstream[1])},
-                                     {"grad_entropy", optional(upstream[2])},
-                                     {"stats", call.stats}});
-  const bool in_place = gradient == LogitsGradient::kInPlace;
-  if (!in_place) arguments.emplace_back("gradient", gradient == LogitsGradient::kNew);
-  const auto out = call_by_name(
-      in_place ? "shoestring::_cross_entropy_rows_" : "shoestring::_cross_entropy_rows", arguments);
-  const auto result = [&](int i, bool wanted) { return wanted ? out[i].toTensor() : Tensor(); };
-  return {{result(0, true), result(1, true), result(2, call.stats), result(3, call.stats)},
-          result(4, gradient == LogitsGradient::kNew)};
+  CrossEntropyResult r;
+  if (gradient == LogitsGradient::kInPlace) {
+    static const Operator<CrossEntropyRowsCall<true>, RowsResult> op("shoestring::_cross_entropy_rows_");
+    static_cast<RowsResult&>(r) = op(rows_call<true>(call, upstream, true));
+  } else {
+    const bool wanted = gradient == LogitsGradient::kNew;
+    static const Operator<CrossEntropyRowsCall<false>, CrossEntropyResult> op(
+        "shoestring::_cross_entropy_rows");
+    r = op(rows_call<false>(call, upstream, wanted));
+    if (!wanted) r.gradient = Tensor();
+  }
+  if (!call.stats) r.entropy = r.argmax = Tensor();
+  return r;
 }
 
 namespace {
@@ -129,26 +133,35 @@ RowsResult cross_entropy_rows_on_meta(const CrossEntropyProblem& p) {
           p.stats ? each(compute.dtype(at::kLong)) : Tensor()};
 }
 
-void cross_entropy_rows_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const BoxedArguments arguments(op, *stack);
-  const CrossEntropyProblem p(arguments);
-  const bool functional = arguments.has("gradient"), gradient = functional && arguments["gradient"].toBool();
-  push_cross_entropy_rows(stack, op, p, cross_entropy_rows_on_meta(p));
-  if (!functional) return;
-  torch::jit::push(*stack, gradient ? at::empty_symint(p.logits.sym_sizes(), p.logits.options())
-                                    : at::empty({0}, p.logits.options()));
+void cross_entropy_rows_meta(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const auto call = read_fields<CrossEntropyRowsCall<false>>(*stack);
+  const CrossEntropyProblem p(call);
+  CrossEntropyResult r{cross_entropy_rows_on_meta(p),
+                       call.gradient ? at::empty_symint(p.logits.sym_sizes(), p.logits.options())
+                                     : at::empty({0}, p.logits.options())};
+  r.fill(p.logits);
+  torch::jit::drop(*stack, count_of<CrossEntropyRowsCall<false>>());
+  push_fields(*stack, r);
+}
+
+void cross_entropy_rows_in_place_meta(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const CrossEntropyProblem p(read_fields<CrossEntropyRowsCall<true>>(*stack));
+  RowsResult r = cross_entropy_rows_on_meta(p);
+  r.fill(p.logits);
+  torch::jit::drop(*stack, count_of<CrossEntropyRowsCall<true>>());
+  push_fields(*stack, r);
 }
 
 // Implements the four cross_entropy operators for calls that need no gradient. One implementation serves
 // every device. The in-place variants, whose names end in _, do not change the logits here.
 template <bool kStats>
-void cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  CrossEntropyCall call(BoxedArguments(op, *stack), kStats);
+void cross_entropy_without_gradients(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  CrossEntropyCall call(*stack, kStats);
   keep_hardest(call);
   const Reduction reduction(call);
   reduction.balance(call);
   const auto r = cross_entropy_rows(call, {}, LogitsGradient::kNone);
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::drop(*stack, count_of<CrossEntropyArguments<CrossEntropyOptions>>());
   torch::jit::push(*stack, reduction.apply(r.loss));
   if constexpr (kStats)
     torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
@@ -156,7 +169,8 @@ void cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("_cross_entropy_rows", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
-  m.impl("_cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_meta>());
+  m.impl("_cross_entropy_rows_",
+         torch::CppFunction::makeFromBoxedFunction<&cross_entropy_rows_in_place_meta>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   for (const char* name : {"cross_entropy", "cross_entropy_"}) {
@@ -167,39 +181,39 @@ TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   }
 }
 
-torch::jit::Stack call_cross_entropy(const std::string& op, const Tensor& logits, const Tensor& target,
-                                     const CrossEntropyOptions& o) {
-  return call_by_name(o.inplace() ? op + "_" : op, {{"logits", logits},
-                                                    {"target", target},
-                                                    {"ignore_index", o.ignore_index()},
-                                                    {"reduction", o.reduction()},
-                                                    {"label_smoothing", o.label_smoothing()},
-                                                    {"softcap", o.softcap()},
-                                                    {"logit_scale", o.logit_scale()},
-                                                    {"z_loss", o.z_loss()},
-                                                    {"class_weights", o.class_weights()},
-                                                    {"token_weights", o.token_weights()},
-                                                    {"shift", o.shift()},
-                                                    {"hard_fraction", o.hard_fraction()}});
-}
-
 }  // namespace
 
 }  // namespace shoestring::losses
 
 namespace shoestring {
+namespace {
 
-using at::Tensor;
-
-Tensor cross_entropy(const Tensor& logits, const Tensor& target, const CrossEntropyOptions& options) {
-  return losses::call_cross_entropy("shoestring::cross_entropy", logits, target, options)[0].toTensor();
+// Calls the operator `name` or, with the option `inplace`, the operator in_place.
+template <class Results>
+Results call_cross_entropy(const char* name, const char* in_place, const at::Tensor& logits,
+                           const at::Tensor& target, const CrossEntropyOptions& options) {
+  if (options.inplace()) {
+    static const Operator<losses::CrossEntropyArguments<CrossEntropyOptions, true>, Results> op(in_place);
+    return op({logits, target, options});
+  }
+  static const Operator<losses::CrossEntropyArguments<CrossEntropyOptions>, Results> op(name);
+  return op({logits, target, options});
 }
 
-CrossEntropyStats cross_entropy_with_stats(const Tensor& logits, const Tensor& target,
+}  // namespace
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
+                         const CrossEntropyOptions& options) {
+  return call_cross_entropy<TensorResult>("shoestring::cross_entropy", "shoestring::cross_entropy_", logits,
+                                          target, options)
+      .tensor;
+}
+
+CrossEntropyStats cross_entropy_with_stats(const at::Tensor& logits, const at::Tensor& target,
                                            const CrossEntropyOptions& options) {
-  const auto out =
-      losses::call_cross_entropy("shoestring::cross_entropy_with_stats", logits, target, options);
-  return {out[0].toTensor(), out[1].toTensor(), out[2].toTensor(), out[3].toTensor(), out[4].toTensor()};
+  return call_cross_entropy<losses::StatsResult>("shoestring::cross_entropy_with_stats",
+                                                 "shoestring::cross_entropy_with_stats_", logits, target,
+                                                 options);
 }
 
 }  // namespace shoestring

@@ -12,7 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/call.h"
+#include <shoestring/ops.h>
+
+#include "core/arguments.h"
+#include "losses/cross_entropy_table.h"
 
 namespace shoestring::losses {
 
@@ -21,26 +24,40 @@ using OptionalTensor = std::optional<Tensor>;
 
 /// Argument checks. check_tokens() expects `input` of shape (..., `last`) and floating dtype, and an int64
 /// target of shape (...). check_weights() expects a floating tensor of the given shape, with one weight per
-/// class or token.
+/// class or token. check_number() expects a finite number for which `holds` is true.
 void check_tokens(const char* op, const char* name, const char* last, const Tensor& input,
                   const Tensor& target);
 void check_weights(const char* op, const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape,
                    const Tensor& input);
-double finite(const char* op, const BoxedArguments& arguments, const char* name, const char* expected,
-              bool (*holds)(double));
+void check_number(const char* op, const char* name, const char* expected, double x, bool holds);
 
-/// The arguments of _cross_entropy_rows and _linear_cross_entropy_rows, which compute a loss for each row of
-/// logits. The constructor checks all arguments except for the values of the targets.
-struct RowsProblem {
-  RowsProblem(const char* op, const BoxedArguments& arguments, const Tensor& input, c10::SymInt vocab);
+/// The arguments that the operators which compute a loss for each row of logits have in common. `input` is
+/// the argument `logits` (..., vocab) or `hidden` (tokens, features), `target` has the shape of the rows.
+struct RowsCall {
+  Tensor input, target;
+  LinearCrossEntropyOptions options;
+  // upstream gradients of loss, lse and entropy, each of shape () or of target's shape
+  OptionalTensor grad_loss, grad_lse, grad_entropy;
+  bool stats = false;
+
+  template <class Self, class Visitor>
+  static void upstream(Self& self, Visitor& visit) {
+    visit("grad_loss", self.grad_loss);
+    visit("grad_lse", self.grad_lse);
+    visit("grad_entropy", self.grad_entropy);
+  }
+};
+
+/// The checked arguments of _cross_entropy_rows or _linear_cross_entropy_rows. The constructor checks all
+/// arguments except for the values of the targets.
+struct RowsProblem : kernels::CrossEntropyFormula {
+  RowsProblem(const char* op, const RowsCall& call, c10::SymInt vocab);
+  const kernels::CrossEntropyFormula& formula() const { return *this; }
 
   const char* op;
   Tensor target;
-  OptionalTensor class_weights;
-  // upstream gradients of loss, lse and entropy, each of shape () or of target's shape
-  OptionalTensor grad_loss, grad_lse, grad_entropy;
+  OptionalTensor class_weights, grad_loss, grad_lse, grad_entropy;
   int64_t ignore_index;
-  double label_smoothing, softcap, logit_scale, z_loss;
   bool stats;
   c10::SymInt classes;
 };
@@ -49,27 +66,46 @@ struct RowsProblem {
 struct RowsResult {
   Tensor loss, lse;        // loss and lse have target's shape and dtype fp32 (fp64 for fp64 inputs)
   Tensor entropy, argmax;  // entropy and argmax are undefined unless stats are requested
+
+  /// As results of an operator, entropy and argmax are empty tensors unless stats are requested.
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("loss", self.loss);
+    visit("lse", self.lse);
+    visit("entropy", self.entropy);
+    visit("argmax", self.argmax);
+  }
+  /// Replaces undefined results by empty tensors; `like` gives their device, and the dtype by compute_type().
+  void fill(const Tensor& like);
+  /// Returns the results in target's shape, without the empty ones.
+  void view(const Tensor& target, bool stats);
+};
+
+/// The results of the operators whose names end in with_stats.
+struct StatsResult : CrossEntropyStats {
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("loss", self.loss);
+    visit("token_loss", self.token_loss);
+    visit("lse", self.lse);
+    visit("entropy", self.entropy);
+    visit("argmax", self.argmax);
+  }
 };
 
 /// The arguments of one call of a cross-entropy operator, with or without stats. `input` holds the argument
 /// `hidden` (..., features) or `logits` (..., vocab). `target` has the shape (...).
 struct TokenCall {
-  TokenCall() = default;
-  TokenCall(const char* op, const BoxedArguments& arguments, const Tensor& input, c10::SymInt vocab,
-            bool stats);
-
-  Tensor input, target;  // target is already shifted by one token if the caller asked for `shift`
-  c10::SymInt classes;
-  OptionalTensor class_weights, token_weights;
-  std::string reduction;
-  double hard_fraction = 1;
-  // Options that are passed on unchanged to _cross_entropy_rows or _linear_cross_entropy_rows. ignore_index
-  // must come first.
-  NamedArguments options;
+  Tensor input, target;
+  LinearCrossEntropyOptions options;
   bool stats = false;
+  c10::SymInt classes;
 
-  int64_t ignore_index() const { return options[0].second.toInt(); }
-  double z_loss() const;
+  /// Checks the arguments, and shifts the target by one token if the option `shift` is set. `name` and `last`
+  /// are those of check_tokens().
+  void prepare(const char* op, const char* name, const char* last, c10::SymInt vocab, bool with_stats);
+  Tensor ignored() const { return target.eq(options.ignore_index()); }
+  Tensor counted() const { return target.ne(options.ignore_index()); }
 };
 
 /// Keeps the fraction hard_fraction of the tokens, those with the largest losses, and sets the targets of all
@@ -78,7 +114,7 @@ struct TokenCall {
 void keep_largest(TokenCall& call, Tensor loss);
 template <class Losses>
 void keep_hardest(TokenCall& call, Losses losses) {
-  if (call.hard_fraction == 1 || call.target.sym_numel() == 0) return;
+  if (call.options.hard_fraction() == 1 || call.target.sym_numel() == 0) return;
   const bool stats = std::exchange(call.stats, false);
   Tensor loss = losses();
   call.stats = stats;
@@ -156,9 +192,30 @@ std::optional<LogitsLayout> layout_of(const Tensor& logits);
 /// overwrite them.
 bool writable(const Tensor& logits);
 
+/// The arguments of _cross_entropy_rows and, with kInPlace, of _cross_entropy_rows_.
+template <bool kInPlace>
+struct CrossEntropyRowsCall : RowsCall {
+  bool gradient = kInPlace;  // whether the gradient of the logits is requested
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    if constexpr (kInPlace) {
+      visit.changed("logits", self.input);
+    } else {
+      visit("logits", self.input);
+    }
+    visit("target", self.target);
+    visit.keywords();
+    detail::Fields::token_loss(self.options, visit);
+    upstream(self, visit);
+    visit("stats", self.stats);
+    if constexpr (!kInPlace) visit("gradient", self.gradient);
+  }
+};
+
 /// The checked arguments of _cross_entropy_rows or _cross_entropy_rows_.
 struct CrossEntropyProblem : RowsProblem {
-  explicit CrossEntropyProblem(const BoxedArguments& arguments);
+  explicit CrossEntropyProblem(const RowsCall& call);
 
   Tensor logits;    // (..., vocab)
   Tensor gradient;  // gradient of the logits, in their shape and dtype; undefined if not requested
@@ -168,31 +225,54 @@ struct CrossEntropyProblem : RowsProblem {
 /// Boxed kernels of the operators _cross_entropy_rows and _cross_entropy_rows_. The argument `run` is the
 /// function that computes all rows on the CPU or on CUDA.
 using CrossEntropyRun = RowsResult (*)(const CrossEntropyProblem&);
-void run_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack, CrossEntropyRun run);
-void run_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack,
-                                     CrossEntropyRun run);
+void run_cross_entropy_rows(torch::jit::Stack* stack, CrossEntropyRun run);
+void run_cross_entropy_rows_in_place(torch::jit::Stack* stack, CrossEntropyRun run);
 template <CrossEntropyRun run>
-void boxed_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_cross_entropy_rows(op, stack, run);
+void boxed_cross_entropy_rows(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  run_cross_entropy_rows(stack, run);
 }
 template <CrossEntropyRun run>
-void boxed_cross_entropy_rows_in_place(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_cross_entropy_rows_in_place(op, stack, run);
+void boxed_cross_entropy_rows_in_place(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  run_cross_entropy_rows_in_place(stack, run);
 }
 
-/// The arguments of one call of cross_entropy.
-struct CrossEntropyCall : TokenCall {
-  using TokenCall::TokenCall;
-  CrossEntropyCall(const BoxedArguments& arguments, bool stats);
+/// The arguments of cross_entropy as its callers pass them. kInPlace: of the operators that may overwrite the
+/// logits, whose names end in _.
+template <class Options, bool kInPlace = false>
+struct CrossEntropyArguments {
+  Tensor logits, target;
+  Options options;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    if constexpr (kInPlace) {
+      visit.changed("logits", self.logits);
+    } else {
+      visit("logits", self.logits);
+    }
+    visit("target", self.target);
+    visit.keywords();
+    detail::Fields::cross_entropy(self.options, visit);
+  }
 };
-constexpr const char* kCrossEntropyOptions[] = {"ignore_index", "label_smoothing", "softcap", "logit_scale",
-                                                "z_loss"};
+
+/// One call of cross_entropy.
+struct CrossEntropyCall : TokenCall {
+  CrossEntropyCall() = default;
+  CrossEntropyCall(const torch::jit::Stack& stack, bool stats);
+};
 
 /// Calls _cross_entropy_rows or, for kInPlace, _cross_entropy_rows_ through the dispatcher. `upstream` holds
 /// the gradients of each token's loss, lse and entropy; an undefined tensor means no gradient.
 enum class LogitsGradient { kNone, kNew, kInPlace };
 struct CrossEntropyResult : RowsResult {
   Tensor gradient;  // gradient of the logits; undefined unless LogitsGradient::kNew was requested
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    RowsResult::fields(self, visit);
+    visit("grad_logits", self.gradient);
+  }
 };
 CrossEntropyResult cross_entropy_rows(const CrossEntropyCall& call, const std::array<Tensor, 3>& upstream,
                                       LogitsGradient gradient);

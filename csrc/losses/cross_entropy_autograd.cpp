@@ -66,24 +66,24 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     const bool early = alias.replace && reduction.scalar;
     Tensor factor = reduction.factor(compute_type(logits));
     ctx->set_materialize_grads(false);
-    ctx->saved_data["early"] = early;
-    ctx->saved_data["replace"] = alias.replace;
+    Saved saved;
+    saved.early = early;
+    saved.replace = alias.replace;
+    saved.logits = alias.logits;
     CrossEntropyResult r;
     if (early) {
-      const double known = enlargement(call);
-      factor = factor.defined() ? factor * known
-                                : at::full({}, known, logits.options().dtype(compute_type(logits)));
+      saved.known = enlargement(call);
+      factor = factor.defined() ? factor * saved.known
+                                : at::full({}, saved.known, logits.options().dtype(compute_type(logits)));
       r = cross_entropy_rows(call, {factor}, LogitsGradient::kInPlace);
       torch::autograd::impl::bump_version(logits);
-      ctx->saved_data["known"] = known;
-      ctx->save_for_backward({alias.logits});
     } else {
       r = cross_entropy_rows(call, {}, LogitsGradient::kNone);
-      for (const auto& [name, value] : call.options) ctx->saved_data[name] = value;
       const bool balanced = reduction.share.defined() && call.stats;
-      ctx->save_for_backward({alias.logits, call.target, factor, call.class_weights.value_or(Tensor()),
-                              balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()});
+      saved.again = {call.target, call.options, factor, balanced ? reduction.share : Tensor(),
+                     balanced ? r.lse : Tensor()};
     }
+    save_fields(ctx, saved);
     const Tensor loss = reduction.apply(r.loss);
     if (!call.stats) return {loss};
     r.loss = reduction.original(r.loss, r.lse);
@@ -94,54 +94,88 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
     variable_list gradients(3);
-    if (ctx->saved_data["early"].toBool()) {
+    const auto saved = saved_fields<Saved>(ctx);
+    if (saved.early) {
       at::NoGradGuard no_grad;
-      const double known = ctx->saved_data["known"].toDouble();
-      const Tensor gradient = ctx->get_saved_variables()[0];
       if (upstream[0].defined())
-        gradients[0] = scaled_gradient(gradient, known == 1 ? upstream[0] : upstream[0] / known);
+        gradients[0] =
+            scaled_gradient(saved.logits, saved.known == 1 ? upstream[0] : upstream[0] / saved.known);
     } else {
-      gradients[0] = late(ctx, upstream);
+      gradients[0] = late(saved, upstream);
     }
     gradients[0] = once_differentiable(kCrossEntropyOp, {gradients[0]})[0];
     return gradients;
   }
 
  private:
+  // What backward needs to compute the gradient, unless forward has computed it.
+  struct Again {
+    Tensor target;
+    LinearCrossEntropyOptions options;
+    Tensor factor, share, lse;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit("target", self.target);
+      detail::Fields::token_loss(self.options, visit);
+      visit("factor", self.factor);
+      visit("share", self.share);
+      visit("lse", self.lse);
+    }
+  };
+  struct Saved {
+    Tensor logits;
+    // early: whether forward has replaced the logits by their gradient, multiplied by `known`. replace:
+    // whether the gradient may overwrite the logits.
+    bool early = false, replace = false;
+    double known = 1;
+    std::optional<Again> again;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit("logits", self.logits);
+      visit("early", self.early);
+      visit("replace", self.replace);
+      visit("known", self.known);
+      visit.maybe(self.again);
+    }
+  };
+
   // Returns the factor by which forward multiplies the gradient of the logits, and by which backward divides
   // it again. In fp16 the gradients of a mean, about 1 / tokens, would be too small. For them the factor is a
   // power of two near the number of tokens, otherwise 1.
   static double enlargement(const CrossEntropyCall& call) {
     double known = 1;
-    if (call.input.scalar_type() != at::kHalf || call.reduction != "mean") return known;
+    if (call.input.scalar_type() != at::kHalf || call.options.reduction() != "mean") return known;
     for (int64_t n = call.target.numel(); n > 1 && known < 0x1p15; n /= 2) known *= 2;
     return known;
   }
 
-  static Tensor late(AutogradContext* ctx, const variable_list& upstream) {
-    const variable_list saved = ctx->get_saved_variables();
+  static Tensor late(const Saved& saved, const variable_list& upstream) {
     const auto given =
         std::find_if(upstream.begin(), upstream.end(), [](const Tensor& t) { return t.defined(); });
-    const bool replace = given != upstream.end() && used_once(*given) && !is_traced(saved[0]) &&
-                         (ctx->saved_data["replace"].toBool() || is_unshared(saved[0]));
+    const bool replace = given != upstream.end() && used_once(*given) && !is_traced(saved.logits) &&
+                         (saved.replace || is_unshared(saved.logits));
     at::AutoDispatchBelowADInplaceOrView below;
     CrossEntropyCall call;
-    call.input = saved[0], call.target = saved[1];
-    if (saved[3].defined()) call.class_weights = saved[3];
-    for (const char* name : kCrossEntropyOptions) call.options.emplace_back(name, ctx->saved_data[name]);
-    const auto balanced = balanced_upstream(upstream, saved[4], saved[5], call.z_loss());
-    const auto gradient = upstream_of_tokens(balanced, saved[2], compute_type(call.input));
+    call.input = saved.logits;
+    call.target = saved.again->target;
+    call.options = saved.again->options;
+    const auto balanced =
+        balanced_upstream(upstream, saved.again->share, saved.again->lse, call.options.z_loss());
+    const auto gradient = upstream_of_tokens(balanced, saved.again->factor, compute_type(call.input));
     const auto r =
         cross_entropy_rows(call, gradient, replace ? LogitsGradient::kInPlace : LogitsGradient::kNew);
-    if (replace) torch::autograd::impl::bump_version(saved[0]);
-    return replace ? saved[0] : r.gradient;
+    if (replace) torch::autograd::impl::bump_version(saved.logits);
+    return replace ? saved.logits : r.gradient;
   }
 };
 
 template <bool kStats>
 void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  CrossEntropyCall call(BoxedArguments(op, *stack), kStats);
-  const bool weighted = call.token_weights && needs_grad(*call.token_weights);
+  CrossEntropyCall call(*stack, kStats);
+  LinearCrossEntropyOptions& o = call.options;
+  const bool weighted = o.token_weights() && needs_grad(*o.token_weights());
   const bool in_place = op.schema().name().back() == '_';
   if (!weighted && !needs_grad(call.input)) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -158,8 +192,7 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
   // Reduction::share is defined, i.e. for a mean with class weights and z_loss.
   if (weighted) {
     reduction.emplace(call);
-    call.token_weights.reset();
-    call.reduction = "none";
+    o.token_weights(std::nullopt).reduction("none");
     call.stats |= reduction->share.defined();
   }
   const Tensor logits = call.input;
@@ -168,7 +201,7 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
   // new grad_fn.
   const auto history = torch::autograd::impl::gradient_edge(logits);
   variable_list out = CrossEntropy::apply(logits, call, alias);
-  if (alias.replace && call.reduction != "none") {
+  if (alias.replace && o.reduction() != "none") {
     auto refusal = make_node<torch::autograd::Error>(
         "cross_entropy: logits: inplace=True has replaced them by their gradient; use them before, or leave "
         "inplace out",
@@ -178,7 +211,7 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
   }
   if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
   if (!kStats) out.resize(1);
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::drop(*stack, count_of<CrossEntropyArguments<CrossEntropyOptions>>());
   for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
 }
 

@@ -32,14 +32,12 @@ template <class T>
 kernels::CrossEntropyRule<T> rule_of(const RowsProblem& p, const Tensor& bias, const Tensor& class_weights,
                                      double total_weight) {
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.template const_data_ptr<T>() : nullptr; };
-  kernels::CrossEntropyRule<T> rule{};
+  kernels::CrossEntropyRule<T> rule{p.formula()};
+  rule.logit_scale = 1;
   rule.vocab = p.classes.expect_int();
   rule.bias = pointer(bias);
   rule.class_weights = pointer(class_weights);
   rule.total_weight = class_weights.defined() ? total_weight : static_cast<double>(rule.vocab);
-  rule.label_smoothing = p.label_smoothing;
-  rule.z_loss = p.z_loss;
-  rule.softcap = p.softcap;
   rule.stats = p.stats;
   return rule;
 }

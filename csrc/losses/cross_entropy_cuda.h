@@ -28,16 +28,13 @@ inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::arra
                                            const Tensor& class_weights, const Tensor& total_weight) {
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
   const auto stride = [](const Tensor& t) { return static_cast<int64_t>(t.defined() && t.dim() != 0); };
-  kernels::CrossEntropyRows rows{};
+  kernels::CrossEntropyRows rows{p.formula()};
   rows.vocab = p.classes.expect_int();
   rows.logit_scale = 1;
   rows.factor = 1;
   rows.ignore_index = p.ignore_index;
   rows.class_weights = pointer(class_weights);
   rows.total_weight = pointer(total_weight);
-  rows.label_smoothing = p.label_smoothing;
-  rows.z_loss = p.z_loss;
-  rows.softcap = p.softcap;
   rows.grad_loss = pointer(factors[0]);
   rows.grad_lse = pointer(factors[1]);
   rows.grad_entropy = pointer(factors[2]);

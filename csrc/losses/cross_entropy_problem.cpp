@@ -9,6 +9,7 @@
 
 #include "core/tensors.h"
 #include "losses/cross_entropy.h"
+#include "losses/head.h"
 
 namespace shoestring::losses {
 namespace {
@@ -24,6 +25,10 @@ void check_token_factor(const char* op, const char* name, const OptionalTensor& 
 }
 
 }  // namespace
+
+void check_number(const char* op, const char* name, const char* expected, double x, bool holds) {
+  TORCH_CHECK(std::isfinite(x) && holds, op, ": ", name, ": expected ", expected, ", received ", x);
+}
 
 void check_tokens(const char* op, const char* name, const char* last, const Tensor& input,
                   const Tensor& target) {
@@ -46,92 +51,98 @@ void check_weights(const char* op, const char* name, const OptionalTensor& weigh
               ", received ", weights->scalar_type(), " ", weights->sym_sizes(), " on ", weights->device());
 }
 
-double finite(const char* op, const BoxedArguments& arguments, const char* name, const char* expected,
-              bool (*holds)(double)) {
-  const double x = arguments.number(name);
-  TORCH_CHECK(std::isfinite(x) && holds(x), op, ": ", name, ": expected ", expected, ", received ", x);
-  return x;
-}
-
-RowsProblem::RowsProblem(const char* op, const BoxedArguments& a, const Tensor& input, c10::SymInt vocab)
-    : op(op), target(a.tensor("target")), class_weights(a.optional("class_weights")),
-      grad_loss(a.optional("grad_loss")), grad_lse(a.optional("grad_lse")),
-      grad_entropy(a.optional("grad_entropy")), ignore_index(a["ignore_index"].toInt()),
-      label_smoothing(
-          finite(op, a, "label_smoothing", "a number in [0, 1)", [](double x) { return x >= 0 && x < 1; })),
-      softcap(finite(op, a, "softcap", "0 (none) or a positive number", [](double x) { return x >= 0; })),
-      logit_scale(finite(op, a, "logit_scale", "a number that is not 0", [](double x) { return x != 0; })),
-      z_loss(finite(op, a, "z_loss", "a number of at least 0", [](double x) { return x >= 0; })),
-      stats(a["stats"].toBool()), classes(std::move(vocab)) {
-  check_weights(op, "class_weights", class_weights, {this->classes}, input);
+RowsProblem::RowsProblem(const char* op, const RowsCall& call, c10::SymInt vocab)
+    : op(op), target(call.target), class_weights(call.options.class_weights()), grad_loss(call.grad_loss),
+      grad_lse(call.grad_lse), grad_entropy(call.grad_entropy), ignore_index(call.options.ignore_index()),
+      stats(call.stats), classes(std::move(vocab)) {
+  const LinearCrossEntropyOptions& o = call.options;
+  label_smoothing = o.label_smoothing();
+  softcap = o.softcap();
+  logit_scale = o.logit_scale();
+  z_loss = o.z_loss();
+  check_number(op, "label_smoothing", "a number in [0, 1)", label_smoothing,
+               label_smoothing >= 0 && label_smoothing < 1);
+  check_number(op, "softcap", "0 (none) or a positive number", softcap, softcap >= 0);
+  check_number(op, "logit_scale", "a number that is not 0", logit_scale, logit_scale != 0);
+  check_number(op, "z_loss", "a number of at least 0", z_loss, z_loss >= 0);
+  check_weights(op, "class_weights", class_weights, {this->classes}, call.input);
   check_token_factor(op, "grad_loss", grad_loss, target);
   check_token_factor(op, "grad_lse", grad_lse, target);
   check_token_factor(op, "grad_entropy", grad_entropy, target);
 }
 
-TokenCall::TokenCall(const char* op, const BoxedArguments& a, const Tensor& input, c10::SymInt vocab,
-                     bool stats)
-    : input(input), target(a.tensor("target")), classes(std::move(vocab)),
-      class_weights(a.optional("class_weights")), token_weights(a.optional("token_weights")),
-      reduction(a["reduction"].toStringRef()), hard_fraction(a.number("hard_fraction")), stats(stats) {
-  const bool of_logits = !a.has("hidden");
-  check_tokens(op, of_logits ? "logits" : "hidden", of_logits ? "vocab" : "features", input, target);
-  check_weights(op, "class_weights", class_weights, {this->classes}, input);
-  check_weights(op, "token_weights", token_weights, target.sym_sizes(), input);
+void RowsResult::fill(const Tensor& like) {
+  const auto options = like.options().dtype(compute_type(like));
+  if (!entropy.defined()) entropy = at::empty({0}, options);
+  if (!argmax.defined()) argmax = at::empty({0}, options.dtype(at::kLong));
+}
+
+void RowsResult::view(const Tensor& target, bool stats) {
+  if (!stats) entropy = argmax = Tensor();
+  if (target.dim() == 1) return;
+  for (Tensor* t : {&loss, &lse, &entropy, &argmax}) {
+    if (t->defined()) *t = t->view_symint(target.sym_sizes());
+  }
+}
+
+void TokenCall::prepare(const char* op, const char* name, const char* last, c10::SymInt vocab,
+                        bool with_stats) {
+  stats = with_stats;
+  classes = std::move(vocab);
+  const std::string& reduction = options.reduction();
+  const double hard_fraction = options.hard_fraction();
+  check_tokens(op, name, last, input, target);
+  check_weights(op, "class_weights", options.class_weights(), {classes}, input);
+  check_weights(op, "token_weights", options.token_weights(), target.sym_sizes(), input);
   TORCH_CHECK(hard_fraction > 0 && hard_fraction <= 1, op,
               ": hard_fraction: expected a number in (0, 1], received ", hard_fraction);
-  TORCH_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
-              ": reduction: expected 'mean', 'sum' or 'none', received '", reduction, "'");
-  if (!a["shift"].toBool()) return;
+  check_reduction(op, reduction);
+  if (!options.shift()) return;
   TORCH_CHECK(target.dim() >= 1, op,
               ": shift: expected a sequence of tokens, received a single token without a sequence dimension");
   // Shifts the target by one token: each token predicts the next one, and the last token of a sequence is
   // ignored. Shifting the target instead of the input avoids a copy of the input.
-  Tensor next = at::full_like(target, a["ignore_index"].toInt(), at::MemoryFormat::Contiguous);
+  Tensor next = at::full_like(target, options.ignore_index(), at::MemoryFormat::Contiguous);
   const auto count = target.sym_size(-1);
   if (count > 1) next.slice_symint(-1, 0, count - 1).copy_(target.slice_symint(-1, 1));
   target = next;
-}
-
-double TokenCall::z_loss() const {
-  const auto found =
-      std::find_if(options.begin(), options.end(), [](const auto& o) { return o.first == "z_loss"; });
-  return found == options.end() ? 0 : found->second.toDouble();
 }
 
 // Keeps the tokens with the largest losses. The number of tokens that are not ignored is known on the device
 // only. To avoid waiting for the device, the losses are sorted, and the smallest loss to keep is looked up on
 // the device. All tokens whose loss equals the smallest one are kept, too.
 void keep_largest(TokenCall& call, Tensor loss) {
-  const c10::Scalar ignore_index = call.ignore_index();
-  const Tensor ignored = call.target.eq(ignore_index);
-  if (call.token_weights) loss = loss * *call.token_weights;
+  const c10::Scalar ignore_index = call.options.ignore_index();
+  const Tensor ignored = call.ignored();
+  if (call.options.token_weights()) loss = loss * *call.options.token_weights();
   loss = loss.masked_fill(ignored, -std::numeric_limits<double>::infinity());
   const Tensor sorted =
       std::get<0>(loss.reshape_symint({loss.sym_numel()}).sort(/*dim=*/0, /*descending=*/true));
   const Tensor kept =
-      ignored.logical_not().sum(at::kDouble).mul(call.hard_fraction).ceil().sub(1).clamp_min(0);
+      ignored.logical_not().sum(at::kDouble).mul(call.options.hard_fraction()).ceil().sub(1).clamp_min(0);
   const Tensor least = sorted.index_select(0, kept.to(at::kLong).reshape({1}));
   call.target = call.target.masked_fill(loss.ge(least.squeeze(0)).logical_not(), ignore_index);
 }
 
-Reduction::Reduction(const TokenCall& call) : scalar(call.reduction != "none"), copies(call.stats) {
-  const Tensor counted = call.target.ne(call.ignore_index());
-  if (call.token_weights) {
-    weights = as(*call.token_weights, compute_type(call.input)).masked_fill(counted.logical_not(), 0);
-  }
-  if (call.reduction != "mean") return;
+Reduction::Reduction(const TokenCall& call) : scalar(call.options.reduction() != "none"), copies(call.stats) {
+  const LinearCrossEntropyOptions& o = call.options;
+  const bool mean = o.reduction() == "mean";
+  if (!mean && !o.token_weights()) return;
+  const Tensor counted = call.counted();
+  if (o.token_weights())
+    weights = as(*o.token_weights(), compute_type(call.input)).masked_fill(counted.logical_not(), 0);
+  if (!mean) return;
   Tensor each = weights.defined() ? weights : counted;
   // out-of-range targets are only clamped here; _cross_entropy_rows and _linear_cross_entropy_rows report
   // them
-  if (call.class_weights) {
+  if (o.class_weights()) {
     const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
     const Tensor within = at::minimum(index, at::scalar_tensor(call.classes - 1, index.options()));
-    each = each * at::take(*call.class_weights, within);
+    each = each * at::take(*o.class_weights(), within);
   }
   total = each.sum(at::kDouble);
-  if (!call.class_weights || call.z_loss() == 0) return;
-  z_loss = call.z_loss();
+  if (!o.class_weights() || o.z_loss() == 0) return;
+  z_loss = o.z_loss();
   const Tensor tokens = (weights.defined() ? weights : counted).sum(at::kDouble), nothing = total.eq(0);
   share = (total / tokens).masked_fill(nothing, 1);
   total = tokens.masked_fill(nothing, std::numeric_limits<double>::quiet_NaN());
@@ -140,7 +151,7 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.reduction != "none"), 
 void Reduction::balance(TokenCall& call) const {
   if (!share.defined()) return;
   const auto compute = compute_type(call.input);
-  call.class_weights = as(*call.class_weights, compute) / share;
+  call.options.class_weights(as(*call.options.class_weights(), compute) / share);
 }
 
 Tensor Reduction::balanced(const Tensor& loss, const Tensor& lse) const {

@@ -16,17 +16,23 @@ namespace shoestring::kernels {
 //   p_j (a + h (lse - entropy - z_j)) - u (s / vocab w_j + [j = target] (1 - s) w_j),
 //   a = u (w_target (1 - s) + s / vocab W + 2 z_loss lse) + v.
 
-/// The parameters that all rows of one operator call share. T is fp32 or fp64.
+/// The options of the formulas.
+struct CrossEntropyFormula {
+  double label_smoothing = 0;
+  double softcap = 0;      // softcap of the logits; 0 for none
+  double logit_scale = 1;  // factor of the raw logits, before the CPU kernel adds the bias
+  double z_loss = 0;
+};
+
+/// The parameters that all rows of one operator call share. T is fp32 or fp64. linear_cross_entropy leaves
+/// logit_scale at 1, because its matrix product has applied it.
 template <class T>
-struct CrossEntropyRule {
+struct CrossEntropyRule : CrossEntropyFormula {
   int64_t vocab;
   const T* bias;           // bias of the logits, shape (vocab), or null
   const T* class_weights;  // class weights, shape (vocab), or null
   double total_weight;     // sum of the class weights; vocab if there are none
-  double label_smoothing, z_loss;
-  double softcap;          // softcap of the logits; 0 for none
   bool stats;              // whether entropy and argmax of each row are requested
-  double logit_scale = 1;  // factor of the raw logits, before the bias is added
 };
 
 /// The upstream gradients of a row's loss, lse and entropy.
@@ -75,11 +81,10 @@ struct CrossEntropyLayout {
 ///
 /// In cross_entropy, the rows are a caller's logits of dtype T or 16 bits, at any address. The kernel does
 /// not touch memory between rows.
-struct CrossEntropyRows {
+struct CrossEntropyRows : CrossEntropyFormula {
   const void* logits;  // raw logits; not changed unless `gradient` points to the same memory
   CrossEntropyLayout logits_at;
   int64_t tokens, vocab;
-  double logit_scale;     // factor of the raw logits; 1 for linear_cross_entropy, whose GEMM has applied it
   const int64_t* target;  // target classes, shape (tokens)
   // Rows whose target is ignore_index get 0 in all results (-1 in argmax), whatever their logits are.
   int64_t ignore_index;
@@ -87,8 +92,6 @@ struct CrossEntropyRows {
   // Class weights, shape (vocab), dtype T, or null. linear_cross_entropy pads them with zeros.
   const void* class_weights;
   const void* total_weight;  // sum of class_weights, dtype T; null if class_weights is null
-  double label_smoothing, z_loss;
-  double softcap;  // softcap of the logits; 0 for none
   // Upstream gradients of dtype T: a single number, or one per token, shape (tokens). Null means 0.
   const void* grad_loss;
   const void* grad_lse;

@@ -25,34 +25,6 @@ c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed) {
   return weight.sym_numel() * (weight.scalar_type() == at::kChar ? 1 : 2) / hidden.sym_size(-1);
 }
 
-Mask mask_of(const c10::IValue& value) {
-  const auto list = value.toBoolList();
-  Mask mask;
-  for (int i = 0; i < kInputs; ++i) mask[i] = list.get(i);
-  return mask;
-}
-
-c10::List<bool> list_of(const Mask& mask) {
-  c10::List<bool> list;
-  for (bool m : mask) list.push_back(m);
-  return list;
-}
-
-Head::Head(const BoxedArguments& a, const std::string& prefix, const std::optional<c10::SymInt>& given)
-    : prefix(prefix) {
-  const auto name = [&](const char* of) { return prefix + of; };
-  hidden = a.tensor(name("hidden").c_str());
-  weight = a.tensor(name("weight").c_str());
-  bias = a.optional(name("bias").c_str());
-  absmax = a.optional(name("absmax").c_str());
-  nested = a.optional(name("nested").c_str());
-  quant_type = a[name("quant_type").c_str()].toStringRef();
-  block_size = a[name("block_size").c_str()].toInt();
-  if (a.has(name("lora_hidden").c_str()))
-    lora_hidden = a.optional(name("lora_hidden").c_str()), lora_B = a.optional(name("lora_B").c_str());
-  vocab = given ? *given : vocab_of(hidden, weight, absmax.has_value());
-}
-
 void Head::check(const char* op, bool wide) const {
   const auto argument = [&](const char* name) { return std::string(op) + ": " + prefix + name; };
   const std::string of = prefix + "hidden";
@@ -108,36 +80,11 @@ void Head::check_mask(const char* op, const Mask& mask) const {
   TORCH_CHECK(!mask[kWeight] || !absmax, op, ": weight: expected no gradient of a quantised weight");
 }
 
-void Head::append_to(NamedArguments& arguments) const {
-  const auto size = count(tokens());
-  const auto matrix = [&](const OptionalTensor& t) -> c10::IValue {
-    if (!t) return {};
-    return t->reshape_symint({size, t->sym_size(-1)});
-  };
-  arguments.insert(arguments.end(), {{prefix + "hidden", matrix(hidden)},
-                                     {prefix + "weight", weight},
-                                     {prefix + "bias", bias},
-                                     {prefix + "absmax", absmax},
-                                     {prefix + "nested", nested},
-                                     {prefix + "quant_type", quant_type},
-                                     {prefix + "block_size", block_size}});
-  if (lora_hidden)
-    arguments.insert(arguments.end(),
-                     {{prefix + "lora_hidden", matrix(lora_hidden)}, {prefix + "lora_B", lora_B}});
-}
-
 quantization::BaseWeight Head::base(Backend backend, const char* op, at::ScalarType product) const {
   if (!absmax) return quantization::BaseWeight::dense(weight, product);
   return quantization::BaseWeight::quantized(
       quantization::PackedReader(backend, op, weight, *absmax, nested, quant_type, block_size),
       vocab.expect_int(), hidden.size(-1), hidden.options().dtype(product));
-}
-
-const c10::IValue& value_of(const NamedArguments& arguments, std::string_view name) {
-  const auto found =
-      std::find_if(arguments.begin(), arguments.end(), [&](const auto& pair) { return pair.first == name; });
-  TORCH_INTERNAL_ASSERT(found != arguments.end(), "no argument ", name);
-  return found->second;
 }
 
 void check_target(const char* op, const Head& head, const Tensor& target) {
@@ -166,9 +113,32 @@ void check_workspace(const char* op, int64_t workspace_mb) {
               workspace_mb);
 }
 
-Tensor flat(const Head& head, const Tensor& t) {
-  if (!t.defined()) return t;
-  return t.dim() == 0 && !head.tokens().empty() ? t : t.reshape_symint({count(head.tokens())});
+Tensor flat_rows(const Tensor& t) {
+  return t.dim() == 2 ? t : t.reshape_symint({count(t.sym_sizes().slice(0, t.dim() - 1)), t.sym_size(-1)});
+}
+
+OptionalTensor flat_rows(const OptionalTensor& t) { return t ? OptionalTensor(flat_rows(*t)) : t; }
+
+Tensor flat(const Tensor& hidden, const Tensor& t) {
+  if (!t.defined() || t.dim() == 1 || (t.dim() == 0 && hidden.dim() > 1)) return t;
+  return t.reshape_symint({count(hidden.sym_sizes().slice(0, hidden.dim() - 1))});
+}
+
+void fill_gradients(Gradients& gradients, const Tensor& like) {
+  for (Tensor& g : gradients) {
+    if (!g.defined()) g = at::empty({0}, like.options());
+  }
+}
+
+void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden,
+                    const OptionalTensor& lora_hidden) {
+  for (int i = 0; i < kInputs; ++i) {
+    if (!mask[i]) gradients[i] = Tensor();
+  }
+  if (hidden.dim() == 2) return;
+  if (mask[kHidden]) gradients[kHidden] = gradients[kHidden].view_symint(hidden.sym_sizes());
+  if (mask[kLoraHidden])
+    gradients[kLoraHidden] = gradients[kLoraHidden].view_symint(lora_hidden->sym_sizes());
 }
 
 std::vector<int64_t> rows_that_count(const char* op, int64_t tokens, const OptionalTensor& target,

@@ -7,12 +7,11 @@
 #include <array>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "core/call.h"
+#include "core/tensors.h"
 #include "quantization/base_weight.h"
 
 namespace shoestring::losses {
@@ -26,9 +25,13 @@ enum Input { kHidden, kWeight, kBias, kLoraHidden, kLoraB, kInputs };
 using Mask = std::array<bool, kInputs>;
 using Gradients = std::array<Tensor, kInputs>;  // one gradient per input; undefined if not requested
 
+/// Returns a mask of the inputs that require a gradient.
+inline Mask require_grad(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
+                         const OptionalTensor& lora_hidden, const OptionalTensor& lora_B) {
+  const auto wants = [](const OptionalTensor& t) { return t && t->requires_grad(); };
+  return {hidden.requires_grad(), weight.requires_grad(), wants(bias), wants(lora_hidden), wants(lora_B)};
+}
 inline bool any(const Mask& mask) { return std::find(mask.begin(), mask.end(), true) != mask.end(); }
-Mask mask_of(const c10::IValue& list);
-c10::List<bool> list_of(const Mask& mask);
 
 /// Returns the number of classes of a (vocab, features) weight. If `packed`, `weight` holds the packed codes
 /// of a quantised weight, and the number follows from hidden's features.
@@ -37,10 +40,12 @@ c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed);
 /// The output layer of a model: its input, its weight and, for LoRA, the low-rank pair.
 struct Head {
   Head() = default;
-  /// Reads the arguments whose names are `prefix` + "hidden", "weight", "bias" and so on. Pass `vocab`, the
-  /// number of classes, if another head determines it: a teacher must have as many classes as its student.
-  Head(const BoxedArguments& arguments, const std::string& prefix = "",
-       const std::optional<c10::SymInt>& vocab = std::nullopt);
+  template <class Options>
+  Head(Tensor hidden, Tensor weight, OptionalTensor bias, const Options& o)
+      : hidden(std::move(hidden)), weight(std::move(weight)), bias(std::move(bias)), absmax(o.absmax()),
+        nested(o.nested()), quant_type(o.quant_type()), block_size(o.block_size()),
+        lora_hidden(o.lora_hidden()), lora_B(o.lora_B()),
+        vocab(vocab_of(this->hidden, this->weight, absmax.has_value())) {}
 
   // hidden (..., features); weight (vocab, features), or packed codes of a quantised weight
   Tensor hidden, weight;
@@ -50,6 +55,7 @@ struct Head {
   int64_t block_size = 0;
   OptionalTensor lora_hidden, lora_B;  // LoRA pair: shapes (..., rank) and (vocab, rank)
   std::string prefix;                  // prefix of the argument names, "" or "teacher_"
+  // Number of classes. A teacher must have as many classes as its student, which determines the number.
   c10::SymInt vocab;
 
   /// Returns the shape of hidden without its last dimension, the features.
@@ -59,18 +65,12 @@ struct Head {
   /// of a quantised weight.
   void check(const char* op, bool wide = false) const;
   void check_mask(const char* op, const Mask& mask) const;
-  /// Appends the head's tensors and options to the arguments of _linear_cross_entropy_rows or
-  /// _linear_distillation_rows. hidden and lora_hidden are reshaped to (tokens, features) and (tokens, rank).
-  void append_to(NamedArguments& arguments) const;
   /// Returns the weight, dense or quantised, as a BaseWeight, which provides it in the dtype `product` for
   /// matrix products.
   quantization::BaseWeight base(Backend backend, const char* op, at::ScalarType product) const;
   /// Returns the inputs in the order of the enum Input. A gradient has the shape and the dtype of its input.
   std::array<OptionalTensor, kInputs> inputs() const { return {hidden, weight, bias, lora_hidden, lora_B}; }
 };
-
-/// Returns the value of the argument `name`, which must be one of `arguments`.
-const c10::IValue& value_of(const NamedArguments& arguments, std::string_view name);
 
 void check_target(const char* op, const Head& head, const Tensor& target);
 /// Checks that the upstream gradient `factor` has the shape () or hidden's shape without the features.
@@ -79,9 +79,28 @@ void check_reduction(const char* op, const std::string& reduction);
 void check_workspace(const char* op, int64_t workspace_mb);
 constexpr int64_t kDefaultWorkspaceMb = 64;  // default value of the option workspace_mb on the CPU, in MiB
 
-/// Reshapes t, which has one value per token, to one dimension. A scalar for all tokens, or an undefined
-/// tensor, is returned unchanged.
-Tensor flat(const Head& head, const Tensor& t);
+/// Reshapes hidden or lora_hidden, (..., features), to (tokens, features).
+Tensor flat_rows(const Tensor& t);
+OptionalTensor flat_rows(const OptionalTensor& t);
+/// Reshapes t, which has one value for each token of `hidden`, to one dimension. A scalar for all tokens, or
+/// an undefined tensor, is returned unchanged.
+Tensor flat(const Tensor& hidden, const Tensor& t);
+
+/// The gradients of a head as results of an operator, in which those that are not requested are empty.
+template <class Self, class Visitor>
+void visit_gradients(Self& gradients, Visitor& visit) {
+  visit("grad_hidden", gradients[kHidden]);
+  visit("grad_weight", gradients[kWeight]);
+  visit("grad_bias", gradients[kBias]);
+  visit("grad_lora_hidden", gradients[kLoraHidden]);
+  visit("grad_lora_B", gradients[kLoraB]);
+}
+/// fill_gradients() replaces undefined gradients by empty tensors with the dtype and device of `like`.
+/// view_gradients() keeps the gradients in `mask` only, and gives those of hidden and lora_hidden the shapes
+/// of these inputs.
+void fill_gradients(Gradients& gradients, const Tensor& like);
+void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden,
+                    const OptionalTensor& lora_hidden);
 
 /// Returns the indices in [0, tokens) of the tokens that are not ignored. Without a target no token is
 /// ignored; otherwise a token is ignored if its target is ignore_index. If `vocab` is given, raises for any

@@ -8,77 +8,106 @@
 
 #include <shoestring/ops.h>
 
+#include "core/autograd.h"
 #include "core/tensors.h"
 
 namespace shoestring::losses {
-void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
-                                    const LinearCrossEntropyResult& r, const Tensor& hidden) {
-  const auto compute = hidden.options().dtype(compute_type(hidden));
-  const auto or_empty = [](const Tensor& t, at::TensorOptions options) {
-    return t.defined() ? t : at::empty({0}, options);
-  };
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, r.loss, r.lse, or_empty(r.entropy, compute),
-                   or_empty(r.argmax, compute.dtype(at::kLong)));
-  for (const Tensor& gradient : r.gradients) torch::jit::push(*stack, or_empty(gradient, hidden.options()));
+namespace {
+
+void check_weight_grad(const LinearCrossEntropyProblem& p) {
+  if (!p.weight_grad || p.absmax) return;
+  TORCH_CHECK(p.weight_grad->sym_sizes() == p.weight.sym_sizes() &&
+                  p.weight_grad->scalar_type() == compute_type(p.hidden) &&
+                  p.weight_grad->device() == p.hidden.device(),
+              kLinearCrossEntropyOp, ": weight_grad: expected ", compute_type(p.hidden),
+              " of weight's shape, ", p.weight.sym_sizes(), ", on ", p.hidden.device(), ", received ",
+              p.weight_grad->scalar_type(), " ", p.weight_grad->sym_sizes(), " on ", p.weight_grad->device());
 }
 
-LinearCrossEntropyCall::LinearCrossEntropyCall(const BoxedArguments& a, bool stats)
-    : Head(a), TokenCall(kLinearCrossEntropyOp, a, hidden, vocab, stats),
-      weight_grad(a.optional("weight_grad")), upstream_grad(a["upstream_grad"].toOptional<double>()) {
+}  // namespace
+
+LinearCrossEntropyProblem::LinearCrossEntropyProblem(const LinearCrossEntropyRowsCall& call)
+    : Head(call.input, call.weight, call.bias, call.options), RowsProblem(kLinearCrossEntropyOp, call, vocab),
+      weight_grad(call.options.weight_grad()), filter_eps(call.options.filter_eps()), averaged(call.averaged),
+      workspace_mb(call.options.workspace_mb()), mask(call.mask) {
+  check_number(kLinearCrossEntropyOp, "filter_eps", "a number in [0, 1)", filter_eps,
+               filter_eps >= 0 && filter_eps < 1);
   check(kLinearCrossEntropyOp, /*wide=*/true);
+  check_mask(kLinearCrossEntropyOp, mask);
+  check_target(kLinearCrossEntropyOp, *this, target);
+  TORCH_CHECK(hidden.dim() == 2, kLinearCrossEntropyOp,
+              "_rows: hidden: expected shape (tokens, features), received ", hidden.sym_sizes());
+  check_weight_grad(*this);
+  TORCH_CHECK(filter_eps == 0 || !absmax, kLinearCrossEntropyOp,
+              ": filter_eps: expected 0 with a quantised weight, received ", filter_eps);
+  check_workspace(kLinearCrossEntropyOp, workspace_mb);
+}
+
+void run_linear_cross_entropy_rows(torch::jit::Stack* stack, LinearCrossEntropyRun run) {
+  const LinearCrossEntropyProblem problem(read_fields<LinearCrossEntropyRowsCall>(*stack));
+  LinearCrossEntropyResult r = run(problem);
+  r.fill(problem.hidden);
+  fill_gradients(r.gradients, problem.hidden);
+  torch::jit::drop(*stack, count_of<LinearCrossEntropyRowsCall>());
+  push_fields(*stack, r);
+}
+
+LinearCrossEntropyCall LinearCrossEntropyCall::read(const torch::jit::Stack& stack, bool stats) {
+  auto call = read_fields<LinearCrossEntropyCall>(stack);
+  const LinearCrossEntropyOptions& o = call.options;
+  const Head head = call.head();
+  call.prepare(kLinearCrossEntropyOp, "hidden", "features", head.vocab, stats);
+  head.check(kLinearCrossEntropyOp, /*wide=*/true);
+  const auto& upstream_grad = o.upstream_grad();
   TORCH_CHECK(
-      !upstream_grad || (weight_grad && std::isfinite(*upstream_grad) && *upstream_grad != 0),
+      !upstream_grad || (o.weight_grad() && std::isfinite(*upstream_grad) && *upstream_grad != 0),
       kLinearCrossEntropyOp,
       ": upstream_grad: expected None, or a finite number that is not 0 together with weight_grad, received ",
       *upstream_grad);
   TORCH_CHECK(
-      !upstream_grad || reduction != "none", kLinearCrossEntropyOp,
+      !upstream_grad || o.reduction() != "none", kLinearCrossEntropyOp,
       ": upstream_grad: expected None with reduction='none', whose upstream gradients are not one number");
-  for (const char* name : kLinearCrossEntropyOptions) options.emplace_back(name, a[name]);
+  return call;
 }
 
 LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
                                                    const std::array<Tensor, 3>& upstream, const Mask& mask) {
-  NamedArguments arguments = call.options;
-  call.append_to(arguments);
-  arguments.insert(arguments.end(), {{"target", flat(call, call.target)},
-                                     {"class_weights", call.class_weights},
-                                     {"weight_grad", call.weight_grad},
-                                     {"averaged", call.reduction == "mean"},
-                                     {"stats", call.stats},
-                                     {"output_mask", list_of(mask)}});
-  const char* factors[] = {"grad_loss", "grad_lse", "grad_entropy"};
-  for (int i = 0; i < 3; ++i) {
-    if (upstream[i].defined()) arguments.emplace_back(factors[i], flat(call, upstream[i]));
-  }
-  const auto out = call_by_name("shoestring::_linear_cross_entropy_rows", arguments);
-  const auto shaped = [&](int i) { return out[i].toTensor().view_symint(call.target.sym_sizes()); };
-  LinearCrossEntropyResult r{
-      {shaped(0), shaped(1), call.stats ? shaped(2) : Tensor(), call.stats ? shaped(3) : Tensor()}, {}};
-  for (int i = 0; i < kInputs; ++i) {
-    if (mask[i] && !(i == kWeight && call.weight_grad)) r.gradients[i] = out[4 + i].toTensor();
-  }
-  if (mask[kHidden]) r.gradients[kHidden] = r.gradients[kHidden].view_symint(call.hidden.sym_sizes());
-  if (mask[kLoraHidden])
-    r.gradients[kLoraHidden] = r.gradients[kLoraHidden].view_symint(call.lora_hidden->sym_sizes());
+  LinearCrossEntropyRowsCall rows;
+  rows.input = flat_rows(call.input);
+  rows.weight = call.weight;
+  rows.target = flat(call.input, call.target);
+  rows.bias = call.bias;
+  rows.options = call.options;
+  rows.options.lora_hidden(flat_rows(call.options.lora_hidden()));
+  rows.grad_loss = as_optional(flat(call.input, upstream[0]));
+  rows.grad_lse = as_optional(flat(call.input, upstream[1]));
+  rows.grad_entropy = as_optional(flat(call.input, upstream[2]));
+  rows.averaged = call.options.reduction() == "mean";
+  rows.stats = call.stats;
+  rows.mask = mask;
+  static const Operator<LinearCrossEntropyRowsCall, LinearCrossEntropyResult> op(
+      "shoestring::_linear_cross_entropy_rows");
+  LinearCrossEntropyResult r = op(rows);
+  r.view(call.target, call.stats);
+  Mask given = mask;
+  given[kWeight] = mask[kWeight] && !call.options.weight_grad();
+  view_gradients(r.gradients, given, call.input, call.options.lora_hidden());
   return r;
 }
 
 template <bool kStats>
-void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
+void linear_cross_entropy_without_gradients(LinearCrossEntropyCall call, torch::jit::Stack* stack) {
   keep_hardest(call);
   const Reduction reduction(call);
   reduction.balance(call);
   const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, {}, {});
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::drop(*stack, count_of<LinearCrossEntropyCall>());
   torch::jit::push(*stack, reduction.apply(r.loss));
   if constexpr (kStats)
     torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
 }
-template void linear_cross_entropy_without_gradients<false>(const c10::OperatorHandle&, torch::jit::Stack*);
-template void linear_cross_entropy_without_gradients<true>(const c10::OperatorHandle&, torch::jit::Stack*);
+template void linear_cross_entropy_without_gradients<false>(LinearCrossEntropyCall, torch::jit::Stack*);
+template void linear_cross_entropy_without_gradients<true>(LinearCrossEntropyCall, torch::jit::Stack*);
 
 namespace {
 
@@ -100,6 +129,11 @@ LinearCrossEntropyResult linear_cross_entropy_rows_meta(const LinearCrossEntropy
   return r;
 }
 
+template <bool kStats>
+void boxed_linear_cross_entropy(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  linear_cross_entropy_without_gradients<kStats>(LinearCrossEntropyCall::read(*stack, kStats), stack);
+}
+
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("_linear_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<
@@ -107,38 +141,21 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
 }
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   m.impl("linear_cross_entropy",
-         torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_without_gradients<false>>());
+         torch::CppFunction::makeFromBoxedFunction<&boxed_linear_cross_entropy<false>>());
   m.impl("linear_cross_entropy_with_stats",
-         torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_without_gradients<true>>());
+         torch::CppFunction::makeFromBoxedFunction<&boxed_linear_cross_entropy<true>>());
 }
 
-torch::jit::Stack call_linear_cross_entropy(const char* op, const Tensor& hidden, const Tensor& weight,
-                                            const Tensor& target, const std::optional<Tensor>& bias,
-                                            const LinearCrossEntropyOptions& o) {
-  return call_by_name(op, {{"hidden", hidden},
-                           {"weight", weight},
-                           {"target", target},
-                           {"bias", bias},
-                           {"ignore_index", o.ignore_index()},
-                           {"reduction", o.reduction()},
-                           {"label_smoothing", o.label_smoothing()},
-                           {"softcap", o.softcap()},
-                           {"logit_scale", o.logit_scale()},
-                           {"z_loss", o.z_loss()},
-                           {"filter_eps", o.filter_eps()},
-                           {"class_weights", o.class_weights()},
-                           {"token_weights", o.token_weights()},
-                           {"shift", o.shift()},
-                           {"hard_fraction", o.hard_fraction()},
-                           {"lora_hidden", o.lora_hidden()},
-                           {"lora_B", o.lora_B()},
-                           {"absmax", o.absmax()},
-                           {"nested", o.nested()},
-                           {"quant_type", o.quant_type()},
-                           {"block_size", o.block_size()},
-                           {"weight_grad", o.weight_grad()},
-                           {"upstream_grad", o.upstream_grad()},
-                           {"workspace_mb", o.workspace_mb()}});
+LinearCrossEntropyCall linear_cross_entropy_call(const Tensor& hidden, const Tensor& weight,
+                                                 const Tensor& target, const std::optional<Tensor>& bias,
+                                                 const LinearCrossEntropyOptions& options) {
+  LinearCrossEntropyCall call;
+  call.input = hidden;
+  call.weight = weight;
+  call.target = target;
+  call.bias = bias;
+  call.options = options;
+  return call;
 }
 
 }  // namespace
@@ -151,18 +168,17 @@ using at::Tensor;
 
 Tensor linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& target,
                             const std::optional<Tensor>& bias, const LinearCrossEntropyOptions& options) {
-  return losses::call_linear_cross_entropy("shoestring::linear_cross_entropy", hidden, weight, target, bias,
-                                           options)[0]
-      .toTensor();
+  static const Operator<losses::LinearCrossEntropyCall, TensorResult> op("shoestring::linear_cross_entropy");
+  return op(losses::linear_cross_entropy_call(hidden, weight, target, bias, options)).tensor;
 }
 
 LinearCrossEntropyStats linear_cross_entropy_with_stats(const Tensor& hidden, const Tensor& weight,
                                                         const Tensor& target,
                                                         const std::optional<Tensor>& bias,
                                                         const LinearCrossEntropyOptions& options) {
-  const auto out = losses::call_linear_cross_entropy("shoestring::linear_cross_entropy_with_stats", hidden,
-                                                     weight, target, bias, options);
-  return {out[0].toTensor(), out[1].toTensor(), out[2].toTensor(), out[3].toTensor(), out[4].toTensor()};
+  static const Operator<losses::LinearCrossEntropyCall, losses::StatsResult> op(
+      "shoestring::linear_cross_entropy_with_stats");
+  return op(losses::linear_cross_entropy_call(hidden, weight, target, bias, options));
 }
 
 }  // namespace shoestring

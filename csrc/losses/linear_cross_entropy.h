@@ -7,6 +7,7 @@
 #include <string>
 
 #include <ATen/core/Tensor.h>
+#include <shoestring/vocab_parallel.h>
 
 #include "losses/cross_entropy.h"
 #include "losses/head.h"
@@ -15,10 +16,85 @@ namespace shoestring::losses {
 
 constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
-/// The arguments of _linear_cross_entropy_rows. The constructor checks all of them except for the values of
-/// the targets.
+/// The arguments of one call of linear_cross_entropy. The member `input` of TokenCall holds the argument
+/// `hidden`.
+struct LinearCrossEntropyCall : TokenCall {
+  Tensor weight;
+  OptionalTensor bias;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("hidden", self.input);
+    visit("weight", self.weight);
+    visit("target", self.target);
+    visit("bias", self.bias);
+    visit.keywords();
+    detail::Fields::linear_cross_entropy(self.options, visit);
+  }
+
+  /// Reads and checks the arguments of an operator.
+  static LinearCrossEntropyCall read(const torch::jit::Stack& stack, bool stats);
+  Head head() const { return {input, weight, bias, options}; }
+  Mask require_grad() const {
+    return losses::require_grad(input, weight, bias, options.lora_hidden(), options.lora_B());
+  }
+};
+
+/// The arguments of linear_cross_entropy_shard.
+template <class Options>
+struct LinearCrossEntropyShardCall {
+  Tensor hidden, weight, target;
+  OptionalTensor bias;
+  int64_t first_class = 0;
+  Options options;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("hidden", self.hidden);
+    visit("weight", self.weight);
+    visit("target", self.target);
+    visit("bias", self.bias);
+    visit.keywords();
+    visit.required("first_class", self.first_class);
+    detail::Fields::linear_cross_entropy_shard(self.options, visit);
+  }
+};
+
+/// The results of linear_cross_entropy_shard.
+struct ShardResult : LinearCrossEntropyShard {
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("lse", self.lse);
+    visit("target_logit", self.target_logit);
+  }
+};
+
+/// The arguments of _linear_cross_entropy_rows.
+struct LinearCrossEntropyRowsCall : RowsCall {
+  Tensor weight;
+  OptionalTensor bias;
+  bool averaged = false;
+  Mask mask{};
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("hidden", self.input);
+    visit("weight", self.weight);
+    visit("target", self.target);
+    visit("bias", self.bias);
+    visit.keywords();
+    detail::Fields::linear_cross_entropy_rows(self.options, visit);
+    upstream(self, visit);
+    visit("averaged", self.averaged);
+    visit("stats", self.stats);
+    visit("output_mask", self.mask);
+  }
+};
+
+/// The checked arguments of _linear_cross_entropy_rows. The constructor checks all of them except for the
+/// values of the targets.
 struct LinearCrossEntropyProblem : Head, RowsProblem {
-  explicit LinearCrossEntropyProblem(const BoxedArguments& arguments);
+  explicit LinearCrossEntropyProblem(const LinearCrossEntropyRowsCall& call);
 
   OptionalTensor weight_grad;  // fp32 tensor to which the gradient of the weight is added
   double filter_eps;
@@ -30,32 +106,22 @@ struct LinearCrossEntropyProblem : Head, RowsProblem {
 /// The loss and statistics of each token, and the requested gradients of the inputs.
 struct LinearCrossEntropyResult : RowsResult {
   Gradients gradients;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    RowsResult::fields(self, visit);
+    visit_gradients(self.gradients, visit);
+  }
 };
 
 /// Boxed kernel of the operator _linear_cross_entropy_rows. The argument `run` is the function that computes
 /// all rows on the CPU or on CUDA.
 using LinearCrossEntropyRun = LinearCrossEntropyResult (*)(const LinearCrossEntropyProblem&);
-void push_linear_cross_entropy_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
-                                    const LinearCrossEntropyResult& result, const Tensor& hidden);
+void run_linear_cross_entropy_rows(torch::jit::Stack* stack, LinearCrossEntropyRun run);
 template <LinearCrossEntropyRun run>
-void boxed_linear_cross_entropy_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const LinearCrossEntropyProblem problem(BoxedArguments(op, *stack));
-  push_linear_cross_entropy_rows(stack, op, run(problem), problem.hidden);
+void boxed_linear_cross_entropy_rows(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  run_linear_cross_entropy_rows(stack, run);
 }
-
-/// Options of linear_cross_entropy that are passed on unchanged to _linear_cross_entropy_rows.
-constexpr const char* kLinearCrossEntropyOptions[] = {
-    "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "filter_eps", "workspace_mb"};
-
-/// The arguments of one call of linear_cross_entropy. The member `input` of TokenCall holds the argument
-/// `hidden`.
-struct LinearCrossEntropyCall : Head, TokenCall {
-  LinearCrossEntropyCall() = default;
-  LinearCrossEntropyCall(const BoxedArguments& arguments, bool stats);
-
-  OptionalTensor weight_grad;
-  std::optional<double> upstream_grad;
-};
 
 /// Calls _linear_cross_entropy_rows through the dispatcher. Returns the losses and statistics in target's
 /// shape, and the gradients in the shapes of their inputs. `upstream` holds the gradients of each token's
@@ -63,10 +129,10 @@ struct LinearCrossEntropyCall : Head, TokenCall {
 LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
                                                    const std::array<Tensor, 3>& upstream, const Mask& mask);
 
-/// Boxed kernel of linear_cross_entropy, and with kStats of linear_cross_entropy_with_stats, for calls that
-/// need no gradient. It serves every device.
+/// Computes linear_cross_entropy, and with kStats linear_cross_entropy_with_stats, for a call that needs no
+/// gradient. Replaces the arguments on the stack by the results. It serves every device.
 template <bool kStats>
-void linear_cross_entropy_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+void linear_cross_entropy_without_gradients(LinearCrossEntropyCall call, torch::jit::Stack* stack);
 inline void keep_hardest(LinearCrossEntropyCall& call) {
   keep_hardest(call, [&] { return linear_cross_entropy_rows(call, {}, {}).loss; });
 }

@@ -2,7 +2,6 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
-#include "losses/head_autograd.h"
 #include "losses/linear_cross_entropy.h"
 
 namespace shoestring::losses {
@@ -24,39 +23,32 @@ using torch::autograd::variable_list;
 // backward computes the logits again and adds the gradient to weight_grad.
 class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> {
  public:
-  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
-                               const OptionalTensor& bias, const OptionalTensor& lora_hidden,
-                               const OptionalTensor& lora_B, LinearCrossEntropyCall call) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& /*weight*/,
+                               const OptionalTensor& /*bias*/, const OptionalTensor& /*lora_hidden*/,
+                               const OptionalTensor& /*lora_B*/, LinearCrossEntropyCall call) {
     at::AutoDispatchBelowADInplaceOrView below;
-    Mask mask = require_grad(call);
-    mask[kWeight] |= call.weight_grad.has_value();
+    const LinearCrossEntropyOptions& o = call.options;
+    Saved saved;
+    saved.mask = call.require_grad();
+    saved.mask[kWeight] |= o.weight_grad().has_value();
     const Reduction reduction(call);
     reduction.balance(call);
     const auto compute = compute_type(hidden);
-    const bool early = reduction.scalar && (!call.weight_grad || call.upstream_grad);
+    saved.early = reduction.scalar && (!o.weight_grad() || o.upstream_grad());
     Tensor factor = reduction.factor(compute);
     if (reduction.scalar && !factor.defined()) factor = at::ones({}, hidden.options().dtype(compute));
-    const double known = call.upstream_grad.value_or(1);
-    LinearCrossEntropyResult r =
-        linear_cross_entropy_rows(call, {early ? factor * known : Tensor()}, early ? mask : Mask{});
+    saved.known = o.upstream_grad().value_or(1);
+    LinearCrossEntropyResult r = linear_cross_entropy_rows(
+        call, {saved.early ? factor * saved.known : Tensor()}, saved.early ? saved.mask : Mask{});
 
     ctx->set_materialize_grads(false);
-    save_mask(ctx, mask);
-    ctx->saved_data["early"] = early;
-    ctx->saved_data["known"] = known;
-    variable_list saved(r.gradients.begin(), r.gradients.end());
-    if (!early || call.stats) {
-      save_options(ctx, call.options);
-      ctx->saved_data["reduction"] = call.reduction;
-      // weight_grad is not in save_for_backward(), which would raise if other operators add to weight_grad
-      // before backward.
-      ctx->saved_data["weight_grad"] = call.weight_grad;
-      save_head(ctx, saved, call);
+    saved.gradients = r.gradients;
+    if (!saved.early || call.stats) {
       const bool balanced = reduction.share.defined() && call.stats;
-      saved.insert(saved.end(), {call.target, factor, call.class_weights.value_or(Tensor()),
-                                 balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()});
+      call.options.token_weights(std::nullopt);  // part of `factor`
+      saved.again = {call, factor, balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()};
     }
-    ctx->save_for_backward(saved);
+    save_fields(ctx, saved);
     const Tensor loss = reduction.apply(r.loss);
     if (!call.stats) return {loss};
     r.loss = reduction.original(r.loss, r.lse);
@@ -65,26 +57,25 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    variable_list saved = ctx->get_saved_variables(), gradients(kInputs);
+    auto saved = saved_fields<Saved>(ctx);
+    variable_list gradients(kInputs);
     bool stats = false;
     for (size_t i = 1; i < upstream.size(); ++i) stats |= upstream[i].defined();
-    const bool early = ctx->saved_data["early"].toBool();
-    const double known = ctx->saved_data["known"].toDouble();
-    if (early && !stats) {
+    if (saved.early && !stats) {
       at::NoGradGuard no_grad;
-      // scale_gradient() works in place if nothing else refers to its argument, so `saved` and `gradients`
-      // hold the only references.
       for (int i = 0; i < kInputs; ++i) {
-        if (!saved[i].defined() || !upstream[0].defined()) continue;
-        gradients[i] = scale_gradient(saved[i], known == 1 ? upstream[0] : upstream[0] / known);
+        if (!saved.gradients[i].defined() || !upstream[0].defined()) continue;
+        gradients[i] =
+            scale_gradient(saved.gradients[i], saved.known == 1 ? upstream[0] : upstream[0] / saved.known);
       }
     } else {
       at::AutoDispatchBelowADInplaceOrView below;
-      TORCH_CHECK(!early || ctx->saved_data["weight_grad"].isNone(), kLinearCrossEntropyOp,
+      TORCH_CHECK(!saved.early || !saved.again->call.options.weight_grad(), kLinearCrossEntropyOp,
                   ": upstream_grad: expected an upstream gradient of the loss alone, received one of its "
                   "statistics; leave "
                   "upstream_grad out");
-      gradients = again(ctx, std::move(saved), upstream);
+      saved.gradients = {};  // frees the gradients that forward has computed
+      gradients = again(*saved.again, upstream, saved.mask);
     }
     gradients = once_differentiable("linear_cross_entropy", std::move(gradients));
     gradients.push_back(Tensor());
@@ -92,42 +83,61 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   }
 
  private:
-  static variable_list again(AutogradContext* ctx, variable_list tensors, const variable_list& upstream) {
-    // Drops the gradients that forward has computed, which are the first kInputs saved tensors.
-    tensors.erase(tensors.begin(), tensors.begin() + kInputs);
-    SavedTensors saved(std::move(tensors));
+  // The arguments with which backward computes the logits again.
+  struct Again {
     LinearCrossEntropyCall call;
-    saved_head(ctx, saved, call);
-    call.target = saved.next();
-    const Tensor factor = saved.next();
-    call.class_weights = saved.next_optional();
-    const Tensor share = saved.next(), lse = saved.next();
-    call.weight_grad = ctx->saved_data["weight_grad"].toOptional<Tensor>();
-    call.reduction = ctx->saved_data["reduction"].toStringRef();
-    call.options = saved_options(ctx, kLinearCrossEntropyOptions);
+    Tensor factor, share, lse;
 
-    call.input = call.hidden;
-    const auto balanced = balanced_upstream(upstream, share, lse, call.z_loss());
-    const auto gradient = upstream_of_tokens(balanced, factor, compute_type(call.hidden));
-    const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, gradient, saved_mask(ctx));
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      LinearCrossEntropyCall::fields(self.call, visit);
+      visit("factor", self.factor);
+      visit("share", self.share);
+      visit("lse", self.lse);
+    }
+  };
+  struct Saved {
+    // early: whether forward has computed the gradients. known: the upstream gradient that they include.
+    bool early = false;
+    double known = 1;
+    Mask mask{};
+    Gradients gradients;
+    std::optional<Again> again;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit("early", self.early);
+      visit("known", self.known);
+      visit("mask", self.mask);
+      visit_gradients(self.gradients, visit);
+      visit.maybe(self.again);
+    }
+  };
+
+  static variable_list again(Again& saved, const variable_list& upstream, const Mask& mask) {
+    const LinearCrossEntropyCall& call = saved.call;
+    const auto balanced = balanced_upstream(upstream, saved.share, saved.lse, call.options.z_loss());
+    const auto gradient = upstream_of_tokens(balanced, saved.factor, compute_type(call.input));
+    const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, gradient, mask);
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
 
 template <bool kStats>
-void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  LinearCrossEntropyCall call(BoxedArguments(op, *stack), kStats);
-  const bool adds = call.weight_grad && at::GradMode::is_enabled();
-  const bool weighted = call.token_weights && needs_grad(*call.token_weights);
-  const bool recorded = at::GradMode::is_enabled() && any(require_grad(call));
+void linear_cross_entropy_autograd(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  auto call = LinearCrossEntropyCall::read(*stack, kStats);
+  LinearCrossEntropyOptions& o = call.options;
+  const bool adds = o.weight_grad() && at::GradMode::is_enabled();
+  const bool weighted = o.token_weights() && needs_grad(*o.token_weights());
+  const bool recorded = at::GradMode::is_enabled() && any(call.require_grad());
   if (!weighted && !recorded && !adds) {
     at::AutoDispatchBelowADInplaceOrView below;
     // A call of the operator itself would appear in the graphs of torch.compile. Inductor of PyTorch 2.11
     // fails on operators that may change an argument and return a single tensor.
-    linear_cross_entropy_without_gradients<kStats>(op, stack);
+    linear_cross_entropy_without_gradients<kStats>(std::move(call), stack);
     return;
   }
-  TORCH_CHECK(!adds || recorded || call.upstream_grad, kLinearCrossEntropyOp,
+  TORCH_CHECK(!adds || recorded || o.upstream_grad(), kLinearCrossEntropyOp,
               ": weight_grad: expected an input that requires a gradient, since backward adds to the buffer, "
               "received none; pass upstream_grad to add to it in forward");
   {
@@ -139,18 +149,17 @@ void linear_cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::St
   // therefore called without them and with reduction='none'. These operations also need each token's lse if
   // Reduction::share is defined, i.e. for a mean with class weights and z_loss.
   if (weighted) {
-    TORCH_CHECK(!call.upstream_grad, kLinearCrossEntropyOp,
+    TORCH_CHECK(!o.upstream_grad(), kLinearCrossEntropyOp,
                 ": upstream_grad: expected None with token_weights that require a gradient");
     reduction.emplace(call);
-    call.token_weights.reset();
-    call.reduction = "none";
+    o.token_weights(std::nullopt).reduction("none");
     call.stats |= reduction->share.defined();
   }
   variable_list out =
-      LinearCrossEntropy::apply(call.hidden, call.weight, call.bias, call.lora_hidden, call.lora_B, call);
+      LinearCrossEntropy::apply(call.input, call.weight, call.bias, o.lora_hidden(), o.lora_B(), call);
   if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
   if (!kStats) out.resize(1);
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::drop(*stack, count_of<LinearCrossEntropyCall>());
   for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
 }
 

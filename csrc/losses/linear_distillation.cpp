@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "core/autograd.h"
 #include "core/tensors.h"
 
 namespace shoestring::losses {
@@ -20,32 +21,44 @@ kernels::Divergence divergence_of(const std::string& name) {
   return kernels::Divergence::kJsd;
 }
 
-// Checks that the student's head, the teacher's head and the target match, for linear_distillation and
-// _linear_distillation_rows.
-void check_heads(const Head& student, const Head& teacher, const OptionalTensor& target) {
-  student.check(kDistillationOp);
-  const Tensor &hidden = student.hidden, &of_teacher = teacher.hidden;
-  TORCH_CHECK(of_teacher.dim() == hidden.dim() && teacher.tokens() == student.tokens(), kDistillationOp,
-              ": teacher_hidden: expected hidden's shape except for the last dimension, ", hidden.sym_sizes(),
-              ", received ", of_teacher.sym_sizes());
-  TORCH_CHECK(is_supported_float(of_teacher.scalar_type()) && of_teacher.device() == hidden.device() &&
-                  compute_type(of_teacher) == compute_type(hidden),
-              kDistillationOp, ": teacher_hidden: expected ",
-              hidden.scalar_type() == at::kDouble ? "fp64" : "fp32, bf16 or fp16", " on ", hidden.device(),
-              ", to match hidden's dtype, received ", of_teacher.scalar_type(), " on ", of_teacher.device());
-  teacher.check(kDistillationOp);
-  if (target) check_target(kDistillationOp, student, *target);
-}
-
 }  // namespace
 
-DistillationProblem::DistillationProblem(const BoxedArguments& a)
-    : Head(a), teacher(a, "teacher_", vocab), target(a.optional("target")),
-      grad_loss(a.optional("grad_loss")), ignore_index(a["ignore_index"].toInt()),
-      divergence(divergence_of(a["divergence"].toStringRef())), beta(a.number("beta")),
-      temperature(a.number("temperature")), averaged(a["averaged"].toBool()),
-      workspace_mb(a["workspace_mb"].toInt()), mask(mask_of(a["output_mask"])) {
-  check_heads(*this, teacher, target);
+Head DistillationHeads::teacher() const {
+  Head head;
+  head.hidden = teacher_hidden;
+  head.weight = teacher_weight;
+  head.bias = teacher_bias;
+  head.absmax = options.teacher_absmax();
+  head.nested = options.teacher_nested();
+  head.quant_type = options.teacher_quant_type();
+  head.block_size = options.teacher_block_size();
+  head.prefix = "teacher_";
+  head.vocab = vocab_of(hidden, weight, options.absmax().has_value());
+  return head;
+}
+
+void DistillationHeads::check() const {
+  const Head of_student = student(), of_teacher = teacher();
+  of_student.check(kDistillationOp);
+  TORCH_CHECK(teacher_hidden.dim() == hidden.dim() && of_teacher.tokens() == of_student.tokens(),
+              kDistillationOp, ": teacher_hidden: expected hidden's shape except for the last dimension, ",
+              hidden.sym_sizes(), ", received ", teacher_hidden.sym_sizes());
+  TORCH_CHECK(
+      is_supported_float(teacher_hidden.scalar_type()) && teacher_hidden.device() == hidden.device() &&
+          compute_type(teacher_hidden) == compute_type(hidden),
+      kDistillationOp, ": teacher_hidden: expected ",
+      hidden.scalar_type() == at::kDouble ? "fp64" : "fp32, bf16 or fp16", " on ", hidden.device(),
+      ", to match hidden's dtype, received ", teacher_hidden.scalar_type(), " on ", teacher_hidden.device());
+  of_teacher.check(kDistillationOp);
+  if (options.target()) check_target(kDistillationOp, of_student, *options.target());
+}
+
+DistillationProblem::DistillationProblem(const DistillationRowsCall& call)
+    : Head(call.student()), teacher(call.teacher()), target(call.options.target()), grad_loss(call.grad_loss),
+      ignore_index(call.options.ignore_index()), divergence(divergence_of(call.options.divergence())),
+      beta(call.options.beta()), temperature(call.options.temperature()), averaged(call.averaged),
+      workspace_mb(call.options.workspace_mb()), mask(call.mask) {
+  call.check();
   check_mask(kDistillationOp, mask);
   TORCH_CHECK(hidden.dim() == 2, kDistillationOp,
               "_rows: hidden: expected shape (tokens, features), received ", hidden.sym_sizes());
@@ -60,49 +73,45 @@ DistillationProblem::DistillationProblem(const BoxedArguments& a)
   check_workspace(kDistillationOp, workspace_mb);
 }
 
-void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
-                            const DistillationResult& r, const Tensor& hidden) {
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, r.loss);
-  for (const Tensor& g : r.gradients)
-    torch::jit::push(*stack, g.defined() ? g : at::empty({0}, hidden.options()));
+void run_distillation_rows(torch::jit::Stack* stack, DistillationRun run) {
+  const DistillationProblem problem(read_fields<DistillationRowsCall>(*stack));
+  DistillationResult r = run(problem);
+  fill_gradients(r.gradients, problem.hidden);
+  torch::jit::drop(*stack, count_of<DistillationRowsCall>());
+  push_fields(*stack, r);
 }
 
-DistillationCall::DistillationCall(const BoxedArguments& a)
-    : Head(a), teacher(a, "teacher_", vocab), target(a.optional("target")),
-      reduction(a["reduction"].toStringRef()) {
-  check_heads(*this, teacher, target);
-  check_reduction(kDistillationOp, reduction);
-  for (const char* name : kDistillationOptions) options.emplace_back(name, a[name]);
+DistillationCall DistillationCall::read(const torch::jit::Stack& stack) {
+  auto call = read_fields<DistillationCall>(stack);
+  call.check();
+  check_reduction(kDistillationOp, call.options.reduction());
+  return call;
 }
 
 Tensor DistillationCall::count() const {
-  if (target) return target->ne(ignore_index()).sum(at::kDouble);
-  return at::ones_symint(tokens(), hidden.options().dtype(at::kByte)).sum(at::kDouble);
+  if (options.target()) return options.target()->ne(options.ignore_index()).sum(at::kDouble);
+  return at::ones_symint(hidden.sym_sizes().slice(0, hidden.dim() - 1), hidden.options().dtype(at::kByte))
+      .sum(at::kDouble);
 }
 
 Tensor DistillationCall::reduce(const Tensor& loss) const {
   if (!scalar()) return loss;
   const Tensor sum = loss.sum(at::kDouble);
-  const Tensor result = reduction == "mean" ? sum / count() : sum;  // a mean over no tokens is NaN
+  const Tensor result = options.reduction() == "mean" ? sum / count() : sum;  // a mean over no tokens is NaN
   return result.scalar_type() == loss.scalar_type() ? result : result.to(loss.scalar_type());
 }
 
 DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask) {
-  NamedArguments arguments = call.options;
-  call.append_to(arguments);
-  call.teacher.append_to(arguments);
-  arguments.insert(arguments.end(), {{"averaged", call.reduction == "mean"}, {"output_mask", list_of(mask)}});
-  if (call.target) arguments.emplace_back("target", flat(call, *call.target));
-  if (upstream.defined()) arguments.emplace_back("grad_loss", flat(call, upstream));
-  const auto out = call_by_name("shoestring::_linear_distillation_rows", arguments);
-  DistillationResult r{out[0].toTensor().view_symint(call.tokens()), {}};
-  for (int i = 0; i < kInputs; ++i) {
-    if (mask[i]) r.gradients[i] = out[1 + i].toTensor();
-  }
-  if (mask[kHidden]) r.gradients[kHidden] = r.gradients[kHidden].view_symint(call.hidden.sym_sizes());
-  if (mask[kLoraHidden])
-    r.gradients[kLoraHidden] = r.gradients[kLoraHidden].view_symint(call.lora_hidden->sym_sizes());
+  DistillationRowsCall rows{call, as_optional(flat(call.hidden, upstream)),
+                            call.options.reduction() == "mean", mask};
+  rows.hidden = flat_rows(call.hidden);
+  rows.teacher_hidden = flat_rows(call.teacher_hidden);
+  rows.options.lora_hidden(flat_rows(call.options.lora_hidden()));
+  if (call.options.target()) rows.options.target(flat(call.hidden, *call.options.target()));
+  static const Operator<DistillationRowsCall, DistillationResult> op("shoestring::_linear_distillation_rows");
+  DistillationResult r = op(rows);
+  r.loss = r.loss.view_symint(call.hidden.sym_sizes().slice(0, call.hidden.dim() - 1));
+  view_gradients(r.gradients, mask, call.hidden, call.options.lora_hidden());
   return r;
 }
 
@@ -122,10 +131,10 @@ DistillationResult distillation_rows_meta(const DistillationProblem& p) {
 }
 
 // Implements linear_distillation for calls that need no gradient. One implementation serves every device.
-void distillation_without_gradients(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const DistillationCall call(BoxedArguments(op, *stack));
+void distillation_without_gradients(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const auto call = DistillationCall::read(*stack);
   const Tensor loss = call.reduce(distillation_rows(call, {}, {}).loss);
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  torch::jit::drop(*stack, count_of<DistillationCall>());
   torch::jit::push(*stack, loss);
 }
 
@@ -148,30 +157,8 @@ using at::Tensor;
 Tensor linear_distillation(const Tensor& hidden, const Tensor& weight, const Tensor& teacher_hidden,
                            const Tensor& teacher_weight, const std::optional<Tensor>& bias,
                            const std::optional<Tensor>& teacher_bias, const LinearDistillationOptions& o) {
-  return call_by_name("shoestring::linear_distillation", {{"hidden", hidden},
-                                                          {"weight", weight},
-                                                          {"teacher_hidden", teacher_hidden},
-                                                          {"teacher_weight", teacher_weight},
-                                                          {"bias", bias},
-                                                          {"teacher_bias", teacher_bias},
-                                                          {"absmax", o.absmax()},
-                                                          {"nested", o.nested()},
-                                                          {"quant_type", o.quant_type()},
-                                                          {"block_size", o.block_size()},
-                                                          {"lora_hidden", o.lora_hidden()},
-                                                          {"lora_B", o.lora_B()},
-                                                          {"teacher_absmax", o.teacher_absmax()},
-                                                          {"teacher_nested", o.teacher_nested()},
-                                                          {"teacher_quant_type", o.teacher_quant_type()},
-                                                          {"teacher_block_size", o.teacher_block_size()},
-                                                          {"target", o.target()},
-                                                          {"ignore_index", o.ignore_index()},
-                                                          {"divergence", o.divergence()},
-                                                          {"beta", o.beta()},
-                                                          {"temperature", o.temperature()},
-                                                          {"reduction", o.reduction()},
-                                                          {"workspace_mb", o.workspace_mb()}})[0]
-      .toTensor();
+  static const Operator<losses::DistillationCall, TensorResult> op("shoestring::linear_distillation");
+  return op({{hidden, weight, teacher_hidden, teacher_weight, bias, teacher_bias, o}}).tensor;
 }
 
 }  // namespace shoestring

@@ -7,6 +7,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <shoestring/ops.h>
+
+#include "core/arguments.h"
 #include "losses/head.h"
 #include "losses/linear_distillation_table.h"
 
@@ -17,12 +20,76 @@ constexpr const char* kDistillationOp = "linear_distillation";
 struct DistillationResult {
   Tensor loss;  // loss of each token, shape (tokens), fp32 or fp64
   Gradients gradients;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("loss", self.loss);
+    visit_gradients(self.gradients, visit);
+  }
+};
+
+/// The tensors of student and teacher, and the options, of linear_distillation and _linear_distillation_rows.
+struct DistillationHeads {
+  Tensor hidden, weight, teacher_hidden, teacher_weight;
+  OptionalTensor bias, teacher_bias;
+  LinearDistillationOptions options;
+
+  template <class Self, class Visitor>
+  static void tensors(Self& self, Visitor& visit) {
+    visit("hidden", self.hidden);
+    visit("weight", self.weight);
+    visit("teacher_hidden", self.teacher_hidden);
+    visit("teacher_weight", self.teacher_weight);
+    visit("bias", self.bias);
+    visit("teacher_bias", self.teacher_bias);
+    visit.keywords();
+  }
+  Head student() const { return {hidden, weight, bias, options}; }
+  Head teacher() const;
+  /// Checks that the heads and the target match.
+  void check() const;
+};
+
+/// The arguments of one call of linear_distillation.
+struct DistillationCall : DistillationHeads {
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    tensors(self, visit);
+    detail::Fields::linear_distillation(self.options, visit);
+  }
+
+  /// Reads and checks the arguments of the operator.
+  static DistillationCall read(const torch::jit::Stack& stack);
+  bool scalar() const { return options.reduction() != "none"; }
+  Mask require_grad() const {
+    return losses::require_grad(hidden, weight, bias, options.lora_hidden(), options.lora_B());
+  }
+  /// Returns the number of tokens that are not ignored, as a tensor of shape (), fp64.
+  Tensor count() const;
+  /// Reduces the tokens' losses to their mean or sum. With reduction='none' it returns them unchanged.
+  Tensor reduce(const Tensor& loss) const;
+};
+
+/// The arguments of _linear_distillation_rows.
+struct DistillationRowsCall : DistillationHeads {
+  OptionalTensor grad_loss;
+  bool averaged = false;
+  Mask mask{};
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    tensors(self, visit);
+    detail::Fields::linear_distillation_rows(self.options, visit);
+    visit("grad_loss", self.grad_loss);
+    visit("averaged", self.averaged);
+    visit("output_mask", self.mask);
+  }
 };
 
 /// The arguments of _linear_distillation_rows, checked by the constructor. The base class Head is the
 /// student's output layer.
 struct DistillationProblem : Head {
-  explicit DistillationProblem(const BoxedArguments& arguments);
+  explicit DistillationProblem(const DistillationRowsCall& call);
 
   bool wants_gradient() const { return any(mask); }
 
@@ -40,35 +107,11 @@ struct DistillationProblem : Head {
 /// Boxed kernel of the operator _linear_distillation_rows. The argument `run` is the function that computes
 /// all rows on the CPU or on CUDA.
 using DistillationRun = DistillationResult (*)(const DistillationProblem&);
-void push_distillation_rows(torch::jit::Stack* stack, const c10::OperatorHandle& op,
-                            const DistillationResult& result, const Tensor& hidden);
+void run_distillation_rows(torch::jit::Stack* stack, DistillationRun run);
 template <DistillationRun run>
-void boxed_distillation_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const DistillationProblem problem(BoxedArguments(op, *stack));
-  push_distillation_rows(stack, op, run(problem), problem.hidden);
+void boxed_distillation_rows(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  run_distillation_rows(stack, run);
 }
-
-/// Options of linear_distillation that are passed on unchanged to _linear_distillation_rows.
-constexpr const char* kDistillationOptions[] = {"ignore_index", "divergence", "beta", "temperature",
-                                                "workspace_mb"};
-
-/// The arguments of one call of linear_distillation.
-struct DistillationCall : Head {
-  DistillationCall() = default;
-  explicit DistillationCall(const BoxedArguments& arguments);
-
-  Head teacher;
-  OptionalTensor target;
-  std::string reduction;
-  NamedArguments options;  // the caller's values of the options that kDistillationOptions names, in its order
-
-  bool scalar() const { return reduction != "none"; }
-  int64_t ignore_index() const { return value_of(options, "ignore_index").toInt(); }
-  /// Returns the number of tokens that are not ignored, as a tensor of shape (), fp64.
-  Tensor count() const;
-  /// Reduces the tokens' losses to their mean or sum. With reduction='none' it returns them unchanged.
-  Tensor reduce(const Tensor& loss) const;
-};
 
 /// Calls _linear_distillation_rows through the dispatcher. Returns the losses in the shape of the tokens, and
 /// the gradients in the shapes of their inputs. `upstream` is the gradient of the tokens' losses: a scalar

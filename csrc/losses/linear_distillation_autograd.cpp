@@ -4,7 +4,6 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
-#include "losses/head_autograd.h"
 
 namespace shoestring::losses {
 namespace {
@@ -19,39 +18,30 @@ using torch::autograd::variable_list;
 // which computes the logits of student and teacher again.
 class LinearDistillation : public torch::autograd::Function<LinearDistillation> {
  public:
-  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& weight,
-                               const OptionalTensor& bias, const OptionalTensor& lora_hidden,
-                               const OptionalTensor& lora_B, const DistillationCall& call) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& hidden, const Tensor& /*weight*/,
+                               const OptionalTensor& /*bias*/, const OptionalTensor& /*lora_hidden*/,
+                               const OptionalTensor& /*lora_B*/, const DistillationCall& call) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Mask mask = require_grad(call);
+    const Mask mask = call.require_grad();
     const auto compute = compute_type(hidden);
     Tensor factor;
-    if (call.reduction == "mean") factor = call.count().reciprocal();
-    if (call.reduction == "sum") factor = at::ones({}, hidden.options().dtype(compute));
+    if (call.options.reduction() == "mean") factor = call.count().reciprocal();
+    if (call.options.reduction() == "sum") factor = at::ones({}, hidden.options().dtype(compute));
     if (factor.defined() && factor.scalar_type() != compute) factor = factor.to(compute);
     const DistillationResult r = distillation_rows(call, factor, call.scalar() ? mask : Mask{});
 
     ctx->set_materialize_grads(false);
-    save_mask(ctx, mask);
-    ctx->saved_data["scalar"] = call.scalar();
-    variable_list saved(r.gradients.begin(), r.gradients.end());
-    if (!call.scalar()) {
-      save_options(ctx, call.options);
-      saved.clear();
-      save_head(ctx, saved, call);
-      save_head(ctx, saved, call.teacher);
-      saved.push_back(call.target.value_or(Tensor()));
-    }
-    ctx->save_for_backward(saved);
+    Saved saved{mask, r.gradients, {}};
+    if (!call.scalar()) saved.again = call;
+    save_fields(ctx, saved);
     return {call.reduce(r.loss)};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
     variable_list gradients(kInputs);
     if (upstream[0].defined()) {
-      const variable_list saved = ctx->get_saved_variables();
-      gradients =
-          ctx->saved_data["scalar"].toBool() ? scaled(saved, upstream[0]) : again(ctx, saved, upstream[0]);
+      const auto saved = saved_fields<Saved>(ctx);
+      gradients = saved.again ? again(saved, upstream[0]) : scaled(saved.gradients, upstream[0]);
       gradients = once_differentiable(kDistillationOp, std::move(gradients));
     }
     gradients.push_back(Tensor());
@@ -59,38 +49,46 @@ class LinearDistillation : public torch::autograd::Function<LinearDistillation> 
   }
 
  private:
-  static variable_list scaled(const variable_list& saved, const Tensor& upstream) {
+  struct Saved {
+    Mask mask{};
+    Gradients gradients;                    // those of a scalar loss
+    std::optional<DistillationCall> again;  // the call, if the loss is not a scalar
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit("mask", self.mask);
+      visit_gradients(self.gradients, visit);
+      visit.maybe(self.again);
+    }
+  };
+
+  static variable_list scaled(const Gradients& saved, const Tensor& upstream) {
     at::NoGradGuard no_grad;
     variable_list gradients;
     for (const Tensor& t : saved) gradients.push_back(t.defined() ? scale_gradient(t, upstream) : t);
     return gradients;
   }
 
-  static variable_list again(AutogradContext* ctx, const variable_list& tensors, const Tensor& upstream) {
+  static variable_list again(const Saved& saved, const Tensor& upstream) {
     at::AutoDispatchBelowADInplaceOrView below;
-    SavedTensors saved(tensors);
-    DistillationCall call;
-    saved_head(ctx, saved, call);
-    saved_head(ctx, saved, call.teacher, "teacher_");
-    call.target = saved.next_optional();
-    call.reduction = "none";
-    call.options = saved_options(ctx, kDistillationOptions);
     const DistillationResult r =
-        distillation_rows(call, upstream.to(compute_type(call.hidden)), saved_mask(ctx));
+        distillation_rows(*saved.again, upstream.to(compute_type(saved.again->hidden)), saved.mask);
     return {r.gradients.begin(), r.gradients.end()};
   }
 };
 
 void distillation_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const DistillationCall call(BoxedArguments(op, *stack));
-  if (!at::GradMode::is_enabled() || !any(require_grad(call))) {
+  const auto call = read_fields<DistillationCall>(*stack);
+  if (!at::GradMode::is_enabled() || !any(call.require_grad())) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
   }
-  variable_list out =
-      LinearDistillation::apply(call.hidden, call.weight, call.bias, call.lora_hidden, call.lora_B, call);
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  call.check();
+  check_reduction(kDistillationOp, call.options.reduction());
+  variable_list out = LinearDistillation::apply(call.hidden, call.weight, call.bias,
+                                                call.options.lora_hidden(), call.options.lora_B(), call);
+  torch::jit::drop(*stack, count_of<DistillationCall>());
   torch::jit::push(*stack, std::move(out[0]));
 }
 

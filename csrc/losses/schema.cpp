@@ -1,9 +1,20 @@
 // Schemas of the operators in csrc/losses. An operator whose name ends in _ may modify its arguments in
-// place.
+// place. Arguments and results are those of the structs, which list them (core/arguments.h).
 
 #include <string>
 
 #include <torch/library.h>
+
+#include "losses/linear_cross_entropy.h"
+#include "losses/linear_distillation.h"
+
+namespace shoestring::losses {
+namespace {
+
+template <class Arguments, class Results>
+void define(torch::Library& m, const std::string& name) {
+  m.def((name + "(" + schema_of<Arguments>() + ") -> (" + schema_of<Results>() + ")").c_str());
+}
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // linear_cross_entropy computes the cross-entropy of the logits logit_scale * (hidden W^T + lora_hidden
@@ -17,27 +28,12 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   //
   // If weight_grad, fp32 (vocab, features), is given, the gradient of the weight is added to it. This happens
   // in backward; or in forward, if upstream_grad gives the upstream gradient that backward is going to get.
-  const auto quantized = [](const std::string& of) {
-    return "Tensor? " + of + "absmax=None, Tensor? " + of + "nested=None, str " + of +
-           "quant_type='nf4', int " + of + "block_size=64, ";
-  };
-  const std::string layer = quantized("") + "Tensor? lora_hidden=None, Tensor? lora_B=None, ";
-  const std::string gradients =
-      "Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias, Tensor grad_lora_hidden, Tensor "
-      "grad_lora_B)";
-  const std::string rule = layer +
-                           "Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., "
-                           "float softcap=0., float logit_scale=1., float z_loss=0., float filter_eps=0., "
-                           "Tensor(a!)? weight_grad=None, int workspace_mb=0";
-  const std::string call = "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " + rule +
-                           ", str reduction='mean', Tensor? token_weights=None, bool shift=False, float "
-                           "hard_fraction=1., float? upstream_grad=None)";
-  m.def(("linear_cross_entropy" + call + " -> Tensor").c_str());
+  const std::string stats = " -> (" + schema_of<StatsResult>() + ")";
+  const std::string linear = "(" + schema_of<LinearCrossEntropyCall>() + ")";
+  m.def(("linear_cross_entropy" + linear + " -> Tensor").c_str());
   // Like linear_cross_entropy, but also returns each token's loss, log-sum-exp, entropy and most likely
   // class. Loss, log-sum-exp and entropy are fp32 for 16-bit inputs.
-  m.def(("linear_cross_entropy_with_stats" + call +
-         " -> (Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)")
-            .c_str());
+  m.def(("linear_cross_entropy_with_stats" + linear + stats).c_str());
   // Computes loss, log-sum-exp, entropy and argmax of each token, for linear_cross_entropy and
   // linear_cross_entropy_with_stats. Shapes: hidden (tokens, features), target (tokens), lora_hidden (tokens,
   // rank). entropy and argmax are empty unless stats is set.
@@ -49,51 +45,30 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   //
   // averaged tells that the upstream gradients are about 1 / tokens. The 16-bit gradient of the logits is
   // then stored multiplied by about the number of tokens.
-  m.def(("_linear_cross_entropy_rows(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, " +
-         rule +
-         ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool averaged=False, "
-         "bool stats=False, bool[5] output_mask=[False, False, False, False, False]) -> (Tensor loss, Tensor "
-         "lse, Tensor entropy, Tensor argmax, " +
-         gradients)
-            .c_str());
+  define<LinearCrossEntropyRowsCall, LinearCrossEntropyResult>(m, "_linear_cross_entropy_rows");
   // Computes the part of a cross-entropy that belongs to one shard of the classes, whose first class is
   // first_class. Returns for each token, in target's shape, the log-sum-exp of its logits in this shard and
   // the logit of its target. This logit is 0 if the target is in another shard. weight, bias and lora_B
   // belong to this shard's classes; target holds class indices of the whole vocabulary.
-  m.def(("linear_cross_entropy_shard(Tensor hidden, Tensor weight, Tensor target, Tensor? bias=None, *, int "
-         "first_class, " +
-         layer +
-         "int ignore_index=-100, float softcap=0., float logit_scale=1., Tensor(a!)? weight_grad=None, int "
-         "workspace_mb=0) -> (Tensor lse, Tensor target_logit)")
-            .c_str());
+  define<LinearCrossEntropyShardCall<LinearCrossEntropyShardOptions>, ShardResult>(
+      m, "linear_cross_entropy_shard");
   // cross_entropy computes the cross-entropy of logits (..., vocab) against target (...) int64. The loss is
   // fp32 for 16-bit logits. The variants with _ replace the logits by their gradient. If the result is a
   // scalar, forward does so, and the statistics have no gradients. Otherwise backward does so. The logits
   // stay unchanged if they need no gradient, or if autograd does not allow changing them.
-  const std::string of_logits =
-      "Tensor target, *, Tensor? class_weights=None, int ignore_index=-100, float label_smoothing=0., float "
-      "softcap=0., float logit_scale=1., float z_loss=0.";
-  const std::string reduced =
-      ", str reduction='mean', Tensor? token_weights=None, bool shift=False, float hard_fraction=1.) -> ";
-  const std::string stats = "(Tensor loss, Tensor token_loss, Tensor lse, Tensor entropy, Tensor argmax)";
-  m.def(("cross_entropy(Tensor logits, " + of_logits + reduced + "Tensor").c_str());
-  m.def(("cross_entropy_(Tensor(a!) logits, " + of_logits + reduced + "Tensor").c_str());
-  m.def(("cross_entropy_with_stats(Tensor logits, " + of_logits + reduced + stats).c_str());
-  m.def(("cross_entropy_with_stats_(Tensor(a!) logits, " + of_logits + reduced + stats).c_str());
+  const std::string logits = "(" + schema_of<CrossEntropyArguments<CrossEntropyOptions>>() + ")";
+  const std::string changed = "(" + schema_of<CrossEntropyArguments<CrossEntropyOptions, true>>() + ")";
+  m.def(("cross_entropy" + logits + " -> Tensor").c_str());
+  m.def(("cross_entropy_" + changed + " -> Tensor").c_str());
+  m.def(("cross_entropy_with_stats" + logits + stats).c_str());
+  m.def(("cross_entropy_with_stats_" + changed + stats).c_str());
   // Computes loss, log-sum-exp, entropy and argmax of each row of logits, for the four cross_entropy
   // operators. entropy and argmax are empty unless stats is set. Also computes the gradient of sum(grad_loss
   // * loss + grad_lse * lse + grad_entropy * entropy). The upstream gradients grad_loss, grad_lse and
   // grad_entropy have the shape () or target's shape. _cross_entropy_rows returns the gradient as a new
   // tensor, if `gradient` is set. _cross_entropy_rows_ writes it into the logits.
-  const std::string each =
-      ", Tensor? grad_loss=None, Tensor? grad_lse=None, Tensor? grad_entropy=None, bool stats=False";
-  m.def(("_cross_entropy_rows(Tensor logits, " + of_logits + each +
-         ", bool gradient=False) -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax, Tensor "
-         "grad_logits)")
-            .c_str());
-  m.def(("_cross_entropy_rows_(Tensor(a!) logits, " + of_logits + each +
-         ") -> (Tensor loss, Tensor lse, Tensor entropy, Tensor argmax)")
-            .c_str());
+  define<CrossEntropyRowsCall<false>, CrossEntropyResult>(m, "_cross_entropy_rows");
+  define<CrossEntropyRowsCall<true>, RowsResult>(m, "_cross_entropy_rows_");
   // Computes for each token the divergence between two softmax distributions, a teacher's and a student's.
   // The student's is the softmax of (hidden W^T + bias) / temperature. Logits exist for one chunk of tokens
   // at a time.
@@ -103,20 +78,13 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // The student's layer has the same arguments as in linear_cross_entropy. The teacher's layer has its own
   // number of features, no LoRA pair (lora_hidden, lora_B), and no gradient. Tokens whose target (...) int64
   // is ignore_index are ignored.
-  const std::string distilled =
-      "(Tensor hidden, Tensor weight, Tensor teacher_hidden, Tensor teacher_weight, Tensor? bias=None, "
-      "Tensor? teacher_bias=None, *, " +
-      layer + quantized("teacher_") +
-      "Tensor? target=None, int ignore_index=-100, str divergence='forward_kl', float beta=0.5, float "
-      "temperature=1., int workspace_mb=0";
-  m.def(("linear_distillation" + distilled + ", str reduction='mean') -> Tensor").c_str());
+  m.def(("linear_distillation(" + schema_of<DistillationCall>() + ") -> Tensor").c_str());
   // Computes the loss of each token for linear_distillation; hidden has the shape (tokens, features).
   // output_mask requests gradients of sum(grad_loss * loss), where grad_loss has the shape () or (tokens). A
   // gradient that is not requested is returned empty. averaged tells that grad_loss is about 1 / tokens, as
   // in _linear_cross_entropy_rows.
-  m.def(("_linear_distillation_rows" + distilled +
-         ", Tensor? grad_loss=None, bool averaged=False, bool[5] output_mask=[False, False, False, False, "
-         "False]) -> (Tensor loss, " +
-         gradients)
-            .c_str());
+  define<DistillationRowsCall, DistillationResult>(m, "_linear_distillation_rows");
 }
+
+}  // namespace
+}  // namespace shoestring::losses

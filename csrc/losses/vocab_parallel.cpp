@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "losses/head.h"
+#include "losses/linear_cross_entropy.h"
 
 namespace shoestring::losses {
 namespace {
@@ -25,24 +26,21 @@ Tensor owned(const Tensor& target, int64_t first, const c10::SymInt& classes) {
 
 // Implements linear_cross_entropy_shard. If a token's target is in another shard, class 0 replaces it. The
 // token's loss is then not used, and its log-sum-exp does not depend on the target.
-void shard(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const BoxedArguments a(op, *stack);
-  const Tensor target = a.tensor("target");
-  const int64_t first = a["first_class"].toInt();
-  const Tensor counted = target.ne(a["ignore_index"].toInt());
-  const Tensor here = owned(target, first, Head(a).vocab).logical_and(counted);
+void shard(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  using Call = LinearCrossEntropyShardCall<LinearCrossEntropyOptions>;
+  auto call = read_fields<Call>(*stack);
+  const Tensor& target = call.target;
+  const int64_t first = call.first_class;
+  const Tensor counted = target.ne(call.options.ignore_index());
+  const auto vocab = vocab_of(call.hidden, call.weight, call.options.absmax().has_value());
+  const Tensor here = owned(target, first, vocab).logical_and(counted);
   const Tensor local =
       target.sub(first).masked_fill(here.logical_not(), 0).masked_fill(counted.logical_not(), kIgnored);
-  NamedArguments arguments{{"target", local}, {"ignore_index", kIgnored}, {"reduction", "none"}};
-  for (const c10::Argument& argument : op.schema().arguments()) {
-    const std::string& name = argument.name();
-    if (name != "target" && name != "ignore_index" && name != "first_class")
-      arguments.emplace_back(name, a[name.c_str()]);
-  }
-  const auto stats = call_by_name("shoestring::linear_cross_entropy_with_stats", arguments);
-  const Tensor token_loss = stats[1].toTensor(), lse = stats[2].toTensor();
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  torch::jit::push(*stack, lse, (lse - token_loss).masked_fill(here.logical_not(), 0));
+  call.options.ignore_index(kIgnored).reduction("none");
+  const auto stats =
+      linear_cross_entropy_with_stats(call.hidden, call.weight, local, call.bias, call.options);
+  torch::jit::drop(*stack, count_of<Call>());
+  torch::jit::push(*stack, stats.lse, (stats.lse - stats.token_loss).masked_fill(here.logical_not(), 0));
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
@@ -101,24 +99,9 @@ LinearCrossEntropyShard linear_cross_entropy_shard(const Tensor& hidden, const T
                                                    const Tensor& target, int64_t first_class,
                                                    const std::optional<Tensor>& bias,
                                                    const LinearCrossEntropyShardOptions& o) {
-  const auto out =
-      call_by_name("shoestring::linear_cross_entropy_shard", {{"hidden", hidden},
-                                                              {"weight", weight},
-                                                              {"target", target},
-                                                              {"bias", bias},
-                                                              {"first_class", first_class},
-                                                              {"ignore_index", o.ignore_index()},
-                                                              {"softcap", o.softcap()},
-                                                              {"logit_scale", o.logit_scale()},
-                                                              {"lora_hidden", o.lora_hidden()},
-                                                              {"lora_B", o.lora_B()},
-                                                              {"absmax", o.absmax()},
-                                                              {"nested", o.nested()},
-                                                              {"quant_type", o.quant_type()},
-                                                              {"block_size", o.block_size()},
-                                                              {"weight_grad", o.weight_grad()},
-                                                              {"workspace_mb", o.workspace_mb()}});
-  return {out[0].toTensor(), out[1].toTensor()};
+  using Call = losses::LinearCrossEntropyShardCall<LinearCrossEntropyShardOptions>;
+  static const Operator<Call, losses::ShardResult> op("shoestring::linear_cross_entropy_shard");
+  return op({hidden, weight, target, bias, first_class, o});
 }
 
 Tensor vocab_parallel_linear_cross_entropy(const Tensor& hidden, const Tensor& weight, const Tensor& given,

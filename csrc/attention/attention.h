@@ -9,8 +9,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
+#include <shoestring/ops.h>
+
 #include "attention/attention_table.h"
-#include "core/call.h"
+#include "core/arguments.h"
 
 namespace shoestring::attend {
 
@@ -23,15 +25,26 @@ enum Input { kQ, kK, kV, kBias, kSinks, kInputs };
 using Mask = std::array<bool, kInputs>;
 using Gradients = std::array<Tensor, kInputs>;
 
-/// Names of the arguments of the attention operators that are not tensors. Autograd saves the arguments under
-/// these names.
-constexpr const char* kOptions[] = {"causal", "window_size", "softcap",
-                                    "scale",  "dropout_p",   "deterministic"};
+/// The arguments of the operators attention and attention_with_lse.
+struct Arguments {
+  Tensor q, k, v;
+  AttentionOptions options;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("q", self.q);
+    visit("k", self.k);
+    visit("v", self.v);
+    detail::Fields::attention(self.options, visit);
+  }
+  /// Returns the inputs in the order of the enum Input.
+  std::array<OptionalTensor, kInputs> inputs() const { return {q, k, v, options.bias(), options.sinks()}; }
+};
 
 /// The checked arguments of a call of an attention operator. Tensor sizes may be symbolic until problem() is
 /// called.
 struct Call {
-  explicit Call(const BoxedArguments& arguments);
+  explicit Call(const Arguments& arguments);
 
   bool packed() const { return cu_seqlens_q.has_value(); }
   at::SymDimVector out_sizes() const;
@@ -66,6 +79,12 @@ Tensor with_features_together(const Tensor& t);
 struct Result {
   Tensor out;  // attention output, allocated by empty_out()
   Tensor lse;  // log-sum-exp of each query, shape lse_sizes(), fp64 if q is fp64, else fp32
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("out", self.out);
+    visit("lse", self.lse);
+  }
 };
 
 /// Inputs of attention's backward besides the arguments of forward. Backward computes the gradients of
@@ -75,7 +94,47 @@ struct Upstream {
   Tensor grad_out;
   OptionalTensor grad_lse;
   Tensor out, lse;
-  Mask mask;
+  Mask mask{};
+};
+
+/// The arguments of _attention_backward.
+struct BackwardArguments : Upstream {
+  Arguments forward;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("grad_out", self.grad_out);
+    visit.required("grad_lse", self.grad_lse);
+    visit("out", self.out);
+    visit("lse", self.lse);
+    visit.required("output_mask", self.mask);
+    Arguments::fields(self.forward, visit);
+  }
+};
+
+/// Reads Arguments or BackwardArguments from the stack.
+template <class T>
+T read_arguments(const torch::jit::Stack& stack) {
+  static const size_t place = count_of<T>() - index_of<T>("window_size");
+  const int64_t numbers = stack[stack.size() - place].toIntList().size();
+  TORCH_CHECK(numbers == 2, kOp,
+              ": window_size: expected two numbers, of tokens to the left and to the right, received ",
+              numbers);
+  return read_fields<T>(stack);
+}
+
+/// The results of _attention_backward. A gradient that is not requested is an empty tensor.
+struct BackwardResults {
+  Gradients gradients;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("grad_q", self.gradients[kQ]);
+    visit("grad_k", self.gradients[kK]);
+    visit("grad_v", self.gradients[kV]);
+    visit("grad_bias", self.gradients[kBias]);
+    visit("grad_sinks", self.gradients[kSinks]);
+  }
 };
 
 Result forward_cpu(const Call& call);

@@ -11,98 +11,76 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kDifferentiable[] = {"q", "k", "v", "bias", "sinks"};
-constexpr const char* kTensors[] = {"alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seed"};
-
 // Autograd of attention. Saves the inputs, the output and the log-sum-exp of each query. Backward recomputes
 // the scores.
 class Attention : public torch::autograd::Function<Attention> {
  public:
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const OptionalTensor& bias, const OptionalTensor& sinks,
-                               NamedArguments others) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*q*/, const Tensor& /*k*/,
+                               const Tensor& /*v*/, const OptionalTensor& /*bias*/,
+                               const OptionalTensor& /*sinks*/, const Arguments& arguments) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const OptionalTensor inputs[] = {q, k, v, bias, sinks};
-    variable_list saved;
-    Mask mask{};
-    for (int i = 0; i < kInputs; ++i) {
-      mask[i] = inputs[i] && inputs[i]->requires_grad();
-      saved.push_back(inputs[i].value_or(Tensor()));
-    }
-    for (const char* name : kTensors) {
-      const c10::IValue value = value_of(others, name);
-      saved.push_back(value.isTensor() ? value.toTensor() : Tensor());
-    }
-    for (const char* name : kOptions) ctx->saved_data[name] = value_of(others, name);
-    ctx->saved_data["mask"] =
-        c10::List<bool>(std::initializer_list<bool>{mask[0], mask[1], mask[2], mask[3], mask[4]});
-    for (int i = 0; i < kInputs; ++i) others.emplace_back(kDifferentiable[i], inputs[i]);
-    auto stack = call_by_name("shoestring::attention_with_lse", others);
-    saved.insert(saved.end(), {stack[0].toTensor(), stack[1].toTensor()});
-    ctx->save_for_backward(saved);
+    Saved saved{arguments, {}, {}};
+    const auto inputs = arguments.inputs();
+    for (int i = 0; i < kInputs; ++i) saved.mask[i] = inputs[i] && inputs[i]->requires_grad();
+    static const Operator<Arguments, Result> op("shoestring::attention_with_lse");
+    saved.result = op(arguments);
+    save_fields(ctx, saved);
     ctx->set_materialize_grads(false);
-    return {stack[0].toTensor(), stack[1].toTensor()};
+    return {saved.result.out, saved.result.lse};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
     variable_list gradients(kInputs);
-    if (upstream[0].defined() || upstream[1].defined()) gradients = again(ctx, upstream);
+    if (upstream[0].defined() || upstream[1].defined()) gradients = again(saved_fields<Saved>(ctx), upstream);
     gradients = once_differentiable(kOp, std::move(gradients));
     gradients.push_back(Tensor());
     return gradients;
   }
 
  private:
-  static c10::IValue value_of(const NamedArguments& arguments, const std::string& name) {
-    for (const auto& [key, value] : arguments) {
-      if (key == name) return value;
-    }
-    return {};
-  }
+  struct Saved {
+    Arguments arguments;
+    Mask mask{};
+    Result result;
 
-  static variable_list again(AutogradContext* ctx, const variable_list& upstream) {
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      Arguments::fields(self.arguments, visit);
+      visit("mask", self.mask);
+      Result::fields(self.result, visit);
+    }
+  };
+
+  static variable_list again(const Saved& saved, const variable_list& upstream) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const variable_list saved = ctx->get_saved_variables();
-    const auto optional = [](const Tensor& t) { return t.defined() ? c10::IValue(t) : c10::IValue(); };
-    NamedArguments arguments;
-    size_t next = 0;
-    for (const char* name : kDifferentiable) arguments.emplace_back(name, optional(saved[next++]));
-    for (const char* name : kTensors) arguments.emplace_back(name, optional(saved[next++]));
-    for (const char* name : kOptions) arguments.emplace_back(name, ctx->saved_data[name]);
-    const Tensor out = saved[next++], lse = saved[next++];
-    arguments.emplace_back("grad_out", upstream[0].defined() ? upstream[0] : at::zeros_like(out));
-    arguments.emplace_back("grad_lse", optional(upstream[1]));
-    arguments.emplace_back("out", out);
-    arguments.emplace_back("lse", lse);
-    arguments.emplace_back("output_mask", ctx->saved_data["mask"]);
-    const auto results = call_by_name("shoestring::_attention_backward", arguments);
-    const auto mask = ctx->saved_data["mask"].toBoolList();
-    variable_list gradients;
-    for (int i = 0; i < kInputs; ++i) gradients.push_back(mask[i] ? results[i].toTensor() : Tensor());
-    return gradients;
+    static const Operator<BackwardArguments, BackwardResults> op("shoestring::_attention_backward");
+    const auto [out, lse] = saved.result;
+    const Tensor grad_out = upstream[0].defined() ? upstream[0] : at::zeros_like(out);
+    auto [gradients] = op({{grad_out, as_optional(upstream[1]), out, lse, saved.mask}, saved.arguments});
+    for (int i = 0; i < kInputs; ++i) {
+      if (!saved.mask[i]) gradients[i] = Tensor();
+    }
+    return {gradients.begin(), gradients.end()};
   }
 };
 
 template <bool kLse>
 void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const BoxedArguments arguments(op, *stack);
-  OptionalTensor inputs[kInputs];
   bool recorded = false;
-  for (int i = 0; i < kInputs; ++i) {
-    inputs[i] = arguments.optional(kDifferentiable[i]);
-    recorded |= inputs[i] && needs_grad(*inputs[i]);
+  if (at::GradMode::is_enabled()) {
+    // q, k, v, bias and sinks are the first arguments
+    const c10::IValue* first = stack->data() + stack->size() - count_of<Arguments>();
+    for (int i = 0; i < kInputs; ++i) recorded |= first[i].isTensor() && first[i].toTensor().requires_grad();
   }
   if (!recorded) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
   }
-  NamedArguments others;
-  for (const char* name : kTensors) others.emplace_back(name, arguments[name]);
-  for (const char* name : kOptions) others.emplace_back(name, arguments[name]);
-  variable_list out =
-      Attention::apply(*inputs[0], *inputs[1], *inputs[2], inputs[3], inputs[4], std::move(others));
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  const auto arguments = read_arguments<Arguments>(*stack);
+  variable_list out = Attention::apply(arguments.q, arguments.k, arguments.v, arguments.options.bias(),
+                                       arguments.options.sinks(), arguments);
+  torch::jit::drop(*stack, count_of<Arguments>());
   torch::jit::push(*stack, std::move(out[0]));
   if (kLse) torch::jit::push(*stack, std::move(out[1]));
 }

@@ -9,6 +9,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
 
 #include "attention/attention.h"
 #include "core/huge_pages.h"
@@ -42,17 +43,20 @@ Range keys_of(const kernels::AttentionProblem& p, const Sequence& s, Range queri
 /// range.
 bool is_edge(const kernels::AttentionProblem& p, const Sequence& s, Range queries, Range keys);
 
-/// A buffer of uninitialised fp32 elements.
+/// A buffer of uninitialised fp32 elements. It is no tensor, which would take longer to create than its
+/// memory.
 class Buffer {
  public:
-  explicit Buffer(int64_t count)
-      : tensor_(in_huge_pages(at::empty({count + kernels::kGemmSlack}, at::kFloat))),
-        data_(tensor_.mutable_data_ptr<float>()) {}
-  operator float*() const { return data_; }
+  explicit Buffer(int64_t count) {
+    count += kernels::kGemmSlack;
+    memory_ = c10::GetCPUAllocator()->allocate(static_cast<size_t>(count) * sizeof(float));
+    if (count >= kLarge) in_huge_pages(at::from_blob(memory_.get(), {count}, at::kFloat));
+  }
+  operator float*() const { return static_cast<float*>(memory_.get()); }
 
  private:
-  Tensor tensor_;
-  float* data_;
+  static constexpr int64_t kLarge = int64_t{1} << 20;  // smaller buffers hold no whole huge page
+  c10::DataPtr memory_;
 };
 
 /// Data pointer, strides and dtype of an fp32, bf16 or fp16 tensor with contiguous features.

@@ -4,6 +4,11 @@
 
 #include <torch/library.h>
 
+#include "attention/attention.h"
+
+namespace shoestring::attend {
+namespace {
+
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Computes softmax(softcap tanh(scale q k^T / softcap) + bias - alibi_slopes |i - j|) v, one block of
   // queries and keys at a time; i and j are the positions of query and key.
@@ -18,24 +23,22 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // attention_with_lse may have a gradient as well.
   // deterministic: True gives bitwise equal results in every run and does not use PyTorch's operators. None
   // follows torch.use_deterministic_algorithms.
-  const std::string attended =
-      "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? sinks=None, *, bool causal=False, int[] "
-      "window_size=[-1, -1], float softcap=0., float? scale=None, Tensor? alibi_slopes=None, Tensor? "
-      "cu_seqlens_q=None, Tensor? cu_seqlens_k=None, float dropout_p=0., Tensor? seed=None, bool? "
-      "deterministic=None";
-  m.def(("attention(" + attended + ") -> Tensor").c_str());
+  const std::string attended = "(" + schema_of<Arguments>() + ") -> ";
+  m.def(("attention" + attended + "Tensor").c_str());
   // Computes attention and also returns lse, the log-sum-exp of the scores and the sink. Its shape is (batch,
   // heads, queries) or, with packed sequences, (heads, queries). Its dtype is fp64 for fp64 inputs, else
   // fp32.
-  m.def(("attention_with_lse(" + attended + ") -> (Tensor out, Tensor lse)").c_str());
+  m.def(("attention_with_lse" + attended + "(" + schema_of<Result>() + ")").c_str());
   // Returns attention's gradients with respect to q, k, v, bias and sinks, as far as output_mask selects
   // them. A gradient that is not selected is returned as an empty tensor.
-  m.def(("_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[5] "
-         "output_mask, " +
-         attended + ") -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks)")
+  m.def(("_attention_backward(" + schema_of<BackwardArguments>() + ") -> (" + schema_of<BackwardResults>() +
+         ")")
             .c_str());
   // Assigns sequences to bins of at most `capacity` tokens and returns the index of each sequence's bin,
   // counted from 0. Sequences are taken by decreasing length, and each goes into the first bin with enough
   // room. lengths: (sequences), int64, on the CPU.
   m.def("pack_sequences(Tensor lengths, int capacity) -> Tensor");
 }
+
+}  // namespace
+}  // namespace shoestring::attend

@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 #include "core/huge_pages.h"
@@ -42,32 +43,25 @@ class GeluLinear : public torch::autograd::Function<GeluLinear> {
                         const OptionalTensor& bias, c10::string_view approximate, OptionalType dtype,
                         int64_t library) {
     at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({x, weight});
-    ctx->saved_data["approximate"] = std::string(approximate);
-    ctx->saved_data["type"] = dtype.value_or(x.scalar_type());
-    ctx->saved_data["library"] = library;
-    ctx->saved_data["x"] = x.requires_grad();
-    ctx->saved_data["weight"] = weight.requires_grad();
-    if (wants_grad(bias)) ctx->saved_data["bias"] = bias->scalar_type();
+    save_fields(ctx, Saved{x, weight, std::string(approximate), dtype.value_or(x.scalar_type()), library,
+                           x.requires_grad(), weight.requires_grad(), wants_grad(bias),
+                           bias ? bias->scalar_type() : at::kFloat});
     return call_gelu_linear(x, weight, bias, approximate, dtype, library);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    const variable_list saved = ctx->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &grad = upstream[0];
-    const auto approximate = ctx->saved_data["approximate"].toStringView();
-    const auto type = ctx->saved_data["type"].toScalarType();
-    const bool of_x = ctx->saved_data["x"].toBool(), of_weight = ctx->saved_data["weight"].toBool();
+    const auto saved = saved_fields<Saved>(ctx);
+    const Tensor &x = saved.x, &weight = saved.weight, &grad = upstream[0];
     Tensor grad_x, grad_weight, grad_bias, h;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto products = find<gemm::LinearGroupBackwardSignature>("shoestring::_linear_group_backward");
       const auto product = [&](const OptionalTensor& activation, size_t which) {
-        return products.call(gemm::OptionalTensors({OptionalTensor(grad)}), activation, {weight}, type,
-                             x.scalar_type(), ctx->saved_data["library"].toInt(),
+        return products.call(gemm::OptionalTensors({OptionalTensor(grad)}), activation, {weight}, saved.type,
+                             x.scalar_type(), saved.library,
                              c10::List<bool>({which == 0, which == 1}))[which];
       };
-      if (of_x) {
+      if (saved.of_x) {
         // The gradient of gelu(x) has memory of its own, in which gelu(x) replaces it.
         static auto both = find<void(Tensor&, const Tensor&, Tensor&, c10::string_view)>(
             "shoestring::_gelu_backward_value_");
@@ -78,18 +72,33 @@ class GeluLinear : public torch::autograd::Function<GeluLinear> {
           grad_x = at::empty_like(x, x.options(), at::MemoryFormat::Contiguous);
           if (!is_traced(grad_x)) grad_x = in_huge_pages(grad_x);
         }
-        both.call(h, x, grad_x, approximate);
-      } else if (of_weight) {
-        h = call_gelu(x, approximate);
+        both.call(h, x, grad_x, saved.approximate);
+      } else if (saved.of_weight) {
+        h = call_gelu(x, saved.approximate);
       }
-      if (of_weight) grad_weight = product(h.to(type), 1);
-      if (ctx->saved_data.count("bias") > 0)
-        grad_bias = sum_to_bias(grad, ctx->saved_data["bias"].toScalarType());
+      if (saved.of_weight) grad_weight = product(h.to(saved.type), 1);
+      if (saved.of_bias) grad_bias = sum_to_bias(grad, saved.bias_type);
     }
     variable_list gradients = once_differentiable("_gelu_linear", {grad_x, grad_weight, grad_bias});
     gradients.resize(6);
     return gradients;
   }
+
+ private:
+  struct Saved {
+    Tensor x, weight;
+    std::string approximate;
+    at::ScalarType type = at::kFloat;  // dtype of the product
+    int64_t library = 0;
+    bool of_x = false, of_weight = false, of_bias = false;  // whether the input needs a gradient
+    at::ScalarType bias_type = at::kFloat;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.x, self.weight, self.approximate, self.type, self.library, self.of_x, self.of_weight,
+                 self.of_bias, self.bias_type);
+    }
+  };
 };
 
 Tensor gelu_linear_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,

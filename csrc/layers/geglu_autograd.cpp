@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 #include "layers/gated.h"
@@ -23,19 +24,17 @@ class Geglu : public torch::autograd::Function<Geglu> {
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up,
                         c10::string_view approximate) {
     at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({gate, up});
-    ctx->saved_data["approximate"] = std::string(approximate);
+    save_fields(ctx, Saved{gate, up, std::string(approximate)});
     return call_geglu(gate, up, approximate);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    const variable_list saved = ctx->get_saved_variables();
-    const auto approximate = ctx->saved_data["approximate"].toStringView();
-    if (gated::may_overwrite(grad_outputs[0], saved[0], saved[1])) {
+    const auto saved = saved_fields<Saved>(ctx);
+    if (gated::may_overwrite(grad_outputs[0], saved.gate, saved.up)) {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op =
           find<void(const Tensor&, Tensor&, Tensor&, c10::string_view)>("shoestring::_geglu_backward_");
-      Tensor gate = saved[0].detach(), up = saved[1].detach();
-      op.call(grad_outputs[0], gate, up, approximate);
+      Tensor gate = saved.gate.detach(), up = saved.up.detach();
+      op.call(grad_outputs[0], gate, up, saved.approximate);
       return {gate, up, Tensor()};
     }
     std::tuple<Tensor, Tensor> gradients;
@@ -44,10 +43,21 @@ class Geglu : public torch::autograd::Function<Geglu> {
       static auto op =
           find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, c10::string_view)>(
               "shoestring::_geglu_backward");
-      gradients = op.call(grad_outputs[0], saved[0], saved[1], approximate);
+      gradients = op.call(grad_outputs[0], saved.gate, saved.up, saved.approximate);
     }
     return once_differentiable("geglu", {std::get<0>(gradients), std::get<1>(gradients), Tensor()});
   }
+
+ private:
+  struct Saved {
+    Tensor gate, up;
+    std::string approximate;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.gate, self.up, self.approximate);
+    }
+  };
 };
 
 Tensor geglu_autograd(const Tensor& gate, const Tensor& up, c10::string_view approximate) {

@@ -1,5 +1,6 @@
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 #include "layers/gated.h"
@@ -20,13 +21,12 @@ class Gelu : public torch::autograd::Function<Gelu> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, c10::string_view approximate) {
     at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({x});
-    ctx->saved_data["approximate"] = std::string(approximate);
+    save_fields(ctx, Saved{x, std::string(approximate)});
     return call_gelu(x, approximate);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    const Tensor x = ctx->get_saved_variables()[0];
-    const auto approximate = ctx->saved_data["approximate"].toStringView();
+    const auto saved = saved_fields<Saved>(ctx);
+    const auto& [x, approximate] = saved;
     if (gated::may_overwrite(grad_outputs[0], x)) {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op = find<void(const Tensor&, Tensor&, c10::string_view)>("shoestring::_gelu_backward_");
@@ -43,6 +43,17 @@ class Gelu : public torch::autograd::Function<Gelu> {
     }
     return once_differentiable("gelu", {gradient, Tensor()});
   }
+
+ private:
+  struct Saved {
+    Tensor x;
+    std::string approximate;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.x, self.approximate);
+    }
+  };
 };
 
 Tensor gelu_autograd(const Tensor& x, c10::string_view approximate) {

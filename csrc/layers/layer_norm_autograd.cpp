@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "layers/norm.h"
 
@@ -24,41 +25,52 @@ class LayerNorm : public torch::autograd::Function<LayerNorm> {
     const auto [y, sum, mean, rstd] =
         norm::call_layer_norm_forward(x, residual, weight, bias, eps, out_dtype);
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({residual.has_value() ? sum : x, weight.value_or(Tensor()),
-                            wants_grad(bias) ? *bias : Tensor(), mean, rstd});
-    ctx->saved_data["weight_grad"] = wants_grad(weight);
-    ctx->saved_data["dtype"] = x.scalar_type();
-    // Backward then also rounds the gradient of x + residual, which is the gradient of x.
-    ctx->saved_data["rounded"] = residual.has_value() && x.scalar_type() != residual->scalar_type() &&
-                                 y.scalar_type() == x.scalar_type();
+    const bool rounded = residual.has_value() && x.scalar_type() != residual->scalar_type() &&
+                         y.scalar_type() == x.scalar_type();
+    save_fields(ctx, Saved{residual.has_value() ? sum : x, weight, wants_grad(bias) ? bias : OptionalTensor(),
+                           mean, rstd, wants_grad(weight), rounded, x.scalar_type()});
     if (!residual.has_value()) return {y};
     return {y, sum};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    const variable_list saved = ctx->get_saved_variables();
+    const auto saved = saved_fields<Saved>(ctx);
     Tensor grad_sum = upstream.size() > 1 ? upstream[1] : Tensor(), grad_x, grad_weight, grad_bias;
     if (upstream[0].defined()) {
-      const bool weight_grad = ctx->saved_data["weight_grad"].toBool(), bias_grad = saved[2].defined(),
-                 rounded = ctx->saved_data["rounded"].toBool();
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor>(
           const Tensor&, const OptionalTensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
           const Tensor&, const Tensor&, bool, bool, bool)>("shoestring::_layer_norm_backward");
       std::tie(grad_sum, grad_weight, grad_bias, grad_x) =
-          op.call(upstream[0], as_optional(grad_sum), saved[0], as_optional(saved[1]), as_optional(saved[2]),
-                  saved[3], saved[4], weight_grad, bias_grad, rounded);
-      if (!rounded) grad_x = Tensor();
-      if (!weight_grad) grad_weight = Tensor();
-      if (!bias_grad) grad_bias = Tensor();
+          op.call(upstream[0], as_optional(grad_sum), saved.normalised, saved.weight, saved.bias, saved.mean,
+                  saved.rstd, saved.weight_grad, saved.bias.has_value(), saved.rounded);
+      if (!saved.rounded) grad_x = Tensor();
+      if (!saved.weight_grad) grad_weight = Tensor();
+      if (!saved.bias) grad_bias = Tensor();
     }
     // x may be narrower than the residual and the sum
-    if (!grad_x.defined() && grad_sum.defined())
-      grad_x = grad_sum.to(ctx->saved_data["dtype"].toScalarType());
+    if (!grad_x.defined() && grad_sum.defined()) grad_x = grad_sum.to(saved.dtype);
     if (upstream.size() == 1) grad_sum = Tensor();  // there is no residual
     variable_list gradients = once_differentiable("layer_norm", {grad_x, grad_sum, grad_weight, grad_bias});
     gradients.resize(6);  // no gradients for eps and out_dtype
     return gradients;
   }
+
+ private:
+  struct Saved {
+    Tensor normalised;
+    OptionalTensor weight, bias;  // the bias is saved only if its gradient is wanted
+    Tensor mean, rstd;
+    bool weight_grad = false;
+    // Whether backward also rounds the gradient of x + residual, which then is the gradient of x.
+    bool rounded = false;
+    at::ScalarType dtype = at::kFloat;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.normalised, self.weight, self.bias, self.mean, self.rstd, self.weight_grad,
+                 self.rounded, self.dtype);
+    }
+  };
 };
 
 Tensor layer_norm_autograd(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "layers/norm.h"
 
@@ -24,36 +25,49 @@ class RmsNorm : public torch::autograd::Function<RmsNorm> {
     const auto [y, sum, rstd] =
         norm::call_rms_norm_forward(x, residual, weight, eps, offset, upcast, out_dtype);
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({residual.has_value() ? sum : x, weight.value_or(Tensor()), rstd});
-    ctx->saved_data["offset"] = offset;
-    ctx->saved_data["narrow"] = residual.has_value() && x.scalar_type() != residual->scalar_type();
-    ctx->saved_data["dtype"] = x.scalar_type();
-    ctx->saved_data["weight_grad"] = wants_grad(weight);
+    const bool narrow = residual.has_value() && x.scalar_type() != residual->scalar_type();
+    save_fields(ctx, Saved{residual.has_value() ? sum : x, weight, rstd, offset, wants_grad(weight), narrow,
+                           x.scalar_type()});
     if (!residual.has_value()) return {y};
     return {y, sum};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    const variable_list saved = ctx->get_saved_variables();
-    const bool narrow = ctx->saved_data["narrow"].toBool();
+    const auto saved = saved_fields<Saved>(ctx);
     Tensor grad_sum = upstream.size() > 1 ? upstream[1] : Tensor(), grad_x, grad_weight;
     if (upstream[0].defined()) {
-      const bool weight_grad = ctx->saved_data["weight_grad"].toBool();
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op =
           find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&,
                                                   const OptionalTensor&, const Tensor&, double, bool, bool)>(
               "shoestring::_rms_norm_backward");
       std::tie(grad_sum, grad_weight, grad_x) =
-          op.call(upstream[0], as_optional(grad_sum), saved[0], as_optional(saved[1]), saved[2],
-                  ctx->saved_data["offset"].toDouble(), weight_grad, narrow);
-      if (!weight_grad) grad_weight = Tensor();
-    } else if (narrow && grad_sum.defined()) {
-      grad_x = grad_sum.to(ctx->saved_data["dtype"].toScalarType());
+          op.call(upstream[0], as_optional(grad_sum), saved.normalised, saved.weight, saved.rstd,
+                  saved.offset, saved.weight_grad, saved.narrow);
+      if (!saved.weight_grad) grad_weight = Tensor();
+    } else if (saved.narrow && grad_sum.defined()) {
+      grad_x = grad_sum.to(saved.dtype);
     }
-    if (!narrow) grad_x = grad_sum;
+    if (!saved.narrow) grad_x = grad_sum;
     variable_list g = once_differentiable("rms_norm", {grad_x, grad_sum, grad_weight});
-    return {narrow ? g[0] : g[1], upstream.size() > 1 ? g[1] : Tensor(), g[2], {}, {}, {}, {}};
+    return {saved.narrow ? g[0] : g[1], upstream.size() > 1 ? g[1] : Tensor(), g[2], {}, {}, {}, {}};
   }
+
+ private:
+  struct Saved {
+    Tensor normalised;
+    OptionalTensor weight;
+    Tensor rstd;
+    double offset = 0;
+    bool weight_grad = false;
+    bool narrow = false;  // whether x has another dtype than the residual
+    at::ScalarType dtype = at::kFloat;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.normalised, self.weight, self.rstd, self.offset, self.weight_grad, self.narrow,
+                 self.dtype);
+    }
+  };
 };
 
 Tensor rms_norm_autograd(const Tensor& x, const OptionalTensor& weight, double eps, double offset,

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 
 namespace shoestring::layers {
@@ -37,33 +38,42 @@ class Rope : public torch::autograd::Function<Rope> {
     const auto [new_q, new_k] =
         call_rope(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
     const bool normed = q_weight.has_value();
-    ctx->save_for_backward({normed ? q : Tensor(), normed ? k : Tensor(), cos, sin,
-                            position_ids.value_or(Tensor()), q_weight.value_or(Tensor()),
-                            k_weight.value_or(Tensor())});
-    ctx->saved_data["rotary_dim"] = rotary_dim;
-    ctx->saved_data["interleaved"] = interleaved;
-    ctx->saved_data["eps"] = eps;
-    ctx->saved_data["offset"] = offset;
-    ctx->saved_data["weight_grad"] = wants_grad(q_weight) || wants_grad(k_weight);
+    const OptionalTensor none;
+    save_fields(ctx, Saved{normed ? OptionalTensor(q) : none, normed ? OptionalTensor(k) : none, position_ids,
+                           q_weight, k_weight, cos, sin, rotary_dim, interleaved,
+                           wants_grad(q_weight) || wants_grad(k_weight), eps, offset});
     return {new_q, new_k};
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
-    const variable_list saved = ctx->get_saved_variables();
-    const bool weight_grad = ctx->saved_data["weight_grad"].toBool();
+    const auto saved = saved_fields<Saved>(ctx);
     Tensor to_q, to_k, to_q_weight, to_k_weight;
     {
       at::AutoDispatchBelowADInplaceOrView below;
       static auto op = find<RopeBackwardSignature>("shoestring::_rope_backward");
-      std::tie(to_q, to_k, to_q_weight, to_k_weight) = op.call(
-          upstream[0], upstream[1], as_optional(saved[0]), as_optional(saved[1]), saved[2], saved[3],
-          ctx->saved_data["rotary_dim"].toOptional<int64_t>(), ctx->saved_data["interleaved"].toBool(),
-          as_optional(saved[4]), as_optional(saved[5]), as_optional(saved[6]),
-          ctx->saved_data["eps"].toDouble(), ctx->saved_data["offset"].toDouble(), weight_grad);
+      std::tie(to_q, to_k, to_q_weight, to_k_weight) =
+          op.call(upstream[0], upstream[1], saved.q, saved.k, saved.cos, saved.sin, saved.rotary_dim,
+                  saved.interleaved, saved.position_ids, saved.q_weight, saved.k_weight, saved.eps,
+                  saved.offset, saved.weight_grad);
     }
-    if (!weight_grad) to_q_weight = to_k_weight = Tensor();
+    if (!saved.weight_grad) to_q_weight = to_k_weight = Tensor();
     const variable_list g = once_differentiable("rope", {to_q, to_k, to_q_weight, to_k_weight});
     return {g[0], g[1], {}, {}, {}, {}, {}, g[2], g[3], {}, {}};
   }
+
+ private:
+  struct Saved {
+    OptionalTensor q, k, position_ids, q_weight, k_weight;
+    Tensor cos, sin;
+    std::optional<int64_t> rotary_dim;
+    bool interleaved = false, weight_grad = false;
+    double eps = 0, offset = 0;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.q, self.k, self.position_ids, self.q_weight, self.k_weight, self.cos, self.sin,
+                 self.rotary_dim, self.interleaved, self.weight_grad, self.eps, self.offset);
+    }
+  };
 };
 
 std::tuple<Tensor, Tensor> rope_autograd(const Tensor& q, const Tensor& k, const Tensor& cos,

@@ -1,5 +1,6 @@
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 
@@ -21,15 +22,24 @@ class SeededDropout : public torch::autograd::Function<SeededDropout> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& seed, double p) {
     at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({seed});
-    ctx->saved_data["p"] = p;
+    save_fields(ctx, Saved{seed, p});
     return call_seeded_dropout(x, seed, p);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    return {
-        call_seeded_dropout(grad_outputs[0], ctx->get_saved_variables()[0], ctx->saved_data["p"].toDouble()),
-        Tensor(), Tensor()};
+    const auto saved = saved_fields<Saved>(ctx);
+    return {call_seeded_dropout(grad_outputs[0], saved.seed, saved.p), Tensor(), Tensor()};
   }
+
+ private:
+  struct Saved {
+    Tensor seed;
+    double p = 0;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.seed, self.p);
+    }
+  };
 };
 
 Tensor seeded_dropout_autograd(const Tensor& x, const Tensor& seed, double p) {

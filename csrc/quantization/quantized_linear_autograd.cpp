@@ -2,6 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 
@@ -28,35 +29,46 @@ class QuantizedLinear : public torch::autograd::Function<QuantizedLinear> {
                         std::string quant_type, int64_t block_size) {
     at::AutoDispatchBelowADInplaceOrView below;
     static auto op = find<QuantizedLinearSignature>("shoestring::quantized_linear");
-    ctx->save_for_backward({packed, absmax, nested.value_or(Tensor())});
-    ctx->saved_data["in_features"] = x.sym_size(-1);
-    ctx->saved_data["quant_type"] = quant_type;
-    ctx->saved_data["block_size"] = block_size;
-    ctx->saved_data["by_x"] = x.requires_grad();
-    ctx->saved_data["by_bias"] = wants_grad(bias);
-    if (bias.has_value()) ctx->saved_data["bias_type"] = bias->scalar_type();
+    save_fields(ctx, Saved{packed, absmax, nested, x.sym_size(-1), quant_type, block_size, x.requires_grad(),
+                           wants_grad(bias), bias ? bias->scalar_type() : at::kFloat});
     return op.call(x, packed, absmax, nested, bias, out_features, quant_type, block_size);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
     const Tensor& grad = grad_outputs[0];
-    variable_list saved = ctx->get_saved_variables(), gradients(2);
+    const auto saved = saved_fields<Saved>(ctx);
+    variable_list gradients(2);
     {
       at::AutoDispatchBelowADInplaceOrView below;
-      if (ctx->saved_data["by_x"].toBool()) {
+      if (saved.by_x) {
         static auto op = find<QuantizedLinearBackwardSignature>("shoestring::_quantized_linear_backward");
-        gradients[0] = op.call(
-            grad, saved[0], saved[1], as_optional(saved[2]), ctx->saved_data["in_features"].toSymInt(),
-            ctx->saved_data["quant_type"].toStringView(), ctx->saved_data["block_size"].toInt());
+        gradients[0] = op.call(grad, saved.packed, saved.absmax, saved.nested, saved.in_features,
+                               saved.quant_type, saved.block_size);
       }
-      if (ctx->saved_data["by_bias"].toBool()) {
-        gradients[1] = sum_to_bias(grad, ctx->saved_data["bias_type"].toScalarType());
-      }
+      if (saved.by_bias) gradients[1] = sum_to_bias(grad, saved.bias_type);
     }
     gradients = once_differentiable("quantized_linear", std::move(gradients));
     Tensor none;
     return {gradients[0], none, none, none, gradients[1], none, none, none};
   }
+
+ private:
+  struct Saved {
+    Tensor packed, absmax;
+    OptionalTensor nested;
+    c10::SymInt in_features;
+    std::string quant_type;
+    int64_t block_size = 0;
+    // by_x, by_bias: whether x and the bias need a gradient
+    bool by_x = false, by_bias = false;
+    at::ScalarType bias_type = at::kFloat;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.packed, self.absmax, self.nested, self.in_features, self.quant_type, self.block_size,
+                 self.by_x, self.by_bias, self.bias_type);
+    }
+  };
 };
 
 Tensor quantized_linear_autograd(const Tensor& x, const Tensor& packed, const Tensor& absmax,

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <torch/nn/init.h>
 
+#include <shoestring/embedding.h>
 #include <shoestring/nn/embedding.h>
 #include <shoestring/placeholder.h>
 
@@ -84,7 +85,7 @@ Tensor AdaptableEmbeddingImpl::gain(const std::string& adapter_name) const {
 }
 
 Tensor AdaptableEmbeddingImpl::lookup(const Tensor& ids, const Tensor& table) const {
-  return at::embedding(table, ids, options.padding_idx().value_or(-1));
+  return embedding(ids, table, EmbeddingOptions().padding_idx(options.padding_idx()));
 }
 
 Tensor AdaptableEmbeddingImpl::forward(const Tensor& ids) {

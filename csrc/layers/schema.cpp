@@ -7,6 +7,13 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // only on the seed, one int64, and the index of the element. Backward recomputes the mask instead of saving
   // it.
   m.def("seeded_dropout(Tensor x, Tensor seed, float p) -> Tensor");
+  // embedding returns the rows ids (any shape, int64 or int32) of weight (rows, features).
+  // _embedding_backward returns the dense gradient of the weight. The row padding_idx gets no gradient;
+  // scale_grad_by_freq divides the gradient of a row by the number of its ids.
+  m.def(R"(embedding(Tensor ids, Tensor weight, *, int? padding_idx=None,
+      bool scale_grad_by_freq=False) -> Tensor)");
+  m.def(R"(_embedding_backward(Tensor grad_output, Tensor ids, SymInt rows, int? padding_idx,
+      bool scale_grad_by_freq) -> Tensor)");
   // swiglu returns silu(gate) * up, and _swiglu_backward returns the gradients of gate and up.
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("_swiglu_backward(Tensor grad_output, Tensor gate, Tensor up) -> (Tensor, Tensor)");

@@ -11,6 +11,7 @@ from shoestring.adapters.lora_linear import (
 from shoestring.attention.attention import AttentionResult, attention, attention_reference
 from shoestring.gemm.addmm import addmm_, addmm_reference
 from shoestring.gemm.linear import linear, linear_group, linear_reference
+from shoestring.layers.embedding import embedding, embedding_reference
 from shoestring.layers.geglu import geglu, geglu_reference
 from shoestring.layers.gelu import gelu, gelu_reference
 from shoestring.layers.layer_norm import (
@@ -109,6 +110,8 @@ __all__ = [
     "dequantize_int8_reference",
     "dequantize_state_4bit",
     "dequantize_state_4bit_reference",
+    "embedding",
+    "embedding_reference",
     "foreach_norm",
     "foreach_norm_reference",
     "geglu",

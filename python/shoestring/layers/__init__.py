@@ -1,1 +1,1 @@
-"""Norms, rotary embeddings, gated activations and dropout."""
+"""Embeddings, norms, rotary embeddings, gated activations and dropout."""

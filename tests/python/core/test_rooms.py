@@ -48,6 +48,7 @@ HEADERS = {
     "placeholder.h": "core",
     "version.h": "core",
     "safetensors.h": "files",
+    "embedding.h": "layers",
     "linear.h": "gemm",
     "nn/plain_linear.h": "gemm",
     "nn/quantized_linear.h": "quantization",

@@ -167,20 +167,8 @@ def test_options_are_switches() -> None:
         report = shoestring.patch(model, projections=False, attention=False, **{option: False})
         assert part not in str(report) and len(report.changes) > 1
         report.undo()
-    assert (
-        len(
-            shoestring.patch(
-                model,
-                projections=False,
-                attention=False,
-                norms=False,
-                rope=False,
-                mlp=False,
-                linear=False,
-            ).changes
-        )
-        == 1
-    )
+    off = dict.fromkeys(("projections", "attention", "norms", "rope", "mlp", "linear", "embedding"), False)
+    assert len(shoestring.patch(model, **off).changes) == 1
 
 
 def test_copies_and_files_are_plain_and_hooks_run() -> None:

@@ -25,7 +25,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alone(model: Any, linear: bool | None = True) -> shoestring.PatchReport:
-    return shoestring.patch(model, attention=False, norms=False, rope=False, mlp=False, linear=linear)
+    off = dict.fromkeys(("attention", "norms", "rope", "mlp", "embedding"), False)
+    return shoestring.patch(model, linear=linear, **off)
 
 
 def build_bert() -> Any:

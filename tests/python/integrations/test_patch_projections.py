@@ -53,13 +53,12 @@ def test_same_loss_and_gradients(case: str, first: bool) -> None:
     name, options, fused = CASES[case]
     extra = {"num_local_experts": 4} if name == "Mixtral" else {"head_dim": 16} if name == "Gemma" else {}
     plain, patched = adapt(build(name, **extra), **options), build(name, **extra)
+    off = dict.fromkeys(("attention", "norms", "rope", "mlp", "linear", "embedding"), False)
     if first:
-        report = shoestring.patch(patched, attention=False, norms=False, rope=False, mlp=False, linear=False)
+        report = shoestring.patch(patched, **off)
         adapt(patched, **options)
     else:
-        report = shoestring.patch(
-            adapt(patched, **options), attention=False, norms=False, rope=False, mlp=False, linear=False
-        )
+        report = shoestring.patch(adapt(patched, **options), **off)
     assert len(report.changes) == 1 + fused, str(report)
     for ours, expected in zip(step(patched), step(plain), strict=True):
         assert relative_error(ours, expected) <= 2e-5

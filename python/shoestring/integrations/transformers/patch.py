@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.integrations.transformers.attention import use_attention
 from shoestring.integrations.transformers.elementwise import fuse_dropouts, fuse_gelus
+from shoestring.integrations.transformers.embeddings import fuse_embeddings
 from shoestring.integrations.transformers.head import has_meta, weights
 from shoestring.integrations.transformers.head_norms import fuse_head_norms
 from shoestring.integrations.transformers.layers import fuse_mlps, fuse_norms, fuse_rotations
@@ -91,6 +92,7 @@ def patch(
     mlp: bool = True,
     linear: bool | None = None,
     dropout: bool = True,
+    embedding: bool = True,
     workspace_mb: int = 0,
 ) -> PatchReport:
     """Make a Hugging Face transformers model use fused operators, and a language model need no logits.
@@ -148,8 +150,8 @@ def patch(
     their results can differ in the last bits; ``linear=False`` rules this out. A choice is measured once in a
     process for each shape, and the report says what time and memory the measurements took.
 
-    Dropout: modules of ``nn.Dropout`` use ``shoestring.seeded_dropout``, which stores no mask. Its random
-    numbers differ from PyTorch's, so a run with dropout drops other elements than an unpatched run.
+    Embeddings: trainable ``nn.Embedding`` modules on the CPU use ``shoestring.embedding``, whose backward
+    writes the dense gradient in one pass.
 
     Only this model instance changes: it gets its own class, derived from its former class and with the same
     name. A deep copy or a pickle of the model has no changes. ``save_pretrained`` writes the same files
@@ -164,8 +166,8 @@ def patch(
         projections: False computes query, key and value one after the other, and leaves MLPs with adapters
             unchanged.
         attention: False leaves the attention implementation unchanged.
-        norms, rope, mlp, dropout: False leaves norms, rotary embeddings, the activations of MLPs or dropout
-            unchanged.
+        norms, rope, mlp, dropout, embedding: False leaves norms, rotary embeddings, the activations of MLPs,
+            dropout or embeddings unchanged.
         linear: whether trainable dense layers use shoestring's operators. False: none. True: measures each
             product of this model's layers, chooses the faster library for each, and leaves a layer to PyTorch
             if PyTorch is faster over all. None: uses them where whole training steps were measured faster.
@@ -234,6 +236,7 @@ def patch(
             (mlp, fuse_gelus),
             (mlp, fuse_gelu_mlps),
             (dropout, fuse_dropouts),
+            (embedding, fuse_embeddings),
             (norms, fuse_post_norms),
             (norms and rope and run is not None, functools.partial(fuse_head_norms, run=trial)),
             (norms and run is not None, functools.partial(fuse_residuals, run=trial)),

@@ -48,15 +48,6 @@ SHOESTRING_INLINE F32 rounded_of_elements(BFloat16, F32 x) {
   return as_float(round_upper_half(x) & 0xffff0000u);
 }
 
-// Prefetches the memory `ahead` elements after p, which holds elements of the next rows. Otherwise the memory
-// bus would be idle while a pass works on cached data.
-template <bool kWrite = false, class T>
-SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T)))
-    __builtin_prefetch(p + ahead + i, kWrite, 2);
-}
-
 // Computes kSums sums, each over all elements of a row. body(offset, count, sums) adds register k of each
 // step to sums[..][k % kChains].
 template <int kSums, class Body>

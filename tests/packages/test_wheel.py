@@ -112,7 +112,7 @@ def test_its_libraries_find_pytorch_without_a_path_of_this_machine(
 def test_it_installs_and_trains_without_a_compiler(
     made: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    python = environment(tmp_path / "env", closure(["torch", "numpy", "safetensors"]) | {"pip"})
+    python = environment(tmp_path / "env", closure(["torch", "numpy"]) | {"pip"})
     (tmp_path / "start.py").write_text(QUICK_START)
     work = tmp_path / "work"
     work.mkdir()
@@ -139,7 +139,7 @@ def test_it_installs_and_trains_without_a_compiler(
 
 def test_pip_refuses_it_where_pytorch_is_of_another_minor(made: tuple[Path, str], tmp_path: Path) -> None:
     """One line of pip's own says which PyTorch the wheel requires."""
-    python = environment(tmp_path / "env", ["pip", "safetensors"])
+    python = environment(tmp_path / "env", ["pip"])
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     other = site / "torch-2.99.0.dist-info"
     other.mkdir()

@@ -29,11 +29,6 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.class_<State>("OffloadedState")
       .def(torch::init(&make_state))
       .def("chunks", &State::chunks)
-      .def("piece",
-           [](const c10::intrusive_ptr<State>& s, int64_t chunk, int64_t first, int64_t last) {
-             const auto [from, to, first_block, offset, blocks] = s->piece(chunk, first, last);
-             return std::vector<int64_t>{from, to, first_block, offset, blocks};
-           })
       .def("total", [](const c10::intrusive_ptr<State>& s) { return s->total(); })
       .def("start", &State::start)
       .def("take", &State::take)

@@ -42,19 +42,26 @@ std::unique_ptr<LowMemoryOptimizer> make_by_name(const std::string& name) {
   return found->second();
 }
 
-/// Sets all options, or raises before any has changed.
-void read_options(const Options& values, LowMemoryOptions& to) {
-  const auto read = to.clone();
-  auto& options = static_cast<LowMemoryOptions&>(*read);
+/// Sets all options without checking their ranges. Returns the learning rate if it is a tensor.
+Tensor read_unchecked(const Options& values, LowMemoryOptions& options) {
   Tensor lr;
   for (const Field& field : Access::fields(options)) {
     const c10::IValue value = values.at(field.name);
     if (value.isTensor()) {
       lr = value.toTensor();  // only a learning rate can be a tensor
     } else {
-      std::visit([&](auto* place) { read_value(value, *place); }, field.value);
+      const bool fits = std::visit([&](auto* place) { return read_value(value, *place); }, field.value);
+      expect(fits, Access::rule(options).name, field.name, expected_of(field), "another type");
     }
   }
+  return lr;
+}
+
+/// Sets all options, or raises before any has changed.
+void read_options(const Options& values, LowMemoryOptions& to) {
+  const auto read = to.clone();
+  auto& options = static_cast<LowMemoryOptions&>(*read);
+  const Tensor lr = read_unchecked(values, options);
   Access::check(options);
   Access::assign(to, options);
   Access::lr_tensor(to) = lr;
@@ -75,14 +82,35 @@ class OptimizerCore : public torch::CustomClassHolder {
   void add_group(const std::vector<Tensor>& params, const Options& options,
                  const std::vector<std::vector<std::string>>& split, const std::vector<int64_t>& pieces,
                  at::Device device) {
-    auto own = std::unique_ptr<LowMemoryOptions>(
-        static_cast<LowMemoryOptions*>(optimizer_->defaults().clone().release()));
+    auto own = clone_defaults();
     read_options(options, *own);
     for (size_t i = 0; i < split.size(); ++i) {
       if (split[i].empty() && pieces[i] == 0) continue;
       core().shards[params[i].unsafeGetTensorImpl()] = {split[i], pieces[i], device.type()};
     }
     optimizer_->add_param_group({params, std::move(own)});
+  }
+  /// Returns the names of the options of a group.
+  std::vector<std::string> option_names() {
+    std::vector<std::string> names;
+    for (const Field& field : Access::fields(defaults())) names.emplace_back(field.name);
+    return names;
+  }
+  /// Raises if an option of a group is invalid.
+  void check_options(const Options& options) { read_options(options, *clone_defaults()); }
+  /// Returns the state tensors of a parameter of a group with these options, in the order of the operator's
+  /// arguments: the name, an empty tensor of the dtype with as many elements as 256 elements of the parameter
+  /// have, and whether the state tensor has the parameter's shape.
+  std::vector<std::tuple<std::string, Tensor, bool>> parts(const Options& options, const std::string& state,
+                                                           bool remainder) {
+    const auto own = clone_defaults();
+    read_unchecked(options, *own);
+    std::vector<std::tuple<std::string, Tensor, bool>> found;
+    for (const Part& part : detail::parts(Access::rule(*own), {state, remainder, at::kCPU, at::kCPU})) {
+      const auto like = at::empty({part.per_block}, at::TensorOptions(at::kMeta).dtype(part.dtype));
+      found.emplace_back(part.name, like, part.shaped);
+    }
+    return found;
   }
   void pop_group() { optimizer_->param_groups().pop_back(); }
   void set_options(int64_t group, const Options& options) {
@@ -201,6 +229,10 @@ class OptimizerCore : public torch::CustomClassHolder {
 
  private:
   Core& core() { return Access::core(*optimizer_); }
+  const LowMemoryOptions& defaults() { return static_cast<LowMemoryOptions&>(optimizer_->defaults()); }
+  std::unique_ptr<LowMemoryOptions> clone_defaults() {
+    return std::unique_ptr<LowMemoryOptions>(static_cast<LowMemoryOptions*>(defaults().clone().release()));
+  }
 
   std::unique_ptr<LowMemoryOptimizer> optimizer_;
 };
@@ -211,6 +243,9 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.class_<OptimizerCore>("OptimizerCore")
       .def(torch::init<std::string, std::string>())
       .def("add_group", &OptimizerCore::add_group)
+      .def("option_names", &OptimizerCore::option_names)
+      .def("check_options", &OptimizerCore::check_options)
+      .def("parts", &OptimizerCore::parts)
       .def("pop_group", &OptimizerCore::pop_group)
       .def("set_options", &OptimizerCore::set_options)
       .def("replace_params", &OptimizerCore::replace_params)

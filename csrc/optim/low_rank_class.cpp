@@ -60,9 +60,13 @@ class LowRankHolder : public torch::CustomClassHolder {
       read(options.at(g), group.options);
       group.base = {};
       const c10::IValue lr = options[g].at("lr");
-      lr.isTensor() ? void(group.base.lr_tensor = lr.toTensor()) : read_value(lr, group.base.lr);
-      read_value(options[g].at("weight_decay"), group.base.weight_decay);
-      read_value(options[g].at("maximize"), group.base.maximize);
+      if (lr.isTensor()) {
+        group.base.lr_tensor = lr.toTensor();
+      } else {
+        get(options[g], "lr", group.base.lr);
+      }
+      get(options[g], "weight_decay", group.base.weight_decay);
+      get(options[g], "maximize", group.base.maximize);
       for (size_t i = 0; i < group.projected.size(); ++i) {
         Projected& p = group.projected[i];
         const Options& state = states.at(g).at(i);
@@ -101,12 +105,17 @@ class LowRankHolder : public torch::CustomClassHolder {
   }
 
  private:
+  template <class T>
+  void get(const Options& values, const char* option, T& to) const {
+    TORCH_CHECK(read_value(values.at(option), to), step_.name, ": ", option,
+                ": expected a value of the type of its default, received another type");
+  }
   void read(const Options& values, LowRankOptions& to) const {
-    read_value(values.at("rank"), to.rank);
-    read_value(values.at("update_proj_gap"), to.update_proj_gap);
-    read_value(values.at("scale"), to.scale);
-    read_value(values.at(step_.method.kind), to.kind);
-    read_value(values.at("seed"), to.seed);
+    get(values, "rank", to.rank);
+    get(values, "update_proj_gap", to.update_proj_gap);
+    get(values, "scale", to.scale);
+    get(values, step_.method.kind, to.kind);
+    get(values, "seed", to.seed);
   }
 
   LowRankStep step_;

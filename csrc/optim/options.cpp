@@ -1,4 +1,4 @@
-#include <algorithm>
+#include <type_traits>
 
 #include <torch/serialize/archive.h>
 
@@ -59,6 +59,20 @@ void numbers_of(std::vector<double>& all, const std::tuple<T...>& several) {
   std::apply([&](const T&... x) { (numbers_of(all, x), ...); }, several);
 }
 
+const char* type_name(const double*) { return "a number"; }
+const char* type_name(const int64_t*) { return "a whole number"; }
+const char* type_name(const bool*) { return "True or False"; }
+const char* type_name(const std::string*) { return "a string"; }
+const char* type_name(const std::vector<double>*) { return "numbers"; }
+template <class T>
+const char* type_name(const std::optional<T>*) {
+  return std::is_same_v<T, std::string> ? "a string" : "a number";
+}
+template <class... T>
+const char* type_name(const std::tuple<T...>*) {
+  return sizeof...(T) == 2 ? "two numbers" : "three numbers";
+}
+
 void check_numbers(const char* rule, const Field& field) {
   std::vector<double> numbers;
   std::visit([&](const auto* value) { numbers_of(numbers, *value); }, field.value);
@@ -68,10 +82,7 @@ void check_numbers(const char* rule, const Field& field) {
     received += c10::str(received.empty() ? "" : " and ", x);
     good &= field.allowed->holds(x);
   }
-  const bool whole = std::holds_alternative<int64_t*>(field.value);
-  const char* what[] = {"", whole ? "a whole number " : "a number ", "two numbers ", "three numbers "};
-  expect(good, rule, field.name,
-         what[std::min<size_t>(numbers.size(), 3)] + std::string(field.allowed->expected), received);
+  expect(good, rule, field.name, expected_of(field), received);
 }
 
 template <size_t n>
@@ -87,6 +98,11 @@ void check_choice(const char* rule, const char* option, const char* const (&choi
 }
 
 }  // namespace
+
+std::string expected_of(const Field& field) {
+  const std::string type = std::visit([](const auto* value) { return type_name(value); }, field.value);
+  return field.allowed == nullptr ? type : type + " " + field.allowed->expected;
+}
 
 NamedArguments values(const Field& field) {
   return std::visit([&](const auto* value) { return values_of(field.name, *value); }, field.value);

@@ -108,6 +108,9 @@ struct Access {
 /// Returns the values of an option as named arguments of the operator.
 NamedArguments values(const Field& field);
 
+/// Returns the values that an option may have, for messages: "two numbers in [0, 1)".
+std::string expected_of(const Field& field);
+
 /// Raises an error unless `good` is true. The message contains the class, the option, the expected value and
 /// the received value.
 template <class Received>

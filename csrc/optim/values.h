@@ -20,31 +20,40 @@ inline Options empty_options() {
       c10::impl::GenericDict(c10::StringType::get(), c10::AnyType::get()));
 }
 
-inline void read_value(const c10::IValue& value, double& to) {
+/// Reads a value. Returns false if it has another type than the option.
+inline bool read_value(const c10::IValue& value, double& to) {
+  if (!value.isInt() && !value.isDouble()) return false;
   to = value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
+  return true;
 }
-inline void read_value(const c10::IValue& value, int64_t& to) { to = value.toInt(); }
-inline void read_value(const c10::IValue& value, bool& to) { to = value.toBool(); }
-inline void read_value(const c10::IValue& value, std::string& to) { to = value.toStringRef(); }
-template <class T>
-void read_value(const c10::IValue& value, std::optional<T>& to) {
-  if (value.isNone()) {
-    to = std::nullopt;
-  } else {
-    read_value(value, to.emplace());
-  }
+inline bool read_value(const c10::IValue& value, int64_t& to) {
+  return value.isInt() && (to = value.toInt(), true);
+}
+inline bool read_value(const c10::IValue& value, bool& to) {
+  return value.isBool() && (to = value.toBool(), true);
+}
+inline bool read_value(const c10::IValue& value, std::string& to) {
+  return value.isString() && (to = value.toStringRef(), true);
 }
 template <class T>
-void read_value(const c10::IValue& value, std::vector<T>& to) {
+bool read_value(const c10::IValue& value, std::optional<T>& to) {
+  to = std::nullopt;
+  return value.isNone() || read_value(value, to.emplace());
+}
+template <class T>
+bool read_value(const c10::IValue& value, std::vector<T>& to) {
   to.clear();
-  for (const c10::IValue& item : value.toListRef()) read_value(item, to.emplace_back());
+  if (!value.isList()) return false;
+  for (const c10::IValue& item : value.toListRef()) {
+    if (!read_value(item, to.emplace_back())) return false;
+  }
+  return true;
 }
 template <class... T>
-void read_value(const c10::IValue& value, std::tuple<T...>& to) {
-  const auto items = value.toListRef();
-  TORCH_CHECK(items.size() == sizeof...(T), "expected ", sizeof...(T), " numbers, received ", items.size());
+bool read_value(const c10::IValue& value, std::tuple<T...>& to) {
+  if (!value.isList() || value.toListRef().size() != sizeof...(T)) return false;
   size_t i = 0;
-  std::apply([&](T&... item) { (read_value(items[i++], item), ...); }, to);
+  return std::apply([&](T&... item) { return (read_value(value.toListRef()[i++], item) && ...); }, to);
 }
 
 }  // namespace shoestring::optim::detail

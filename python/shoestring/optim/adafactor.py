@@ -225,19 +225,11 @@ class Adafactor(WholeTensorOptimizer):
         own = dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, beta1=beta1)
         super().__init__(params, own, **options)
 
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        eps, beta1 = group["eps"], group["beta1"]
-        good = len(eps) == 2 and (eps[0] is None or eps[0] >= 0) and eps[1] >= 0
-        self._expect(good, "eps", "None or a number of at least 0, and one of at least 0", eps)
-        self._expect(group["beta2_decay"] <= 0, "beta2_decay", "a number of at most 0", group["beta2_decay"])
-        self._expect(group["d"] >= 1, "d", "a number of at least 1", group["d"])
-        self._expect(
-            group["weight_decay"] >= 0, "weight_decay", "a number of at least 0", group["weight_decay"]
-        )
-        self._expect(0 <= beta1 < 1, "beta1", "a number in [0, 1)", beta1)
-        self._expect(
-            (beta1 > 0) == bool(self._moments), "beta1", "a number above 0 in all groups or in none", beta1
-        )
+    def _check_options(self, group: dict[str, Any]) -> None:
+        super()._check_options(group)
+        beta1 = group["beta1"]
+        same = (beta1 > 0) == bool(self._moments)
+        self._expect(same, "beta1", "a number above 0 in all groups or in none", beta1)
 
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return dict(zip(("row_var", "col_var", "variance"), factored(tuple(param.shape)), strict=True))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -192,6 +192,10 @@ class AdEMAMix(LowMemoryOptimizer):
         Moment("exp_avg_sq", signed=False),
     )
     _core_class = "AdEMAMix"
+    _expected: ClassVar[dict[str, str]] = {
+        "t_alpha": "None or a number of steps",
+        "t_beta3": "None or a number of steps",
+    }
 
     def __init__(
         self,
@@ -207,19 +211,3 @@ class AdEMAMix(LowMemoryOptimizer):
     ) -> None:
         own = dict(lr=lr, betas=betas, alpha=alpha, t_alpha=t_alpha, t_beta3=t_beta3)
         super().__init__(params, own | dict(eps=eps, weight_decay=weight_decay), **options)
-
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        betas = group["betas"]
-        self._expect(
-            len(betas) == 3 and all(0 <= b < 1 for b in betas), "betas", "three numbers in [0, 1)", betas
-        )
-        for name in ("alpha", "eps", "weight_decay"):
-            self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
-        for name in ("t_alpha", "t_beta3"):
-            steps = group[name]
-            good = steps is None or (isinstance(steps, int) and steps > 0)
-            self._expect(good, name, "None or a number of steps", steps)
-        rises = group["t_beta3"] is None or 0 < betas[0] <= betas[2]
-        self._expect(
-            rises, "betas", "a third number of at least the first, and the first above 0, with t_beta3", betas
-        )

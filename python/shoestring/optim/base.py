@@ -1,5 +1,6 @@
 """The base class of the optimizers. It adapts Python's groups, DTensors and state dicts to the C++ core."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
 from shoestring.optim.sharded import is_dtensor, local, local_gradient, shards
 from shoestring.optim.state_dicts import StateDicts
-from shoestring.optim.state_layout import ROUNDINGS, STATES, Kind, Moment, Part, parts
+from shoestring.optim.state_layout import Kind, Moment, Part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -91,9 +92,10 @@ class LowMemoryOptions(TypedDict, total=False):
 class Known:
     """The options and parameters of a group that the core has been told."""
 
-    options: list[object] = field(default_factory=list)
+    options: dict[str, object] = field(default_factory=dict)  # without lr
     lr: object = None
     params: list[int] = field(default_factory=list)  # the addresses of the C++ tensors
+    own: list[Tensor] = field(default_factory=list)  # the tensors that the core steps
     is_sharded: bool = False  # whether any parameter is a DTensor
 
 
@@ -106,6 +108,8 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
     _moments: tuple[Moment, ...]
     _core_class: ClassVar[str]
+    # What an option may be, for messages that differ from those of the C++ class.
+    _expected: ClassVar[dict[str, str]] = {}
     _splits: ClassVar[bool] = True  # whether the optimizer's operator can step a part of a parameter
     # This attribute tells GradScaler.step to set grad_scale and found_inf on the optimizer.
     _step_supports_amp_scaling = True
@@ -156,6 +160,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
     ) -> None:
         """Make a C++ optimizer without groups. ``set_offload`` follows when it has groups."""
         self._core = torch.classes.shoestring.OptimizerCore(self._core_class, self._name)
+        self._option_names: list[str] = self._core.option_names()
         self._known: list[Known] = []
         # For each DTensor, this process's shard as the core sees it.
         self._aliases: dict[Tensor, Tensor] = {}
@@ -217,10 +222,6 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         unfinished: bool = self._core.is_unfinished()
         return unfinished
 
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        """Raise ValueError if an option that is special to this optimizer, such as betas, is invalid."""
-        raise NotImplementedError
-
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of a parameter's fp32 state tensors that are not in flat tensors (arenas).
 
@@ -233,27 +234,20 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
             raise ValueError(f"{self._name}: {name}: expected {expected}, received {received!r}")
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        lr, size = group["lr"], group["min_quantize_size"]
+        """Raise ValueError if an option of a group is invalid. The C++ class of the optimizer checks them."""
+        lr = group["lr"]
         is_number = lr.numel() == 1 if isinstance(lr, Tensor) else isinstance(lr, Real)
-        positive = is_number and float(lr) >= 0
-        self._expect(positive, "lr", "a number of at least 0", lr)
-        self._check_rule(group)
-        self._expect(
-            group["state_format"] in STATES,
-            "state_format",
-            " or ".join(f'"{s}"' for s in STATES),
-            group["state_format"],
-        )
-        self._expect(
-            group["weight_rounding"] in ROUNDINGS,
-            "weight_rounding",
-            " or ".join(f'"{w}"' for w in ROUNDINGS),
-            group["weight_rounding"],
-        )
-        self._expect(
-            isinstance(size, int) and size >= 0, "min_quantize_size", "a whole number of at least 0", size
-        )
-        self._expect(isinstance(group["seed"], int), "seed", "a whole number", group["seed"])
+        self._expect(is_number and float(lr) >= 0, "lr", "a number of at least 0", lr)
+        try:
+            self._core.check_options(self._values(group))
+        except RuntimeError as error:
+            refused = re.match(r"shoestring::optim::\w+: (\w+): expected (.*), received (.*)", str(error))
+            if refused is None:
+                raise
+            name, expected, received = refused.groups()
+            if received == "another type" and isinstance(group[name], str):
+                raise TypeError(str(error)) from None
+            self._expect(False, name, self._expected.get(name, expected.replace("::", ".")), group[name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.
@@ -365,11 +359,6 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
     # ---- what the core knows ---------------------------------------------------------------------------------
 
-    @property
-    def _option_names(self) -> list[str]:
-        """The names of the options that the C++ optimizer knows. PyTorch adds one to the defaults."""
-        return [name for name in self.defaults if name != "differentiable"]
-
     def _values(self, group: dict[str, Any]) -> dict[str, object]:
         return {name: core_value(group[name]) for name in self._option_names}
 
@@ -404,26 +393,24 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
     def _synchronize(self) -> None:
         """Tell the core which options and parameters of the groups have changed."""
         for index, (group, known) in enumerate(zip(self.param_groups, self._known, strict=True)):
-            lr, options = (
-                group["lr"],
-                [core_value(group[name]) for name in self._option_names if name != "lr"],
-            )
+            lr, options = group["lr"], self._values(group)
+            value = options.pop("lr")  # may be a tensor, which is not compared
             if lr is not known.lr or options != known.options:
-                self._core.set_options(index, self._values(group))
+                self._core.set_options(index, {**options, "lr": value})
                 known.lr, known.options = lr, options
             own = [self._own(p) for p in group["params"]] if known.is_sharded else group["params"]
             params = [p._cdata for p in own]
             if params != known.params:
                 self._core.replace_params(index, own)
                 known.params = params
+            known.own = own
 
     @contextmanager
     def _shard_gradients(self) -> Iterator[None]:
         """Give the aliases of DTensor parameters the gradients of their shards."""
         given = []
         for group, known in zip(self.param_groups, self._known, strict=True):
-            for p in group["params"] if known.is_sharded else ():
-                own = self._own(p)
+            for p, own in zip(group["params"], known.own, strict=True) if known.is_sharded else ():
                 if own is not p:
                     own.grad = local_gradient(p)
                     given.append(own)
@@ -453,7 +440,8 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
     def _parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
         kind = self._kind(param, group)
-        return parts(self._moments, kind.state, kind.remainder)
+        found = self._core.parts(self._values(group), kind.state, kind.remainder)
+        return [Part(name, like.dtype, like.numel(), shaped) for name, like, shaped in found]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """CAME, whose running mean of updates is stored quantised."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -197,6 +197,7 @@ class CAME(WholeTensorOptimizer):
 
     _moments = (Moment("exp_avg", signed=True),)
     _core_class = "CAME"
+    _expected: ClassVar[dict[str, str]] = {"betas": "three numbers in [0, 1), the first above 0"}
     _splits = False
 
     def __init__(
@@ -211,16 +212,6 @@ class CAME(WholeTensorOptimizer):
     ) -> None:
         own = dict(lr=lr, eps=eps, clip_threshold=clip_threshold, betas=betas, weight_decay=weight_decay)
         super().__init__(params, own, **options)
-
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        betas, eps, threshold = group["betas"], group["eps"], group["clip_threshold"]
-        good = len(betas) == 3 and all(0 <= b < 1 for b in betas) and betas[0] > 0
-        self._expect(good, "betas", "three numbers in [0, 1), the first above 0", betas)
-        self._expect(len(eps) == 2 and min(eps) > 0, "eps", "two numbers above 0", eps)
-        self._expect(threshold > 0, "clip_threshold", "a number above 0", threshold)
-        self._expect(
-            group["weight_decay"] >= 0, "weight_decay", "a number of at least 0", group["weight_decay"]
-        )
 
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         row, col, full = factored(tuple(param.shape))

@@ -162,11 +162,3 @@ class LAMB(WholeTensorOptimizer):
         **options: Unpack[LowMemoryOptions],
     ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
-
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        betas = group["betas"]
-        self._expect(
-            len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas
-        )
-        for name in ("eps", "weight_decay"):
-            self._expect(group[name] >= 0, name, "a number of at least 0", group[name])

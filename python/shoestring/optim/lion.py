@@ -143,10 +143,3 @@ class Lion(LowMemoryOptimizer):
         **options: Unpack[LowMemoryOptions],
     ) -> None:
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay), **options)
-
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        betas, decay = group["betas"], group["weight_decay"]
-        self._expect(
-            len(betas) == 2 and all(0 <= b < 1 for b in betas), "betas", "two numbers in [0, 1)", betas
-        )
-        self._expect(decay >= 0, "weight_decay", "a number of at least 0", decay)

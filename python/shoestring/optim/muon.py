@@ -1,7 +1,7 @@
 """Muon whose momentum buffer is stored quantised."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -180,6 +180,10 @@ class Muon(WholeTensorOptimizer):
 
     _moments = (Moment("momentum_buffer", signed=True),)
     _core_class = "Muon"
+    _expected: ClassVar[dict[str, str]] = {
+        "ns_coefficients": "three numbers",
+        "adjust_lr_fn": 'None, "original" or "match_rms_adamw"',
+    }
     _splits = False
 
     def __init__(
@@ -198,18 +202,6 @@ class Muon(WholeTensorOptimizer):
         own: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
         own |= dict(ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         super().__init__(params, own, **options)
-
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        for name in ("weight_decay", "eps"):
-            self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
-        self._expect(0 <= group["momentum"] < 1, "momentum", "a number in [0, 1)", group["momentum"])
-        coefficients, steps, adjust = group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"]
-        self._expect(len(coefficients) == 3, "ns_coefficients", "three numbers", coefficients)
-        self._expect(
-            isinstance(steps, int) and 0 < steps < 100, "ns_steps", "a whole number from 1 to 99", steps
-        )
-        known = adjust in (None, "original", "match_rms_adamw")
-        self._expect(known, "adjust_lr_fn", 'None, "original" or "match_rms_adamw"', adjust)
 
     def _check_param(self, index: int, param: Tensor) -> None:
         super()._check_param(index, param)

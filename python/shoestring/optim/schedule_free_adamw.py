@@ -1,7 +1,7 @@
 """Schedule-Free AdamW whose second moment is stored quantised."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -190,6 +190,10 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
 
     _moments = (Moment("offset", signed=True, long=True), Moment("exp_avg_sq", signed=False))
     _core_class = "ScheduleFreeAdamW"
+    _expected: ClassVar[dict[str, str]] = {
+        "betas": "two numbers in [0, 1), the first above 0",
+        "warmup_steps": "a number of steps of at least 0",
+    }
 
     def __init__(
         self,
@@ -242,16 +246,3 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
             raise RuntimeError(
                 f"{self._name}: step: expected train mode, received eval mode; call train() before forward and backward"
             )
-
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        betas, steps = group["betas"], group["warmup_steps"]
-        good = len(betas) == 2 and 0 < betas[0] < 1 and 0 <= betas[1] < 1
-        self._expect(good, "betas", "two numbers in [0, 1), the first above 0", betas)
-        for name in ("eps", "weight_decay"):
-            self._expect(group[name] >= 0, name, "a number of at least 0", group[name])
-        self._expect(
-            isinstance(steps, int) and steps >= 0, "warmup_steps", "a number of steps of at least 0", steps
-        )
-        self._expect(
-            isinstance(group["train_mode"], bool), "train_mode", "True or False", group["train_mode"]
-        )

@@ -153,15 +153,6 @@ class SGD(LowMemoryOptimizer):
         )
         super().__init__(params, defaults, **options)
 
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        momentum, decay = group["momentum"], group["weight_decay"]
-        self._expect(
-            momentum > 0, "momentum", "a number above 0 (without momentum use torch.optim.SGD)", momentum
-        )
-        self._expect(decay >= 0, "weight_decay", "a number of at least 0", decay)
-        fits = not group["nesterov"] or group["dampening"] == 0
-        self._expect(fits, "dampening", "0 with nesterov", group["dampening"])
-
     def torch_state_dict(self) -> dict[str, Any]:
         """Return a copy of the state dict in the format of ``torch.optim.SGD.load_state_dict``.
 

@@ -121,8 +121,9 @@ class StateDicts(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check the state from a load, a copy or an unpickling, then copy it into new flat state tensors."""
-        if "offload" in state:  # the state comes from a copy or a pickle, not from load_state_dict
-            self.offload = state["offload"]
+        own = {name: state.pop(name) for name in OWN if name in state}
+        if own:  # a copy or an unpickling, not load_state_dict: there is no core and no gradient hook yet
+            self._make_core(**own)
         if "state" in state:
             for group in state["param_groups"]:
                 for name, default in state.get("defaults", self.__dict__.get("defaults", {})).items():
@@ -134,10 +135,8 @@ class StateDicts(Optimizer):
                 group = next((g for g in state["param_groups"] if any(p is param for p in g["params"])), None)
                 if group is not None and entry:
                     self._check_entry(param, entry, group)
-        own = {name: state.pop(name) for name in OWN if name in state}
         super().__setstate__(state)
-        if own:  # a copy: it has no core and no gradient hooks yet
-            self._make_core(**own)
+        if own:
             for group in self.param_groups:
                 self._add_to_core(group)
                 self._watch(group["params"])

@@ -3,7 +3,6 @@
 The C++ class ``OptimizerCore`` allocates them: flat tensors (arenas) hold the state of many parameters.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from shoestring.optim.sharded import Shards
 from shoestring.quantization.quantize_8bit import STATE_BLOCK
-from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
 
 STATES = ("8bit", "4bit", "bf16", "fp32")
 ROUNDINGS = ("nearest", "stochastic", "remainder")
@@ -71,22 +69,3 @@ class Part:
     def shape(self, param: Tensor) -> tuple[int, ...]:
         """Return the shape that this state tensor has for the parameter."""
         return tuple(param.shape) if self.shaped else (self.size(param),)
-
-
-def parts(moments: Iterable[Moment], state: str, remainder: bool) -> list[Part]:
-    """Return a parameter's state tensors in the order of the operators' arguments, without the step count."""
-    found = []
-    for m in moments:
-        own = m.kept_as(state)
-        if own in ("fp32", "bf16"):
-            dtype = torch.float32 if own == "fp32" else torch.bfloat16
-            found.append(Part(m.name, dtype, STATE_BLOCK, True))
-        elif own == "8bit":
-            found.append(Part(m.name, torch.uint8, STATE_BLOCK, True))
-            found.append(Part(f"{m.name}_scale", torch.float32, 1, False))
-        else:
-            found.append(Part(m.name, torch.uint8, STATE_BLOCK // 2, False))
-            found.append(Part(f"{m.name}_scale", torch.float32, STATE_BLOCK // GROUP_4BIT[m.signed], False))
-    if remainder:
-        found.append(Part("weight_remainder", torch.int16, STATE_BLOCK, True))
-    return found

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.low_rank import LowRankOptimizer
-from shoestring.optim.state_layout import Kind, Part, blocks, parts
+from shoestring.optim.state_layout import Kind, Part, blocks
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def optimizer_state(optimizer: LowMemoryOptimizer | LowRankOptimizer) -> State:
                 members.setdefault(optimizer._kind(p, group), []).append(p)
                 rest.append({"step": 4})
                 rest += [{name: 4 * math.prod(shape)} for name, shape in optimizer._extra(p, group).items()]
-        for kind, params in members.items():
-            found = parts(optimizer._moments, kind.state, kind.remainder)
+        for params in members.values():
+            found = optimizer._parts(params[0], group)
             sizes = [blocks(p.numel()) for p in params]
             arenas.append(StateArena(found, sizes, optimizer._splits))
     return State(arenas, total(*rest))

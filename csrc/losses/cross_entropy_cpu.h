@@ -32,7 +32,8 @@ template <class T>
 kernels::CrossEntropyRule<T> rule_of(const RowsProblem& p, const Tensor& bias, const Tensor& class_weights,
                                      double total_weight) {
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.template const_data_ptr<T>() : nullptr; };
-  kernels::CrossEntropyRule<T> rule{p.formula()};
+  kernels::CrossEntropyRule<T> rule{};
+  static_cast<kernels::CrossEntropyFormula&>(rule) = p.formula();
   rule.logit_scale = 1;
   rule.vocab = p.classes.expect_int();
   rule.bias = pointer(bias);

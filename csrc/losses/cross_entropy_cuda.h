@@ -28,7 +28,8 @@ inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::arra
                                            const Tensor& class_weights, const Tensor& total_weight) {
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
   const auto stride = [](const Tensor& t) { return static_cast<int64_t>(t.defined() && t.dim() != 0); };
-  kernels::CrossEntropyRows rows{p.formula()};
+  kernels::CrossEntropyRows rows{};
+  static_cast<kernels::CrossEntropyFormula&>(rows) = p.formula();
   rows.vocab = p.classes.expect_int();
   rows.logit_scale = 1;
   rows.factor = 1;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/autograd.h"
 #include "core/tensors.h"
 #include "losses/cross_entropy.h"
 #include "losses/head.h"
@@ -124,10 +125,28 @@ void keep_largest(TokenCall& call, Tensor loss) {
   call.target = call.target.masked_fill(loss.ge(least.squeeze(0)).logical_not(), ignore_index);
 }
 
+namespace {
+
+// Returns the number of tokens that are not ignored, as a tensor of shape (), fp64. On the CPU a loop over
+// the targets takes less time than PyTorch's operators.
+Tensor count_tokens(const TokenCall& call) {
+  const Tensor& target = call.target;
+  if (!target.is_cpu() || !target.is_contiguous() || is_traced(target))
+    return call.counted().sum(at::kDouble);
+  const int64_t* classes = target.const_data_ptr<int64_t>();
+  const int64_t ignored = std::count(classes, classes + target.numel(), call.options.ignore_index());
+  return at::full({}, static_cast<double>(target.numel() - ignored), target.options().dtype(at::kDouble));
+}
+
+}  // namespace
+
 Reduction::Reduction(const TokenCall& call) : scalar(call.options.reduction() != "none"), copies(call.stats) {
   const LinearCrossEntropyOptions& o = call.options;
   const bool mean = o.reduction() == "mean";
-  if (!mean && !o.token_weights()) return;
+  if (!o.token_weights() && (!mean || !o.class_weights())) {
+    if (mean) total = count_tokens(call);
+    return;
+  }
   const Tensor counted = call.counted();
   if (o.token_weights())
     weights = as(*o.token_weights(), compute_type(call.input)).masked_fill(counted.logical_not(), 0);

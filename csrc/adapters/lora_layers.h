@@ -32,6 +32,40 @@ enum LoraPart { kWeight, kAbsmax, kNested, kBias, kLoraA, kLoraB, kGain, kLowSca
 
 using LoraParts = c10::List<std::optional<at::Tensor>>;
 
+/// One value for each input of lora_linear_group that can have a gradient. The backward operator takes a mask
+/// of these inputs and returns their gradients as flat lists, in the order of each().
+template <class T>
+struct LoraInputs {
+  struct Layer {
+    T lora_A{}, lora_B{}, gain{};
+  };
+
+  explicit LoraInputs(size_t count) : layers(count) {}
+
+  template <class Self, class Visit>
+  static void each(Self& self, Visit visit) {
+    visit(self.x);
+    visit(self.gate);
+    for (auto& layer : self.layers) {
+      visit(layer.lora_A);
+      visit(layer.lora_B);
+      visit(layer.gain);
+    }
+  }
+  template <class List>
+  static LoraInputs from(const List& list, size_t count) {
+    LoraInputs inputs(count);
+    size_t next = 0;
+    each(inputs, [&](T& value) { value = list[next++]; });
+    return inputs;
+  }
+
+  T x{}, gate{};
+  std::vector<Layer> layers;
+};
+using LoraMask = LoraInputs<bool>;
+using LoraGradients = LoraInputs<at::Tensor>;
+
 constexpr const char* kLoraLinear = "lora_linear";  // operator name in error messages
 
 /// Splits the flat tensor list of lora_linear_group into layers.

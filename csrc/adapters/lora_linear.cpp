@@ -95,6 +95,13 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
 
 Tensor none(const Tensor& like) { return at::empty({0}, like.options()); }
 
+// Returns the gradients as the list that the operator returns. Undefined gradients become empty tensors.
+std::vector<Tensor> flat_list(const LoraGradients& gradients, const Tensor& x) {
+  std::vector<Tensor> list;
+  LoraGradients::each(gradients, [&](const Tensor& t) { list.push_back(t.defined() ? t : none(x)); });
+  return list;
+}
+
 Tensor column_products_cpu(const Tensor& a, const Tensor& b, const Tensor& offset) {
   Tensor sums = at::empty({a.size(1)}, a.options().dtype(at::kFloat));
   const Tensor x = a.contiguous(), y = b.contiguous(),
@@ -156,8 +163,9 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   const gemm::Products products(backend, x);
   const auto other = products.other, wide = compute_type(x);
   const int64_t columns = x.size(-1), tokens = low.size(0);
-  const bool by_input = mask.get(0) || (gate.has_value() && mask.get(1));
-  std::vector<Tensor> result(2 + 3 * layers.size(), none(x));
+  const auto wanted = LoraMask::from(mask, layers.size());
+  const bool by_input = wanted.x || (gate.has_value() && wanted.gate);
+  LoraGradients result(layers.size());
   std::vector<quantization::GradAndWeight> terms;
   const Tensor A = all_down(layers, other);
   Tensor grad_low = A.defined() ? at::zeros({tokens, A.size(0)}, x.options().dtype(other)) : Tensor();
@@ -165,24 +173,24 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   int64_t first = 0;
   for (size_t i = 0; i < layers.size(); ++i) {
     const auto& layer = layers[i];
-    const auto wants = [&](int part) { return static_cast<bool>(mask.get(2 + 3 * i + part)); };
-    const auto result_of = [&](int part) -> Tensor& { return result[2 + 3 * i + part]; };
+    const LoraMask::Layer& wants = wanted.layers[i];
+    LoraGradients::Layer& gradients = result.layers[i];
     const int64_t rank = layer.rank().expect_int(), begin = first;
     first += rank;
-    any_A = any_A || wants(0);
+    any_A = any_A || wants.lora_A;
     const OptionalTensor upstream = grad_outputs.get(i);
     if (!upstream.has_value()) {  // the loss does not depend on this layer's output
-      if (wants(0)) result_of(0) = at::zeros_like(*layer.lora_A);
-      if (wants(1)) result_of(1) = at::zeros_like(*layer.lora_B);
-      if (wants(2)) result_of(2) = at::zeros_like(*layer.gain);
+      if (wants.lora_A) gradients.lora_A = at::zeros_like(*layer.lora_A);
+      if (wants.lora_B) gradients.lora_B = at::zeros_like(*layer.lora_B);
+      if (wants.gain) gradients.gain = at::zeros_like(*layer.gain);
       continue;
     }
     Tensor flat = as_matrix(*upstream), grad = gemm::gemm_widens(other) ? flat : flat.to(other);
-    if (wants(2)) {
+    if (wants.gain) {
       const Tensor gain = layer.gain->to(wide);
       const Tensor sums =
           column_products(flat, as_matrix(*outputs.get(i)), to_type(layer.bias, wide), backend);
-      result_of(2) = sums.div(gain).masked_fill_(gain.eq(0), 0).to(layer.gain->scalar_type());
+      gradients.gain = sums.div(gain).masked_fill_(gain.eq(0), 0).to(layer.gain->scalar_type());
     }
     // The gain is multiplied into the smaller factor of a product. For example, (grad_output * gain) B is
     // computed as grad_output (gain * B).
@@ -190,16 +198,16 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
     const auto gained = [&](const Tensor& rows) {
       return gain.defined() ? rows.mul(gain.unsqueeze(1)) : rows;
     };
-    if (rank > 0 && (by_input || wants(0))) {
+    if (rank > 0 && (by_input || wants.lora_A)) {
       Tensor own = gemm::multiply(products, grad, gained(layer.lora_B->to(compute_type(x))).to(other), other,
                                   layer.scaling);
       if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
       grad_low.narrow(1, begin, rank).copy_(own);
     }
-    if (wants(1)) {
-      result_of(1) = gained(gemm::multiply(products, grad.t(), low.narrow(1, begin, rank).to(other),
-                                           compute_type(x), layer.scaling))
-                         .to(layer.lora_B->scalar_type());
+    if (wants.lora_B) {
+      gradients.lora_B = gained(gemm::multiply(products, grad.t(), low.narrow(1, begin, rank).to(other),
+                                               compute_type(x), layer.scaling))
+                             .to(layer.lora_B->scalar_type());
     }
     if (by_input) {
       terms.push_back(
@@ -220,12 +228,12 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
     }
     grad_x = grad_x.to(x.scalar_type()).view_symint(x.sym_sizes());
     if (gate.has_value()) {
-      std::tie(result[1], result[0], branch) = layers::swiglu_backward(backend, grad_x, *gate, x, any_A);
+      std::tie(result.gate, result.x, branch) = layers::swiglu_backward(backend, grad_x, *gate, x, any_A);
     } else {
-      result[0] = grad_x;
+      result.x = grad_x;
     }
   }
-  if (!any_A) return result;
+  if (!any_A) return flat_list(result, x);
   if (!branch.defined()) branch = gate.has_value() ? layers::swiglu_forward(backend, *gate, x) : x;
   branch = as_matrix(branch);
   if (!gemm::gemm_widens(other) || seed.has_value()) branch = branch.to(other);
@@ -235,11 +243,12 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
   for (size_t i = 0; i < layers.size(); ++i) {
     if (!layers[i].lora_A.has_value()) continue;
     const int64_t rank = layers[i].lora_A->size(0);
-    if (mask.get(2 + 3 * i))
-      result[2 + 3 * i] = grad_A.narrow(0, first, rank).to(layers[i].lora_A->scalar_type(), false, true);
+    if (wanted.layers[i].lora_A)
+      result.layers[i].lora_A =
+          grad_A.narrow(0, first, rank).to(layers[i].lora_A->scalar_type(), false, true);
     first += rank;
   }
-  return result;
+  return flat_list(result, x);
 }
 
 std::tuple<std::vector<Tensor>, Tensor> forward_meta(const Tensor& x, const LoraParts& parts,

@@ -1,11 +1,14 @@
 #include <algorithm>
+#include <array>
 #include <tuple>
+#include <type_traits>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "adapters/lora_layers.h"
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 
@@ -27,11 +30,9 @@ using Backward = std::vector<Tensor>(const LoraParts&, const LoraParts&, const T
                                      const LoraParts&, const OptionalTensor&, const OptionalTensor&, double,
                                      at::ArrayRef<double>, const Names&, at::IntArrayRef, c10::List<bool>);
 
-OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 LoraParts optionals(at::TensorList tensors) {
   LoraParts parts;
-  for (const auto& t : tensors) parts.push_back(optional(t));
+  for (const auto& t : tensors) parts.push_back(as_optional(t));
   return parts;
 }
 
@@ -52,77 +53,133 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
     static auto op = find<Forward>("shoestring::_lora_linear_group_forward");
     auto [outputs, low] = op.call(x, optionals(parts), gate, seed, dropout, scaling, quant_type, block_size);
     const auto wants = [](const Tensor& t) { return t.defined() && t.requires_grad(); };
-    c10::List<bool> mask({wants(x), wants(gate.value_or(Tensor()))}), bias_mask;
-    variable_list saved{x, gate.value_or(Tensor()), low, seed.value_or(Tensor())}, kept;
+    Saved saved{x, gate, low, seed, dropout, wants(x), wants(gate.value_or(Tensor())), {}, {}};
     for (size_t i = 0; i < outputs.size(); ++i) {
-      const Tensor* layer = parts.data() + i * kLoraParts;
-      for (const auto part : {kLoraA, kLoraB, kGain}) mask.push_back(wants(layer[part]));
-      bias_mask.push_back(wants(layer[kBias]));
-      kept.push_back(wants(layer[kGain]) ? outputs[i] : Tensor());
+      SavedLayer layer;
+      std::copy_n(parts.begin() + i * kLoraParts, kLoraParts, layer.parts.begin());
+      std::copy_n(places.begin() + i * kLoraParts, kLoraParts, layer.places.begin());
+      layer.wanted = {wants(layer.parts[kLoraA]), wants(layer.parts[kLoraB]), wants(layer.parts[kGain])};
+      if (layer.wanted.gain) layer.output = outputs[i];
+      layer.bias_wanted = wants(layer.parts[kBias]);
+      if (layer.bias_wanted) layer.bias_type = layer.parts[kBias].scalar_type();
       // Backward reads the bias only for the gradient of the gain.
-      for (size_t part = 0; part < kLoraParts; ++part) {
-        saved.push_back(part == kBias && !wants(layer[kGain]) ? Tensor() : layer[part]);
-      }
-      ctx->saved_data["bias_type" + std::to_string(i)] =
-          layer[kBias].defined() ? layer[kBias].scalar_type() : at::kFloat;
+      if (!layer.wanted.gain) layer.parts[kBias] = Tensor();
+      layer.scaling = scaling[i];
+      layer.quant_type = quant_type.get(i);
+      layer.block_size = block_size[i];
+      saved.layers.push_back(std::move(layer));
     }
-    saved.insert(saved.end(), kept.begin(), kept.end());
-    ctx->save_for_backward(saved);
+    saved.count = static_cast<int64_t>(saved.layers.size());
+    save_fields(ctx, saved);
     ctx->set_materialize_grads(false);
-    ctx->saved_data["places"] = places;
-    ctx->saved_data["mask"] = mask;
-    ctx->saved_data["bias_mask"] = bias_mask;
-    ctx->saved_data["dropout"] = dropout;
-    ctx->saved_data["scaling"] = scaling;
-    ctx->saved_data["quant_type"] = quant_type;
-    ctx->saved_data["block_size"] = block_size;
     return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    const auto mask = ctx->saved_data["mask"].toBoolList(),
-               bias_mask = ctx->saved_data["bias_mask"].toBoolList();
-    const size_t count = grads.size(), inputs = 4;
-    const at::TensorList parts(saved.data() + inputs, count * kLoraParts);
-    const at::TensorList outputs(saved.data() + inputs + count * kLoraParts, count);
-    const auto places = ctx->saved_data["places"].toIntVector();
-    const auto given = std::count_if(places.begin(), places.end(), [](int64_t place) { return place >= 0; });
+    const auto saved = saved_fields<Saved>(ctx);
+    const size_t count = saved.layers.size();
+    size_t given = 0;
+    for (const SavedLayer& layer : saved.layers)
+      given += std::count_if(layer.places.begin(), layer.places.end(), [](int64_t p) { return p >= 0; });
     // `gradients` has one entry per argument of forward: x, gate, each tensor in `given`, and six arguments
     // that have no gradient.
     variable_list gradients(2 + given + 6);
-    const auto by_part = [&](size_t layer, LoraPart part) -> Tensor& {
-      return gradients[2 + places[layer * kLoraParts + part]];
+    const auto by_part = [&](const SavedLayer& layer, LoraPart part) -> Tensor& {
+      return gradients[2 + layer.places[part]];
     };
     {
       at::AutoDispatchBelowADInplaceOrView below;
+      const LoraMask wanted = saved.wanted();
+      c10::List<bool> mask;
       bool any = false;
-      for (const bool wanted : mask) any = any || wanted;
+      LoraMask::each(wanted, [&](bool each) {
+        mask.push_back(each);
+        any = any || each;
+      });
       if (any) {
-        static auto op = find<Backward>("shoestring::_lora_linear_group_backward");
-        const auto scaling = ctx->saved_data["scaling"].toDoubleVector();
-        const auto block_size = ctx->saved_data["block_size"].toIntVector();
-        const auto made =
-            op.call(optionals(grads), optionals(outputs), saved[0], saved[2], optionals(parts),
-                    optional(saved[1]), optional(saved[3]), ctx->saved_data["dropout"].toDouble(), scaling,
-                    ctx->saved_data["quant_type"].to<Names>(), block_size, mask);
-        for (size_t i = 0; i < 2; ++i) {
-          if (mask.get(i)) gradients[i] = made[i];
-        }
+        const auto made = LoraGradients::from(saved.gradients(grads, mask), count);
+        if (wanted.x) gradients[0] = made.x;
+        if (wanted.gate) gradients[1] = made.gate;
         for (size_t i = 0; i < count; ++i) {
-          for (const auto& [part, from] : {std::pair(kLoraA, 0), std::pair(kLoraB, 1), std::pair(kGain, 2)}) {
-            if (mask.get(2 + 3 * i + from)) by_part(i, part) = made[2 + 3 * i + from];
-          }
+          const SavedLayer& layer = saved.layers[i];
+          if (layer.wanted.lora_A) by_part(layer, kLoraA) = made.layers[i].lora_A;
+          if (layer.wanted.lora_B) by_part(layer, kLoraB) = made.layers[i].lora_B;
+          if (layer.wanted.gain) by_part(layer, kGain) = made.layers[i].gain;
         }
       }
       for (size_t i = 0; i < count; ++i) {
-        if (!bias_mask.get(i) || !grads[i].defined()) continue;
-        by_part(i, kBias) =
-            sum_to_bias(grads[i], ctx->saved_data["bias_type" + std::to_string(i)].toScalarType());
+        const SavedLayer& layer = saved.layers[i];
+        if (layer.bias_wanted && grads[i].defined())
+          by_part(layer, kBias) = sum_to_bias(grads[i], layer.bias_type);
       }
     }
     return once_differentiable("lora_linear", std::move(gradients));
   }
+
+ private:
+  struct SavedLayer {
+    std::array<Tensor, kLoraParts> parts;
+    Tensor output;                             // saved only if the gain needs a gradient
+    std::array<int64_t, kLoraParts> places{};  // as in forward()
+    LoraMask::Layer wanted;
+    bool bias_wanted = false;
+    at::ScalarType bias_type = at::kFloat;
+    double scaling = 1;
+    std::string quant_type;
+    int64_t block_size = 0;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.parts, self.output, self.places, self.wanted.lora_A, self.wanted.lora_B,
+                 self.wanted.gain, self.bias_wanted, self.bias_type, self.scaling, self.quant_type,
+                 self.block_size);
+    }
+  };
+
+  struct Saved {
+    Tensor x;
+    OptionalTensor gate;
+    Tensor low;
+    OptionalTensor seed;
+    double dropout = 0;
+    bool wants_x = false, wants_gate = false;
+    int64_t count = 0;
+    std::vector<SavedLayer> layers;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.x, self.gate, self.low, self.seed, self.dropout, self.wants_x, self.wants_gate,
+                 self.count);
+      if constexpr (!std::is_const_v<Self>) self.layers.resize(self.count);
+      for (auto& layer : self.layers) SavedLayer::fields(layer, visit);
+    }
+
+    LoraMask wanted() const {
+      LoraMask mask(layers.size());
+      mask.x = wants_x;
+      mask.gate = wants_gate;
+      for (size_t i = 0; i < layers.size(); ++i) mask.layers[i] = layers[i].wanted;
+      return mask;
+    }
+
+    // Calls the backward operator.
+    std::vector<Tensor> gradients(const variable_list& grads, const c10::List<bool>& mask) const {
+      LoraParts parts, outputs;
+      std::vector<double> scaling;
+      Names quant_type;
+      std::vector<int64_t> block_size;
+      for (const SavedLayer& layer : layers) {
+        for (const Tensor& part : layer.parts) parts.push_back(as_optional(part));
+        outputs.push_back(as_optional(layer.output));
+        scaling.push_back(layer.scaling);
+        quant_type.push_back(layer.quant_type);
+        block_size.push_back(layer.block_size);
+      }
+      static auto op = find<Backward>("shoestring::_lora_linear_group_backward");
+      return op.call(optionals(grads), outputs, x, low, parts, gate, seed, dropout, scaling, quant_type,
+                     block_size, mask);
+    }
+  };
 };
 
 std::vector<Tensor> autograd(const Tensor& x, const LoraParts& parts, const OptionalTensor& gate,

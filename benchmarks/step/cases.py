@@ -50,6 +50,7 @@ class Candidate:
         mode: the mode of torch.compile, or None for a model that is not compiled.
         channels_last: memory format of images and of the weights of convolutions.
         nf4: whether the frozen weights of a model with adapters are stored in NF4.
+        allocator: whether CPU tensors come from shoestring.host_allocator().
     """
 
     label: str
@@ -57,11 +58,13 @@ class Candidate:
     mode: str | None = None
     channels_last: bool = False
     nf4: bool = False
+    allocator: bool = False
 
 
 TUNED = "max-autotune-no-cudagraphs"
 OURS = {
     "ours": Candidate("shoestring", ours=True),
+    "ours-allocator": Candidate("shoestring, host allocator", ours=True, allocator=True),
     "ours-compile": Candidate("shoestring, compiled", ours=True, mode="default"),
 }
 PEERS = {
@@ -77,12 +80,16 @@ IMAGE_PEERS = {
 }
 IMAGE_OURS = {
     "ours": Candidate("shoestring, channels-last", ours=True, channels_last=True),
+    "ours-allocator": Candidate(
+        "shoestring, channels-last, host allocator", ours=True, channels_last=True, allocator=True
+    ),
     "ours-compile": Candidate(
         "shoestring, channels-last, compiled", ours=True, mode="default", channels_last=True
     ),
 }
 ADAPTERS = {
     "ours": Candidate("shoestring, NF4", ours=True, nf4=True),
+    "ours-allocator": Candidate("shoestring, NF4, host allocator", ours=True, nf4=True, allocator=True),
     "ours-compile": Candidate("shoestring, NF4, compiled", ours=True, mode="default", nf4=True),
     "eager": Candidate("PEFT over bf16 weights"),
     "peft-nf4": Candidate("PEFT + bitsandbytes", nf4=True),
@@ -263,6 +270,10 @@ def make(
         state_format: of our optimizer.
         disturb: change each weight by half a unit in its last place, up or down at random.
     """
+    if candidate.allocator:
+        import shoestring
+
+        shoestring.host_allocator()
     torch.manual_seed(seed)
     notes: list[str] = []
     if case.family == "qlora":

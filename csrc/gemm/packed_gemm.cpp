@@ -365,10 +365,10 @@ void multiply(const kernels::GemmProduct& product, const Result& out, const std:
 
 }  // namespace
 
-int64_t gemm_workspace() {
+int64_t gemm_workspace(at::ScalarType type) {
   // A thread that divides the shared panels into groups keeps its own panels of a whole round. It has at most
   // a third as many panels as the shared side.
-  const bool groups = cpu::gemm_amx().in_groups;
+  const bool groups = type == at::kBFloat16 && cpu::gemm_amx().in_groups;
   const int64_t own = groups ? kSharedBytes / 3 : kBlockBytes;
   return kSharedBytes + at::get_num_threads() * (own + kResultBytes + kComputedBytes);
 }

@@ -117,7 +117,7 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
   narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
             gemm::product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
   const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
-  const int64_t workspace = given - std::min(gemm::gemm_workspace(), given / 2);
+  const int64_t workspace = given - std::min(gemm::gemm_workspace(p_.hidden.scalar_type()), given / 2);
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
   // Chunks have about equal sizes, because a small last chunk would read all weights for few tokens.

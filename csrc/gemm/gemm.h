@@ -19,8 +19,8 @@ constexpr int64_t parts_of(int64_t total, int64_t size) { return (total + size -
 void gemm(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, double beta = 0, double alpha = 1);
 
 /// Returns an upper bound in bytes for the packed panels and the sums of a CPU matrix product whose operands
-/// have the dtype `type`: about 8 MiB shared by all threads, and 1 MiB for each thread, or 3.5 MiB for bf16 on
-/// a CPU with AMX.
+/// have the dtype `type`: about 8 MiB shared by all threads, and 1 MiB for each thread, or 3.5 MiB for bf16
+/// on a CPU with AMX.
 int64_t gemm_workspace(at::ScalarType type);
 
 /// Returns whether a product on this CPU with results of dtype `type` reads 16-bit operands directly.

@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 #include "layers/embedding.h"
@@ -25,28 +26,36 @@ class Embedding : public torch::autograd::Function<Embedding> {
   static Tensor forward(AutogradContext* ctx, const Tensor& ids, const Tensor& weight,
                         std::optional<int64_t> padding_idx, bool scale_grad_by_freq) {
     at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({ids});
-    ctx->saved_data["rows"] = weight.sym_size(0);
-    ctx->saved_data["padding_idx"] = padding_idx;
-    ctx->saved_data["scale_grad_by_freq"] = scale_grad_by_freq;
+    save_fields(ctx, Saved{ids, weight.sym_size(0), padding_idx, scale_grad_by_freq});
     return call_embedding(ids, weight, padding_idx, scale_grad_by_freq);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
-    const Tensor ids = ctx->get_saved_variables()[0], grad = grad_outputs[0];
-    const auto rows = ctx->saved_data["rows"].toSymInt();
-    const auto padding_idx = ctx->saved_data["padding_idx"].toOptional<int64_t>();
-    const bool by_frequency = ctx->saved_data["scale_grad_by_freq"].toBool();
+    const auto saved = saved_fields<Saved>(ctx);
+    const Tensor& grad = grad_outputs[0];
     variable_list gradients(4);
     if (at::GradMode::is_enabled()) {
-      gradients[1] =
-          at::embedding_dense_backward_symint(grad, ids, rows, padding_idx.value_or(-1), by_frequency);
+      gradients[1] = at::embedding_dense_backward_symint(
+          grad, saved.ids, saved.rows, saved.padding_idx.value_or(-1), saved.scale_grad_by_freq);
       return gradients;
     }
     at::AutoDispatchBelowADInplaceOrView below;
     static auto op = find<EmbeddingBackwardSignature>("shoestring::_embedding_backward");
-    gradients[1] = op.call(grad, ids, rows, padding_idx, by_frequency);
+    gradients[1] = op.call(grad, saved.ids, saved.rows, saved.padding_idx, saved.scale_grad_by_freq);
     return gradients;
   }
+
+ private:
+  struct Saved {
+    Tensor ids;
+    c10::SymInt rows;
+    std::optional<int64_t> padding_idx;
+    bool scale_grad_by_freq = false;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.ids, self.rows, self.padding_idx, self.scale_grad_by_freq);
+    }
+  };
 };
 
 Tensor embedding_autograd(const Tensor& ids, const Tensor& weight, std::optional<int64_t> padding_idx,

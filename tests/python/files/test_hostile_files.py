@@ -156,7 +156,10 @@ def test_bytes_of_bool(tmp_path: Path) -> None:
             lambda groups: groups[0]["options"].update(lr=None),
             "lr: expected a number of at least 0, received None",
         ),
-        (lambda groups: groups[0]["options"].update(eps=None), "expected options of this optimizer's types"),
+        (
+            lambda groups: groups[0]["options"].update(eps=None),
+            "eps: expected a number of at least 0, received None",
+        ),
         (lambda groups: groups[0]["options"].update(betas=5), "betas: expected several values"),
         (lambda groups: groups[0]["options"].update(betas=[0.9, "x"]), "betas: expected a value as"),
         (

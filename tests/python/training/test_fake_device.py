@@ -60,8 +60,8 @@ class Case:
 
     def model(self) -> nn.Module:
         model = llama(self.adapter, self.dtype)
-        # On a GPU, linear layers are PyTorch's; on the CPU, the kind of CPU would decide.
-        shoestring.patch(model, linear=False)
+        # On a GPU, linear layers and embeddings are PyTorch's; on the CPU they would be this package's.
+        shoestring.patch(model, linear=False, embedding=False)
         if self.checkpoint:
             shoestring.checkpoint_model(model)
         return model

@@ -146,7 +146,7 @@ class AdamW(LowMemoryOptimizer):
     Raises:
         ValueError: an option, a dtype or a loaded state does not fit. Nothing has changed then.
         TypeError: an option of ``torch.optim.AdamW`` is not supported (amsgrad, foreach, fused, capturable,
-            ...).
+            differentiable). ``False`` is accepted, and so is ``None`` for foreach and fused.
 
     Under ``torch.amp.GradScaler`` the step itself divides the gradients by the scale, and skips if they are
     not finite. The host does not wait for the decision whether to skip. On a GPU a step does not synchronise

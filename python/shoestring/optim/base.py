@@ -1,6 +1,7 @@
 """The base class of the optimizers. It adapts Python's groups, DTensors and state dicts to the C++ core."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,6 +100,16 @@ class Known:
     is_sharded: bool = False  # whether any parameter is a DTensor
 
 
+# Options of torch.optim with the values by which they ask for nothing that an optimizer here lacks.
+NOTHING: dict[str, tuple[bool | None, ...]] = {
+    "foreach": (None, False),
+    "fused": (None, False),
+    "amsgrad": (False,),
+    "capturable": (False,),
+    "differentiable": (False,),
+}
+
+
 class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
     """The base class of the optimizers. It does everything except the update rule.
 
@@ -130,6 +141,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         offload: str | None = None,
         **unknown: object,
     ) -> None:
+        unknown = {name: value for name, value in unknown.items() if value not in NOTHING.get(name, ())}
         if unknown:
             known = ", ".join([*defaults, *LowMemoryOptions.__annotations__])
             raise TypeError(
@@ -238,6 +250,10 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         lr = group["lr"]
         is_number = lr.numel() == 1 if isinstance(lr, Tensor) else isinstance(lr, Real)
         self._expect(is_number and float(lr) >= 0, "lr", "a number of at least 0", lr)
+        betas = group.get("betas", ())
+        if isinstance(betas, (tuple, list)):
+            tensors = sum(isinstance(beta, Tensor) for beta in betas)
+            self._expect(tensors in (0, len(betas)), "betas", "either numbers or tensors", betas)
         try:
             self._core.check_options(self._values(group))
         except RuntimeError as error:
@@ -258,7 +274,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         self._check_options(group)
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        seen = set()
+        param_group["params"] = distinct(self._name, param_group["params"])
         for i, item in enumerate(param_group["params"]):
             param = item[1] if isinstance(item, tuple) else item
             if isinstance(param, Tensor) and param.dtype not in DTYPES:
@@ -281,11 +297,6 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
                     f"{self._name}: params[{i}]: expected plain or DTensor parameters, received one of "
                     "FullyShardedDataParallel; use torch.distributed.fsdp.fully_shard"
                 )
-            if id(param) in seen:
-                raise ValueError(
-                    f"{self._name}: params[{i}]: expected each parameter once, received a duplicate"
-                )
-            seen.add(id(param))
         super().add_param_group(param_group)
         try:
             self._add_to_core(self.param_groups[-1])
@@ -442,6 +453,20 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         kind = self._kind(param, group)
         found = self._core.parts(self._values(group), kind.state, kind.remainder)
         return [Part(name, like.dtype, like.numel(), shaped) for name, like, shaped in found]
+
+
+def distinct(name: str, params: list[Any]) -> list[Any]:
+    """Return a group's parameters without repetitions, of which the optimizer ``name`` warns like PyTorch."""
+    found: dict[int, Any] = {}
+    for item in params:
+        found.setdefault(id(item[1] if isinstance(item, tuple) else item), item)
+    if len(found) < len(params):
+        warnings.warn(
+            f"{name}: params: expected each parameter once, received a parameter group with duplicate "
+            "parameters; each is stepped once",
+            stacklevel=3,
+        )
+    return list(found.values())
 
 
 @contextmanager

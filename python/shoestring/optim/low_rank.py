@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.optim.base import distinct
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
@@ -93,15 +94,8 @@ class LowRankOptimizer(Optimizer):
         """
         self._check_options({**self.defaults, **param_group})
         params = param_group["params"]
-        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        seen: set[int] = set()
-        for i, item in enumerate(param_group["params"]):
-            key = id(item[1] if isinstance(item, tuple) else item)
-            if key in seen:
-                raise ValueError(
-                    f"{self._name}: params[{i}]: expected each parameter once, received a duplicate"
-                )
-            seen.add(key)
+        params = [params] if isinstance(params, Tensor) else list(params)
+        param_group["params"] = distinct(self._name, params)
         super().add_param_group(param_group)
         try:
             self._add(self.param_groups[-1])

@@ -1,6 +1,7 @@
 """State dicts of the optimizers: saving, loading, copying and pickling."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from shoestring.optim.state_layout import Kind, Moment, Part
 FORMAT_VERSION = 1
 # Settings of an optimizer that copies and pickles hold, beside state and groups.
 OWN = ("max_grad_norm", "step_in_backward", "accumulate_dtype", "offload")
+
+
+def numbered(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state whose number of steps is a tensor, as some tools save it as a number."""
+    step = entry.get("step")
+    is_number = isinstance(step, Real) and not isinstance(step, bool)
+    return {**entry, "step": torch.tensor(float(step))} if is_number else entry  # type: ignore[arg-type]
 
 
 class AsSaved:
@@ -102,7 +110,7 @@ class StateDicts(Optimizer):
                 state_of = lambda p, group: self._kind(p, group).state  # noqa: E731
                 loaded = imported(self, self._moments, loaded, state_of, self._extra)
             entries = {
-                key: {k: AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+                key: {k: AsSaved(v) if isinstance(v, Tensor) else v for k, v in numbered(entry).items()}
                 for key, entry in owned_entries(self, self._moments, loaded).items()
             }
             return {**loaded, "state": entries}

@@ -3,7 +3,9 @@
 import copy
 import io
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -274,8 +276,44 @@ def test_bad_parameters() -> None:
     ):
         AdamW([Parameter(torch.zeros(3).double())])
     p = Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="params\\[1\\]: expected each parameter once"):
-        AdamW([p, p])
     for name in ("amsgrad", "foreach", "fused", "capturable", "differentiable"):
         with pytest.raises(TypeError, match=name):
             AdamW([p], **{name: True})
+        AdamW([p], **{name: False})
+    AdamW([p], foreach=None, fused=None)
+    with pytest.raises(ValueError, match="betas: expected either numbers or tensors"):
+        AdamW([p], betas=(torch.tensor(0.9), 0.99))
+    AdamW([p], betas=(torch.tensor(0.9), torch.tensor(0.99)))
+
+
+def test_duplicates_are_stepped_once() -> None:
+    """A group with a parameter twice gives a warning with PyTorch's words."""
+    p, twin = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        opt = AdamW([("a", p), ("b", p)], lr=0.1)
+    once = AdamW([twin], lr=0.1)
+    p.grad = twin.grad = torch.ones(3)
+    opt.step()
+    once.step()
+    assert torch.equal(p, twin) and len(opt.param_groups[0]["params"]) == 1
+
+
+@pytest.mark.parametrize("number", [3, 3.0, np.float32(3)], ids=["int", "float", "numpy"])
+def test_a_number_of_steps_that_is_no_tensor(number: Any) -> None:
+    """Tools that save only tensors and numbers may turn the step's tensor into a number."""
+    p, twin = Parameter(torch.ones(300)), Parameter(torch.ones(300))
+    first, second = AdamW([p], lr=0.1), AdamW([twin], lr=0.1)
+    for _ in range(3):
+        p.grad = torch.full((300,), 0.5)
+        first.step()
+    saved = first.state_dict()
+    saved["state"][0]["step"] = number
+    second.load_state_dict(saved)
+    twin.data.copy_(p)
+    p.grad = twin.grad = torch.full((300,), -0.25)
+    first.step()
+    second.step()
+    assert torch.equal(p, twin) and second.state[twin]["step"] == 4
+    saved["state"][0]["step"] = True
+    with pytest.raises(ValueError, match="load_state_dict: step: expected torch.float32"):
+        second.load_state_dict(saved)

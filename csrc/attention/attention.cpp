@@ -258,9 +258,7 @@ void forward(const c10::OperatorHandle&, Stack* stack) {
 
 void finish_backward(Stack* stack, Gradients&& gradients, const Tensor& q) {
   BackwardResults results{std::move(gradients)};
-  for (Tensor& t : results.gradients) {
-    if (!t.defined()) t = at::empty({0}, q.options());
-  }
+  fill_gradients(results.gradients, q);
   torch::jit::drop(*stack, count_of<BackwardArguments>());
   push_fields(*stack, results);
 }

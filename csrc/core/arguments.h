@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -231,6 +232,15 @@ class Operator {
  private:
   c10::OperatorHandle handle_;
 };
+
+/// Replaces undefined gradients by empty tensors with the dtype and device of `like`, which an operator can
+/// return.
+template <size_t n>
+void fill_gradients(std::array<at::Tensor, n>& gradients, const at::Tensor& like) {
+  for (at::Tensor& g : gradients) {
+    if (!g.defined()) g = at::empty({0}, like.options());
+  }
+}
 
 /// The results of an operator that returns one tensor.
 struct TensorResult {

@@ -192,6 +192,19 @@ std::optional<LogitsLayout> layout_of(const Tensor& logits);
 /// overwrite them.
 bool writable(const Tensor& logits);
 
+/// Visits the first arguments of the operators of cross_entropy. kInPlace: of those that may overwrite the
+/// logits, whose names end in _.
+template <bool kInPlace, class Self, class Visitor>
+void visit_logits(Self& logits, Self& target, Visitor& visit) {
+  if constexpr (kInPlace) {
+    visit.changed("logits", logits);
+  } else {
+    visit("logits", logits);
+  }
+  visit("target", target);
+  visit.keywords();
+}
+
 /// The arguments of _cross_entropy_rows and, with kInPlace, of _cross_entropy_rows_.
 template <bool kInPlace>
 struct CrossEntropyRowsCall : RowsCall {
@@ -199,13 +212,7 @@ struct CrossEntropyRowsCall : RowsCall {
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    if constexpr (kInPlace) {
-      visit.changed("logits", self.input);
-    } else {
-      visit("logits", self.input);
-    }
-    visit("target", self.target);
-    visit.keywords();
+    visit_logits<kInPlace>(self.input, self.target, visit);
     detail::Fields::token_loss(self.options, visit);
     upstream(self, visit);
     visit("stats", self.stats);
@@ -236,8 +243,7 @@ void boxed_cross_entropy_rows_in_place(const c10::OperatorHandle&, torch::jit::S
   run_cross_entropy_rows_in_place(stack, run);
 }
 
-/// The arguments of cross_entropy as its callers pass them. kInPlace: of the operators that may overwrite the
-/// logits, whose names end in _.
+/// The arguments of cross_entropy as its callers pass them.
 template <class Options, bool kInPlace = false>
 struct CrossEntropyArguments {
   Tensor logits, target;
@@ -245,13 +251,7 @@ struct CrossEntropyArguments {
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    if constexpr (kInPlace) {
-      visit.changed("logits", self.logits);
-    } else {
-      visit("logits", self.logits);
-    }
-    visit("target", self.target);
-    visit.keywords();
+    visit_logits<kInPlace>(self.logits, self.target, visit);
     detail::Fields::cross_entropy(self.options, visit);
   }
 };

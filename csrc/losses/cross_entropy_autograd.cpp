@@ -108,7 +108,7 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
   }
 
  private:
-  // What backward needs to compute the gradient, unless forward has computed it.
+  // The values from which backward computes the gradient, unless forward has computed it.
   struct Again {
     Tensor target;
     LinearCrossEntropyOptions options;

@@ -124,12 +124,6 @@ Tensor flat(const Tensor& hidden, const Tensor& t) {
   return t.reshape_symint({count(hidden.sym_sizes().slice(0, hidden.dim() - 1))});
 }
 
-void fill_gradients(Gradients& gradients, const Tensor& like) {
-  for (Tensor& g : gradients) {
-    if (!g.defined()) g = at::empty({0}, like.options());
-  }
-}
-
 void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden,
                     const OptionalTensor& lora_hidden) {
   for (int i = 0; i < kInputs; ++i) {

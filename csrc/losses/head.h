@@ -95,10 +95,7 @@ void visit_gradients(Self& gradients, Visitor& visit) {
   visit("grad_lora_hidden", gradients[kLoraHidden]);
   visit("grad_lora_B", gradients[kLoraB]);
 }
-/// fill_gradients() replaces undefined gradients by empty tensors with the dtype and device of `like`.
-/// view_gradients() keeps the gradients in `mask` only, and gives those of hidden and lora_hidden the shapes
-/// of these inputs.
-void fill_gradients(Gradients& gradients, const Tensor& like);
+/// Keeps the gradients in `mask` only, and gives those of hidden and lora_hidden the shapes of these inputs.
 void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden,
                     const OptionalTensor& lora_hidden);
 

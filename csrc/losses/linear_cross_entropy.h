@@ -16,6 +16,16 @@ namespace shoestring::losses {
 
 constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
+/// Visits the first arguments of the operators of linear_cross_entropy, of which `call` holds all but hidden.
+template <class Hidden, class Call, class Visitor>
+void visit_tensors(Hidden& hidden, Call& call, Visitor& visit) {
+  visit("hidden", hidden);
+  visit("weight", call.weight);
+  visit("target", call.target);
+  visit("bias", call.bias);
+  visit.keywords();
+}
+
 /// The arguments of one call of linear_cross_entropy. The member `input` of TokenCall holds the argument
 /// `hidden`.
 struct LinearCrossEntropyCall : TokenCall {
@@ -24,11 +34,7 @@ struct LinearCrossEntropyCall : TokenCall {
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    visit("hidden", self.input);
-    visit("weight", self.weight);
-    visit("target", self.target);
-    visit("bias", self.bias);
-    visit.keywords();
+    visit_tensors(self.input, self, visit);
     detail::Fields::linear_cross_entropy(self.options, visit);
   }
 
@@ -50,11 +56,7 @@ struct LinearCrossEntropyShardCall {
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    visit("hidden", self.hidden);
-    visit("weight", self.weight);
-    visit("target", self.target);
-    visit("bias", self.bias);
-    visit.keywords();
+    visit_tensors(self.hidden, self, visit);
     visit.required("first_class", self.first_class);
     detail::Fields::linear_cross_entropy_shard(self.options, visit);
   }
@@ -78,11 +80,7 @@ struct LinearCrossEntropyRowsCall : RowsCall {
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    visit("hidden", self.input);
-    visit("weight", self.weight);
-    visit("target", self.target);
-    visit("bias", self.bias);
-    visit.keywords();
+    visit_tensors(self.input, self, visit);
     detail::Fields::linear_cross_entropy_rows(self.options, visit);
     upstream(self, visit);
     visit("averaged", self.averaged);

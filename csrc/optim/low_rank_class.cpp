@@ -107,8 +107,8 @@ class LowRankHolder : public torch::CustomClassHolder {
  private:
   template <class T>
   void get(const Options& values, const char* option, T& to) const {
-    TORCH_CHECK(read_value(values.at(option), to), step_.name, ": ", option,
-                ": expected a value of the type of its default, received another type");
+    TORCH_CHECK_VALUE(read_value(values.at(option), to), step_.name, ": ", option,
+                      ": expected a value of the type of its default, received another type");
   }
   void read(const Options& values, LowRankOptions& to) const {
     get(values, "rank", to.rank);

@@ -73,11 +73,11 @@ Tensor LowRankStep::begin(std::optional<double> max_grad_norm) {
       const Tensor& grad = p.param.grad();
       if (!grad.defined()) continue;
       const int64_t rows = p.param.size(0), columns = p.param.numel() / rows;
-      TORCH_CHECK(
+      TORCH_CHECK_VALUE(
           low_shape(rows, columns, is_left(rows, columns, g.options), g.options.rank) == p.low.sizes(), name,
           ": rank: expected the rank that the group was created with (and the same projection), received ",
           g.options.rank ? std::to_string(*g.options.rank) : "None");
-      TORCH_CHECK(!grad.is_sparse(), name, ": grad: expected a dense gradient, received a sparse one");
+      TORCH_CHECK_VALUE(!grad.is_sparse(), name, ": grad: expected a dense gradient, received a sparse one");
     }
     for (const Tensor& p : g.params) {
       if (p.grad().defined()) grads.push_back(p.grad());

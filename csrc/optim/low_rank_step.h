@@ -37,7 +37,7 @@ struct BaseOptions {
   Tensor kept_weight() const;
 };
 
-/// What GaLore and APOLLO do differently.
+/// The parts of a step in which GaLore and APOLLO differ.
 struct Method {
   // name: the name of the class. kind: the name of the option `projection` or `scale_type`. kept: the name of
   // the tensor that is stored for each parameter.

@@ -119,7 +119,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
     _moments: tuple[Moment, ...]
     _core_class: ClassVar[str]
-    # What an option may be, for messages that differ from those of the C++ class.
+    # The values that an option may have, for messages that differ from those of the C++ class.
     _expected: ClassVar[dict[str, str]] = {}
     _splits: ClassVar[bool] = True  # whether the optimizer's operator can step a part of a parameter
     # This attribute tells GradScaler.step to set grad_scale and found_inf on the optimizer.
@@ -272,8 +272,6 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         """
         group = {**self.defaults, **param_group}
         self._check_options(group)
-        params = param_group["params"]
-        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         param_group["params"] = distinct(self._name, param_group["params"])
         for i, item in enumerate(param_group["params"]):
             param = item[1] if isinstance(item, tuple) else item
@@ -455,8 +453,9 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         return [Part(name, like.dtype, like.numel(), shaped) for name, like, shaped in found]
 
 
-def distinct(name: str, params: list[Any]) -> list[Any]:
+def distinct(name: str, given: Tensor | Iterable[Any]) -> list[Any]:
     """Return a group's parameters without repetitions, of which the optimizer ``name`` warns like PyTorch."""
+    params = [given] if isinstance(given, Tensor) else list(given)
     found: dict[int, Any] = {}
     for item in params:
         found.setdefault(id(item[1] if isinstance(item, tuple) else item), item)
@@ -467,17 +466,6 @@ def distinct(name: str, params: list[Any]) -> list[Any]:
             stacklevel=3,
         )
     return list(found.values())
-
-
-@contextmanager
-def value_errors(name: str) -> Iterator[None]:
-    """Raise ValueError where the core refuses an argument of the optimizer called ``name``."""
-    try:
-        yield
-    except RuntimeError as error:
-        if str(error).startswith(f"{name}: "):
-            raise ValueError(str(error)) from None
-        raise
 
 
 def core_value(value: object) -> object:

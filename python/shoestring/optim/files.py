@@ -113,7 +113,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         loaded = {name: _like(ours.get(name), value, f"{where}: {name}") for name, value in values.items()}
         try:
             optimizer._check_options(kept | loaded)
-        # An option in the file is None where _check_options() expects a number.
+        # An option is None in the optimizer and of another type than its values in the file.
         except TypeError as error:
             raise ValueError(
                 f"{where}: group {g}: expected options of this optimizer's types, received others: {error}"

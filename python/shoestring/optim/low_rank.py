@@ -93,9 +93,7 @@ class LowRankOptimizer(Optimizer):
         Its options are checked before anything changes.
         """
         self._check_options({**self.defaults, **param_group})
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        param_group["params"] = distinct(self._name, params)
+        param_group["params"] = distinct(self._name, param_group["params"])
         super().add_param_group(param_group)
         try:
             self._add(self.param_groups[-1])

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from shoestring.optim.base import DTYPES, core_value, value_errors
+from shoestring.optim.base import DTYPES, core_value
 
 
 class LowRankMethod(NamedTuple):
-    """What GaLore and APOLLO do differently.
+    """The constants by which GaLore and APOLLO differ.
 
     core_class: the name of the method in C++.
     kind: the name of an option of the groups that only this method has, and its values for messages.
@@ -125,8 +125,7 @@ class VirtualParameters:
         ]
         norm: Tensor | None
         try:
-            with value_errors(self._name):
-                norm = self.core.begin([self._values(group) for group in groups], entries, max_grad_norm)
+            norm = self.core.begin([self._values(group) for group in groups], entries, max_grad_norm)
             self.base.step()
             self.core.finish()
         finally:

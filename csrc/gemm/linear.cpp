@@ -1,6 +1,7 @@
 // Linear layers with trainable weights, one at a time or several that read the same input.
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -163,6 +164,20 @@ Tensor run_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& b
       .view_symint(shape);
 }
 
+// Returns gradients as the list that the operator returns. A gradient that is not selected is an empty
+// tensor.
+std::vector<Tensor> list_of(LinearGradients gradients, at::TensorList weights) {
+  const Tensor none = at::empty({0}, weights[0].options());
+  const auto fill = [&](Tensor& gradient) {
+    if (!gradient.defined()) gradient = none;
+  };
+  fill(gradients.x);
+  for (Tensor& gradient : gradients.weights) fill(gradient);
+  std::vector<Tensor> list;
+  gradients.append_to(list);
+  return list;
+}
+
 // Returns the gradient of x, which is the sum over all layers of grad_output W, and for each layer the
 // gradient of the weight, grad_output^T x. The sum over layers is formed by the products themselves.
 template <Backend backend>
@@ -171,28 +186,29 @@ std::vector<Tensor> run_linear_group_backward(const OptionalTensors& grad_output
                                               at::ScalarType x_dtype, int64_t library,
                                               c10::List<bool> output_mask) {
   const c10::OptionalDeviceGuard guard(weights[0].device());
-  std::vector<Tensor> result(1 + weights.size(), at::empty({0}, weights[0].options()));
-  Tensor grad_x;
+  const auto mask = LinearMask::from(output_mask);
+  LinearGradients gradients(weights.size());
+  Tensor grad_x;  // (tokens, in_features)
   bool first = true;
   for (size_t i = 0; i < weights.size(); ++i) {
     const OptionalTensor upstream = grad_outputs.get(i);
     if (!upstream.has_value()) continue;  // the loss does not depend on this layer's output
     const Tensor grad = as_matrix(*upstream).to(dtype);
-    if (output_mask.get(0)) {
+    if (mask.x) {
       if (first) {
         grad_x = at::empty({grad.size(0), weights[i].size(1)}, grad.options().dtype(x_dtype));
-        result[0] = grad_x.view_symint(with_last(*upstream, weights[i].sym_size(1)));
+        gradients.x = grad_x.view_symint(with_last(*upstream, weights[i].sym_size(1)));
       }
       multiply_into(backend, (library & kLinearGradX) != 0, dtype, grad_x, grad, weights[i], first ? 0 : 1);
       first = false;
     }
-    if (output_mask.get(1 + i)) {
-      result[1 + i] = at::empty(weights[i].sizes(), weights[i].options());
-      multiply_into(backend, (library & kLinearGradWeight) != 0, dtype, result[1 + i], grad.t(),
+    if (mask.weights[i]) {
+      gradients.weights[i] = at::empty(weights[i].sizes(), weights[i].options());
+      multiply_into(backend, (library & kLinearGradWeight) != 0, dtype, gradients.weights[i], grad.t(),
                     as_matrix(*x), 0);
     }
   }
-  return result;
+  return list_of(std::move(gradients), weights);
 }
 
 std::vector<Tensor> linear_group_meta(const Tensor& x, at::TensorList weights, const OptionalTensors& biases,
@@ -221,18 +237,19 @@ Tensor linear_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& 
 std::vector<Tensor> linear_group_backward_meta(const OptionalTensors& grad_outputs, const OptionalTensor&,
                                                at::TensorList weights, at::ScalarType, at::ScalarType x_dtype,
                                                int64_t, c10::List<bool> output_mask) {
-  std::vector<Tensor> result(1 + weights.size(), at::empty({0}, weights[0].options()));
+  const auto mask = LinearMask::from(output_mask);
+  LinearGradients gradients(weights.size());
   for (size_t i = 0; i < weights.size(); ++i) {
     const OptionalTensor upstream = grad_outputs.get(i);
-    if (output_mask.get(0) && upstream.has_value()) {
-      result[0] =
+    if (mask.x && upstream.has_value()) {
+      gradients.x =
           at::empty_symint(with_last(*upstream, weights[i].sym_size(1)), upstream->options().dtype(x_dtype));
     }
-    if (output_mask.get(1 + i)) {
-      result[1 + i] = at::empty_symint(weights[i].sym_sizes(), weights[i].options());
+    if (mask.weights[i]) {
+      gradients.weights[i] = at::empty_symint(weights[i].sym_sizes(), weights[i].options());
     }
   }
-  return result;
+  return list_of(std::move(gradients), weights);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {

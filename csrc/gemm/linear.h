@@ -25,6 +25,31 @@ using LinearGroupBackwardSignature = std::vector<at::Tensor>(const OptionalTenso
                                                              at::ScalarType, at::ScalarType, int64_t,
                                                              c10::List<bool>);
 
+/// One value for x and one for each weight of linear_group. _linear_group_backward takes a mask of these
+/// inputs and returns their gradients as flat lists, x first.
+template <class T>
+struct LinearInputs {
+  explicit LinearInputs(size_t count) : weights(count) {}
+
+  template <class List>
+  static LinearInputs from(const List& list) {
+    LinearInputs inputs(list.size() - 1);
+    inputs.x = list[0];
+    for (size_t i = 0; i < inputs.weights.size(); ++i) inputs.weights[i] = list[1 + i];
+    return inputs;
+  }
+  template <class List>
+  void append_to(List& list) const {
+    list.push_back(x);
+    for (const auto& weight : weights) list.push_back(weight);
+  }
+
+  T x{};
+  std::vector<T> weights;
+};
+using LinearMask = LinearInputs<bool>;
+using LinearGradients = LinearInputs<at::Tensor>;
+
 /// Returns the dtype of the products of a linear layer under autocast: the dtype that the caller gives, or
 /// the autocast dtype. x and the weights keep their dtypes: the operator rounds them. Products of fp64 stay
 /// fp64.

@@ -1,10 +1,13 @@
 #include <algorithm>
-#include <utility>
+#include <functional>
+#include <type_traits>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
 #include "core/tensors.h"
@@ -60,90 +63,137 @@ class Linear : public torch::autograd::Function<Linear> {
             ? variable_list{call_linear(rounded, weights[0], biases.get(0), given.back(), type, library)}
             : call_linear_group(rounded, weights, biases, type, library);
 
-    c10::List<bool> mask({x.requires_grad()}), has_bias;
-    for (const bool has : biased) has_bias.push_back(has);
-    for (const Tensor& t : given) mask.push_back(t.requires_grad());
-    variable_list saved{by_weight ? rounded : Tensor()};
-    saved.insert(saved.end(), weights.begin(), weights.end());
-    ctx->save_for_backward(saved);
+    Saved saved{by_weight ? rounded : Tensor(), x.requires_grad(), type, x.scalar_type(), library};
+    for (size_t i = 0; i < count; ++i) {
+      const OptionalTensor bias = biases.get(i);
+      saved.layers.push_back({weights[i], weights[i].requires_grad(), as_added(bias)});
+    }
+    if (has_residual) saved.residual = as_added(given.back());
+    saved.count = static_cast<int64_t>(count);
+    save_fields(ctx, saved);
     ctx->set_materialize_grads(false);
-    ctx->saved_data["mask"] = mask;
-    ctx->saved_data["biased"] = has_bias;
-    ctx->saved_data["type"] = type;
-    ctx->saved_data["x_type"] = x.scalar_type();
-    ctx->saved_data["library"] = library;
-    std::vector<int64_t> types;
-    for (const Tensor& t : given.slice(count)) types.push_back(static_cast<int64_t>(t.scalar_type()));
-    ctx->saved_data["types"] = types;
     if (!rounded.is_same(x)) outputs.push_back(rounded);
     return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    const auto mask = ctx->saved_data["mask"].toBoolList(), biased = ctx->saved_data["biased"].toBoolList();
-    const auto type = ctx->saved_data["type"].toScalarType(),
-               x_type = ctx->saved_data["x_type"].toScalarType();
-    const auto types = ctx->saved_data["types"].toIntVector();
-    const size_t count = biased.size();
-    const at::TensorList weights(saved.data() + 1, count), upstream(grads.data(), count);
-    variable_list gradients(1 + count + types.size() + 4);
-    // A layer whose output the loss does not depend on gives no gradient.
-    const bool reached = std::any_of(upstream.begin(), upstream.end(), [](auto& g) { return g.defined(); });
-    c10::List<bool> products({mask.get(0) && reached});
-    bool any = products.get(0);
-    for (size_t i = 0; i < count; ++i) {
-      products.push_back(mask.get(1 + i) && upstream[i].defined());
-      any = any || products.get(1 + i);
-    }
+    const auto saved = saved_fields<Saved>(ctx);
+    const size_t count = saved.layers.size();
+    const at::TensorList upstream(grads.data(), count);
+    const LinearMask wanted = saved.wanted(upstream);
+    const bool any = wanted.x || std::any_of(wanted.weights.begin(), wanted.weights.end(), std::identity());
+    LinearGradients made(count);
     if (any && at::GradMode::is_enabled()) {
-      differentiable(gradients, upstream, saved[0], weights, products, type, x_type);
+      made = differentiable(saved, upstream, wanted);
     } else if (any) {
       at::AutoDispatchBelowADInplaceOrView below;
-      static auto op = find<LinearGroupBackwardSignature>("shoestring::_linear_group_backward");
-      OptionalTensors given;
-      for (const Tensor& g : upstream) given.push_back(as_optional(g));
-      const auto made = op.call(given, as_optional(saved[0]), weights, type, x_type,
-                                ctx->saved_data["library"].toInt(), products);
-      for (size_t i = 0; i <= count; ++i) {
-        if (products.get(i)) gradients[i] = made[i];
-      }
+      made = saved.gradients(upstream, wanted);
     }
     // the gradient of the rounded x, which only double backward gives
-    if (grads.size() > count && grads[count].defined() && mask.get(0)) {
-      const Tensor more = grads[count].to(x_type);
-      gradients[0] = gradients[0].defined() ? gradients[0] + more : more;
+    if (grads.size() > count && grads[count].defined() && saved.wants_x) {
+      const Tensor more = grads[count].to(saved.x_type);
+      made.x = made.x.defined() ? made.x + more : more;
     }
-    size_t next = 0;
+    // One gradient for each argument of forward: x, each tensor in `given`, and four arguments that have
+    // none.
+    variable_list gradients;
+    made.append_to(gradients);
     for (size_t i = 0; i < count; ++i) {
-      if (!biased.get(i)) continue;
-      const size_t place = 1 + count + next;
-      if (mask.get(place) && upstream[i].defined()) {
-        gradients[place] = sum_to_bias(upstream[i], static_cast<at::ScalarType>(types[next]));
-      }
-      ++next;
+      const Added& bias = saved.layers[i].bias;
+      if (bias.given)
+        gradients.push_back(bias.wants(upstream[i]) ? sum_to_bias(upstream[i], bias.type) : Tensor());
     }
-    if (next < types.size() && mask.get(1 + count + next) && upstream[0].defined())
-      gradients[1 + count + next] = upstream[0].to(static_cast<at::ScalarType>(types[next]));
+    const Added& residual = saved.residual;
+    if (residual.given)
+      gradients.push_back(residual.wants(upstream[0]) ? upstream[0].to(residual.type) : Tensor());
+    gradients.resize(gradients.size() + 4);
     return gradients;
   }
 
  private:
-  // Computes the gradients of x and of the weights by operations of PyTorch, which autograd records.
-  static void differentiable(variable_list& gradients, at::TensorList upstream, const Tensor& x,
-                             at::TensorList weights, const c10::List<bool>& mask, at::ScalarType type,
-                             at::ScalarType x_type) {
-    for (size_t i = 0; i < weights.size(); ++i) {
-      if (!upstream[i].defined()) continue;
-      const Tensor grad = upstream[i].to(type);
-      if (mask.get(0)) {
-        const Tensor more = at::matmul(grad, weights[i].to(type)).to(x_type);
-        gradients[0] = gradients[0].defined() ? gradients[0] + more : more;
-      }
-      if (mask.get(1 + i)) {
-        gradients[1 + i] = at::mm(rows_of(grad).t(), rows_of(x)).to(weights[i].scalar_type());
+  // A bias or residual that is added to the product.
+  struct Added {
+    bool given = false, wanted = false;
+    at::ScalarType type = at::kFloat;
+
+    bool wants(const Tensor& upstream) const { return wanted && upstream.defined(); }
+  };
+
+  static Added as_added(const OptionalTensor& t) {
+    return t.has_value() ? Added{true, t->requires_grad(), t->scalar_type()} : Added();
+  }
+
+  struct SavedLayer {
+    Tensor weight;
+    bool wants_weight = false;
+    Added bias{};
+  };
+
+  struct Saved {
+    Tensor x;  // rounded to `type`; saved only if a weight needs a gradient
+    bool wants_x = false;
+    at::ScalarType type = at::kFloat, x_type = at::kFloat;
+    int64_t library = 0;
+    std::vector<SavedLayer> layers{};
+    Added residual{};
+    int64_t count = 0;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.x, self.wants_x, self.type, self.x_type, self.library, self.count);
+      visit.each(self.residual.given, self.residual.wanted, self.residual.type);
+      if constexpr (!std::is_const_v<Self>) self.layers.resize(self.count);
+      for (auto& layer : self.layers) {
+        visit.each(layer.weight, layer.wants_weight, layer.bias.given, layer.bias.wanted, layer.bias.type);
       }
     }
+
+    // Returns which products backward needs. A layer whose output the loss does not depend on gives no
+    // gradient.
+    LinearMask wanted(at::TensorList upstream) const {
+      LinearMask mask(layers.size());
+      for (size_t i = 0; i < layers.size(); ++i) {
+        mask.x = mask.x || (wants_x && upstream[i].defined());
+        mask.weights[i] = layers[i].wants_weight && upstream[i].defined();
+      }
+      return mask;
+    }
+
+    // Calls the backward operator.
+    LinearGradients gradients(at::TensorList upstream, const LinearMask& wanted) const {
+      OptionalTensors given;
+      for (const Tensor& g : upstream) given.push_back(as_optional(g));
+      variable_list weights;
+      for (const SavedLayer& layer : layers) weights.push_back(layer.weight);
+      c10::List<bool> mask;
+      wanted.append_to(mask);
+      static auto op = find<LinearGroupBackwardSignature>("shoestring::_linear_group_backward");
+      auto made = LinearGradients::from(op.call(given, as_optional(x), weights, type, x_type, library, mask));
+      if (!wanted.x) made.x = Tensor();
+      for (size_t i = 0; i < layers.size(); ++i) {
+        if (!wanted.weights[i]) made.weights[i] = Tensor();
+      }
+      return made;
+    }
+  };
+
+  // Computes the gradients of x and of the weights by operations of PyTorch, which autograd records.
+  static LinearGradients differentiable(const Saved& saved, at::TensorList upstream,
+                                        const LinearMask& wanted) {
+    LinearGradients gradients(saved.layers.size());
+    for (size_t i = 0; i < saved.layers.size(); ++i) {
+      if (!upstream[i].defined()) continue;
+      const Tensor& weight = saved.layers[i].weight;
+      const Tensor grad = upstream[i].to(saved.type);
+      if (wanted.x) {
+        const Tensor more = at::matmul(grad, weight.to(saved.type)).to(saved.x_type);
+        gradients.x = gradients.x.defined() ? gradients.x + more : more;
+      }
+      if (wanted.weights[i]) {
+        gradients.weights[i] = at::mm(rows_of(grad).t(), rows_of(saved.x)).to(weight.scalar_type());
+      }
+    }
+    return gradients;
   }
 };
 

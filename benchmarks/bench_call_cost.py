@@ -1,4 +1,4 @@
-"""Count the instructions of a call of eight operators on tiny tensors, with and without autograd.
+"""Count the instructions of a call of operators on tiny tensors: with and without autograd, and optimizer steps.
 
 The tensors are so small that the fixed cost of a call dominates: the Python function, PyTorch's dispatcher,
 the checks, and what autograd saves. Valgrind's tool callgrind counts the instructions, on one thread. The
@@ -52,8 +52,41 @@ def make_operators() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
     }  # fmt: skip
 
 
+def make_steps() -> dict[str, Callable[[], object]]:
+    """Return optimizer steps: elementwise and composite operators, and the step of a class."""
+
+    def state(*names: str) -> dict[str, Any]:
+        tensors: dict[str, Any] = {
+            "params": [torch.ones(4, 4)],
+            "grads": [torch.ones(4, 4)],
+            "step": torch.zeros(1),
+        }
+        for name in names:
+            tensors |= {name: torch.zeros(256), f"{name}_scale": None}
+        return tensors
+
+    ops = shoestring.ops
+    sgd, muon = state("momentum_buffer"), state("momentum_buffer")
+    adamw, lamb = state("exp_avg", "exp_avg_sq"), state("exp_avg", "exp_avg_sq")
+    adamw_options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+    sgd_options = {"lr": 1e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": True}
+    param = torch.ones(4, 4, requires_grad=True)
+    param.grad = torch.ones(4, 4)
+    optimizer = shoestring.optim.AdamW([param], state_format="fp32")
+    return {
+        "sgd_": lambda: ops.sgd_(**sgd, **sgd_options),
+        "adamw_": lambda: ops.adamw_(**adamw, **adamw_options),
+        "lamb_": lambda: ops.lamb_(**lamb, **adamw_options),
+        "muon_": lambda: ops.muon_(**muon, lr=1e-3, momentum=0.9, weight_decay=0.1),
+        "step of AdamW": optimizer.step,
+    }
+
+
 def make_calls() -> dict[str, tuple[Callable[[], object], bool]]:
-    """Return the calls to count, and whether autograd records: each operator without, then with its backward."""
+    """Return the calls to count, and whether autograd records.
+
+    Each differentiable operator is called without autograd, then with its backward. Optimizer steps follow.
+    """
     calls: dict[str, tuple[Callable[[], object], bool]] = {}
 
     def with_backward(run: Callable[[], Any], inputs: list[Tensor]) -> Callable[[], object]:
@@ -70,6 +103,7 @@ def make_calls() -> dict[str, tuple[Callable[[], object], bool]]:
     for name, (run, inputs) in make_operators().items():
         calls[f"{name}, without autograd"] = (run, False)
         calls[f"{name}, forward + backward"] = (with_backward(run, inputs), True)
+    calls |= {name: (step, False) for name, step in make_steps().items()}
     return calls
 
 

@@ -23,7 +23,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // attention_with_lse may have a gradient as well.
   // deterministic: True gives bitwise equal results in every run and does not use PyTorch's operators. None
   // follows torch.use_deterministic_algorithms.
-  const std::string attended = "(" + schema_of<Arguments>() + ") -> ";
+  const std::string attended = c10::str("(", schema_of<Arguments>(), ") -> ");
   m.def(("attention" + attended + "Tensor").c_str());
   // Computes attention and also returns lse, the log-sum-exp of the scores and the sink. Its shape is (batch,
   // heads, queries) or, with packed sequences, (heads, queries). Its dtype is fp64 for fp64 inputs, else

@@ -6,9 +6,12 @@
 //
 // lists the arguments in the order of the schema: `visit("name", self.member)` for an argument, whose default
 // is the member's value in a new struct; visit.required() for a number, string or list without a default;
-// visit.changed() for a tensor that the operator changes in place; visit.keywords() before the arguments that
-// Python passes by name only. A tensor that is not optional has no default. Structs compose: `fields` may
-// call the `fields` of a member, and lists of options (shoestring::detail::Fields).
+// visit.changed() for a tensor that the operator changes in place; visit.state() for such a tensor that may
+// be None but has no default; visit.keywords() before the arguments that Python passes by name only. A tensor
+// that is not optional has no default. Structs compose: `fields` may call the `fields` of a member, and lists
+// of options (shoestring::detail::Fields). An object whose arguments depend on its members, such as the
+// moments of an optimizer (optim/optimizer.h), is passed to schema_of(), push_fields() and read_fields()
+// itself.
 //
 // From `fields` this file derives the text of the schema, and how the arguments are put on a stack, read from
 // it and saved for backward. All of these go by position, so no name is looked up in a call.
@@ -61,6 +64,15 @@ inline void from_value(const c10::IValue& value, std::optional<at::Tensor>& x) {
     x = value.toTensor();
   }
 }
+inline void from_value(const c10::IValue& value, std::vector<std::optional<at::Tensor>>& list) {
+  const auto given = value.toListRef();
+  list.clear();
+  list.reserve(given.size());
+  for (const c10::IValue& item : given) {
+    const bool is_given = item.isTensor() && item.toTensor().defined();
+    list.push_back(is_given ? std::optional(item.toTensor()) : std::nullopt);
+  }
+}
 template <size_t n>
 void from_value(const c10::IValue& value, std::array<bool, n>& flags) {
   const c10::List<bool> list = value.toBoolList();
@@ -88,16 +100,19 @@ struct Each {
   void changed(const char* name, T& x) {
     visit(name, x);
   }
+  void state(const char* name, auto& x, bool) { visit(name, x); }
   void keywords() {}
 };
 template <class Visit>
 Each(Visit) -> Each<Visit>;
 
-/// Writes the arguments of a schema.
+/// Writes the arguments of a schema. Each tensor that the operator changes has a letter of its own, because
+/// tensors with the same letter may share memory.
 class SchemaText {
  public:
   void operator()(const char* name, const at::Tensor&) { add("Tensor", name); }
   void operator()(const char* name, const std::vector<at::Tensor>&) { add("Tensor[]", name); }
+  void operator()(const char* name, const std::vector<std::optional<at::Tensor>>&) { add("Tensor?[]", name); }
   template <class T>
   void operator()(const char* name, const T& x) {
     add(type(x), name, default_of(x));
@@ -106,8 +121,12 @@ class SchemaText {
   void required(const char* name, const T& x) {
     add(type(x), name);
   }
-  void changed(const char* name, const at::Tensor&) { add("Tensor(a!)", name); }
-  void changed(const char* name, const std::optional<at::Tensor>&) { add("Tensor(a!)?", name, "None"); }
+  void changed(const char* name, const at::Tensor&) { add(changed(), name); }
+  void changed(const char* name, const std::vector<at::Tensor>&) { add(changed() + "[]", name); }
+  void changed(const char* name, const std::optional<at::Tensor>&) { add(changed() + "?", name, "None"); }
+  void state(const char* name, const std::optional<at::Tensor>&, bool may_be_none) {
+    add(changed() + (may_be_none ? "?" : ""), name);
+  }
   void keywords() { add("*", ""); }
 
   std::string text;
@@ -125,6 +144,10 @@ class SchemaText {
   template <size_t n>
   static std::string type(const std::array<bool, n>&) {
     return "bool[" + std::to_string(n) + "]";
+  }
+  template <class T>
+  static std::string type(const std::vector<T>&) {
+    return type(T()) + "[]";
   }
   template <class T>
   static std::string type(const std::optional<T>&) {
@@ -145,24 +168,34 @@ class SchemaText {
   static std::string default_of(const std::optional<at::Tensor>&) { return "None"; }
   template <class T, size_t n>
   static std::string default_of(const std::array<T, n>& list) {
+    return default_of_list(list);
+  }
+  template <class T>
+  static std::string default_of(const std::vector<T>& list) {
+    return default_of_list(list);
+  }
+  static std::string default_of_list(const auto& list) {
     std::string all;
-    for (const T& x : list) all += (all.empty() ? "" : ", ") + default_of(x);
+    for (const auto x : list) all += (all.empty() ? "" : ", ") + default_of(x);
     return "[" + all + "]";
   }
+
+  std::string changed() { return c10::str("Tensor(", letter_++, "!)"); }
 
   void add(const std::string& type, const char* name, const std::string& value = "") {
     text += (text.empty() ? "" : ", ") + type + (*name == 0 ? "" : " ") + name;
     if (!value.empty()) text += "=" + value;
   }
+
+  char letter_ = 'a';
 };
 
 }  // namespace fields
 
-/// Returns the arguments of the struct `Arguments` as the text of a schema.
+/// Returns arguments and their defaults as the text of a schema.
 template <class Arguments>
-std::string schema_of() {
+std::string schema_of(const Arguments& defaults = {}) {
   fields::SchemaText visit;
-  const Arguments defaults{};
   Arguments::fields(defaults, visit);
   return visit.text;
 }
@@ -201,13 +234,18 @@ void push_fields(torch::jit::Stack& stack, const Arguments& arguments) {
   Arguments::fields(arguments, visit);
 }
 
-/// Reads the arguments of an operator, or its results, which are at the end of the stack and stay there.
+/// Reads the `count` arguments of an operator, or its results, which are at the end of the stack and stay
+/// there.
+template <class Arguments>
+void read_fields(const torch::jit::Stack& stack, size_t count, Arguments& arguments) {
+  const c10::IValue* next = stack.data() + stack.size() - count;
+  fields::Each visit{[&](const char*, auto& x) { fields::from_value(*next++, x); }};
+  Arguments::fields(arguments, visit);
+}
 template <class Arguments>
 Arguments read_fields(const torch::jit::Stack& stack) {
   Arguments arguments{};
-  const c10::IValue* next = stack.data() + stack.size() - count_of<Arguments>();
-  fields::Each visit{[&](const char*, auto& x) { fields::from_value(*next++, x); }};
-  Arguments::fields(arguments, visit);
+  read_fields(stack, count_of<Arguments>(), arguments);
   return arguments;
 }
 

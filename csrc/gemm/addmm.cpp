@@ -57,8 +57,10 @@ namespace shoestring {
 using at::Tensor;
 
 void addmm_(const Tensor& self, const Tensor& mat1, const Tensor& mat2, double beta, double alpha) {
-  call_by_name("shoestring::addmm_",
-               {{"self", self}, {"mat1", mat1}, {"mat2", mat2}, {"beta", beta}, {"alpha", alpha}});
+  static const auto op =
+      find<void(Tensor&, const Tensor&, const Tensor&, double, double)>("shoestring::addmm_");
+  Tensor changed = self;
+  op.call(changed, mat1, mat2, beta, alpha);
 }
 
 }  // namespace shoestring

@@ -10,15 +10,16 @@ namespace {
 
 struct AdamW {
   using Rule = kernels::AdamWRule;
-  static constexpr const char* kNames[] = {"exp_avg", "exp_avg_sq"};
+  using Options = AdamWOptions;
   static const auto& table() { return cpu::adamw(); }
 
-  static kernels::AdamWOptions options(const Call& call) {
-    return {call.options(), call.fraction("beta1"), call.fraction("beta2"), call.at_least_zero("eps")};
+  static kernels::AdamWOptions options(const Call& call, const Options& o) {
+    const auto [beta1, beta2] = o.betas();
+    return {call.options(o.weight_decay()), beta1, beta2, o.eps()};
   }
 };
 
-const RegisteredRule<AdamW> kAdamWRegistered("adamw_");
+const RegisteredRule<AdamW> kAdamWRegistered;
 
 }  // namespace
 }  // namespace shoestring::optim::ops
@@ -28,7 +29,7 @@ namespace shoestring::optim {
 using namespace detail;
 
 const Rule& AdamWOptions::rule() const {
-  static const Rule rule{"AdamW", "adamw_", {{"exp_avg", true}, {"exp_avg_sq", false}}};
+  static const Rule rule{"AdamW", "adamw_", moments_of<kernels::AdamWRule>({"exp_avg", "exp_avg_sq"})};
   return rule;
 }
 

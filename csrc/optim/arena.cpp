@@ -24,8 +24,9 @@ Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
 
 std::vector<Part> parts(const Rule& rule, const Kind& kind) {
   std::vector<Part> found;
-  for (const Moment& m : rule.moments) {
-    const std::string name = m.name, scale = name + "_scale";
+  for (const auto& m : rule.moments) {
+    if (!m.is_kept) continue;
+    const auto& [name, scale] = std::tie(m.name, m.scale);
     if (m.is_long && kind.state != "fp32") {
       found.push_back({name, at::kBFloat16, kBlock, true});
     } else if (kind.state == "fp32" || kind.state == "bf16") {
@@ -189,7 +190,7 @@ void Arena::commit() {
 void check_state(const Rule& rule, const ParamState& state, const Tensor& param, const Kind& kind) {
   std::map<std::string, Tensor> expected{{"step", at::empty({0})}};
   for (const Part& part : parts(rule, kind)) expected[part.name];
-  for (const Extra& extra : rule.extra(param)) expected[extra.name];
+  for (const Extra& extra : rule.extras) expected[extra.name];
   const auto same = [](const auto& a, const auto& b) { return a.first == b.first; };
   const auto& tensors = state.tensors();
   TORCH_CHECK(std::equal(expected.begin(), expected.end(), tensors.begin(), tensors.end(), same),
@@ -204,7 +205,7 @@ void check_state(const Rule& rule, const ParamState& state, const Tensor& param,
   };
   fits("step", at::kFloat, {});
   for (const Part& part : parts(rule, kind)) fits(part.name, part.dtype, part.shape(param));
-  for (const Extra& extra : rule.extra(param)) fits(extra.name, at::kFloat, extra.shape);
+  for (const Extra& extra : rule.extras) fits(extra.name, at::kFloat, extra.shape_of(param));
 }
 
 }  // namespace shoestring::optim::detail

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 
 #include "optim/core.h"
+#include "optim/optimizer.h"
 #include "optim/scaled.h"
 
 namespace shoestring::optim {
@@ -36,7 +37,7 @@ const ParamState* Core::state(const Tensor& param) const {
 std::vector<std::string> Core::names_of_state(size_t group, const Tensor& param) const {
   std::vector<std::string> names{"step"};
   for (const Part& part : parts(rule(group), kind_of(param, options(group)))) names.push_back(part.name);
-  for (const Extra& extra : rule(group).extra(param)) names.emplace_back(extra.name);
+  for (const Extra& extra : rule(group).extras) names.emplace_back(extra.name);
   return names;
 }
 
@@ -84,9 +85,9 @@ Layout& Core::layout(size_t group) {
           }
         }
       }
-      for (const Extra& extra : rule.extra(arena.params[i])) {
+      for (const Extra& extra : rule.extras) {
         Tensor& tensor = views[extra.name];
-        if (!tensor.defined()) tensor = at::zeros(extra.shape, arena.step.options());
+        if (!tensor.defined()) tensor = at::zeros(extra.shape_of(arena.params[i]), arena.step.options());
       }
       states.emplace_back(arena.params[i].unsafeGetTensorImpl(), std::move(views));
     }
@@ -262,8 +263,6 @@ void Core::step_values(size_t group, const Arena& arena, const std::vector<Tenso
   const auto number = [&](const Tensor& t) {
     return t.defined() ? std::optional(number_on(arena.kind.device, t)) : std::nullopt;
   };
-  c10::List<std::optional<Tensor>> optional_grads;
-  for (const Tensor& g : grads) optional_grads.push_back(some(g));
   Tensor lr_tensor = Access::lr_tensor(o);
   double lr = o.get_lr();
   if (lr_tensor.defined()) {
@@ -271,34 +270,34 @@ void Core::step_values(size_t group, const Arena& arena, const std::vector<Tenso
     lr = here ? 0 : lr_tensor.item<double>();
     lr_tensor = here ? lr_tensor.detach().to(at::kFloat) : Tensor();
   }
-  NamedArguments arguments{{"params", arena.stepped_params()},
-                           {"grads", optional_grads},
-                           {"step", arena.step},
-                           {"lr", lr},
-                           {"lr_tensor", some(lr_tensor)},
-                           {"maximize", Access::maximize(o)},
-                           {"grad_scale", number(grad_scale_)},
-                           {"clip_coef", number(clip_coef)},
-                           {"found_inf", number(found_inf_)},
-                           {"accumulated", some(accumulated)},
-                           {"stochastic_rounding", Access::weight_rounding(o) == "stochastic"},
-                           {"seed", seed_of(Access::seed(o), arena.kind.shard)},
-                           {"numbers", arena.numbers}};
-  if (arena.part) {
-    arguments.emplace_back("first_block", arena.part->first);
-    arguments.emplace_back("blocks", arena.part->second);
+  const auto value = [&](const std::string& name) {
+    const auto found = arena.values.find(name);
+    return found == arena.values.end() ? std::nullopt : std::optional(found->second);
+  };
+  ops::Arguments arguments(o);
+  arguments.params = arena.stepped_params();
+  for (const Tensor& g : grads) arguments.grads.push_back(some(g));
+  arguments.step = arena.step;
+  for (ops::Moment& moment : arguments.moments) {
+    moment.values = value(moment.rule->name);
+    moment.scale = value(moment.rule->scale);
   }
-  for (const auto& [name, tensor] : arena.values) arguments.emplace_back(name, tensor);
-  for (const Extra& extra : rule(group).extra(arena.params[0])) {
-    std::vector<Tensor> tensors;
-    for (const Tensor& p : arena.params) tensors.push_back((*state(p))[extra.name]);
-    arguments.emplace_back(extra.name, std::move(tensors));
+  for (size_t i = 0; i < arguments.extras.size(); ++i) {
+    const char* name = arguments.rule.extras[i].name;
+    for (const Tensor& p : arena.params) arguments.extras[i].push_back((*state(p))[name]);
   }
-  for (const Field& field : Access::own_fields(o)) {
-    if (!field.of_operator) continue;
-    for (auto& value : values(field)) arguments.push_back(std::move(value));
-  }
-  call_by_name(std::string("shoestring::") + rule(group).op, arguments);
+  arguments.lr = lr;
+  arguments.lr_tensor = some(lr_tensor);
+  arguments.grad_scale = number(grad_scale_);
+  arguments.clip_coef = number(clip_coef);
+  arguments.found_inf = number(found_inf_);
+  arguments.weight_remainder = value("weight_remainder");
+  arguments.accumulated = some(accumulated);
+  arguments.stochastic_rounding = Access::weight_rounding(o) == "stochastic";
+  arguments.seed = seed_of(Access::seed(o), arena.kind.shard);
+  arguments.numbers = arena.numbers;
+  if (arena.part) std::tie(arguments.first_block, arguments.blocks) = *arena.part;
+  arguments.call();
 }
 
 }  // namespace detail

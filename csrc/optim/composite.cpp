@@ -22,27 +22,30 @@ OptionalTensor Share::of(const OptionalTensor& arena) const {
 
 Tensor Share::empty() const { return at::empty(param.sizes(), param.options().dtype(at::kFloat)); }
 
-void Share::run(const char* op, const Tensor& result, const Tensor& grad, const Tensor& step,
-                std::initializer_list<NamedArguments> arguments) const {
-  NamedArguments all{{"params", std::vector<Tensor>{result}},
-                     {"grads", c10::List<OptionalTensor>({grad})},
-                     {"step", step},
-                     {"found_inf", call.found_inf},
-                     {"seed", call["seed"]},
-                     {"numbers", std::vector<int64_t>{call.number_of(index)}}};
-  for (const NamedArguments& some : arguments) all.insert(all.end(), some.begin(), some.end());
-  call_by_name(std::string("shoestring::") + op, all);
+Arguments Share::arguments(const LowMemoryOptions& options, const Tensor& result, const Tensor& grad,
+                           const Tensor& step) const {
+  Arguments inner(options);
+  inner.params = {result};
+  inner.grads = {grad};
+  inner.step = step;
+  inner.found_inf = call.found_inf;
+  inner.seed = call.seed;
+  inner.numbers = {call.number_of(index)};
+  return inner;
 }
 
-NamedArguments Share::moment(const std::string& theirs, const Moment& moment) const {
-  return {{theirs, of(moment.values)}, {theirs + "_scale", of(moment.scale)}};
+void Share::pass_moments(Arguments& inner) const {
+  for (size_t i = 0; i < call.moments.size(); ++i) {
+    inner.moments[i].values = of(call.moments[i].values);
+    inner.moments[i].scale = of(call.moments[i].scale);
+  }
 }
 
-NamedArguments Share::of_gradient() const {
-  return {{"maximize", call["maximize"]},
-          {"grad_scale", call.grad_scale},
-          {"clip_coef", call.clip_coef},
-          {"accumulated", of(call.accumulated)}};
+void Share::pass_gradient(Arguments& inner) const {
+  inner.maximize = call.maximize;
+  inner.grad_scale = call.grad_scale;
+  inner.clip_coef = call.clip_coef;
+  inner.accumulated = of(call.accumulated);
 }
 
 Tensor Share::gradient() const {
@@ -56,7 +59,7 @@ Tensor Share::gradient() const {
   if (call.grad_scale)
     factor = (factor.defined() ? factor : at::ones({}, step.options())) / call.grad_scale->reshape({});
   if (factor.defined()) g = g * factor;
-  return call["maximize"].toBool() ? g.neg() : g;
+  return call.maximize ? g.neg() : g;
 }
 
 Tensor Share::weight() const {
@@ -75,36 +78,40 @@ void Share::advance(const Tensor& mean, const Tensor& fresh, const Tensor& weigh
   mean.copy_(next);
 }
 
-void Share::apply(const Tensor& update, const OptionalTensor& factor, const OptionalTensor& lr,
-                  bool maximize) const {
-  run("_apply_", param, update, step,
-      {{{"lr", call["lr"]},
-        {"lr_tensor", lr ? lr : call.lr_tensor},
-        {"weight_decay", call["weight_decay"]},
-        {"clip_coef", factor},
-        {"maximize", maximize},
-        {"weight_remainder", of(call.weight_remainder)},
-        {"stochastic_rounding", call["stochastic_rounding"]}}});
+void Share::apply(const Tensor& update, double weight_decay, const OptionalTensor& factor,
+                  const OptionalTensor& lr, bool maximize) const {
+  const auto options = ApplyOptions(call.lr).weight_decay(weight_decay);
+  Arguments inner = arguments(options, param, update, step);
+  inner.lr_tensor = lr ? lr : call.lr_tensor;
+  inner.clip_coef = factor;
+  inner.maximize = maximize;
+  inner.weight_remainder = of(call.weight_remainder);
+  inner.stochastic_rounding = call.stochastic_rounding;
+  inner.call();
 }
 
-std::vector<Tensor> extra(const Call& call, const char* name, ShapeOf shape_of) {
-  const auto tensors = call[name].toTensorVector();
-  TORCH_CHECK(tensors.size() == call.params.size(), call.op, ": ", name, ": expected one tensor for each of ",
-              call.params.size(), " parameters, received ", tensors.size());
+namespace {
+
+void check_extra(const Call& call, const detail::Extra& extra, const std::vector<Tensor>& tensors) {
+  TORCH_CHECK(tensors.size() == call.params.size(), call.op, ": ", extra.name,
+              ": expected one tensor for each of ", call.params.size(), " parameters, received ",
+              tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto shape = shape_of(call.params[i]);
+    const auto shape = extra.shape_of(call.params[i]);
     TORCH_CHECK(tensors[i].scalar_type() == at::kFloat && tensors[i].sizes() == shape &&
                     tensors[i].device() == call.params[i].device(),
-                call.op, ": ", name, "[", i, "]: expected an fp32 tensor of shape ", at::IntArrayRef(shape),
-                " on ", call.params[i].device(), ", received ", tensors[i].scalar_type(), " ",
-                tensors[i].sizes(), " on ", tensors[i].device());
+                call.op, ": ", extra.name, "[", i, "]: expected an fp32 tensor of shape ",
+                at::IntArrayRef(shape), " on ", call.params[i].device(), ", received ",
+                tensors[i].scalar_type(), " ", tensors[i].sizes(), " on ", tensors[i].device());
   }
-  return tensors;
 }
 
-std::vector<Share> shares(const Call& call, const std::vector<Moment>& moments) {
+}  // namespace
+
+std::vector<Share> shares(const Call& call) {
+  for (size_t i = 0; i < call.extras.size(); ++i) check_extra(call, call.rule.extras[i], call.extras[i]);
   std::vector<Share> found;
-  const std::vector<Stepped> stepped = checked(call, moments);
+  const std::vector<Stepped> stepped = checked(call);
   if (stepped.empty()) return found;
   TORCH_CHECK(call.is_whole(), call.op, ": blocks: expected None, received a part of a parameter");
   const Tensor before = call.step.clone();

@@ -4,10 +4,9 @@
 // parameter at a time, by calling other operators on the parameter's slice of the optimizer state. No
 // function here reads a tensor's values on the host, so one implementation serves every device.
 
-#include <initializer_list>
 #include <vector>
 
-#include "core/call.h"
+#include "optim/inner.h"
 #include "optim/optimizer.h"
 
 namespace shoestring::optim::ops {
@@ -29,17 +28,18 @@ class Share {
   /// Returns an uninitialised fp32 tensor with the parameter's shape.
   Tensor empty() const;
 
-  /// Calls the operator `op` with one parameter, `result`, whose gradient is `grad`.
-  void run(const char* op, const Tensor& result, const Tensor& grad, const Tensor& step,
-           std::initializer_list<NamedArguments> arguments) const;
+  /// Returns the arguments of another operator, with the options `options`, for one parameter: `result`,
+  /// whose gradient is `grad`. `options` must exist until the operator has been called.
+  Arguments arguments(const LowMemoryOptions& options, const Tensor& result, const Tensor& grad,
+                      const Tensor& step) const;
 
-  /// Returns this parameter's slice of a moment (and of its scales) as arguments of an inner operator.
-  /// `theirs` is the name of the inner operator's argument for this moment.
-  NamedArguments moment(const std::string& theirs, const Moment& moment) const;
+  /// Passes this parameter's slices of all moments (and of their scales) to another operator, which has the
+  /// same number of moments in the same order.
+  void pass_moments(Arguments& inner) const;
 
-  /// Returns the operator arguments that concern the gradient: maximize, grad_scale, clip_coef and
-  /// accumulated. Pass them to only one inner operator of a step, so that they are applied once.
-  NamedArguments of_gradient() const;
+  /// Passes the arguments that concern the gradient: maximize, grad_scale, clip_coef and accumulated. Pass
+  /// them to only one inner operator of a step, so that they are applied once.
+  void pass_gradient(Arguments& inner) const;
 
   /// Returns the gradient in fp32. Adds the accumulated gradients and sets them to zero, and applies
   /// grad_scale, clip_coef and maximize.
@@ -57,20 +57,15 @@ class Share {
   /// Calls the operator _apply_ on the parameter: param = param * (1 - lr * weight_decay) - lr * factor *
   /// update. `lr` (one element) replaces the lr of the operator call. Without `factor`, the factor is 1. With
   /// `maximize`, the update is added.
-  void apply(const Tensor& update, const OptionalTensor& factor = {}, const OptionalTensor& lr = {},
-             bool maximize = false) const;
+  void apply(const Tensor& update, double weight_decay, const OptionalTensor& factor = {},
+             const OptionalTensor& lr = {}, bool maximize = false) const;
 
  private:
   int64_t block_, blocks_, total_;
 };
 
-/// Reads the argument `name`, a list with one fp32 tensor per parameter, stored outside the arenas. Raises
-/// unless tensor i has the shape shape_of(params[i]).
-using ShapeOf = std::vector<int64_t> (*)(const Tensor& param);
-std::vector<Tensor> extra(const Call& call, const char* name, ShapeOf shape_of);
-
 /// Checks all arguments of the operator call, and returns a Share (the parameter and its slice of the state)
 /// for each parameter that has a gradient.
-std::vector<Share> shares(const Call& call, const std::vector<Moment>& moments);
+std::vector<Share> shares(const Call& call);
 
 }  // namespace shoestring::optim::ops

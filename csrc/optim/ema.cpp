@@ -1,5 +1,6 @@
 #include "optim/ema_rule.h"
 
+#include "optim/inner.h"
 #include "optim/optimizer.h"
 
 namespace shoestring::optim::ops {
@@ -7,15 +8,26 @@ namespace {
 
 struct Ema {
   using Rule = kernels::EmaRule;
-  static constexpr const char* kNames[] = {"exp_avg"};
+  using Options = EmaOptions;
   static const auto& table() { return cpu::ema(); }
 
-  static kernels::EmaOptions options(const Call& call) {
-    return {call.options(), call.fraction("beta"), call["nesterov"].toBool()};
+  static kernels::EmaOptions options(const Call& call, const Options& o) {
+    return {call.options(0), o.beta(), o.nesterov()};
   }
 };
 
-const RegisteredRule<Ema> kEmaRegistered("_ema_");
+const RegisteredRule<Ema> kEmaRegistered;
 
 }  // namespace
+
+const detail::Rule& EmaOptions::rule() const {
+  static const detail::Rule rule{"ema", "_ema_", detail::moments_of<kernels::EmaRule>({"exp_avg"})};
+  return rule;
+}
+
+std::vector<detail::Field> EmaOptions::fields() {
+  return {{"beta", &beta_, &detail::kFraction},
+          {"nesterov", &nesterov_, nullptr, detail::Argument::kOptional}};
+}
+
 }  // namespace shoestring::optim::ops

@@ -13,29 +13,25 @@ namespace {
 
 using at::Tensor;
 
-void lamb(const Call& call) {
-  const double lr = call.options().lr, decay = call.at_least_zero("weight_decay");
-  const double beta1 = call.fraction("beta1"), beta2 = call.fraction("beta2"),
-               eps = call.at_least_zero("eps");
-  const std::vector<Moment> moments{
-      {"exp_avg", true, call.tensor("exp_avg"), call.optional("exp_avg_scale")},
-      {"exp_avg_sq", false, call.tensor("exp_avg_sq"), call.optional("exp_avg_sq_scale")}};
-  for (const Share& s : shares(call, moments)) {
+void lamb(const Call& call, const LAMBOptions& o) {
+  const double decay = o.weight_decay();
+  const auto adamw = AdamWOptions(1).betas(o.betas()).eps(o.eps()).weight_decay(0);
+  for (const Share& s : shares(call)) {
     // The operator adamw_ with lr = 1 subtracts AdamW's update from u = 0, so u becomes the negative update.
     const Tensor u = s.empty().zero_();
-    s.run("adamw_", u, s.grad, s.before,
-          {s.of_gradient(),
-           s.moment("exp_avg", moments[0]),
-           s.moment("exp_avg_sq", moments[1]),
-           {{"lr", 1.0}, {"beta1", beta1}, {"beta2", beta2}, {"eps", eps}, {"weight_decay", 0.0}}});
+    Arguments step = s.arguments(adamw, u, s.grad, s.before);
+    s.pass_gradient(step);
+    s.pass_moments(step);
+    step.call();
     const Tensor norm = s.weight_norm();
     const Tensor length = at::linalg_vector_norm(decay == 0 ? u : at::sub(u, s.weight(), decay));
     const Tensor trust = at::where((norm > 0).logical_and_(length > 0), norm / length, 1.0f);
-    s.apply(u, {}, call.lr_tensor ? trust * call.lr_tensor->reshape({}) : trust * lr, /*maximize=*/true);
+    s.apply(u, decay, {}, call.lr_tensor ? trust * call.lr_tensor->reshape({}) : trust * call.lr,
+            /*maximize=*/true);
   }
 }
 
-const Registered<lamb, lamb> kLambRegistered("lamb_");
+const Registered<LAMBOptions, lamb, lamb> kLambRegistered;
 
 }  // namespace
 }  // namespace shoestring::optim::ops
@@ -45,8 +41,10 @@ namespace shoestring::optim {
 using namespace detail;
 
 const Rule& LAMBOptions::rule() const {
-  static const Rule rule{"LAMB",  "lamb_", {{"exp_avg", true}, {"exp_avg_sq", false}},
-                         nullptr, false,   /*takes_whole_parameters=*/true};
+  static const Rule rule{.name = "LAMB",
+                         .op = "lamb_",
+                         .moments = {{"exp_avg", true}, {"exp_avg_sq", false}},
+                         .takes_whole_parameters = true};
   return rule;
 }
 

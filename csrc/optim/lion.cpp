@@ -10,15 +10,16 @@ namespace {
 
 struct Lion {
   using Rule = kernels::LionRule;
-  static constexpr const char* kNames[] = {"exp_avg"};
+  using Options = LionOptions;
   static const auto& table() { return cpu::lion(); }
 
-  static kernels::LionOptions options(const Call& call) {
-    return {call.options(), call.fraction("beta1"), call.fraction("beta2")};
+  static kernels::LionOptions options(const Call& call, const Options& o) {
+    const auto [beta1, beta2] = o.betas();
+    return {call.options(o.weight_decay()), beta1, beta2};
   }
 };
 
-const RegisteredRule<Lion> kLionRegistered("lion_");
+const RegisteredRule<Lion> kLionRegistered;
 
 }  // namespace
 }  // namespace shoestring::optim::ops
@@ -28,7 +29,7 @@ namespace shoestring::optim {
 using namespace detail;
 
 const Rule& LionOptions::rule() const {
-  static const Rule rule{"Lion", "lion_", {{"exp_avg", true}}};
+  static const Rule rule{"Lion", "lion_", moments_of<kernels::LionRule>({"exp_avg"})};
   return rule;
 }
 

@@ -15,8 +15,8 @@ namespace {
 using kernels::ElementType;
 using kernels::StateType;
 
-void check_arena(const char* op, const std::string& name, const Tensor& arena, at::ScalarType type,
-                 int64_t size, c10::Device device) {
+void check_arena(const char* op, const char* name, const Tensor& arena, at::ScalarType type, int64_t size,
+                 c10::Device device) {
   TORCH_CHECK(
       arena.scalar_type() == type && arena.dim() == 1 && arena.numel() == size && arena.is_contiguous(), op,
       ": ", name, ": expected a contiguous ", type, " tensor of shape (", size, "), received ",
@@ -61,46 +61,57 @@ void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& gr
 // Returns a moment that may be stored as codes. All such moments of an optimizer have the same storage
 // format. Long moments (kLong in optimizer_table.h) change too little per step to be stored as codes.
 const Moment& typical(const std::vector<Moment>& moments) {
-  return *std::find_if(moments.begin(), moments.end(), [](const Moment& m) { return !m.is_long; });
+  return *std::find_if(moments.begin(), moments.end(), [](const Moment& m) { return !m.rule->is_long; });
 }
 
-void check_moments(const Call& call, const std::vector<Moment>& moments, int64_t blocks, c10::Device device) {
-  if (moments.empty()) return;
-  const StateType state = state_of(call, moments);
-  for (const Moment& m : moments) {
-    const Moment& first = typical(moments);
-    TORCH_CHECK(m.is_long || m.scale.has_value() == first.scale.has_value(), call.op, ": ", first.name,
-                "_scale and ", m.name,
-                "_scale: expected both (8- or 4-bit state) or neither (fp32 or bf16 state)");
+void check_moments(const Call& call, c10::Device device) {
+  if (call.moments.empty()) return;
+  const StateType state = state_of(call);
+  const Moment& first = typical(call.moments);
+  for (const Moment& m : call.moments) {
+    TORCH_CHECK(m.rule->is_long || m.scale.has_value() == first.scale.has_value(), call.op, ": ",
+                first.rule->scale, " and ", m.rule->scale,
+                ": expected both (8- or 4-bit state) or neither (fp32 or bf16 state)");
   }
-  for (const Moment& m : moments) {
-    const int64_t elements = blocks * kStateBlock;
+  const int64_t blocks = call.arena_blocks, elements = blocks * kStateBlock;
+  for (const Moment& m : call.moments) {
     if (m.scale) {
       const bool four = state == StateType::k4Bit;
-      check_arena(call.op, m.name, m.values, at::kByte, four ? elements / 2 : elements, device);
-      check_arena(call.op, std::string(m.name) + "_scale", *m.scale, at::kFloat,
-                  blocks * kernels::scales_per_block(state, m.is_signed), device);
+      check_arena(call.op, m.name(), *m.values, at::kByte, four ? elements / 2 : elements, device);
+      check_arena(call.op, m.rule->scale.c_str(), *m.scale, at::kFloat,
+                  blocks * kernels::scales_per_block(state, m.rule->is_signed), device);
     } else {
-      const bool is_bf16 = kernels::state_of_moment(state, m.is_long) == StateType::kBFloat16;
-      check_arena(call.op, m.name, m.values, is_bf16 ? at::kBFloat16 : at::kFloat, elements, device);
+      const bool is_bf16 = kernels::state_of_moment(state, m.rule->is_long) == StateType::kBFloat16;
+      check_arena(call.op, m.name(), *m.values, is_bf16 ? at::kBFloat16 : at::kFloat, elements, device);
     }
   }
 }
 
 }  // namespace
 
-Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
-    : BoxedArguments(handle, stack), op(handle.schema().name().c_str() + sizeof("shoestring::") - 1) {
-  params = (*this)["params"].toTensorVector();
-  const auto given = (*this)["grads"].toListRef();
-  grads.reserve(given.size());
-  for (const c10::IValue& grad : given) {
-    grads.push_back(grad.isTensor() && grad.toTensor().defined() ? OptionalTensor(grad.toTensor())
-                                                                 : std::nullopt);
-  }
+Arguments::Arguments(const LowMemoryOptions& options)
+    : rule(detail::Access::rule(options)), extras(rule.extras.size()), lr(options.get_lr()),
+      own(detail::Access::own_fields(options)), maximize(detail::Access::maximize(options)),
+      seed(detail::Access::seed(options)) {
+  moments.reserve(rule.moments.size());
+  for (const detail::Moment& moment : rule.moments) moments.push_back({&moment});
+}
+
+void Arguments::call() const {
+  const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(("shoestring::" + std::string(rule.op)).c_str(), "");
+  torch::jit::Stack stack;
+  stack.reserve(op.schema().arguments().size());
+  push_fields(stack, *this);
+  op.callBoxed(stack);
+}
+
+Call::Call(const torch::jit::Stack& stack, size_t count, LowMemoryOptions& options)
+    : Arguments(options), op(rule.op) {
+  read_fields<Arguments>(stack, count, *this);
+  std::erase_if(moments, [](const Moment& m) { return !m.values; });
   TORCH_CHECK(grads.size() == params.size(), op, ": grads: expected one (or None) for each of ",
               params.size(), " parameters, received ", grads.size());
-  numbers = (*this)["numbers"].toIntVector();
   TORCH_CHECK(numbers.empty() || numbers.size() == params.size(), op,
               ": numbers: expected none or one for each of ", params.size(), " parameters, received ",
               numbers.size());
@@ -108,51 +119,35 @@ Call::Call(const c10::OperatorHandle& handle, const torch::jit::Stack& stack)
     TORCH_CHECK(n >= 0 && n < 1 << kernels::kNumberBits, op, ": numbers: expected numbers in [0, 2^",
                 kernels::kNumberBits, "), received ", n);
   }
-  first_block = (*this)["first_block"].toInt();
   int64_t last_one = 0;
-  blocks = -first_block;
-  for (const Tensor& p : params) blocks += last_one = blocks_of(p);
-  if (const c10::IValue& given_blocks = (*this)["blocks"]; given_blocks.isInt()) {
-    const int64_t own = params.empty() ? 0 : blocks_of(params[0]), n = given_blocks.toInt();
-    const int64_t least = params.size() < 2 ? 0 : blocks - last_one;
+  arena_blocks = -first_block;
+  for (const Tensor& p : params) arena_blocks += last_one = blocks_of(p);
+  if (blocks) {
+    const int64_t first_one = params.empty() ? 0 : blocks_of(params[0]);
+    const int64_t least = params.size() < 2 ? 0 : arena_blocks - last_one;
     TORCH_CHECK(
-        first_block >= 0 && first_block <= own && n >= least && n <= blocks, op,
+        first_block >= 0 && first_block <= first_one && *blocks >= least && *blocks <= arena_blocks, op,
         ": first_block and blocks: expected blocks within the first and the last parameter, received ",
-        first_block, " and ", n);
-    blocks = n;
+        first_block, " and ", *blocks);
+    arena_blocks = *blocks;
   }
-  step = tensor("step");
-  lr_tensor = optional("lr_tensor");
-  grad_scale = optional("grad_scale");
-  clip_coef = optional("clip_coef");
-  found_inf = optional("found_inf");
-  weight_remainder = optional("weight_remainder");
-  accumulated = optional("accumulated");
-}
-
-double Call::at_least_zero(const char* name) const {
-  const double x = number(name);
-  TORCH_CHECK(x >= 0, op, ": ", name, ": expected a number of at least 0, received ", x);
-  return x;
-}
-
-double Call::fraction(const char* name) const {
-  const double x = number(name);
-  TORCH_CHECK(x >= 0 && x < 1, op, ": ", name, ": expected a number in [0, 1), received ", x);
-  return x;
-}
-
-kernels::StepOptions Call::options() const {
-  const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr<float>() : nullptr; };
   const auto device = params.empty() ? step.device() : params[0].device();
   check_number(op, "lr_tensor", lr_tensor, device);
   check_number(op, "grad_scale", grad_scale, device);
   check_number(op, "clip_coef", clip_coef, device);
   check_number(op, "found_inf", found_inf, device);
-  const bool decays = has("weight_decay");
-  return {at_least_zero("lr"),
-          decays ? at_least_zero("weight_decay") : 0,
-          (*this)["maximize"].toBool(),
+  const detail::Reporter reporter{"", op};
+  if (!detail::kLrRange.holds(lr))
+    reporter.refuse("lr", c10::str("a number ", detail::kLrRange.expected), lr);
+  detail::check_ranges(own, reporter);
+  detail::Access::check_together(options, reporter);
+}
+
+kernels::StepOptions Call::options(double weight_decay) const {
+  const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr<float>() : nullptr; };
+  return {lr,
+          weight_decay,
+          maximize,
           pointer(lr_tensor),
           pointer(grad_scale),
           pointer(clip_coef),
@@ -167,18 +162,18 @@ ElementType type_of(const Tensor& t) {
 
 int64_t blocks_of(const Tensor& param) { return (param.numel() + kStateBlock - 1) / kStateBlock; }
 
-StateType state_of(const Call& call, const std::vector<Moment>& moments) {
-  if (moments.empty()) return StateType::kFloat;
-  const Moment& m = typical(moments);
-  if (!m.scale) return m.values.scalar_type() == at::kBFloat16 ? StateType::kBFloat16 : StateType::kFloat;
-  return m.values.numel() * 2 == call.blocks * kStateBlock ? StateType::k4Bit : StateType::k8Bit;
+StateType state_of(const Call& call) {
+  if (call.moments.empty()) return StateType::kFloat;
+  const Moment& m = typical(call.moments);
+  if (!m.scale) return m.values->scalar_type() == at::kBFloat16 ? StateType::kBFloat16 : StateType::kFloat;
+  return m.values->numel() * 2 == call.arena_blocks * kStateBlock ? StateType::k4Bit : StateType::k8Bit;
 }
 
-std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moments) {
+std::vector<Stepped> checked(const Call& call) {
   const auto device = call.params.empty() ? call.step.device() : call.params[0].device();
   std::vector<Stepped> work;
   work.reserve(call.params.size());
-  const int64_t blocks = call.blocks;
+  const int64_t blocks = call.arena_blocks;
   int64_t begin = -call.first_block;
   for (size_t i = 0; i < call.params.size(); begin += blocks_of(call.params[i++])) {
     if (!call.grads[i]) continue;
@@ -189,11 +184,11 @@ std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moment
     work.push_back({static_cast<int64_t>(i), begin, first, last, call.params[i], *call.grads[i], {}});
   }
   check_arena(call.op, "step", call.step, at::kFloat, call.params.size(), device);
-  check_moments(call, moments, blocks, device);
+  check_moments(call, device);
   const int64_t elements = blocks * kStateBlock;
   if (call.weight_remainder) {
     check_arena(call.op, "weight_remainder", *call.weight_remainder, at::kShort, elements, device);
-    TORCH_CHECK(!call["stochastic_rounding"].toBool(), call.op,
+    TORCH_CHECK(!call.stochastic_rounding, call.op,
                 ": stochastic_rounding: expected False with "
                 "weight_remainder, which leaves nothing to round");
   }
@@ -232,9 +227,8 @@ void copy_back(const std::vector<Stepped>& work) {
 
 void below_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
-  const int index = *schema.argumentIndexWithName("params");
   const bool records = at::GradMode::is_enabled();
-  for (const c10::IValue& p : torch::jit::peek(*stack, index, schema.arguments().size()).toListRef()) {
+  for (const c10::IValue& p : torch::jit::peek(*stack, 0, schema.arguments().size()).toListRef()) {
     TORCH_CHECK(
         !records || !p.toTensor().requires_grad(), schema.name().substr(sizeof("shoestring::") - 1),
         ": params: a step on parameters that require gradients is not recorded for backward; call it under "
@@ -262,12 +256,12 @@ void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t
   });
 }
 
-void check_aligned(const Call& call, const std::vector<Moment>& moments) {
+void check_aligned(const Call& call) {
   const auto check = [&](const char* name, const Tensor& arena) {
     TORCH_CHECK(reinterpret_cast<uintptr_t>(arena.const_data_ptr()) % 16 == 0, call.op, ": ", name,
                 ": expected memory aligned to 16 bytes, received a view at an odd offset; call .clone()");
   };
-  for (const Moment& m : moments) check(m.name, m.values);
+  for (const Moment& m : call.moments) check(m.name(), *m.values);
   if (call.weight_remainder) check("weight_remainder", *call.weight_remainder);
   if (call.accumulated) check("accumulated", *call.accumulated);
 }

@@ -1,9 +1,10 @@
 #pragma once
 
-// Host side of the optimizers' operators, for any update rule (optim/optimizer_table.h). It reads arguments
-// from the schema by name, checks them, makes tensors contiguous, and starts threads or kernels. Options that
-// only one operator has are read in the file of that operator.
+// Host side of the optimizers' operators, for any update rule (optim/optimizer_table.h): their arguments,
+// with which they are defined, called and read; checks; and threads or kernels. The options that only one
+// operator has are those of the optimizer class (optim/rule.h).
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,24 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/library.h>
 
-#include "core/call.h"
+#include "core/arguments.h"
 #include "core/cuda.h"
 #include "optim/optimizer_table.h"
+#include "optim/rule.h"
+
+namespace shoestring::optim::detail {
+
+/// Returns the moments of an update rule, which has given their signs and lengths already, by their names.
+template <class KernelRule>
+std::vector<Moment> moments_of(const char* const (&names)[KernelRule::kMoments]) {
+  std::vector<Moment> moments;
+  for (int k = 0; k < KernelRule::kMoments; ++k) {
+    moments.emplace_back(names[k], KernelRule::kSigned[k], kernels::LongMoments<KernelRule>::has(k));
+  }
+  return moments;
+}
+
+}  // namespace shoestring::optim::detail
 
 namespace shoestring::optim::ops {
 
@@ -22,44 +38,89 @@ using at::Tensor;
 using kernels::kStateBlock;
 using OptionalTensor = std::optional<Tensor>;
 
-// One moment (such as exp_avg) of all parameters, in one arena. Its scales are the operator's argument
-// <name>_scale. A long moment, which changes by less than one quantisation level per step, is never stored as
-// codes and has no scales.
+// One moment (such as exp_avg) of all parameters, in one arena, and its scales.
 struct Moment {
-  const char* name;
-  bool is_signed;
-  Tensor values;
-  OptionalTensor scale;
-  bool is_long = false;
+  const detail::Moment* rule;
+  OptionalTensor values{}, scale{};
+
+  const char* name() const { return rule->name.c_str(); }
 };
 
-// The arguments of one call of an optimizer's operator.
-class Call : public BoxedArguments {
- public:
-  Call(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+// The arguments of an optimizer's operator; schema.cpp describes them.
+struct Arguments {
+  /// The arguments own, lr, maximize and seed are those of `options`. The elements of `own` refer to
+  /// `options`.
+  explicit Arguments(const LowMemoryOptions& options);
 
-  const char* op;  // the operator's name, without the namespace
-  std::vector<Tensor> params;
-  std::vector<OptionalTensor> grads;
-  std::vector<int64_t> numbers;
-  Tensor step;
-  OptionalTensor lr_tensor, grad_scale, clip_coef, found_inf, weight_remainder, accumulated;
+  const detail::Rule& rule;
+  std::vector<Tensor> params{};
+  std::vector<OptionalTensor> grads{};
+  Tensor step{};
+  std::vector<Moment> moments{};
+  std::vector<std::vector<Tensor>> extras;  // the tensors of each name in rule.extras
+  double lr;
+  std::vector<detail::Field> own;  // the options that only this optimizer class has
+  bool maximize;
+  OptionalTensor lr_tensor{}, grad_scale{}, clip_coef{}, found_inf{}, weight_remainder{}, accumulated{};
+  bool stochastic_rounding = false;
+  int64_t seed;
+  std::vector<int64_t> numbers{};
   // first_block: index of the block in the first parameter at which the arenas begin. blocks: number of
-  // blocks in each arena.
-  int64_t first_block, blocks;
+  // blocks in each arena; none for all blocks of all parameters.
+  int64_t first_block = 0;
+  std::optional<int64_t> blocks{};
+
+  /// Calls the operator through PyTorch's dispatcher.
+  void call() const;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit.changed("params", self.params);
+    visit("grads", self.grads);
+    visit.changed("step", self.step);
+    for (auto& moment : self.moments) {
+      visit.state(moment.name(), moment.values, moment.rule->is_optional);
+      if (!moment.rule->is_long) visit.state(moment.rule->scale.c_str(), moment.scale, true);
+    }
+    for (size_t i = 0; i < self.extras.size(); ++i) visit.changed(self.rule.extras[i].name, self.extras[i]);
+    visit.keywords();
+    visit.required("lr", self.lr);
+    detail::visit_arguments(self.own, visit);
+    visit("maximize", self.maximize);
+    visit("lr_tensor", self.lr_tensor);
+    visit("grad_scale", self.grad_scale);
+    visit("clip_coef", self.clip_coef);
+    visit("found_inf", self.found_inf);
+    visit.changed("weight_remainder", self.weight_remainder);
+    visit.changed("accumulated", self.accumulated);
+    visit("stochastic_rounding", self.stochastic_rounding);
+    visit("seed", self.seed);
+    visit("numbers", self.numbers);
+    visit("first_block", self.first_block);
+    visit("blocks", self.blocks);
+  }
+};
+
+// The arguments of one call of an optimizer's operator, as the operator reads them. `moments` does not
+// contain the moments that are None.
+class Call : public Arguments {
+ public:
+  /// Reads the `count` arguments from the stack, and this operator's own options into `options`. Raises if an
+  /// option is out of range.
+  Call(const torch::jit::Stack& stack, size_t count, LowMemoryOptions& options);
+
+  const char* op;        // the operator's name, without the namespace
+  int64_t arena_blocks;  // number of blocks in each arena
 
   /// Returns whether the arenas hold all blocks of all parameters.
-  bool is_whole() const { return first_block == 0 && !(*this)["blocks"].isInt(); }
+  bool is_whole() const { return first_block == 0 && !blocks; }
 
   uint32_t number_of(int64_t param) const {
     return static_cast<uint32_t>(numbers.empty() ? param : numbers[param]);
   }
-  double at_least_zero(const char* name) const;
-  double fraction(const char* name) const;  // returns the argument `name`; raises unless it is in [0, 1)
 
-  /// Reads lr, weight_decay (if the operator has it), maximize, lr_tensor, grad_scale, clip_coef and
-  /// found_inf.
-  kernels::StepOptions options() const;
+  /// Returns the options that the kernels of all operators take.
+  kernels::StepOptions options(double weight_decay) const;
 };
 
 // A parameter that has a gradient.
@@ -77,7 +138,7 @@ int64_t blocks_of(const Tensor& param);
 
 /// Checks all arguments of the operator call before anything changes. Returns the parameters that have a
 /// gradient.
-std::vector<Stepped> checked(const Call& call, const std::vector<Moment>& moments);
+std::vector<Stepped> checked(const Call& call);
 void make_contiguous(std::vector<Stepped>& work);
 void copy_back(const std::vector<Stepped>& work);
 
@@ -87,37 +148,26 @@ void drop_accumulated(const Call& call, const std::vector<Stepped>& work);
 
 /// Returns the storage format that all moments share. (Long moments change too little per step for codes.
 /// They are stored as bf16 if the other moments are codes.)
-kernels::StateType state_of(const Call& call, const std::vector<Moment>& moments);
+kernels::StateType state_of(const Call& call);
 
 /// Splits the blocks of all parameters in `work` into ranges. Calls body(index in `work`, first block, last
 /// block + 1) for each range, in parallel.
 void over_blocks(const std::vector<Stepped>& work, c10::function_ref<void(size_t, int64_t, int64_t)> body);
 
 /// Raises unless the arenas are aligned to 16 bytes, because the CUDA kernels read them in vectors.
-void check_aligned(const Call& call, const std::vector<Moment>& moments);
-
-template <class Op>
-std::vector<Moment> moments_of(const Call& call) {
-  std::vector<Moment> moments;
-  for (int k = 0; k < Op::Rule::kMoments; ++k) {
-    const char* name = Op::kNames[k];
-    const bool is_long = kernels::LongMoments<typename Op::Rule>::has(k);
-    const auto scale = is_long ? OptionalTensor() : call.optional((std::string(name) + "_scale").c_str());
-    moments.push_back({name, Op::Rule::kSigned[k], call.tensor(name), scale, is_long});
-  }
-  return moments;
-}
+void check_aligned(const Call& call);
 
 template <class Rule>
-auto arenas_of(const Call& call, const std::vector<Moment>& moments) {
+auto arenas_of(const Call& call) {
   kernels::OptimizerArenas<Rule::kMoments> a{};
-  a.type = state_of(call, moments);
+  a.type = state_of(call);
   for (int k = 0; k < Rule::kMoments; ++k) {
-    a.moment[k] = moments[k].values.mutable_data_ptr();
-    a.scale[k] = moments[k].scale ? moments[k].scale->mutable_data_ptr<float>() : nullptr;
+    const Moment& moment = call.moments[k];
+    a.moment[k] = moment.values->mutable_data_ptr();
+    a.scale[k] = moment.scale ? moment.scale->mutable_data_ptr<float>() : nullptr;
   }
   a.rounding = kernels::Rounding::kNearest;
-  if (call["stochastic_rounding"].toBool()) a.rounding = kernels::Rounding::kStochastic;
+  if (call.stochastic_rounding) a.rounding = kernels::Rounding::kStochastic;
   if (call.weight_remainder) {
     a.rounding = kernels::Rounding::kRemainder;
     a.remainder = call.weight_remainder->mutable_data_ptr<int16_t>();
@@ -126,20 +176,20 @@ auto arenas_of(const Call& call, const std::vector<Moment>& moments) {
     a.accumulated = call.accumulated->mutable_data_ptr();
     a.accumulated_type = type_of(*call.accumulated);
   }
-  a.seed = call["seed"].toInt();
+  a.seed = call.seed;
   return a;
 }
 
 /// The CPU implementation of an operator that applies an update rule to each element and does nothing else.
-/// Op provides Rule, kNames (of the moments), options(call), and table(), the CPU kernels.
+/// Op provides Rule, Options (the options of the optimizer class), options(call, own), which converts them to
+/// Rule::Options, and table(), the CPU kernels.
 template <class Op>
-void step_cpu(const Call& call) {
+void step_cpu(const Call& call, const typename Op::Options& own) {
   using Rule = typename Op::Rule;
-  const auto moments = moments_of<Op>(call);
-  const auto options = Op::options(call);
-  std::vector<Stepped> stepped = checked(call, moments);
+  const auto options = Op::options(call, own);
+  std::vector<Stepped> stepped = checked(call);
   if (stepped.empty()) return;
-  const auto arenas = arenas_of<Rule>(call, moments);
+  const auto arenas = arenas_of<Rule>(call);
   if (options.skips()) return drop_accumulated(call, stepped);
   make_contiguous(stepped);
   std::vector<kernels::OptimizerTensor<Rule>> work;
@@ -173,16 +223,15 @@ inline constexpr char kNoElements = 0;
 // The kernel reads step numbers and tensor options from device memory, so the host does not wait for the
 // device.
 template <class Op>
-void step_cuda(const Call& call) {
+void step_cuda(const Call& call, const typename Op::Options& own) {
   using Rule = typename Op::Rule;
-  const auto moments = moments_of<Op>(call);
-  const auto options = Op::options(call);
-  std::vector<Stepped> stepped = checked(call, moments);
+  const auto options = Op::options(call, own);
+  std::vector<Stepped> stepped = checked(call);
   if (stepped.empty()) return;
   TORCH_CHECK(call.is_whole(), call.op, ": blocks: expected None on CUDA, received a part of a parameter");
   const c10::OptionalDeviceGuard guard(call.step.device());
-  check_aligned(call, moments);
-  const auto arenas = arenas_of<Rule>(call, moments);
+  check_aligned(call);
+  const auto arenas = arenas_of<Rule>(call);
   make_contiguous(stepped);
   std::vector<kernels::OptimizerEntry> entries(call.params.size(), {nullptr, nullptr, 0, 0, 0, 0, 0, 0});
   for (const Stepped& s : stepped) {
@@ -205,12 +254,15 @@ void step_cuda(const Call& call) {
   copy_back(stepped);
 }
 
-using Run = void (*)(const Call&);
+template <class Options>
+using Run = void (*)(const Call&, const Options&);
 
-template <Run run>
+template <class Options, Run<Options> run>
 void boxed(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run(Call(op, *stack));
-  torch::jit::drop(*stack, op.schema().arguments().size());
+  const size_t count = op.schema().arguments().size();
+  Options options;
+  run(Call(*stack, count, options), options);
+  torch::jit::drop(*stack, count);
 }
 
 /// The implementation for the dispatch key Autograd: calls the operator without autograd. Raises if grad mode
@@ -222,18 +274,19 @@ inline void on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
-/// Registers an operator's implementations for as long as the library is loaded.
-template <Run cpu, Run cuda>
+/// Registers the implementations of an optimizer's operator for as long as the library is loaded.
+template <class Options, Run<Options> cpu, Run<Options> cuda>
 struct Registered {
   std::vector<torch::Library> keys;
 
-  explicit Registered(const char* op) {
-    add(op, c10::DispatchKey::CPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
-    add(op, c10::DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
+  Registered() {
+    const char* op = detail::Access::rule(Options()).op;
+    add(op, c10::DispatchKey::CPU, torch::CppFunction::makeFromBoxedFunction<&boxed<Options, cpu>>());
+    add(op, c10::DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<Options, cuda>>());
     // With sparse gradients, the operator also runs the dense implementation, which reports that sparse
     // gradients are not supported.
-    add(op, c10::DispatchKey::SparseCPU, torch::CppFunction::makeFromBoxedFunction<&boxed<cpu>>());
-    add(op, c10::DispatchKey::SparseCUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<cuda>>());
+    add(op, c10::DispatchKey::SparseCPU, torch::CppFunction::makeFromBoxedFunction<&boxed<Options, cpu>>());
+    add(op, c10::DispatchKey::SparseCUDA, torch::CppFunction::makeFromBoxedFunction<&boxed<Options, cuda>>());
     add(op, c10::DispatchKey::Autograd, torch::CppFunction::makeFromBoxedFunction<&below_autograd>());
     add(op, c10::DispatchKey::Meta, torch::CppFunction::makeFromBoxedFunction<&on_meta>());
   }
@@ -245,6 +298,6 @@ struct Registered {
 };
 
 template <class Op>
-using RegisteredRule = Registered<step_cpu<Op>, step_cuda<Op>>;
+using RegisteredRule = Registered<typename Op::Options, step_cpu<Op>, step_cuda<Op>>;
 
 }  // namespace shoestring::optim::ops

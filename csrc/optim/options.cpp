@@ -9,54 +9,17 @@ namespace shoestring::optim {
 namespace detail {
 namespace {
 
-// Returns the argument name of one element of a tuple option: "beta2" for ("betas", 2), "eps2" for ("eps",
-// 2).
-std::string numbered(const std::string& name, int number) {
-  return (name == "betas" ? "beta" : name) + std::to_string(number);
-}
-
-template <class T>
-NamedArguments values_of(const std::string& name, const T& value) {
-  return {{name, c10::IValue(value)}};
-}
-
-template <class... T>
-NamedArguments values_of(const std::string& name, const std::tuple<T...>& several) {
-  NamedArguments all;
-  int number = 0;
-  std::apply(
-      [&](const T&... value) { (all.emplace_back(numbered(name, ++number), c10::IValue(value)), ...); },
-      several);
-  return all;
-}
-
-template <class T>
-void read_option(torch::serialize::InputArchive& archive, const std::string& name, T& value) {
-  c10::IValue read;
-  archive.read(name, read);
-  value = read.to<T>();
-}
-
-template <class... T>
-void read_option(torch::serialize::InputArchive& archive, const std::string& name,
-                 std::tuple<T...>& several) {
-  int number = 0;
-  std::apply([&](T&... value) { (read_option(archive, numbered(name, ++number), value), ...); }, several);
-}
-
-void numbers_of(std::vector<double>& all, double x) { all.push_back(x); }
-void numbers_of(std::vector<double>&, const std::string&) {}
-void numbers_of(std::vector<double>&, const std::optional<std::string>&) {}
-void numbers_of(std::vector<double>& all, const std::vector<double>& several) {
-  all.insert(all.end(), several.begin(), several.end());
+// Calls visit(x) for each number of an option.
+void each_number(const std::string&, const auto&) {}
+void each_number(bool, const auto&) {}
+void each_number(double x, const auto& visit) { visit(x); }
+void each_number(int64_t x, const auto& visit) { visit(static_cast<double>(x)); }
+void each_number(const std::vector<double>& several, const auto& visit) {
+  for (const double x : several) visit(x);
 }
 template <class T>
-void numbers_of(std::vector<double>& all, const std::optional<T>& x) {
-  if (x) all.push_back(static_cast<double>(*x));
-}
-template <class... T>
-void numbers_of(std::vector<double>& all, const std::tuple<T...>& several) {
-  std::apply([&](const T&... x) { (numbers_of(all, x), ...); }, several);
+void each_number(const std::optional<T>& x, const auto& visit) {
+  if (x) each_number(*x, visit);
 }
 
 const char* type_name(const double*) { return "a number"; }
@@ -66,23 +29,28 @@ const char* type_name(const std::string*) { return "a string"; }
 const char* type_name(const std::vector<double>*) { return "numbers"; }
 template <class T>
 const char* type_name(const std::optional<T>*) {
-  return std::is_same_v<T, std::string> ? "a string" : "a number";
+  return std::is_same_v<T, std::string> ? "None or a string" : "None or a number";
 }
 template <class... T>
 const char* type_name(const std::tuple<T...>*) {
   return sizeof...(T) == 2 ? "two numbers" : "three numbers";
 }
 
-void check_numbers(const char* rule, const Field& field) {
-  std::vector<double> numbers;
-  std::visit([&](const auto* value) { numbers_of(numbers, *value); }, field.value);
+std::string expected_of(const char* type, const Allowed* allowed) {
+  return allowed == nullptr ? type : c10::str(type, " ", allowed->expected);
+}
+
+// An operator takes each element of a tuple as an argument of its own.
+[[noreturn]] void refuse(const Field& field, const Reporter& reporter) {
   std::string received;
-  bool good = true;
-  for (const double x : numbers) {
-    received += c10::str(received.empty() ? "" : " and ", x);
-    good &= field.allowed->holds(x);
-  }
-  expect(good, rule, field.name, expected_of(field), received);
+  each_value(field, [&](const char* name, const auto& value) {
+    each_number(value, [&](double x) {
+      if (reporter.is_operator() && !field.allowed->holds(x))
+        reporter.refuse(name, expected_of(type_name(&value), field.allowed), x);
+      received += c10::str(received.empty() ? "" : " and ", x);
+    });
+  });
+  reporter.refuse(field.name, expected_of(field), received);
 }
 
 template <size_t n>
@@ -100,17 +68,23 @@ void check_choice(const char* rule, const char* option, const char* const (&choi
 }  // namespace
 
 std::string expected_of(const Field& field) {
-  const std::string type = std::visit([](const auto* value) { return type_name(value); }, field.value);
-  return field.allowed == nullptr ? type : type + " " + field.allowed->expected;
+  return expected_of(std::visit([](const auto* value) { return type_name(value); }, field.value),
+                     field.allowed);
 }
 
-NamedArguments values(const Field& field) {
-  return std::visit([&](const auto* value) { return values_of(field.name, *value); }, field.value);
+void check_ranges(const std::vector<Field>& fields, const Reporter& reporter) {
+  for (const Field& field : fields) {
+    if (field.allowed == nullptr) continue;
+    bool good = true;
+    const auto check = [&](double x) { good &= field.allowed->holds(x); };
+    each_value(field, [&](const char*, const auto& value) { each_number(value, check); });
+    if (!good) refuse(field, reporter);
+  }
 }
 
 std::vector<Field> Access::fields(const LowMemoryOptions& options) {
   auto& o = const_cast<LowMemoryOptions&>(options);
-  std::vector<Field> all{{"lr", &o.lr_, &kAtLeastZero},
+  std::vector<Field> all{{"lr", &o.lr_, &kLrRange},
                          {"maximize", &o.maximize_},
                          {"state_format", &o.state_format_},
                          {"weight_rounding", &o.weight_rounding_},
@@ -122,12 +96,11 @@ std::vector<Field> Access::fields(const LowMemoryOptions& options) {
 
 void Access::check(const LowMemoryOptions& options) {
   const char* rule = options.rule().name;
-  for (const Field& field : fields(options)) {
-    if (field.allowed != nullptr) check_numbers(rule, field);
-  }
+  const Reporter reporter{"shoestring::optim::", rule};
+  check_ranges(fields(options), reporter);
   check_choice(rule, "state_format", kStates, options.state_format_);
   check_choice(rule, "weight_rounding", kRoundings, options.weight_rounding_);
-  options.check();
+  options.check(reporter);
 }
 
 void Access::assign(torch::optim::OptimizerOptions& to, const torch::optim::OptimizerOptions& from) {
@@ -142,13 +115,18 @@ void Access::assign(torch::optim::OptimizerOptions& to, const torch::optim::Opti
 
 void LowMemoryOptions::serialize(torch::serialize::OutputArchive& archive) const {
   for (const auto& field : detail::Access::fields(*this)) {
-    for (const auto& [name, value] : detail::values(field)) archive.write(name, value);
+    detail::each_value(field,
+                       [&](const char* name, const auto& value) { archive.write(name, c10::IValue(value)); });
   }
 }
 
 void LowMemoryOptions::serialize(torch::serialize::InputArchive& archive) {
   for (const auto& field : detail::Access::fields(*this)) {
-    std::visit([&](auto* value) { detail::read_option(archive, field.name, *value); }, field.value);
+    detail::each_value(field, [&](const char* name, auto& value) {
+      c10::IValue read;
+      archive.read(name, read);
+      value = read.to<std::remove_reference_t<decltype(value)>>();
+    });
   }
 }
 

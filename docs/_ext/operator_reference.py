@@ -11,8 +11,8 @@ import shoestring.ops
 
 REPOSITORY = Path(__file__).parents[2]
 # The definition of an operator in schema.cpp: its name follows a quote, and a parenthesis or a quote follows the
-# name, as in m.def("swiglu(Tensor gate, ...)") and optimizer("lion_", ...).
-DEFINITION = re.compile(r"(?:m\.def|optimizer)\(\(*\s*(?:R\"\(|\")(?P<name>\w+)[(\"]")
+# name, as in m.def("swiglu(Tensor gate, ...)") and define<LionOptions>(m, "lion_").
+DEFINITION = re.compile(r"(?:m\.def\(\(*|define<[^;]*?>\(\s*m,)\s*(?:R\"\(|\")(?P<name>\w+)[(\"]")
 COMMENT = re.compile(r"(?:^ *//.*\n)+", re.MULTILINE)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,10 +192,6 @@ class AdEMAMix(LowMemoryOptimizer):
         Moment("exp_avg_sq", signed=False),
     )
     _core_class = "AdEMAMix"
-    _expected: ClassVar[dict[str, str]] = {
-        "t_alpha": "None or a number of steps",
-        "t_beta3": "None or a number of steps",
-    }
 
     def __init__(
         self,

@@ -182,7 +182,6 @@ class Muon(WholeTensorOptimizer):
     _core_class = "Muon"
     _expected: ClassVar[dict[str, str]] = {
         "ns_coefficients": "three numbers",
-        "adjust_lr_fn": 'None, "original" or "match_rms_adamw"',
     }
     _splits = False
 

@@ -192,7 +192,6 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     _core_class = "ScheduleFreeAdamW"
     _expected: ClassVar[dict[str, str]] = {
         "betas": "two numbers in [0, 1), the first above 0",
-        "warmup_steps": "a number of steps of at least 0",
     }
 
     def __init__(

@@ -121,10 +121,10 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
       AdEMAMix(params, AdEMAMixOptions().betas({0.9, 0.99, 1})),
       Contains("AdEMAMix: betas: expected three numbers in [0, 1), received 0.9 and 0.99 and 1"));
   CHECK_THROWS_WITH(AdEMAMix(params, AdEMAMixOptions().t_alpha(0)),
-                    Contains("AdEMAMix: t_alpha: expected a number above 0, received 0"));
+                    Contains("AdEMAMix: t_alpha: expected None or a number of steps, received 0"));
   CHECK_THROWS_WITH(AdEMAMix(params, AdEMAMixOptions().betas({0.9, 0.99, 0.5}).t_beta3(3)),
-                    Contains("AdEMAMix: betas: expected a third number of at least the first, and the first "
-                             "above 0, with t_beta3"));
+                    Contains("AdEMAMix: betas: expected a third number of at least beta1, and beta1 above 0, "
+                             "with t_beta3"));
   CHECK_THROWS_WITH(ScheduleFreeAdamW(params, ScheduleFreeAdamWOptions().betas({0, 0.9})),
                     Contains("ScheduleFreeAdamW: betas: expected a first number above 0, received 0"));
   CHECK_THROWS_WITH(
@@ -146,7 +146,7 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
   CHECK_THROWS_WITH(Muon(params, MuonOptions().ns_steps(0)),
                     Contains("Muon: ns_steps: expected a whole number from 1 to 99"));
   CHECK_THROWS_WITH(Muon(params, MuonOptions().adjust_lr_fn("none")),
-                    Contains("Muon: adjust_lr_fn: expected none, \"original\" or"));
+                    Contains("Muon: adjust_lr_fn: expected None, \"original\" or"));
   CHECK_THROWS_WITH(
       Muon({params[0], at::ones({300})}),
       Contains("Muon: params[1]: expected a matrix (use shoestring::optim::AdamW for parameters of other "

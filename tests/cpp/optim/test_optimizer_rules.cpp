@@ -116,5 +116,6 @@ TEST_CASE("sgd_ is LibTorch's", "[sgd]") {
                                   {"momentum", 0.0},
                                   {"dampening", 0.0},
                                   {"weight_decay", 0.0}}),
-                    Catch::Contains("sgd_: momentum: expected a number above 0, received 0"));
+                    Catch::Contains("sgd_: momentum: expected a number above 0 (without momentum use "
+                                    "torch::optim::SGD), received 0"));
 }

@@ -236,8 +236,8 @@ def test_steps_in_backward_and_in_between(weights: str) -> None:
         (dict(betas=(0.9, 1.0)), r"betas: expected two numbers in \[0, 1\), the first above 0"),
         (dict(eps=-1.0), "eps: expected a number of at least 0"),
         (dict(weight_decay=-1.0), "weight_decay: expected a number of at least 0"),
-        (dict(warmup_steps=-1), "warmup_steps: expected a number of steps of at least 0, received -1"),
-        (dict(warmup_steps=2.5), "warmup_steps: expected a number of steps of at least 0, received 2.5"),
+        (dict(warmup_steps=-1), "warmup_steps: expected a whole number of at least 0, received -1"),
+        (dict(warmup_steps=2.5), "warmup_steps: expected a whole number of at least 0, received 2.5"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -20,6 +20,7 @@ namespace detail {  // internal namespace, not part of the API
 struct Access;
 struct Core;
 struct Field;
+struct Reporter;
 struct Rule;
 }  // namespace detail
 
@@ -49,7 +50,7 @@ class SHOESTRING_API LowMemoryOptions : public torch::optim::OptimizerOptions {
   // Returns the options that the optimizer class adds to the options of LowMemoryOptions.
   virtual std::vector<detail::Field> fields() = 0;
   // Raises if options are invalid in a way that the range of a single option cannot express.
-  virtual void check() const {}
+  virtual void check(const detail::Reporter&) const {}
   // Raises if the optimizer must not step in its current mode, such as the eval mode of Schedule-Free AdamW.
   virtual void check_step() const {}
 };

@@ -77,7 +77,7 @@ class SHOESTRING_API SGDOptions : public OptionsOf<SGDOptions> {
  private:
   const detail::Rule& rule() const override;
   std::vector<detail::Field> fields() override;
-  void check() const override;
+  void check(const detail::Reporter& reporter) const override;
 };
 
 /// SGD with momentum; computes the same as torch::optim::SGD.
@@ -110,7 +110,7 @@ class SHOESTRING_API AdEMAMixOptions : public OptionsOf<AdEMAMixOptions> {
  private:
   const detail::Rule& rule() const override;
   std::vector<detail::Field> fields() override;
-  void check() const override;
+  void check(const detail::Reporter& reporter) const override;
 };
 
 /// AdEMAMix (arXiv 2409.03137): AdamW with a second, slow mean of gradients.
@@ -141,7 +141,7 @@ class SHOESTRING_API ScheduleFreeAdamWOptions : public OptionsOf<ScheduleFreeAda
  private:
   const detail::Rule& rule() const override;
   std::vector<detail::Field> fields() override;
-  void check() const override;
+  void check(const detail::Reporter& reporter) const override;
   void check_step() const override;
 };
 
@@ -239,7 +239,7 @@ class SHOESTRING_API CAMEOptions : public OptionsOf<CAMEOptions> {
  private:
   const detail::Rule& rule() const override;
   std::vector<detail::Field> fields() override;
-  void check() const override;
+  void check(const detail::Reporter& reporter) const override;
 };
 
 /// CAME (arXiv 2307.02047): Adafactor with a running mean of updates. Elements whose updates differ much from
@@ -270,7 +270,7 @@ class SHOESTRING_API MuonOptions : public OptionsOf<MuonOptions> {
  private:
   const detail::Rule& rule() const override;
   std::vector<detail::Field> fields() override;
-  void check() const override;
+  void check(const detail::Reporter& reporter) const override;
 };
 
 /// Muon (Jordan, 2024): orthogonalises the momentum of a matrix. Takes matrices only; use AdamW for other

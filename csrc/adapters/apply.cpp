@@ -5,6 +5,7 @@
 
 #include "adapters/initialize.h"
 #include "adapters/names.h"
+#include "adapters/targets.h"
 #include "adapters/trained_copy.h"
 
 namespace shoestring::lora {
@@ -14,47 +15,9 @@ using nn::AdaptableLinearImpl;
 
 namespace {
 
-std::vector<std::pair<std::string, AdaptableLayer*>> targets(const torch::nn::Module& module,
-                                                             const std::vector<std::string>& names,
-                                                             const std::vector<std::string>& saved) {
-  std::vector<std::pair<std::string, AdaptableLayer*>> found;
-  std::vector<std::string> known;
-  for (const auto& [name, each] : modules(module)) {
-    if (!name.empty()) known.push_back(name);
-  }
-  check_matched("lora::apply: target_modules", names, known);
-  for (const auto& [name, each] : modules(module)) {
-    auto* layer = dynamic_cast<AdaptableLayer*>(each);
-    const bool chosen = names.empty() ? dynamic_cast<AdaptableLinearImpl*>(each) != nullptr
-                                      : !name.empty() && matches(name, names);
-    if (!chosen || is_inside(name, saved)) continue;
-    TORCH_CHECK_VALUE(layer != nullptr,
-                      "lora::apply: target_modules: expected shoestring::nn::AdaptableLinear or "
-                      "AdaptableEmbedding layers, received ",
-                      name, ", a ", each->name(), "; declare it as one of these");
-    found.emplace_back(name, layer);
-  }
-  TORCH_CHECK_VALUE(
-      !found.empty(),
-      "lora::apply: target_modules: expected names of shoestring::nn layers, received names that match "
-      "none of the module's ",
-      all_of<AdaptableLayer>(module).size());
-  return found;
-}
-
-// Returns the adapter options of the layer `name`. For IA3, sets `feedforward` to whether feedforward_modules
-// matches the name.
-nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const std::string& name) {
-  const auto* ia3 = std::get_if<nn::IA3Options>(&options);
-  if (ia3 == nullptr) return options;
-  nn::IA3Options own = *ia3;
-  return own.feedforward(matches(name, ia3->feedforward_modules()));
-}
-
 // Draws the two random matrices that all VeRA layers share, large enough for the widest layer. Returns an
 // empty dictionary for other kinds of adapter.
-nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options,
-                                const std::vector<std::pair<std::string, AdaptableLayer*>>& layers) {
+nn::AdapterImpl::Tensors shared(const nn::AnyAdapterOptions& options, const NamedLayers& layers) {
   const auto* vera = std::get_if<nn::VeraOptions>(&options);
   if (vera == nullptr) return nn::AdapterImpl::Tensors();
   int64_t in = 0, out = 0;
@@ -80,12 +43,7 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
                     options.adapter_name(), "'; merge or delete it first");
   check_bias("lora::apply", options.adapter(), options.bias());
   const auto saved = saved_modules("lora::apply", module, options.modules_to_save());
-  const auto found = targets(module, options.target_modules(), saved);
-  if (const auto* ia3 = std::get_if<nn::IA3Options>(&options.adapter())) {
-    std::vector<std::string> chosen;
-    for (const auto& [name, layer] : found) chosen.push_back(name);
-    check_matched("lora::apply: feedforward_modules", ia3->feedforward_modules(), chosen);
-  }
+  const auto found = find_targets(module, options, saved);
   for (const auto& [name, layer] : found)
     layer->shapes(own_options(options.adapter(), name), "lora::apply", name);
   for (const auto& [name, layer] : adapted_layers(module)) {
@@ -118,7 +76,8 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
     // PiSSA, OLoRA and LoftQ initialise the adapter from the unquantised weight and subtract the adapter's
     // product. Only the remaining weight is quantised.
     auto& linear = dynamic_cast<AdaptableLinearImpl&>(*layer);
-    taken[layer] = take_out(linear, *lora, quantize ? &form : nullptr, options.double_quant());
+    const auto own = std::get<nn::LoraOptions>(own_options(options.adapter(), name));
+    taken[layer] = take_out(linear, own, quantize ? &form : nullptr, options.double_quant());
     quantized(linear);
   }
   for (const auto& [name, linear] : all_of<AdaptableLinearImpl>(module)) {

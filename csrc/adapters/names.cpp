@@ -33,18 +33,18 @@ std::vector<std::string> shortest_names(const torch::nn::Module& module,
 }
 
 void check_matched(const std::string& argument, const std::vector<std::string>& names,
-                   const std::vector<std::string>& known) {
+                   const std::vector<std::string>& known, const Match& match, const char* expected) {
   std::vector<std::string> missing;
   for (const auto& wanted : names) {
     const bool found =
-        std::any_of(known.begin(), known.end(), [&](const auto& name) { return matches(name, {wanted}); });
+        std::any_of(known.begin(), known.end(), [&](const auto& name) { return match(name, wanted); });
     if (!found) missing.push_back("'" + wanted + "'");
   }
   if (missing.empty()) return;
   std::set<std::string> last;
   for (const auto& name : known) last.insert(name.substr(name.rfind('.') + 1));
-  TORCH_CHECK_VALUE(false, argument, ": expected names of modules, received ", listed(missing),
-                    ", which match", missing.size() == 1 ? "es" : "", " nothing; the module has ",
+  TORCH_CHECK_VALUE(false, argument, ": expected ", expected, ", received ", listed(missing), ", which match",
+                    missing.size() == 1 ? "es" : "", " nothing; the module has ",
                     listed({last.begin(), last.end()}));
 }
 
@@ -64,9 +64,17 @@ std::vector<std::pair<std::string, nn::AdaptableLayer*>> adapted_layers(const to
 
 void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& options) {
   if (const auto* lora = std::get_if<nn::LoraOptions>(&options)) {
-    TORCH_CHECK_VALUE(lora->rank() >= 1, caller, ": rank: expected at least 1, received ", lora->rank());
-    TORCH_CHECK_VALUE(std::isfinite(lora->alpha()), caller, ": alpha: expected a finite number, received ",
-                      lora->alpha());
+    const auto check_rank = [&](const char* option, int64_t rank) {
+      TORCH_CHECK_VALUE(rank >= 1, caller, ": ", option, ": expected at least 1, received ", rank);
+    };
+    const auto check_alpha = [&](const char* option, double alpha) {
+      TORCH_CHECK_VALUE(std::isfinite(alpha), caller, ": ", option, ": expected a finite number, received ",
+                        alpha);
+    };
+    check_rank("rank", lora->rank());
+    for (const auto& [pattern, rank] : lora->rank_pattern()) check_rank("rank_pattern", rank);
+    check_alpha("alpha", lora->alpha());
+    for (const auto& [pattern, alpha] : lora->alpha_pattern()) check_alpha("alpha_pattern", alpha);
     TORCH_CHECK_VALUE(lora->dropout() >= 0 && lora->dropout() < 1, caller,
                       ": dropout: expected a probability in [0, 1), received ", lora->dropout());
     static const std::regex known("default|gaussian|pissa(_niter_[1-9][0-9]{0,3})?|olora|loftq");

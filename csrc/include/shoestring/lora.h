@@ -30,6 +30,16 @@ struct ApplyOptions {
   /// Layers that get an adapter: full names, or name endings that start after a dot (PEFT's rule). An empty
   /// list selects every shoestring::nn::AdaptableLinear.
   TORCH_ARG(std::vector<std::string>, target_modules) = {};
+  /// Layers that get no adapter, by the same rule.
+  TORCH_ARG(std::vector<std::string>, exclude_modules) = {};
+  /// Numbers of the layers of a transformer whose modules get an adapter; an empty list selects all. The
+  /// number is the first one in a module's name that follows two other parts, such as 3 in
+  /// "model.layers.3.mlp". A module whose whole name is in target_modules gets an adapter in any layer.
+  /// target_modules must not be empty.
+  TORCH_ARG(std::vector<int64_t>, layers_to_transform) = {};
+  /// Regular expressions for the part of a module's name before the layer number, such as "layers". They
+  /// replace the rule that two parts precede the number. layers_to_transform must not be empty.
+  TORCH_ARG(std::vector<std::string>, layers_pattern) = {};
   /// Names of modules of any class that are trained in full. apply makes a trained copy of each one. These
   /// modules get no adapter and stay dense. Setting an adapter puts its copy into the module's own tensors.
   /// Forward and backward must therefore run with the same adapter in use.

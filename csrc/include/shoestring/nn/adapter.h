@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -18,11 +19,18 @@ namespace shoestring::nn {
 
 /// Options of LoRA (arXiv 2106.09685) and of its variants.
 struct LoraOptions {
+  using RankPattern = std::vector<std::pair<std::string, int64_t>>;
+  using AlphaPattern = std::vector<std::pair<std::string, double>>;
   /// Rank of the adapter: the number of rows of lora_A and of columns of lora_B.
   TORCH_ARG(int64_t, rank) = 16;
   /// Numerator of the scaling. The low-rank product is multiplied by alpha / rank, or by alpha / sqrt(rank)
   /// with rslora (arXiv 2312.03732).
   TORCH_ARG(double, alpha) = 32;
+  /// Other ranks and alphas, by regular expression. An expression must match the name of a layer or its
+  /// ending after a dot; the first one that matches counts. lora::apply reads these options, and gives each
+  /// layer its own rank and alpha.
+  TORCH_ARG(RankPattern, rank_pattern) = {};
+  TORCH_ARG(AlphaPattern, alpha_pattern) = {};
   TORCH_ARG(bool, rslora) = false;
   /// Probability of dropping an element of lora_A's input in training. Embeddings ignore it.
   TORCH_ARG(double, dropout) = 0;

@@ -80,7 +80,7 @@ AdapterImpl::Tensors AdaptableLinearImpl::start(const AnyAdapterOptions& adapter
     return first;
   }
   const auto& own = std::get<LoraOptions>(adapter_options);
-  auto values = draw(options.in_features(), options.out_features(), own,
+  auto values = draw({own.rank(), options.in_features()}, {options.out_features(), own.rank()}, own,
                      is_quantized() ? std::nullopt : std::optional(weight.scalar_type()));
   if (own.dora()) {
     LoraWeight layer = plain();
@@ -98,22 +98,6 @@ AdapterImpl::Tensors AdaptableLinearImpl::prepare(const AnyAdapterOptions& adapt
                          : lora::projection(*vera, options.in_features(), options.out_features());
 }
 
-double AdaptableLinearImpl::dropout() const {
-  std::optional<double> found;
-  for (const auto& name : is_training() ? current() : Names()) {
-    const auto& options_of = adapters[name]->options;
-    const auto* vera = std::get_if<VeraOptions>(&options_of);
-    const auto* low_rank = std::get_if<LoraOptions>(&options_of);
-    const double own = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
-    TORCH_CHECK_VALUE(found.value_or(own) == own,
-                      "nn::AdaptableLinear: dropout: expected the same dropout for all active adapters in "
-                      "training, received ",
-                      *found, " and ", own);
-    found = own;
-  }
-  return found.value_or(0);
-}
-
 bool AdaptableLinearImpl::has_several_gains() const {
   const Names names = current();
   return names.size() > 1 &&
@@ -122,7 +106,7 @@ bool AdaptableLinearImpl::has_several_gains() const {
 
 bool AdaptableLinearImpl::is_one() const {
   const Names names = current();
-  return !(rows.has_value() && enabled) && !has_several_gains() &&
+  return !observer && !(rows.has_value() && enabled) && !has_several_gains() &&
          std::none_of(names.begin(), names.end(),
                       [&](const auto& name) { return multiplies_input(adapters[name]); });
 }
@@ -218,6 +202,7 @@ Tensor AdaptableLinearImpl::summed_bias(const Names& names) const {
 }
 
 Tensor AdaptableLinearImpl::forward(const Tensor& x) {
+  if (observer) observer(x);
   if (has_adapter()) {
     if (rows.has_value() && enabled) return forward_rows(x);
     if (has_several_gains()) return forward_gains(x);

@@ -61,6 +61,23 @@ std::vector<std::string> AdaptableLayer::current() const {
   return names;
 }
 
+double AdaptableLayer::dropout() const {
+  if (!dynamic_cast<const torch::nn::Module&>(*this).is_training()) return 0;
+  std::optional<double> found;
+  for (const auto& name : current()) {
+    const auto& options = adapters[name]->options;
+    const auto* vera = std::get_if<VeraOptions>(&options);
+    const auto* low_rank = std::get_if<LoraOptions>(&options);
+    const double own = vera != nullptr ? vera->dropout() : low_rank != nullptr ? low_rank->dropout() : 0;
+    TORCH_CHECK_VALUE(
+        found.value_or(own) == own,
+        "lora: dropout: expected the same dropout for all active adapters in training, received ", *found,
+        " and ", own);
+    found = own;
+  }
+  return found.value_or(0);
+}
+
 void AdaptableLayer::check_kind(const AnyAdapterOptions& options, const std::string& caller,
                                 const std::string& name) const {
   const char* const kinds[] = {"LoRA", "IA3", "VeRA"};

@@ -64,24 +64,13 @@ AdapterImpl::Tensors AdaptableEmbeddingImpl::start(const AnyAdapterOptions& adap
   return first;
 }
 
-at::TensorOptions AdaptableEmbeddingImpl::adapter_type() const {
-  return weight.options()
-      .dtype(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
-      .requires_grad(false);
+std::array<Tensor, 2> AdaptableEmbeddingImpl::factors(const AdapterImpl& adapter) const {
+  return {adapter["lora_embedding_A"], adapter["lora_embedding_B"]};
 }
 
-void AdaptableEmbeddingImpl::freeze() {
-  weight.requires_grad_(false);
-  former_.reset();
-}
-
-// Returns DoRA's gain of each output feature: the adapter's magnitude divided by the norm of the feature's
-// column of the adapted weight. Backward treats the norm as a constant.
-Tensor AdaptableEmbeddingImpl::gain(const std::string& adapter_name) const {
-  const AdapterImpl& own = *adapters[adapter_name];
-  LoraWeight layer(weight.detach().t());
-  layer.lora_A(own["lora_embedding_A"]).lora_B(own["lora_embedding_B"]).scaling(own.lora()->scaling());
-  return own["lora_magnitude_vector"] / lora_weight_norm(layer);
+void AdaptableEmbeddingImpl::replace(const Tensor& new_weight, const Tensor&) {
+  parameters_.erase("weight");
+  weight = register_parameter("weight", new_weight, /*requires_grad=*/false);
 }
 
 Tensor AdaptableEmbeddingImpl::lookup(const Tensor& ids, const Tensor& table) const {
@@ -89,64 +78,11 @@ Tensor AdaptableEmbeddingImpl::lookup(const Tensor& ids, const Tensor& table) co
 }
 
 Tensor AdaptableEmbeddingImpl::forward(const Tensor& ids) {
+  if (observer) observer(ids);
   const Tensor base = lookup(ids, weight);
-  Tensor total = base;
-  for (const auto& name : current()) {
-    const AdapterImpl& own = *adapters[name];
-    const Tensor low = lookup(ids, own["lora_embedding_A"].t());
-    Tensor change = own.lora()->scaling() * at::linear(low, own["lora_embedding_B"]);
-    if (own.lora()->dora()) {
-      const Tensor multiplied = gain(name);
-      change = (multiplied - 1) * base + multiplied * change;
-    }
-    if (const Tensor chosen = uses(name, ids); chosen.defined()) {
-      std::vector<int64_t> shape(static_cast<size_t>(base.dim()), 1);
-      shape.front() = ids.size(0);
-      change = change * chosen.reshape(shape);
-    }
-    total = total + change;
-  }
-  return total.to(base.scalar_type());
-}
-
-std::array<double, 2> AdaptableEmbeddingImpl::merge(const MergeOptions& merge_options) {
-  TORCH_CHECK(has_adapter(),
-              "nn::AdaptableEmbedding: merge: expected a layer with an adapter, received one without");
-  const torch::NoGradGuard no_grad;
-  const Tensor dense = weight.to(adapter_type()).t();
-  Tensor sum = dense.clone();
-  for (const auto& name : merge_options.adapter_names().empty() ? active : merge_options.adapter_names()) {
-    if (!has_adapter(name)) continue;
-    const AdapterImpl& own = *adapters[name];
-    Tensor changed = low_rank_sum(
-        dense, {{own["lora_embedding_A"], own["lora_embedding_B"], own.lora()->scaling(), Tensor()}});
-    if (own.lora()->dora()) changed *= gain(name).unsqueeze(1);
-    sum += changed - dense;
-  }
-  const Tensor value = sum.t().contiguous().to(weight.scalar_type());
-  const auto error = merge_error(weight, sum.t(), value);
-  const Former former{weight, adapters, active};
-  unregister_adapters();
-  parameters_.erase("weight");
-  weight = register_parameter("weight", value, /*requires_grad=*/false);
-  former_.reset();
-  if (merge_options.reversible()) former_ = former;
-  return error;
-}
-
-void AdaptableEmbeddingImpl::unmerge() {
-  TORCH_CHECK(
-      former_.has_value(),
-      "nn::AdaptableEmbedding: unmerge: expected a layer that was merged with reversible=true, received one "
-      "without a saved weight");
-  const Former former = *std::exchange(former_, std::nullopt);
-  const auto device = weight.device();
-  parameters_.erase("weight");
-  weight = register_parameter("weight", former.weight.detach().to(device), /*requires_grad=*/false);
-  adapters = former.adapters;
-  active = former.active;
-  register_adapters();
-  for (auto& item : adapters) item.value()->to(device);
+  return composed(base, ids, base.dim() - 1, [&](const AdapterImpl& own) {
+    return at::linear(lookup(ids, own["lora_embedding_A"].t()), own["lora_embedding_B"]);
+  });
 }
 
 void AdaptableEmbeddingImpl::pretty_print(std::ostream& stream) const {

@@ -6,12 +6,11 @@
 #include <ATen/Functions.h>
 
 #include <shoestring/lora.h>
-#include <shoestring/safetensors.h>
 
+#include "adapters/adapter_files.h"
 #include "adapters/config_digest.h"
 #include "adapters/initialize.h"
 #include "adapters/names.h"
-#include "adapters/peft_config.h"
 #include "adapters/trained_copy.h"
 #include "files/safetensors_format.h"
 
@@ -130,7 +129,7 @@ class Sorter {
     int64_t rank = 1;
     for (const char* down : {"lora_A", "lora_embedding_A"}) {
       const Tensor* A = own.values.find(down);
-      if (A != nullptr && A->dim() == 2) rank = std::max<int64_t>(A->size(0), 1);
+      if (A != nullptr && A->dim() >= 2) rank = std::max<int64_t>(A->size(0), 1);
     }
     own.layer = layers_.at(name);
     own.options = config_.own(name, rank);
@@ -188,6 +187,17 @@ class Sorter {
 
 }  // namespace
 
+void check_digest(const SafetensorsFile& file, const std::string& digest) {
+  const std::string folder = file.path().substr(0, file.path().size() - std::string(kWeights).size());
+  // adapter files written by PEFT have no digest of their configuration
+  const auto saved = file.metadata().find(kDigest);
+  TORCH_CHECK_VALUE(saved == file.metadata().end() || saved->second == digest,
+                    "lora::load_adapter: ", file.path(), ": expected the weights that were saved with ",
+                    folder, kConfig,
+                    ", received weights of another save, "
+                    "which was interrupted, or a changed configuration; save the adapter again");
+}
+
 void load_adapter(torch::nn::Module& module, const std::string& directory, const std::string& adapter_name) {
   check_name("lora::load_adapter", adapter_name);
   const std::string inner = directory + "/" + adapter_name;
@@ -195,13 +205,7 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   const std::string folder = named ? inner : directory;
   const FileConfig config = read_config(folder + "/" + kConfig);
   const SafetensorsFile file(folder + "/" + kWeights);
-  // adapter files written by PEFT have no digest of their configuration
-  const auto digest = file.metadata().find(kDigest);
-  TORCH_CHECK_VALUE(digest == file.metadata().end() || digest->second == config.digest,
-                    "lora::load_adapter: ", file.path(), ": expected the weights that were saved with ",
-                    folder, "/", kConfig,
-                    ", received weights of another save, "
-                    "which was interrupted, or a changed configuration; save the adapter again");
+  check_digest(file, config.digest);
   Content content = Sorter(module, file, config).content;
   TORCH_CHECK_VALUE(!content.layers.empty(), "lora::load_adapter: ", file.path(),
                     ": expected tensors of an adapter, received none");

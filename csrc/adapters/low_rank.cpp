@@ -50,12 +50,12 @@ Tensor low_rank_sum(const Tensor& dense, const std::vector<Part>& parts) {
   return total;
 }
 
-AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const LoraOptions& options,
+AdapterImpl::Tensors draw(at::IntArrayRef down, at::IntArrayRef up, const LoraOptions& options,
                           std::optional<at::ScalarType> through) {
-  Tensor A = at::empty({options.rank(), in_features});
+  Tensor A = at::empty(down);
   torch::nn::init::kaiming_uniform_(A, std::sqrt(5));
-  torch::nn::init::kaiming_uniform_(at::empty({out_features, options.rank()}), std::sqrt(5));
-  if (options.lora_bias()) at::empty({out_features}).uniform_();
+  torch::nn::init::kaiming_uniform_(at::empty(up), std::sqrt(5));
+  if (options.lora_bias()) at::empty({up[0]}).uniform_();
   if (options.init() == "gaussian") {
     torch::nn::init::normal_(A, 0, 1 / static_cast<double>(options.rank()));
   } else {
@@ -63,8 +63,8 @@ AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const LoraO
   }
   AdapterImpl::Tensors tensors;
   tensors.insert("lora_A", A.to(through.value_or(A.scalar_type())));
-  tensors.insert("lora_B", at::zeros({out_features, options.rank()}));
-  if (options.lora_bias()) tensors.insert("lora_bias", at::zeros({out_features}));
+  tensors.insert("lora_B", at::zeros(up));
+  if (options.lora_bias()) tensors.insert("lora_bias", at::zeros({up[0]}));
   return tensors;
 }
 

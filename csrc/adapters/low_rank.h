@@ -30,11 +30,11 @@ at::Tensor row_scale(const std::vector<Part>& parts, const at::Tensor& x);
 /// Returns `dense` plus the low-rank products in `parts`, as a new tensor with the dtype of `dense`.
 at::Tensor low_rank_sum(const at::Tensor& dense, const std::vector<Part>& parts);
 
-/// Draws the initial tensors of a linear layer's LoRA adapter. PEFT draws random values for two whole layers
-/// before it initialises lora_A. This function draws and discards as many values, so that equal seeds give
-/// the same lora_A as in PEFT.
-/// through: dtype of a dense base weight, to which lora_A is rounded as in PEFT.
-AdapterImpl::Tensors draw(int64_t in_features, int64_t out_features, const LoraOptions& options,
+/// Draws the initial tensors of a LoRA adapter of a linear layer or a convolution. PEFT draws random values
+/// for two whole layers before it initialises lora_A. This function draws and discards as many values, so
+/// that equal seeds give the same lora_A as in PEFT. down, up: shapes of lora_A and lora_B. through: dtype of
+/// a dense base weight, to which lora_A is rounded as in PEFT.
+AdapterImpl::Tensors draw(at::IntArrayRef down, at::IntArrayRef up, const LoraOptions& options,
                           std::optional<at::ScalarType> through);
 
 /// Returns a quantised layer of the given sizes and quantisation options. The caller must still set its

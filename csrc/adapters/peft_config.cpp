@@ -51,14 +51,14 @@ bool is_off(const Json& value) {
 // The JSON object of a configuration file. Each member function checks the type of the field that it returns.
 class Fields {
  public:
-  explicit Fields(const std::string& path) : place_("lora::load_adapter: " + path) {
+  explicit Fields(const std::string& path, const std::string& op = "lora::load_adapter")
+      : place_(op + ": " + path) {
     std::string field;
-    config_ =
-        files::read_json("lora::load_adapter", path, kMaxConfig, [&](int depth, const std::string& key) {
-          // if the file repeats a field, its last occurrence counts
-          if (depth == 1) keys_[field = key].clear();
-          if (depth == 2) keys_[field].push_back(key);
-        });
+    config_ = files::read_json(op, path, kMaxConfig, [&](int depth, const std::string& key) {
+      // if the file repeats a field, its last occurrence counts
+      if (depth == 1) keys_[field = key].clear();
+      if (depth == 2) keys_[field].push_back(key);
+    });
     TORCH_CHECK_VALUE(config_.is_object(), place_, ": expected a JSON object, received something else");
   }
 
@@ -208,6 +208,14 @@ FileConfig read_config(const std::string& path) {
   }
   check_bias(config.place, config.options, config.bias);
   return config;
+}
+
+std::string read_tokens_config(const std::string& op, const std::string& path, const std::string& method,
+                               int64_t tokens) {
+  const Fields fields(path, op);
+  fields.expect(fields["peft_type"] == method, "peft_type", method);
+  fields.expect(fields["num_virtual_tokens"] == tokens, "num_virtual_tokens", std::to_string(tokens));
+  return fields.digest();
 }
 
 Json to_file(const torch::nn::Module& module,

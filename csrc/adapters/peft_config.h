@@ -42,6 +42,11 @@ bool is_name(const std::string& text);
 /// supported; the message names the field.
 FileConfig read_config(const std::string& path);
 
+/// Reads adapter_config.json of virtual tokens and returns its config_digest(). Raises ValueError unless the
+/// method is `method` and the number of tokens is `tokens`. `op` begins error messages.
+std::string read_tokens_config(const std::string& op, const std::string& path, const std::string& method,
+                               int64_t tokens);
+
 /// Returns the contents of adapter_config.json for an adapter. The common options are those of the first
 /// layer; layers with another rank or alpha are listed by name.
 Json to_file(const torch::nn::Module& module,

@@ -4,11 +4,10 @@
 #include <ATen/Functions.h>
 
 #include <shoestring/lora.h>
-#include <shoestring/safetensors.h>
 
+#include "adapters/adapter_files.h"
 #include "adapters/config_digest.h"
 #include "adapters/names.h"
-#include "adapters/peft_config.h"
 #include "adapters/trained_copy.h"
 #include "files/atomic_file.h"
 
@@ -67,7 +66,12 @@ void save_one(const torch::nn::Module& module, const std::string& directory,
         std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return layer.first == parent; });
     add(kPrefix + (adapted ? parent + ".base_layer.bias" : name), value);
   }
-  const Json config = to_file(module, layers, bias, saved);
+  write_adapter(directory, tensors, to_file(module, layers, bias, saved));
+}
+
+}  // namespace
+
+void write_adapter(const std::string& directory, const TensorDict& tensors, const Json& config) {
   const std::string text = config.dump(2) + "\n";
   files::make_folders("lora::save_adapter", directory);
   save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}, {kDigest, config_digest(config)}});
@@ -75,8 +79,6 @@ void save_one(const torch::nn::Module& module, const std::string& directory,
   file.write(text.data(), static_cast<int64_t>(text.size()));
   file.commit();
 }
-
-}  // namespace
 
 void save_adapter(const torch::nn::Module& module, const std::string& directory,
                   const std::vector<std::string>& names) {

@@ -147,8 +147,8 @@ NamedLayers find_targets(const torch::nn::Module& module, const ApplyOptions& op
         !is_layer_chosen(name, options))
       continue;
     TORCH_CHECK_VALUE(layer != nullptr,
-                      "lora::apply: target_modules: expected shoestring::nn::AdaptableLinear or "
-                      "AdaptableEmbedding layers, received ",
+                      "lora::apply: target_modules: expected shoestring::nn::AdaptableLinear, "
+                      "AdaptableEmbedding or AdaptableConv1d, 2d or 3d layers, received ",
                       name, ", a ", each->name(), "; declare it as one of these");
     found.emplace_back(name, layer);
   }

@@ -13,6 +13,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <shoestring/export.h>
+#include <shoestring/nn/conv.h>
 #include <shoestring/nn/embedding.h>
 #include <shoestring/nn/linear.h>
 
@@ -62,6 +63,37 @@ struct ApplyOptions {
 /// torch::nn::Linear. Returns the names of the layers that got the adapter. With the same seed, the initial
 /// values equal those of Python's shoestring.lora and of PEFT.
 SHOESTRING_API std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& options = {});
+
+struct EvaOptions {
+  /// Name of a LoRA adapter that is not trained yet: its lora_B is zero.
+  TORCH_ARG(std::string, adapter_name) = "default";
+  /// A layer gets at most rho times its rank; 1 leaves all ranks unchanged.
+  TORCH_ARG(double, rho) = 2;
+};
+
+/// Takes a mask (...), bool, over the leading dimensions of the layers' inputs, such as (batch, tokens). From
+/// then on only the chosen rows are read. An undefined tensor chooses all rows.
+using ChooseRows = std::function<void(const at::Tensor& mask)>;
+
+/// Initialises lora_A of the adapter in every AdaptableLinear with the principal directions of the layer's
+/// inputs (EVA, arXiv 2410.07170). `run` runs the module on some batches. It is called once, in evaluation
+/// mode and without gradients, and may choose rows before each batch.
+///
+/// Ranks are redistributed to the layers whose principal directions explain the largest fractions of
+/// variance. The sum of the ranks and the scaling of each layer do not change. A layer that gets the rank 0
+/// loses the adapter. A layer whose rank changes gets new parameters, so create the optimizer after this
+/// call. Returns the new rank of each layer.
+///
+///     lora::apply(*model, lora::ApplyOptions().adapter(nn::LoraOptions().rank(8)));
+///     lora::initialize_eva(*model, [&](const lora::ChooseRows&) {
+///       for (const auto& batch : batches) model->forward(batch);
+///     });
+///
+/// Raises ValueError if no layer has such an adapter, if an adapter is trained already, or if the inputs have
+/// too few rows.
+SHOESTRING_API std::map<std::string, int64_t> initialize_eva(
+    torch::nn::Module& module, const std::function<void(const ChooseRows&)>& run,
+    const EvaOptions& options = {});
 
 // ---- Several adapters
 

@@ -5,7 +5,8 @@
 // BASE is a model file for load_model. TOKENS is a safetensors file with the model's input, "ids". The
 // program runs the commands in the order in which they are given:
 //   quantize=nf4  seed=3  apply=rank:4,init:pissa,...  load=DIR[,NAME]  set=A+B  train=STEPS  save=DIR
-//   merge=A+B  unmerge=1  delete=NAME  forward=FILE  rows=FILE,A,none,...  base=FILE
+//   prompt=DIR[,LOAD]  prefix=DIR[,LOAD]  projected=DIR[,LOAD]  eva=RHO  merge=A+B  unmerge=1  delete=NAME
+//   forward=FILE  rows=FILE,A,none,...  base=FILE
 
 #include <cstdio>
 #include <map>
@@ -19,6 +20,7 @@
 
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
+#include <shoestring/nn/virtual_tokens.h>
 #include <shoestring/safetensors.h>
 
 namespace {
@@ -45,16 +47,19 @@ struct Block : torch::nn::Module {
 
 struct Model : torch::nn::Module {
   nn::AdaptableEmbedding embed{nullptr};
+  nn::AdaptableConv1d mix{nullptr};
   torch::nn::Linear head{nullptr};
   std::vector<std::shared_ptr<Block>> blocks;
   Model() {
     embed = register_module("embed", nn::AdaptableEmbedding(20, 32));
+    mix = register_module("mix", nn::AdaptableConv1d(torch::nn::Conv1dOptions(32, 32, 3).padding(1)));
     for (const char* name : {"first", "second"})
       blocks.push_back(register_module(name, std::make_shared<Block>()));
     head = register_module("head", torch::nn::Linear(32, 7));
   }
   Tensor forward(const Tensor& ids) {
     Tensor x = embed(ids);
+    x = x + mix(x.transpose(1, 2)).transpose(1, 2);
     for (auto& block : blocks) x = block->forward(x);
     return head(x);
   }
@@ -113,9 +118,10 @@ void run(const std::vector<std::string>& arguments) {
   const Tensor ids = shoestring::load_safetensors(arguments[1])["ids"];
   const auto output = [&] {
     const torch::NoGradGuard no_grad;
+    const bool training = model.is_training();
     model.eval();
     const Tensor y = model.forward(ids);
-    model.train();
+    model.train(training);
     return y;
   };
   for (size_t i = 2; i < arguments.size(); ++i) {
@@ -133,6 +139,25 @@ void run(const std::vector<std::string>& arguments) {
     if (command == "save") lora::save_adapter(model, argument);
     if (command == "merge") lora::merge(model, lora::MergeOptions().adapter_names(split(argument, '+')));
     if (command == "unmerge") lora::unmerge(model);
+    if (command == "prompt") {
+      nn::PromptTokens prompt(5, 64);
+      if (parts.size() > 1) prompt->load(parts[1]);
+      prompt->save(parts[0]);
+    }
+    if (command == "prefix" || command == "projected") {
+      auto sizes = nn::PrefixTokensOptions(5, 2, 2, 16).projection(command == "projected").hidden_size(24);
+      nn::PrefixTokens prefix(sizes);
+      if (parts.size() > 1) prefix->load(parts[1]);
+      prefix->save(parts[0]);
+    }
+    if (command == "eva")
+      lora::initialize_eva(
+          model,
+          [&](const lora::ChooseRows& choose) {
+            choose(ids != 0);
+            for (int batch = 0; batch < 2; ++batch) output();
+          },
+          lora::EvaOptions().rho(std::stod(argument)));
     if (command == "delete") lora::delete_adapter(model, argument);
     if (command == "forward") write(argument, output());
     if (command == "base") {

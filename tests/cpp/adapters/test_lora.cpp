@@ -223,9 +223,8 @@ TEST_CASE("adapters are written and read in PEFT's format", "[lora]") {
 
 TEST_CASE("lora::apply refuses what it cannot do, and then changes nothing", "[lora]") {
   Net net;
-  CHECK_THROWS_WITH(
-      shoestring::lora::apply(*net, ApplyOptions().target_modules({"head"})),
-      Contains("expected shoestring::nn::AdaptableLinear or AdaptableEmbedding layers, received head"));
+  CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().target_modules({"head"})),
+                    Contains("AdaptableEmbedding or AdaptableConv1d, 2d or 3d layers, received head"));
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().target_modules({"up_proj", "q_proj", "v"})),
                     Contains("target_modules: expected names of modules, received 'q_proj', 'v', which match "
                              "nothing; the module has ") &&

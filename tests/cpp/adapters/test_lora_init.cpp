@@ -167,3 +167,21 @@ TEST_CASE("LoRA+ gives lora_B and vectors a learning rate of their own", "[lora]
       shoestring::lora::loraplus_param_groups(*net, 1e-3, shoestring::lora::LoraPlusOptions().lr_ratio(0.5)),
       Contains("lr_ratio: expected at least 1"));
 }
+
+TEST_CASE("EVA refuses adapters that it cannot initialise", "[lora]") {
+  Net net = make(options("none"));
+  const auto run = [&](const shoestring::lora::ChooseRows&) { net(at::randn({3, 64})); };
+  CHECK_THROWS_WITH(
+      shoestring::lora::initialize_eva(*net, run),
+      Contains("expected lora_B of zeros, as before training, received other values in up_proj"));
+  for (AdaptableLinear layer : {net->up, net->down}) lora_B(layer).detach().zero_();
+  CHECK_THROWS_WITH(shoestring::lora::initialize_eva(*net, run),
+                    Contains("run: expected at least 8 directions in the inputs of up_proj, received 3"));
+  CHECK(!net->up->observer);
+  CHECK(net->is_training());
+  using shoestring::lora::EvaOptions;
+  CHECK_THROWS_WITH(shoestring::lora::initialize_eva(*net, run, EvaOptions().rho(0.5)),
+                    Contains("rho: expected a number of at least 1, received 0.5"));
+  CHECK_THROWS_WITH(shoestring::lora::initialize_eva(*net, run, EvaOptions().adapter_name("b")),
+                    Contains("expected linear layers with a LoRA adapter 'b', received none"));
+}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from build_folder import program
+from lora_models import llama, logits
 from shoestring import lora
 
 
@@ -31,10 +32,13 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.embed, self.head = nn.Embedding(20, 32), nn.Linear(32, 7)
+        self.mix = nn.Conv1d(32, 32, 3, padding=1)
         self.first, self.second = Block(), Block()
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.second(self.first(self.embed(ids))))
+        x = self.embed(ids)
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(self.second(self.first(x)))
 
 
 IDS = torch.randint(20, (3, 6), generator=torch.Generator().manual_seed(2))
@@ -134,6 +138,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         ",targets:embed+up_proj,dora:1",
         {"target_modules": ["embed", "up_proj"], "dora": True},
     ),
+    "convolution": (
+        ",targets:mix+up_proj,init:gaussian",
+        {"target_modules": ["mix", "up_proj"], "init": "gaussian"},
+    ),
+    "convolution_dora": (",targets:mix,dora:1", {"target_modules": ["mix"], "dora": True}),
+    "convolution_bias": (",targets:mix,lora_bias:1", {"target_modules": ["mix"], "lora_bias": True}),
 }
 
 
@@ -169,6 +179,38 @@ def test_initialisations_over_quantised_weights(
     close(run("seed=3", text, "forward")["forward"], output(ours), 1e-4)
 
 
+@pytest.mark.parametrize("rho", [1.0, 2.0])
+def test_eva_starts_from_the_same_directions(rho: float, run: Callable[..., Any], tmp_path: Path) -> None:
+    class Batches(Model):
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return super().forward(ids)
+
+    base = Batches()
+    # first.down_proj reads nearly one direction, so the ranks become unequal.
+    base.first.up_proj.weight.data += torch.outer(torch.randn(64), 3 * torch.randn(32))
+    save_file(base.state_dict(), tmp_path / "model.safetensors")
+    ours = lora.apply(base, rank=3, alpha=6, init="eva", target_modules=TARGETS)
+    batch = {"ids": IDS, "attention_mask": IDS != 0}
+    ranks = lora.initialize_eva(ours, [batch, batch], rho=rho)
+    run(APPLY.replace("rank:4", "rank:3"), f"eva={rho}", f"save={tmp_path / 'cpp'}")
+    cpp = load_file(tmp_path / "cpp" / "adapter_model.safetensors")
+    for name, rank in ranks.items():
+        if rank == 0:
+            assert not any(name in key for key in cpp)
+            continue
+        received = cpp[f"base_model.model.{name}.lora_A.weight"]
+        torch.testing.assert_close(received, ours.get_submodule(name).lora_A["default"].data, rtol=1e-3, atol=1e-5)
+        assert not cpp[f"base_model.model.{name}.lora_B.weight"].any()
+    assert rho == 1.0 or len(set(ranks.values())) > 1
+    scalings = {m.adapters["default"].scaling for m in lora_layers(ours)}
+    loaded = lora.load_adapter(Model(), tmp_path / "cpp")
+    assert {round(m.adapters["default"].scaling, 6) for m in lora_layers(loaded)} == {round(s, 6) for s in scalings}
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if hasattr(m, "adapters")]
+
+
 PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": (
         "LoraConfig",
@@ -179,6 +221,7 @@ PEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "rslora": ("LoraConfig", {"use_rslora": True, "bias": "lora_only"}),
     "saved": ("LoraConfig", {"modules_to_save": ["head"], "bias": "lora_only"}),
     "embedding": ("LoraConfig", {"target_modules": ["embed", "up_proj"]}),
+    "convolution": ("LoraConfig", {"target_modules": ["mix", "up_proj"], "rank_pattern": {"mix": 2}}),
     "ia3": ("IA3Config", {"feedforward_modules": ["down_proj"], "modules_to_save": ["head"]}),
     "ia3_pattern": (
         "IA3Config",
@@ -208,6 +251,49 @@ def test_cpp_loads_what_peft_saves(kind: str, run: Callable[..., Any], tmp_path:
     assert (output(theirs) - output(Model())).abs().max() > 1e-2
     close(cpp["forward"], output(theirs))
     assert_files_agree(tmp_path / "cpp", cpp["forward"])
+
+
+VIRTUAL = {
+    "prompt": lora.PromptOptions(tokens=5),
+    "prefix": lora.PrefixOptions(tokens=5),
+    "projected": lora.PrefixOptions(tokens=5, projection=True, hidden_size=24),
+}
+
+
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_virtual_tokens_start_the_same_and_files_go_both_ways(
+    kind: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = llama()
+    torch.manual_seed(3)
+    lora.apply(model, VIRTUAL[kind])
+    run("seed=3", f"{kind}={tmp_path / 'cpp'}")
+    same_tokens = lora.load_adapter(llama(), tmp_path / "cpp")
+    close(logits(same_tokens), logits(model), 1e-5)
+    torch.manual_seed(4)
+    for parameter in model.virtual_tokens.parameters():
+        parameter.data += torch.randn_like(parameter)
+    lora.save_adapter(model, tmp_path / "python")
+    run(f"{kind}={tmp_path / 'again'},{tmp_path / 'python'}")
+    close(logits(lora.load_adapter(llama(), tmp_path / "again")), logits(model), 1e-6)
+    peft = pytest.importorskip("peft")
+    close(logits(peft.PeftModel.from_pretrained(llama(), str(tmp_path / "again")).eval()), logits(model), 1e-5)
+
+
+def test_virtual_tokens_refuse_other_files(run: Callable[..., Any], tmp_path: Path) -> None:
+    lora.save_adapter(lora.apply(llama(), VIRTUAL["prefix"]), tmp_path / "prefix")
+    lora.save_adapter(lora.apply(llama(), lora.PromptOptions(tokens=4)), tmp_path / "four")
+    for folder, message in (
+        ("prefix", 'nn::PromptTokens: load: .*peft_type: expected PROMPT_TUNING, received "PREFIX_TUNING"'),
+        ("four", "num_virtual_tokens: expected 5, received 4"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            run(f"prompt={tmp_path / 'out'},{tmp_path / folder}")
+    lora.save_adapter(lora.apply(llama(), VIRTUAL["prompt"]), tmp_path / "damaged")
+    save_file({"prompt_embeddings": torch.zeros(5, 3)}, tmp_path / "damaged" / "adapter_model.safetensors")
+    with pytest.raises(AssertionError, match=r"prompt_embeddings: expected shape \[5, 64\].*received \[5, 3\]"):
+        run(f"prompt={tmp_path / 'out'},{tmp_path / 'damaged'}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_several_adapters(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ HEADERS = {
     "nn/quantized_linear.h": "quantization",
     "nn/norm.h": "layers",
     "nn/adapter.h": "adapters",
+    "nn/conv.h": "adapters",
+    "nn/virtual_tokens.h": "adapters",
     "nn/embedding.h": "adapters",
     "nn/linear.h": "adapters",
     "lora.h": "adapters",

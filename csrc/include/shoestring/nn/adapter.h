@@ -2,12 +2,14 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include <c10/util/FunctionRef.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/pimpl.h>
 #include <torch/ordered_dict.h>
@@ -144,6 +146,9 @@ class SHOESTRING_API AdaptableLayer {
   bool has_adapter(const std::string& name) const { return adapters.contains(name); }
   /// Returns the names of this layer's adapters that take part in forward.
   std::vector<std::string> current() const;
+  /// Returns the current dropout probability of lora_A's input, which all adapters in use share: 0 outside
+  /// training. Raises ValueError if they have different ones.
+  double dropout() const;
 
   /// Returns the shape of each parameter that an adapter with these options has in this layer. Raises
   /// ValueError if the layer cannot have such an adapter; `caller` and `name` (of the layer) appear in the
@@ -185,6 +190,8 @@ class SHOESTRING_API AdaptableLayer {
   bool enabled = true;  ///< if false, forward computes the base layer without adapters
   // if set, tells which adapters each row of the batch uses, and `active` is ignored
   std::optional<Rows> rows;
+  /// If set, forward calls it with the layer's input. The layer is then not computed together with others.
+  std::function<void(const at::Tensor&)> observer;
 
  protected:
   // Returns the initial values of a new adapter's parameters.
@@ -202,6 +209,47 @@ class SHOESTRING_API AdaptableLayer {
   at::Tensor uses(const std::string& adapter_name, const at::Tensor& x) const;
   void register_adapters();
   void unregister_adapters();
+};
+
+/// Base class of the layers with a dense weight that accept LoRA and DoRA adapters only: embeddings and
+/// convolutions. It treats the weight as a matrix (out_features, in_features).
+class SHOESTRING_API LowRankLayer : public AdaptableLayer {
+ public:
+  std::array<double, 2> merge(const MergeOptions& options = {}) override;
+  void unmerge() override;
+  bool can_unmerge() const override { return former_.has_value(); }
+  at::TensorOptions adapter_type() const override;
+  const at::Tensor& base_weight() const override { return weight; }
+
+  at::Tensor weight;  ///< the base weight, in the shape that LibTorch's layer gives it
+  at::Tensor bias;    ///< (out_features); undefined if the layer has none
+
+ protected:
+  // Returns a value in the weight's shape as a matrix (out_features, in_features), and the reverse.
+  virtual at::Tensor matrix(const at::Tensor& value) const = 0;
+  virtual at::Tensor folded(const at::Tensor& value) const = 0;
+  // Returns an adapter's lora_A (rank, in_features) and lora_B (out_features, rank) as matrices.
+  virtual std::array<at::Tensor, 2> factors(const AdapterImpl& adapter) const = 0;
+  // Registers other tensors as the layer's frozen weight and bias; the bias may be undefined.
+  virtual void replace(const at::Tensor& new_weight, const at::Tensor& new_bias) = 0;
+
+  AdapterImpl::Tensors prepare(const AnyAdapterOptions&) override { return AdapterImpl::Tensors(); }
+  void freeze() override;
+  // Returns DoRA's gain of each output feature: the adapter's magnitude divided by the norm of the feature's
+  // row of the adapted matrix. Backward treats the norm as a constant.
+  at::Tensor gain(const std::string& adapter_name) const;
+  // Adds the changes by the adapters in use to the output `base`, which has no bias. x is the layer's input,
+  // `features` the dimension of base with the output features, and product returns the output of an
+  // adapter's low-rank product, not scaled.
+  at::Tensor composed(const at::Tensor& base, const at::Tensor& x, int64_t features,
+                      c10::function_ref<at::Tensor(const AdapterImpl&)> product) const;
+
+  struct Former {
+    at::Tensor weight, bias;
+    torch::OrderedDict<std::string, Adapter> adapters;
+    std::vector<std::string> active;
+  };
+  std::optional<Former> former_;
 };
 
 }  // namespace shoestring::nn

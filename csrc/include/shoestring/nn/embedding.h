@@ -31,7 +31,7 @@ struct AdaptableEmbeddingOptions {
 /// is (embedding_dim, rank). DoRA's magnitude is (embedding_dim): one norm per output feature, over all
 /// tokens of the vocabulary.
 class SHOESTRING_API AdaptableEmbeddingImpl : public torch::nn::Cloneable<AdaptableEmbeddingImpl>,
-                                              public AdaptableLayer {
+                                              public LowRankLayer {
  public:
   AdaptableEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
       : AdaptableEmbeddingImpl(AdaptableEmbeddingOptions(num_embeddings, embedding_dim)) {}
@@ -44,28 +44,16 @@ class SHOESTRING_API AdaptableEmbeddingImpl : public torch::nn::Cloneable<Adapta
 
   Shapes shapes(const AnyAdapterOptions& options, const std::string& caller,
                 const std::string& name) const override;
-  std::array<double, 2> merge(const MergeOptions& options = {}) override;
-  void unmerge() override;
-  bool can_unmerge() const override { return former_.has_value(); }
-  at::TensorOptions adapter_type() const override;
-  const at::Tensor& base_weight() const override { return weight; }
 
   AdaptableEmbeddingOptions options;
-  at::Tensor weight;  ///< (num_embeddings, embedding_dim)
 
  private:
-  struct Former {
-    at::Tensor weight;
-    torch::OrderedDict<std::string, Adapter> adapters;
-    std::vector<std::string> active;
-  };
   AdapterImpl::Tensors start(const AnyAdapterOptions& adapter_options) const override;
-  AdapterImpl::Tensors prepare(const AnyAdapterOptions&) override { return AdapterImpl::Tensors(); }
-  void freeze() override;
-  at::Tensor gain(const std::string& adapter_name) const;
+  at::Tensor matrix(const at::Tensor& value) const override { return value.t(); }
+  at::Tensor folded(const at::Tensor& value) const override { return value.t(); }
+  std::array<at::Tensor, 2> factors(const AdapterImpl& adapter) const override;
+  void replace(const at::Tensor& new_weight, const at::Tensor& new_bias) override;
   at::Tensor lookup(const at::Tensor& ids, const at::Tensor& table) const;
-
-  std::optional<Former> former_;
 };
 TORCH_MODULE(AdaptableEmbedding);
 

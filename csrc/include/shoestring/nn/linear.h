@@ -75,8 +75,6 @@ class SHOESTRING_API AdaptableLinearImpl : public torch::nn::Cloneable<Adaptable
   bool is_lora_weight() const;
   /// Returns the arguments of this layer for lora_linear, with DoRA's gain, or nullopt if !is_lora_weight().
   std::optional<LoraWeight> lora_weight() const;
-  /// Returns the current dropout probability of lora_A's input: 0 outside training.
-  double dropout() const;
 
   AdaptableLinearOptions options;
   at::Tensor weight;  ///< dense weight; undefined if the layer is quantised

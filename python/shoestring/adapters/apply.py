@@ -92,7 +92,7 @@ def apply(
     if config is None:
         _check_names(options)
         config = LoraOptions(**options)
-    chosen = config if isinstance(config, Options) else from_peft(config)
+    chosen = config if isinstance(config, Options) else from_peft(config, model)
     check_name(adapter_name)
     if adapter_name in adapter_names(model):
         raise ValueError(
@@ -138,6 +138,9 @@ def apply(
     for name in saved:
         wrap(model, name).add(adapter_name, chosen)
     set_adapter(model, adapter_name)
+    # inference_mode is an option of PEFT's objects alone. As in PEFT, virtual tokens ignore it.
+    if getattr(config, "inference_mode", False) and tokens is None:
+        model.requires_grad_(False)
     return model
 
 
@@ -180,16 +183,17 @@ def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Option
 
 
 def saved_modules(model: nn.Module, options: Options) -> list[str]:
-    """Return the names of the modules that ``modules_to_save`` matches.
+    """Return the names of the modules that ``modules_to_save`` matches, and of the heads of ``task_type``.
 
     Raises:
         ValueError: a name matches no module, or a module contains adapters or quantised weights.
     """
     modules = own_modules(model)
-    found = {
-        name: module for name, module in modules.items() if name and matches(name, options.modules_to_save)
-    }
-    refuse_unmatched("modules_to_save", options.modules_to_save, [name for name in modules if name])
+    wanted = (*options.modules_to_save, *options.heads)
+    found = {name: module for name, module in modules.items() if name and matches(name, wanted)}
+    # PEFT's files list the names of all heads that the task may have. A model has only one of them.
+    required = [name for name in options.modules_to_save if name not in options.heads]
+    refuse_unmatched("modules_to_save", required, [name for name in modules if name])
     for name, module in found.items():
         inside = [m for m in module.modules() if isinstance(m, (AdaptedLayer, QuantizedLinear))]
         if inside and not isinstance(module, TrainedCopy):

@@ -44,9 +44,8 @@ class LoraConv(LowRankLayer, _ConvNd):
         shapes = self.shapes(self, options)
         tensors = draw(shapes["lora_A"], shapes["lora_B"], options, self.weight.dtype)
         if options.dora:
-            tensors["lora_magnitude_vector"] = (
-                self.dense_weight().norm(dim=1).view(shapes["lora_magnitude_vector"])
-            )
+            magnitude = self.first_magnitude(options, tensors["lora_A"], tensors["lora_B"])
+            tensors["lora_magnitude_vector"] = magnitude.view(shapes["lora_magnitude_vector"])
         return tensors
 
     def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,11 +40,15 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
         shapes = self.shapes(self, options)
         # PEFT creates both parameters with random values before it initialises them. Drawing the same numbers
         # here gives the same initial values for the same seed.
-        torch.randn(shapes["lora_embedding_A"], device="cpu")
-        torch.randn(shapes["lora_embedding_B"], device="cpu")
-        up = torch.randn(shapes["lora_embedding_B"], device="cpu").to(self.weight.dtype)
-        tensors = {"lora_embedding_A": torch.zeros(shapes["lora_embedding_A"]), "lora_embedding_B": up}
-        return tensors | ({"lora_magnitude_vector": self.dense_weight().norm(dim=1)} if options.dora else {})
+        lora_A = torch.randn(shapes["lora_embedding_A"], device="cpu")
+        lora_B = torch.randn(shapes["lora_embedding_B"], device="cpu")
+        if options.init != "random":
+            lora_A, lora_B = torch.zeros_like(lora_A), torch.randn_like(lora_B)
+        lora_A, lora_B = lora_A.to(self.weight.dtype), lora_B.to(self.weight.dtype)
+        tensors = {"lora_embedding_A": lora_A, "lora_embedding_B": lora_B}
+        if options.dora:
+            tensors["lora_magnitude_vector"] = self.first_magnitude(options, lora_A, lora_B)
+        return tensors
 
     def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         return self.weight, self.lora_embedding_A[name], self.lora_embedding_B[name]

@@ -19,7 +19,6 @@ from shoestring.adapters.options import (
     IA3Options,
     LoraOptions,
     Options,
-    PrefixOptions,
     VeraOptions,
     VirtualOptions,
 )
@@ -29,7 +28,7 @@ from shoestring.adapters.switch import base_biases, check_known, members
 from shoestring.adapters.targets import shortest_names
 from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.adapters.vera import VeraLinear
-from shoestring.adapters.virtual_tokens import VirtualTokens, cache_sizes
+from shoestring.adapters.virtual_tokens import VirtualTokens, token_sizes
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import is_name, read_json, shown
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
@@ -136,25 +135,19 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         if not set(feedforward) <= set(targets):
             first, feedforward = replace(first, target_modules=sorted(layers)), sorted(chosen)
         first = replace(first, feedforward_modules=feedforward)
-    return tensors, to_file(first) | _describe_model(model)
+    return tensors, to_file(first) | _describe_model(model, first.task_type)
 
 
-def _describe_model(model: nn.Module) -> dict[str, Any]:
+def _describe_model(model: nn.Module, task: str | None) -> dict[str, Any]:
     base = getattr(getattr(model, "config", None), "_name_or_path", None)
-    task = "CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None
+    if task is None and type(model).__name__.endswith("ForCausalLM"):
+        task = "CAUSAL_LM"
     return {"base_model_name_or_path": base or None, "task_type": task}
 
 
 def _describe_tokens(model: Any, options: VirtualOptions) -> dict[str, Any]:
-    layers, heads, features = cache_sizes(model)
-    prefix = isinstance(options, PrefixOptions)
-    sizes = {
-        "num_layers": layers,
-        "num_attention_heads": heads,
-        "token_dim": heads * features if prefix else model.config.hidden_size,
-        "num_transformer_submodules": 1,
-    }
-    return to_file(options) | sizes | _describe_model(model) | {"task_type": "CAUSAL_LM"}
+    task = options.task_type or "CAUSAL_LM"
+    return to_file(options) | token_sizes(model, options) | _describe_model(model, task)
 
 
 def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:

@@ -79,6 +79,8 @@ def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | 
         return None
     if own.changes_base:
         return f"linear layers for {own.init!r}"
+    if own.init == "orthogonal" and not issubclass(kind, LoraEmbedding):
+        return "linear layers and embeddings for 'orthogonal'"
     if issubclass(kind, LoraExperts):
         plain = own.dropout == 0 and not own.dora and not own.lora_bias
         return None if plain else "no dropout, dora and lora_bias with target_parameters"

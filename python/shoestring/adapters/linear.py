@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring.adapters.adapted import AdaptedLayer, wide
-from shoestring.adapters.lora_linear import LoraWeight, lora_linear, lora_weight_norm
+from shoestring.adapters.lora_linear import LoraWeight, lora_linear
 from shoestring.adapters.low_rank import LowRankLayer, Part, add, concatenated, draw, low_rank_sum, row_scale
 from shoestring.adapters.options import LoraOptions
 from shoestring.layers.seeded_dropout import seeded_dropout
@@ -86,14 +86,8 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         through = None if isinstance(self.weight, QuantizedTensor) else self.weight.dtype
         tensors = draw(shapes["lora_A"], shapes["lora_B"], options, through)
         if options.dora:
-            # The initial magnitude is the norm of the base weight. Compute it with the operator that forward
-            # uses, so that magnitude / norm is exactly 1 at first; empty matrices of rank 0 take the place of
-            # lora_A and lora_B. The operator does not store a dense copy of a quantised weight.
-            empty = [
-                torch.zeros(shape, device=self.weight.device)
-                for shape in ((0, self.in_features), (self.out_features, 0))
-            ]
-            tensors["lora_magnitude_vector"] = lora_weight_norm(self.weight, *empty)
+            values = tensors["lora_A"], tensors["lora_B"]
+            tensors["lora_magnitude_vector"] = self.first_magnitude(options, *values)
         return tensors
 
     def keep_initial(self, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoestring.adapters.adapted import AdaptedLayer
+from shoestring.adapters.adapted import AdaptedLayer, wide
 from shoestring.adapters.lora_linear import lora_weight_norm
 from shoestring.adapters.options import LoraOptions
 
@@ -97,6 +97,20 @@ class LowRankLayer(AdaptedLayer):
         magnitude: Tensor = self.lora_magnitude_vector[name]
         return magnitude / self.norm(name).to(magnitude.dtype)
 
+    def first_magnitude(self, options: LoraOptions, lora_A: Tensor, lora_B: Tensor) -> Tensor:
+        """Return the initial magnitude of DoRA, (out_features), from the adapter's initial values.
+
+        The magnitude is the norm of each row of the adapted weight, computed by the operator that forward
+        uses, so that magnitude / norm is exactly 1 at first. The operator does not store a dense copy of a
+        quantised weight.
+        """
+        weight = self.base_weight()
+        where, exact = weight.device, wide(weight.dtype)
+        weight, lora_A, lora_B = self.matrices(weight, lora_A.to(where, exact), lora_B.to(where, exact))
+        if options.starts_at_zero:
+            lora_A, lora_B = lora_A[:0], lora_B[:, :0]
+        return lora_weight_norm(weight, lora_A, lora_B, scaling=options.scaling)
+
     def norm(self, name: str) -> Tensor:
         """Return the norms of the rows of the base weight plus an adapter's product, (out_features).
 
@@ -168,23 +182,42 @@ class LowRankLayer(AdaptedLayer):
 def draw(
     shape_A: Sequence[int], shape_B: Sequence[int], options: LoraOptions, through: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Return initial values of an adapter, on the CPU: lora_A is random, lora_B and lora_bias are zero.
+    """Return initial values of an adapter, on the CPU. Most values of ``init`` set lora_B and lora_bias to zero.
 
     PEFT first constructs one nn.Module each for lora_A and lora_B, whose constructor draws random numbers.
-    This function draws and discards as many random numbers, so the same seed gives the same values as in
-    PEFT. ``through`` is the dtype of a dense base weight, to which PEFT rounds lora_A; None: no rounding.
+    This function draws as many random numbers, so the same seed gives the same values as in PEFT.
+    ``through`` is the dtype of a dense base weight, to which PEFT rounds the values; None: no rounding.
     """
-    lora_A = torch.empty(shape_A, device="cpu")
+    lora_A, lora_B = torch.empty(shape_A, device="cpu"), torch.empty(shape_B, device="cpu")
     nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
-    nn.init.kaiming_uniform_(torch.empty(shape_B, device="cpu"), a=math.sqrt(5))
-    if options.lora_bias:
-        torch.empty(shape_B[0], device="cpu").uniform_()
-    if options.init == "gaussian":
-        nn.init.normal_(lora_A, std=1 / options.rank)
-    else:
-        nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
-    tensors = {"lora_A": lora_A.to(through or lora_A.dtype), "lora_B": torch.zeros(shape_B)}
-    return tensors | ({"lora_bias": torch.zeros(shape_B[0])} if options.lora_bias else {})
+    nn.init.kaiming_uniform_(lora_B, a=math.sqrt(5))
+    bias = torch.empty(shape_B[0] if options.lora_bias else 0, device="cpu")
+    bound = 1 / math.sqrt(lora_B[0].numel())
+    bias.uniform_(-bound, bound)
+    if options.init == "orthogonal":
+        lora_A, lora_B = _orthogonal(shape_A, shape_B)
+    elif options.init != "random":
+        if options.init == "gaussian":
+            nn.init.normal_(lora_A, std=1 / options.rank)
+        else:
+            nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
+        lora_B.zero_()
+        bias.zero_()
+    tensors = {"lora_A": lora_A, "lora_B": lora_B} | ({"lora_bias": bias} if options.lora_bias else {})
+    return {key: value.to(through or value.dtype) for key, value in tensors.items()}
+
+
+def _orthogonal(shape_A: Sequence[int], shape_B: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return random lora_A and lora_B with ``lora_B @ lora_A == 0`` up to rounding.
+
+    The columns of lora_A are combinations of the even rows of a random orthogonal matrix, the rows of lora_B
+    combinations of its odd rows.
+    """
+    rank = shape_A[0]
+    rows, _ = torch.linalg.qr(torch.randn(rank, rank, device="cpu"))
+    lora_A = torch.randn(shape_A[1], rank // 2, device="cpu") @ rows[0::2]
+    lora_B = torch.randn(rank // 2, shape_B[0], device="cpu").T @ rows[1::2]
+    return (lora_A.T / 10).contiguous(), (lora_B / 10).contiguous()
 
 
 def concatenated(parts: Sequence[Part]) -> tuple[Tensor | None, Tensor | None, float]:

@@ -12,6 +12,13 @@ Names = str | Sequence[str]
 # Initialisations that subtract the adapter's initial product from the base weight. Base and adapter together
 # then equal the original weight.
 CHANGES_BASE = ("pissa", "olora", "loftq")
+# Names of the modules that PEFT trains as a whole for a task, since a pretrained model lacks weights for them.
+HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+TASKS = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", *HEADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,9 @@ class Options:
         bias: "none" to train no biases of the model; "all" to train all of them; or "lora_only" (for VeRA
             "vera_only") to train the biases of layers with adapters. The biases of the base are changed in
             place, so they keep their trained values when the adapter is disabled.
+        task_type: None, or PEFT's name of the task: "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION",
+            "SEQ_CLS", "TOKEN_CLS" or "QUESTION_ANS". The last three add the model's head to modules_to_save:
+            the modules named classifier or score, or for "QUESTION_ANS" qa_outputs.
     """
 
     target_modules: Names | None = "all-linear"
@@ -38,6 +48,7 @@ class Options:
     layers_pattern: Names | None = None
     modules_to_save: Sequence[str] = ()
     bias: str = "none"
+    task_type: str | None = None
     BIASES: ClassVar[tuple[str, ...]] = ("none", "all", "lora_only")
 
     def __post_init__(self) -> None:
@@ -45,6 +56,8 @@ class Options:
             value = getattr(self, name)
             object.__setattr__(self, name, _names(value))
         _expect(self.bias in self.BIASES, "bias", " or ".join(repr(name) for name in self.BIASES), self.bias)
+        tasks = ", ".join(map(repr, TASKS))
+        _expect(self.task_type in (None, *TASKS), "task_type", f"None, {tasks}", self.task_type)
         if self.layers_to_transform is not None and isinstance(self.target_modules, str):
             raise ValueError(
                 "lora.apply: layers_to_transform: expected None unless target_modules is a list of names, received "
@@ -52,6 +65,11 @@ class Options:
             )
         if self.layers_pattern and self.layers_to_transform is None:
             _expect(False, "layers_to_transform", "layer numbers, since layers_pattern is given", None)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Names of the modules that ``task_type`` adds to modules_to_save. A model may lack some of them."""
+        return HEADS.get(self.task_type or "", ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +101,12 @@ class LoraOptions(Options):
     - "default": kaiming uniform with a = sqrt(5);
     - "gaussian": normal with standard deviation 1 / rank;
     - "eva": like "default", until :func:`shoestring.lora.initialize_eva` is called.
+
+    These values make both matrices random:
+
+    - "random" (PEFT's False): kaiming uniform with a = sqrt(5), so the adapter changes the output at once;
+    - "orthogonal": a product of zero up to rounding, from the rows of an orthogonal matrix. The rank must be
+      even. Linear layers alone; embeddings are initialised as with "default".
 
     These values initialise both matrices from the base weight, and subtract their product from it:
 
@@ -123,13 +147,17 @@ class LoraOptions(Options):
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             _expect(math.isfinite(alpha), "alpha", "a finite number", alpha)
         _expect(0 <= self.dropout < 1, "dropout", "a probability in [0, 1)", self.dropout)
-        known = ("default", "gaussian", "eva", *CHANGES_BASE)
+        known = ("default", "gaussian", "eva", "random", "orthogonal", *CHANGES_BASE)
         fits = isinstance(self.init, str) and (
             self.init in known or re.fullmatch(r"pissa_niter_[1-9]\d*", self.init)
         )
         names = ", ".join(repr(name) for name in known)
         _expect(bool(fits), "init", f"{names} or 'pissa_niter_N'", self.init)
         _expect(self.loftq_iterations > 0, "loftq_iterations", "at least 1", self.loftq_iterations)
+        if self.init == "orthogonal":
+            odd = [rank for rank in (self.rank, *self.rank_pattern.values()) if rank % 2]
+            _expect(not odd, "rank", "an even number with init 'orthogonal'", odd[0] if odd else None)
+            _expect(not self.lora_bias, "lora_bias", "False with init 'orthogonal'", self.lora_bias)
         if self.dora and (self.lora_bias or self.changes_base):
             what = "lora_bias" if self.lora_bias else "init"
             _expect(False, what, "its default with dora", self.lora_bias if self.lora_bias else self.init)
@@ -138,6 +166,11 @@ class LoraOptions(Options):
     def scaling(self) -> float:
         """The factor of the low-rank product, alpha / rank, or alpha / sqrt(rank) if ``rslora`` is set."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def starts_at_zero(self) -> bool:
+        """Whether the low-rank product is exactly zero at first, or is subtracted from the base weight."""
+        return self.init not in ("random", "orthogonal")
 
     @property
     def changes_base(self) -> bool:
@@ -222,6 +255,12 @@ class VirtualOptions(Options):
             "tokens",
             "an integer of at least 1",
             self.tokens,
+        )
+        _expect(
+            not self.heads and self.task_type != "SEQ_2_SEQ_LM",
+            "task_type",
+            "a causal language model with virtual tokens",
+            self.task_type,
         )
         for name in ("target_modules", "exclude_modules", "modules_to_save"):
             _expect(not getattr(self, name), name, "nothing with virtual tokens", getattr(self, name))

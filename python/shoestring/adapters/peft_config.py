@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from torch import nn
+
 from shoestring.adapters.options import (
+    TASKS,
     IA3Options,
     LoraOptions,
     Options,
@@ -13,18 +16,26 @@ from shoestring.adapters.options import (
     VeraOptions,
     VirtualOptions,
 )
+from shoestring.adapters.targets import matches
+from shoestring.adapters.virtual_tokens import token_sizes
 from shoestring.files.read_file import is_integer, is_name, is_number, shown
 
-# Fields of a PEFT configuration that do not affect the computation. They are ignored.
+# Fields of a PEFT configuration that do not affect the computation, or that only accompany a refused field.
+# They are ignored. fan_in_fan_out follows from the class of each layer, in PEFT as here.
 DESCRIPTIONS = {
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "megatron_core", "qalora_group_size",
+    "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "megatron_core",
+    "qalora_group_size", "runtime_config", "fan_in_fan_out",
 }  # fmt: skip
+# Fields that lora.apply reads from a configuration object. A file's value is ignored, because PEFT always
+# writes true, and load_adapter makes the adapter trainable.
+APPLIED = {"inference_mode"}
+# Sizes of the model in a configuration of virtual tokens. PEFT fills them in; other values are refused.
+SIZES = {"num_layers", "num_attention_heads", "token_dim", "num_transformer_submodules"}
 # Fields of a PEFT configuration that only determine the adapter's initial values. They are ignored in a file,
 # because a file comes with trained values.
 BEGINNING = {
     "init_lora_weights", "init_weights", "init_ia3_weights", "prompt_tuning_init", "loftq_config", "eva_config",
-    "corda_config", "lora_ga_config",
+    "corda_config", "lora_ga_config", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs",
 }  # fmt: skip
 SHARED = {
     "target_modules": "target_modules",
@@ -32,6 +43,7 @@ SHARED = {
     "layers_to_transform": "layers_to_transform",
     "layers_pattern": "layers_pattern",
     "modules_to_save": "modules_to_save",
+    "task_type": "task_type",
 }
 FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
     "LORA": (
@@ -73,9 +85,10 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
             "num_virtual_tokens": "tokens",
             "prefix_projection": "projection",
             "encoder_hidden_size": "hidden_size",
+            "task_type": "task_type",
         },
     ),
-    "PROMPT_TUNING": (PromptOptions, {"num_virtual_tokens": "tokens"}),
+    "PROMPT_TUNING": (PromptOptions, {"num_virtual_tokens": "tokens", "task_type": "task_type"}),
 }
 # Default values of PEFT that differ from shoestring's. They apply to fields that a configuration file or
 # object lacks.
@@ -83,9 +96,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
 # Fields of a PEFT configuration that change the computation and are not supported. A value other than off
 # (false, null or empty) raises an error.
 REFUSED = (
-    "fan_in_fan_out", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
+    "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
 )  # fmt: skip
+# The same for fields that other methods support.
+REFUSED_BY = {"PREFIX_TUNING": ("modules_to_save",), "PROMPT_TUNING": ("modules_to_save",)}
 
 # Limits on values in configuration files, because a file may come from an untrusted source.
 # maximum number of names in a JSON list or object; each name is compared with every module
@@ -134,12 +149,20 @@ CHECKS: dict[str, Check] = {
     "modules_to_save": MODULES, "target_parameters": MODULES, "layers_to_transform": LAYERS, "rank": _integer(1),
     "alpha": NUMBER, "rank_pattern": RANKS, "alpha_pattern": ALPHAS, "rslora": FLAG, "dora": FLAG, "dropout": NUMBER,
     "lora_bias": FLAG, "bias": TEXT, "d_initial": NUMBER, "seed": _integer(-(2**63), 2**63 - 1), "save_projection": FLAG,
-    "tokens": _integer(1), "projection": FLAG, "hidden_size": _integer(1),
+    "tokens": _integer(1), "projection": FLAG, "hidden_size": _integer(1), "task_type": TEXT,
 }  # fmt: skip
 
 
-def from_peft(config: Any) -> Options:
+def known_fields(method: str) -> set[str]:
+    """Return the fields of a method's configuration of which this file knows what to do with them."""
+    mapped = set(FIELDS[method][1])
+    return DESCRIPTIONS | APPLIED | SIZES | BEGINNING | mapped | {*REFUSED, *REFUSED_BY.get(method, ())}
+
+
+def from_peft(config: Any, model: nn.Module) -> Options:
     """Convert a PEFT configuration object to options; its ``peft_type`` selects the method.
+
+    ``model`` is the model that will have the adapter. PEFT has defaults by architecture for target_modules.
 
     Raises:
         ValueError: the method or an option is not supported; the message names it.
@@ -155,12 +178,19 @@ def from_peft(config: Any) -> Options:
         for f in fields(config)
     }
     options = _translate(method, values, "lora.apply: config")
-    options |= _beginning(values, defaults)
-    known = DESCRIPTIONS | BEGINNING | set(FIELDS[method][1]) | set(REFUSED)
+    options |= _beginning(values)
+    if "target_modules" in values:
+        options |= _default_targets(method, values, model)
+    known = known_fields(method)
     for name, value in values.items():
         if name not in known and value != defaults[name]:
             _refuse("lora.apply: config", name, defaults[name], value)
-    return FIELDS[method][0](**options)
+    result = FIELDS[method][0](**options)
+    sizes = token_sizes(model, result) if isinstance(result, VirtualOptions) else {}
+    for name, size in sizes.items():
+        if values.get(name) not in (None, size):
+            _refuse("lora.apply: config", name, size, values[name])
+    return result
 
 
 def from_file(values: Mapping[str, Any], place: str) -> Options:
@@ -197,17 +227,62 @@ def _method(kind: Any, place: str) -> str:
 
 
 def _translate(method: str, values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    for name in REFUSED:
+    for name in (*REFUSED, *REFUSED_BY.get(method, ())):
         if values.get(name):
             _refuse(place, name, False, values[name])
     options = dict(DEFAULTS.get(method, {}))
     for theirs, ours in FIELDS[method][1].items():
         if values.get(theirs) is not None:
             options[ours] = values[theirs]
+    task = options.pop("task_type", None)
+    task = getattr(task, "value", task)  # PEFT's objects have an enumeration, its files a string
+    if isinstance(task, str) and task in TASKS:
+        options["task_type"] = task
     return options
 
 
-def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _default_targets(method: str, values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the modules that PEFT adapts in this architecture if a configuration object names none.
+
+    Raises:
+        ValueError: PEFT has no defaults for the architecture.
+    """
+    import peft.utils  # installed, since the configuration is an object of PEFT
+
+    options: dict[str, Any] = {}
+    architecture = getattr(getattr(model, "config", None), "model_type", None)
+
+    def default(kind: str, chosen: Any = None) -> Any:
+        names = getattr(peft.utils, f"TRANSFORMERS_MODELS_TO_{kind}_MODULES_MAPPING").get(architecture)
+        if names is None or isinstance(names, str):
+            return names
+        # The defaults list the names of several versions of a model, which has only some of them.
+        known = [module for module, _ in model.named_modules() if chosen is None or matches(module, chosen)]
+        return [name for name in names if any(matches(module, [name]) for module in known)]
+
+    targets = values["target_modules"]
+    if targets is None:
+        targets = default(f"{method}_TARGET")
+        if targets is None and not values.get("target_parameters"):
+            raise ValueError(
+                "lora.apply: config: target_modules: expected names, since PEFT has no defaults for the architecture "
+                f"{architecture!r}, received None; name them, or give 'all-linear'"
+            )
+        options["target_modules"] = targets
+    elif isinstance(targets, str) and targets.lower() == "all-linear":
+        options["target_modules"] = "all-linear"
+    if method == "IA3" and values["feedforward_modules"] is None:
+        names = default("IA3_FEEDFORWARD", r".*" if targets == "all-linear" else targets)
+        if names is None:
+            raise ValueError(
+                "lora.apply: config: feedforward_modules: expected names, since PEFT has no defaults for the "
+                f"architecture {architecture!r}, received None; name them, or give []"
+            )
+        options["feedforward_modules"] = names
+    return options
+
+
+def _beginning(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the fields of a PEFT configuration object that determine the adapter's initial values.
 
     Raises:
@@ -219,22 +294,13 @@ def _beginning(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
             _refuse("lora.apply: config", name, True, False)
     if "init_lora_weights" in values:
         init = values["init_lora_weights"]
-        if init is False:
-            _refuse("lora.apply: config", "init_lora_weights", True, init)
-        options["init"] = "default" if init is True else init
+        options["init"] = {True: "default", False: "random"}.get(init, init)
     if "prompt_tuning_init" in values:
         options["init"] = _prompt_init(values["prompt_tuning_init"])
     if "prefix_projection" in values and values.get("init_weights") is not None:
         options["init"] = values["init_weights"]
     if "target_modules" not in values:
         return options
-    if values.get("target_modules") is None and not values.get("target_parameters"):
-        raise ValueError(
-            "lora.apply: config: target_modules: expected names, received None, for which PEFT has a list by architecture; "
-            "name them, or give 'all-linear'"
-        )
-    if values.get("target_modules") is None:
-        options["target_modules"] = None
     for name in ("corda_config", "lora_ga_config"):
         if values.get(name):
             _refuse("lora.apply: config", name, None, values[name])

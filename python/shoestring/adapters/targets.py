@@ -166,7 +166,7 @@ def find_targets(
 
 def _left_out(name: str, options: Options) -> bool:
     return matches(name, options.exclude_modules) or any(
-        is_inside(name, module) for module in options.modules_to_save
+        is_inside(name, module) for module in (*options.modules_to_save, *options.heads)
     )
 
 

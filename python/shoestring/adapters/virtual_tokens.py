@@ -154,6 +154,18 @@ def width(model: Any, options: VirtualOptions) -> int:
     return 2 * layers * heads * features if isinstance(options, PrefixOptions) else model.config.hidden_size
 
 
+def token_sizes(model: Any, options: VirtualOptions) -> dict[str, int]:
+    """Return the sizes that PEFT's configuration of these virtual tokens contains, by PEFT's names."""
+    layers, heads, features = cache_sizes(model)
+    prefix = isinstance(options, PrefixOptions)
+    return {
+        "num_layers": layers,
+        "num_attention_heads": heads if prefix else model.config.num_attention_heads,
+        "token_dim": heads * features if prefix else model.config.hidden_size,
+        "num_transformer_submodules": 1,
+    }
+
+
 def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None]:
     """Draw initial tokens and, if enabled, the projection on the CPU, with the random numbers of PEFT."""
     if isinstance(options, PromptOptions):

@@ -158,7 +158,7 @@ def test_errors(tmp_path: Path) -> None:
         ),
         (
             lambda: lora.apply(llama(), peft.PrefixTuningConfig(num_virtual_tokens=2, num_layers=7)),
-            "num_layers: expected None, .* received 7",
+            "num_layers: expected 2, .* received 7",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -152,7 +152,6 @@ def test_learning_rates_are_pefts() -> None:
 def test_errors(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     for config, message in [
-        (peft.IA3Config(target_modules=["q_proj"], fan_in_fan_out=True), "fan_in_fan_out: expected False"),
         (
             peft.IA3Config(target_modules=["q_proj"], init_ia3_weights=False),
             "init_ia3_weights: expected True",

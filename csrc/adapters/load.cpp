@@ -58,11 +58,22 @@ std::string without_base_layer(const std::string& key) {
   return at == std::string::npos ? key : key.substr(0, at) + key.substr(at + part.size());
 }
 
+// Returns the names in modules_to_save, without the heads of the file's task that the module lacks.
+std::vector<std::string> saved_names(const torch::nn::Module& module, const FileConfig& config) {
+  std::vector<std::string> names = config.modules_to_save;
+  std::erase_if(names, [&](const std::string& name) {
+    if (std::find(config.heads.begin(), config.heads.end(), name) == config.heads.end()) return false;
+    const auto known = modules(module);
+    return std::none_of(known.begin(), known.end(), [&](const auto& m) { return matches(m.first, {name}); });
+  });
+  return names;
+}
+
 class Sorter {
  public:
   Sorter(const torch::nn::Module& module, const SafetensorsFile& file, const FileConfig& config)
       : file_(file), config_(config), place_("lora::load_adapter: " + file.path()) {
-    saved_ = saved_modules(place_, module, config.modules_to_save);
+    saved_ = saved_modules(place_, module, saved_names(module, config));
     for (const auto& [name, layer] : all_of<nn::AdaptableLayer>(module)) layers_[name] = layer;
     for (const auto& [name, bias] : base_biases(module, config.bias == "none" ? "none" : "all"))
       biases_[name] = bias;

@@ -35,6 +35,11 @@ const char* const kRefused[] = {
     "megatron_config",    "alora_invocation_tokens", "monteclora_config", "arrow_config",
     "ensure_weight_tying"};
 
+// Names of the modules that PEFT trains as a whole for a task.
+const std::map<std::string, std::vector<std::string>> kHeads = {{"SEQ_CLS", {"classifier", "score"}},
+                                                                {"TOKEN_CLS", {"classifier", "score"}},
+                                                                {"QUESTION_ANS", {"qa_outputs"}}};
+
 constexpr size_t kLongestName = 1000;  // maximum length of a module's name, in bytes
 // Maximum rank of a VeRA adapter in a file. The file may omit the matrices vera_A and vera_B. The loader then
 // draws them; at this rank they take 1 GiB each for a layer with 4096 features.
@@ -178,6 +183,9 @@ FileConfig read_config(const std::string& path) {
   config.place = "lora::load_adapter: " + path;
   if (bias.is_string()) config.bias = bias;
   config.modules_to_save = fields.names("modules_to_save");
+  const Json& task = fields["task_type"];
+  const auto heads = task.is_string() ? kHeads.find(task.get<std::string>()) : kHeads.end();
+  if (heads != kHeads.end()) config.heads = heads->second;
   const bool numbers = alphas.is_object() &&
                        std::all_of(alphas.begin(), alphas.end(), [](const Json& a) { return a.is_number(); });
   fields.expect(alphas.is_null() || numbers, "alpha_pattern", "an object of numbers");

@@ -23,6 +23,8 @@ struct FileConfig {
   nn::AnyAdapterOptions options;
   std::string bias = "none";
   std::vector<std::string> modules_to_save;
+  /// Names in modules_to_save that the module may lack. PEFT lists all heads that the file's task may have.
+  std::vector<std::string> heads;
   std::string place;                  // calling function and path of the file; begins error messages
   std::vector<std::string> patterns;  // keys of the field alpha_pattern, in the order of the file
   std::vector<double> alphas;         // values of the field alpha_pattern, in the order of its keys

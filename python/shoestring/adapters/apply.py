@@ -12,6 +12,7 @@ from shoestring.adapters.experts import LoraExperts
 from shoestring.adapters.initialize import take_out
 from shoestring.adapters.kinds import expert_classes, layer_class, refusal
 from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.moe import with_experts
 from shoestring.adapters.options import (
     IA3Options,
     LoraOptions,
@@ -93,6 +94,8 @@ def apply(
         _check_names(options)
         config = LoraOptions(**options)
     chosen = config if isinstance(config, Options) else from_peft(config, model)
+    if isinstance(chosen, LoraOptions):
+        chosen = with_experts(model, chosen)
     check_name(adapter_name)
     if adapter_name in adapter_names(model):
         raise ValueError(
@@ -122,8 +125,10 @@ def apply(
             taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, double_quant))
             quantized(layer)
     for name, layer in all_linear(model).items():
-        # The modules in modules_to_save stay dense, because they are trained.
-        if not any(name == whole or name.startswith(whole + ".") for whole in saved):
+        # The modules in modules_to_save stay dense, because they are trained. So do the weights with adapters of
+        # target_parameters.
+        trained = any(name == whole or name.startswith(whole + ".") for whole in saved)
+        if not trained and not (name in plan and issubclass(plan[name][1], LoraExperts)):
             quantized(layer)
     for name, (layer, kind, own) in plan.items():
         adapted = attach(layer, kind)
@@ -162,24 +167,23 @@ def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Option
     """Return the options of one layer, whose rank and alpha may come from rank_pattern and alpha_pattern.
 
     The patterns are matched against the layer's name; for a mixture of experts, against its parameters'
-    names.
-
-    Raises:
-        ValueError: the patterns give the parameters of one module different ranks or alphas.
+    names. The patterns of the returned options then hold the rank and alpha of each parameter.
     """
     if isinstance(options, IA3Options):
         return replace(options, feedforward=matches(name, options.feedforward_modules))
     if not isinstance(options, LoraOptions):
         return options
-    names = _own_names(name, kind)
-    ranks = {by_pattern(options.rank_pattern, n, options.rank) for n in names}
-    alphas = {by_pattern(options.alpha_pattern, n, options.alpha) for n in names}
-    if len(ranks) > 1 or len(alphas) > 1:
-        raise ValueError(
-            f"lora.apply: rank_pattern and alpha_pattern: expected one rank and alpha for all parameters of {name}, "
-            f"received {sorted(ranks)} and {sorted(alphas)}"
-        )
-    return replace(options, rank=ranks.pop(), alpha=alphas.pop())
+    ranks = {key: by_pattern(options.rank_pattern, key, options.rank) for key in _own_names(name, kind)}
+    alphas = {key: by_pattern(options.alpha_pattern, key, options.alpha) for key in ranks}
+    own = replace(options, rank=next(iter(ranks.values())), alpha=next(iter(alphas.values())))
+    if not issubclass(kind, LoraExperts):
+        return own
+    last = [key.rpartition(".")[2] for key in ranks]
+    return replace(
+        own,
+        rank_pattern=dict(zip(last, ranks.values(), strict=True)),
+        alpha_pattern=dict(zip(last, alphas.values(), strict=True)),
+    )
 
 
 def saved_modules(model: nn.Module, options: Options) -> list[str]:

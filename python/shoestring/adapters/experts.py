@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,8 +110,9 @@ class LoraExperts(AdaptedLayer):
         shapes: dict[str, tuple[int, ...]] = {}
         for target in cls.TARGETS:
             experts, rows, columns = _sizes(layer, layer._parameters[target])  # type: ignore[arg-type]
-            shapes[f"lora_A_{target}"] = (experts * options.rank, columns)
-            shapes[f"lora_B_{target}"] = (rows, options.rank * experts)
+            rank = parameter_options(options, target).rank
+            shapes[f"lora_A_{target}"] = (experts * rank, columns)
+            shapes[f"lora_B_{target}"] = (rows, rank * experts)
         return shapes
 
     def start(self, options: LoraOptions) -> dict[str, Tensor]:
@@ -118,7 +120,8 @@ class LoraExperts(AdaptedLayer):
         tensors: dict[str, Tensor] = {}
         for target in self.TARGETS:
             keys = f"lora_A_{target}", f"lora_B_{target}"
-            drawn = draw(shapes[keys[0]], shapes[keys[1]], options, self.base_weight().dtype)
+            own = parameter_options(options, target)
+            drawn = draw(shapes[keys[0]], shapes[keys[1]], own, self.base_weight().dtype)
             tensors |= dict(zip(keys, (drawn["lora_A"], drawn["lora_B"]), strict=True))
         return tensors
 
@@ -131,7 +134,7 @@ class LoraExperts(AdaptedLayer):
         assert parameter is not None
         lefts, rights = [], []
         for name in names:
-            own = self.adapters[name]
+            own = parameter_options(self.adapters[name], target)
             lora_A, lora_B = getattr(self, f"lora_A_{target}")[name], getattr(self, f"lora_B_{target}")[name]
             experts = lora_A.shape[0] // own.rank
             rights.append(lora_A.view(experts, own.rank, -1).to(dtype))
@@ -159,6 +162,12 @@ class LoraExperts(AdaptedLayer):
                 left, right = self.factors(target, names, exact)
                 result[target] = result[target] + left.detach() @ right.detach()
         return result
+
+
+def parameter_options(options: LoraOptions, target: str) -> LoraOptions:
+    """Return the options of one parameter. Its rank and alpha are in the patterns, by the parameter's name."""
+    rank = options.rank_pattern.get(target, options.rank)
+    return replace(options, rank=rank, alpha=options.alpha_pattern.get(target, options.alpha))
 
 
 def _sizes(layer: nn.Module, parameter: Tensor) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
 from shoestring.adapters.config_digest import KEY, check_pair, config_digest
-from shoestring.adapters.experts import LoraExperts
+from shoestring.adapters.experts import LoraExperts, parameter_options
 from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.options import (
     IA3Options,
@@ -123,11 +123,16 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     if isinstance(first, LoraOptions):
         # If a layer's rank or alpha differs from that of the first layer, rank_pattern or alpha_pattern gets
         # an entry that matches only this layer's name.
-        keys = {n: [f"{n}.{t}" for t in experts[n].TARGETS] if n in experts else [n] for n in options}
-        ranks = {f"^{key}": o.rank for n, o in options.items() if o.rank != first.rank for key in keys[n]}
-        alphas = {f"^{key}": o.alpha for n, o in options.items() if o.alpha != first.alpha for key in keys[n]}
-        parameters = [key for name in experts for key in keys[name]]
-        first = replace(first, rank_pattern=ranks, alpha_pattern=alphas, target_parameters=parameters)
+        own = {n: o for n, o in options.items() if n not in experts}
+        parameters = {
+            f"{n}.{target}": parameter_options(options[n], target)
+            for n, layer in experts.items()
+            for target in layer.TARGETS
+        }
+        own |= parameters
+        ranks = {f"^{key}": o.rank for key, o in own.items() if o.rank != first.rank}
+        alphas = {f"^{key}": o.alpha for key, o in own.items() if o.alpha != first.alpha}
+        first = replace(first, rank_pattern=ranks, alpha_pattern=alphas, target_parameters=list(parameters))
     if isinstance(first, IA3Options):
         chosen = [name for name, own in options.items() if own.feedforward]
         feedforward = shortest_names(model, chosen)

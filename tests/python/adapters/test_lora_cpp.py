@@ -1,5 +1,6 @@
 """Test that C++, Python and PEFT load each other's saved adapters and compute the same outputs."""
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -330,3 +331,20 @@ def test_refuses_other_methods_by_name(method: str, run: Callable[..., Any], tmp
     (tmp_path / "adapter_config.json").write_text(f'{{"peft_type": "{method}"}}')
     with pytest.raises(AssertionError, match=f'peft_type: expected LORA.*received "{method}"'):
         run(f"load={tmp_path}")
+
+
+def test_heads_that_the_module_lacks(run: Callable[..., Any], tmp_path: Path) -> None:
+    """PEFT lists every head that a task may have in modules_to_save. C++ skips those that it does not find."""
+    model = train(adapted(modules_to_save=["head"]))
+    lora.save_adapter(model, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"modules_to_save": ["head", "classifier", "score"]}
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(weights), weights)  # without the digest of the configuration
+    path.write_text(json.dumps(config | {"task_type": "SEQ_CLS"}))
+    close(run(f"load={tmp_path / 'adapter'}", "forward")["forward"], output(model))
+    path.write_text(json.dumps(config))
+    with pytest.raises(
+        AssertionError, match="modules_to_save: expected names of modules, received 'classifier'"
+    ):
+        run(f"load={tmp_path / 'adapter'}")

@@ -1,0 +1,133 @@
+"""Test target_modules of mixtures of experts, whose layers transformers stacks into parameters."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lora_models import assert_files_agree, logits, randomise
+from shoestring import lora
+from shoestring.adapters.experts import LoraExperts
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers.conversion_mapping")
+
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": EXPERTS | {"mlp_only_layers": [1]},
+    "Qwen2Moe": EXPERTS | {"shared_expert_intermediate_size": 24},  # PEFT does not know this one
+    "DeepseekV3": {
+        "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+@functools.cache
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=97, num_hidden_layers=2, **(sizes | MODELS[kind])
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def build(kind: str = "Mixtral") -> nn.Module:
+    model = copy.deepcopy(_model(kind))
+    torch.manual_seed(5)
+    return model
+
+
+def ours_and_theirs(kind: str, options: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    config = peft.LoraConfig(**{"r": 2, "lora_alpha": 3} | options)
+    return (
+        lora.apply(build(kind), copy.deepcopy(config)),
+        peft.get_peft_model(build(kind), copy.deepcopy(config)).eval(),
+    )
+
+
+def by_name_in_peft(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the trained parameters of a model with our adapters, by their names in a PEFT model."""
+    found = {}
+    for name, layer in model.named_modules():
+        for attribute in getattr(layer, "PARAMETERS", {}):
+            key, _, ending = layer.PARAMETERS[attribute].rpartition(".")
+            held = getattr(layer, attribute, {})
+            if "default" in held:
+                found[f"base_model.model.{name}.{key}.default.{ending}"] = held["default"]
+    return found
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("Mixtral", {"target_modules": "all-linear"}),
+    "rslora": ("Mixtral", {"target_modules": "all-linear", "use_rslora": True}),
+    "random": ("Mixtral", {"target_modules": "all-linear", "init_lora_weights": False}),
+    "list": ("Mixtral", {"target_modules": ["q_proj", "experts.w1", "w3", "w2"]}),
+    "pattern": ("Mixtral", {"target_modules": r".*\.(q_proj|experts\.w[13])"}),
+    "router": ("Mixtral", {"target_modules": ["gate"], "rank_pattern": {"gate.weight": 3}}),
+    "Qwen3Moe": ("Qwen3Moe", {"target_modules": "all-linear"}),
+    "down_proj": ("Qwen3Moe", {"target_modules": ["k_proj", "down_proj"]}),
+    "Qwen2Moe": ("Qwen2Moe", {"target_modules": "all-linear"}),
+    "DeepseekV3": ("DeepseekV3", {"target_modules": "all-linear"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_and_router_as_in_peft(case: str, tmp_path: Path) -> None:
+    ours, theirs = ours_and_theirs(*CASES[case])
+    mine = by_name_in_peft(ours)
+    peers = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert mine.keys() == peers.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, peers[name])
+        value.data += 0.1 * torch.randn_like(value)
+        peers[name].data.copy_(value)
+    expected = logits(ours)
+    assert (expected - logits(theirs)).abs().max() <= 1e-6
+    assert (expected - logits(build(CASES[case][0]))).abs().max() > 1e-3
+    assert_files_agree(ours, tmp_path, lambda: build(CASES[case][0]))
+
+
+def test_stacked_layers_have_the_scaling_of_both(tmp_path: Path) -> None:
+    model = lora.apply(build(), rank=2, alpha=6, quantize="nf4")
+    experts, router = model.model.layers[0].mlp.experts, model.model.layers[0].mlp.gate
+    assert isinstance(experts, LoraExperts) and isinstance(router, LoraExperts)
+    assert experts.lora_A_gate_up_proj["default"].shape == (4 * 4, 32)
+    assert experts.lora_A_down_proj["default"].shape == (4 * 2, 48)
+    lora.save_adapter(randomise(model), tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    assert (saved["r"], saved["rank_pattern"]["^" + key], saved["alpha_pattern"]["^" + key]) == (2, 4, 12)
+    assert (
+        key in saved["target_parameters"] and "model.layers.1.mlp.gate.weight" in saved["target_parameters"]
+    )
+
+
+def test_errors() -> None:
+    for options, message in [
+        (
+            {"target_modules": ["q_proj", "w1"]},
+            "target_modules: expected both w1 and w3, .* received 'w1' alone",
+        ),
+        (
+            {"target_modules": r".*layers\.0.*q_proj"},
+            "a pattern that matches all modules of a name, .* not match model.layers.1.self_attn.q_proj",
+        ),
+        ({"target_modules": r".*\.0\.mlp\.experts\.w\d"}, "does not match model.layers.1.mlp.experts.w"),
+        (
+            {"target_modules": "all-linear", "dropout": 0.1},
+            "no dropout, dora and lora_bias with target_param",
+        ),
+        ({"target_modules": ["gate"], "init": "orthogonal"}, "linear layers and embeddings for 'orthogonal'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            lora.apply(build(), rank=2, **options)

@@ -28,6 +28,8 @@ from shoestring.adapters.targets import (
     by_pattern,
     find_targets,
     former_class,
+    is_conv1d,
+    is_linear,
     matches,
     output_head,
     own_modules,
@@ -110,18 +112,18 @@ def apply(
 
     model.requires_grad_(False)
 
-    def quantized(layer: nn.Module) -> None:
-        if quantize is not None and type(layer) is nn.Linear and layer is not output_head(model):
+    def quantized(layer: Any) -> None:
+        dense = is_linear(layer) and not isinstance(layer, (QuantizedLinear, AdaptedLayer))
+        if quantize is not None and dense and layer is not output_head(model):
             quantize_weight(layer, quantize, block_size, double_quant)
             layer.__class__ = QuantizedLinear
-            layer.compute_dtype = None  # type: ignore[assignment]
+            layer.compute_dtype = None
 
     taken = {}
     for name, (layer, _, own) in plan.items():
         # The product of the adapter's initial values is subtracted from the dense weight. Only the remainder
         # is quantised.
         if isinstance(own, LoraOptions) and own.changes_base:
-            assert isinstance(layer, nn.Linear)
             taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, double_quant))
             quantized(layer)
     for name, layer in all_linear(model).items():
@@ -298,7 +300,7 @@ def _check_together(module: Any, own: Options, name: str) -> None:
 
 
 def _quantizer(
-    layer: nn.Linear, quantize: str | None, block_size: int | None, double_quant: bool
+    layer: Any, quantize: str | None, block_size: int | None, double_quant: bool
 ) -> Callable[[Tensor], QuantizedTensor] | None:
     """Return the function that will quantise a layer's weight, or None if the weight stays dense.
 
@@ -334,6 +336,11 @@ def _check_quantize(
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise ValueError(f"lora.apply: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
     for name, layer in all_linear(model).items():
+        if is_conv1d(layer):
+            raise ValueError(
+                f"lora.apply: quantize: expected None for a model with Conv1D layers, such as {name}, received {quantize!r}; "
+                "only nn.Linear can be quantised"
+            )
         if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"lora.apply: quantize: expected fp32, bf16 or fp16 weights, received {layer.weight.dtype} in {name}"

@@ -12,7 +12,7 @@ from shoestring.adapters.options import LoraOptions
 
 
 class LoraEmbedding(LowRankLayer, nn.Embedding):
-    """``nn.Embedding`` with LoRA or DoRA adapters. The option ``dropout`` is ignored.
+    """``nn.Embedding`` or a subclass with LoRA or DoRA adapters. The option ``dropout`` is ignored.
 
     ``lora_embedding_A.<name>`` is (rank, num_embeddings) and starts as zeros. ``lora_embedding_B.<name>`` is
     (embedding_dim, rank). DoRA's ``lora_magnitude_vector.<name>`` is (embedding_dim); it starts as the norm
@@ -62,12 +62,18 @@ class LoraEmbedding(LowRankLayer, nn.Embedding):
     def folded(self, matrix: Tensor) -> Tensor:
         return matrix.T.contiguous()
 
-    def forward(self, ids: Tensor) -> Tensor:
-        def product(name: str) -> Tensor:
-            low = F.embedding(ids, self.lora_embedding_A[name].T, self.padding_idx)
-            return F.linear(low, self.lora_embedding_B[name])
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Some subclasses, as in Gemma and BART, multiply their output by this number or tensor of one element.
+        scale = getattr(self, "embed_scale", None)
 
-        return self.composed(super().forward(ids), self.current(), product, (-1,))
+        def product(name: str) -> Tensor:
+            low = F.embedding(input, self.lora_embedding_A[name].T, self.padding_idx)
+            high = F.linear(low, self.lora_embedding_B[name])
+            return high if scale is None else high * scale
+
+        # The forward of the class without adapters, which may be a subclass of nn.Embedding.
+        base: Tensor = super().forward(input, *args, **kwargs)
+        return self.composed(base, self.current(), product, (-1,))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, adapters: {', '.join(self.adapters)}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
 from shoestring.adapters.config_digest import KEY, check_pair, config_digest
+from shoestring.adapters.conv1d import TransposedLinear
 from shoestring.adapters.experts import LoraExperts, parameter_options
 from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.options import (
@@ -140,7 +141,9 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         if not set(feedforward) <= set(targets):
             first, feedforward = replace(first, target_modules=sorted(layers)), sorted(chosen)
         first = replace(first, feedforward_modules=feedforward)
-    return tensors, to_file(first) | _describe_model(model, first.task_type)
+    transposed = any(isinstance(layer, TransposedLinear) for layer in layers.values())
+    config = to_file(first) | {"fan_in_fan_out": transposed}
+    return tensors, config | _describe_model(model, first.task_type)
 
 
 def _describe_model(model: nn.Module, task: str | None) -> dict[str, Any]:

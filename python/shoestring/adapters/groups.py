@@ -44,7 +44,7 @@ def loraplus_param_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        fast = "lora_B" in name.split(".") or parameter.dim() == 1
+        fast = any(part.startswith("lora_B") for part in name.split(".")) or parameter.dim() == 1
         rate = embedding_lr if id(parameter) in embeddings else lr * lr_ratio if fast else lr
         groups.setdefault((rate, 0.0 if parameter.dim() == 1 else weight_decay), []).append(parameter)
     if not groups:

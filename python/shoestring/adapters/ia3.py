@@ -50,7 +50,7 @@ class IA3Linear(AdaptedLinear):
         if before is not None:
             x = (x * before).to(x.dtype)
         bias = self.bias if self.bias is None or after is None else self.bias * after
-        return lora_linear(x, self.weight, None, None, bias, gain=after)
+        return lora_linear(x, self.matrix(), None, None, bias, gain=after)
 
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
         before, after = self._gains(names)
@@ -61,4 +61,5 @@ class IA3Linear(AdaptedLinear):
         if after is not None:
             weight = weight * after.detach()[:, None]
             bias = bias if bias is None else bias * after.detach()
-        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        result = {"weight": self.folded(weight)}
+        return result if bias is None else result | {"bias": bias}

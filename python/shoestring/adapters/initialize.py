@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, wide
+from shoestring.adapters.conv1d import former_matrix
 from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.options import LoraOptions
 from shoestring.quantization.quantized_tensor import QuantizedTensor
@@ -16,14 +17,14 @@ Quantize = Callable[[Tensor], QuantizedTensor]
 
 
 @torch.no_grad()
-def take_out(layer: nn.Linear, options: LoraOptions, quantize: Quantize | None) -> dict[str, Tensor]:
+def take_out(layer: nn.Module, options: LoraOptions, quantize: Quantize | None) -> dict[str, Tensor]:
     """Compute initial values for an adapter and subtract their product from the layer's weight, in place.
 
     The weight becomes ``weight - scaling * lora_B @ lora_A``. A quantised weight is dequantised first, and
     the remainder is quantised again in the same format.
 
     Args:
-        layer: the layer, whose weight changes.
+        layer: the linear layer or Conv1D, whose weight changes.
         options: the options of the adapter, with init "pissa", "olora" or "loftq".
         quantize: the function that will quantise the remainder; required for "loftq".
 
@@ -33,7 +34,7 @@ def take_out(layer: nn.Linear, options: LoraOptions, quantize: Quantize | None) 
     Raises:
         ValueError: init is "loftq" and quantize is None.
     """
-    w = layer.weight
+    w = former_matrix(layer)
     dense = w.dequantize(torch.float32) if isinstance(w, QuantizedTensor) else w.detach().to(wide(w.dtype))
     if options.init == "olora":
         q, r = torch.linalg.qr(dense)

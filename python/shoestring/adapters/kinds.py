@@ -5,19 +5,33 @@ from typing import Any
 from torch import nn
 
 from shoestring.adapters.adapted import AdaptedLayer
-from shoestring.adapters.conv import LoraConv1d, LoraConv2d, LoraConv3d, conv_refusal
+from shoestring.adapters.called import called_class
+from shoestring.adapters.conv import LoraConv, LoraConv1d, LoraConv2d, LoraConv3d, conv_refusal
+from shoestring.adapters.conv1d import IA3TransposedLinear, LoraTransposedLinear, VeraTransposedLinear
 from shoestring.adapters.embedding import LoraEmbedding, embedding_refusal
 from shoestring.adapters.experts import LoraExperts, experts_class
 from shoestring.adapters.ia3 import IA3Linear
-from shoestring.adapters.linear import LoraLinear
+from shoestring.adapters.linear import LoraLinear, LowRankLinear
 from shoestring.adapters.options import IA3Options, LoraOptions, Options, VeraOptions
-from shoestring.adapters.targets import former_class, is_linear, matches, refuse_unmatched
+from shoestring.adapters.targets import (
+    former_class,
+    is_conv1d,
+    is_linear,
+    is_subclass,
+    matches,
+    refuse_unmatched,
+)
 from shoestring.adapters.vera import VeraLinear
 
 LINEAR: dict[type[Options], type[AdaptedLayer]] = {
     LoraOptions: LoraLinear,
     VeraOptions: VeraLinear,
     IA3Options: IA3Linear,
+}
+TRANSPOSED: dict[type[Options], type[AdaptedLayer]] = {
+    LoraOptions: LoraTransposedLinear,
+    VeraOptions: VeraTransposedLinear,
+    IA3Options: IA3TransposedLinear,
 }
 OTHERS: dict[type[nn.Module], type[AdaptedLayer]] = {
     nn.Embedding: LoraEmbedding,
@@ -31,7 +45,15 @@ def layer_class(module: nn.Module, options: Options) -> type[AdaptedLayer] | Non
     """Return the class that a module gets with an adapter of these options; None if it is not supported."""
     if is_linear(module):
         return LINEAR[type(options)]
-    return OTHERS.get(former_class(module)) if isinstance(options, LoraOptions) else None
+    if is_conv1d(module):
+        return TRANSPOSED[type(options)]
+    if not isinstance(options, LoraOptions):
+        return None
+    if is_subclass(module, nn.Linear) or is_subclass(module, nn.Embedding):
+        # called_class is cached, so its argument must be hashable. mypy rejects the class, because it checks
+        # whether the class's instances are hashable.
+        return called_class(former_class(module))  # type: ignore[arg-type]
+    return OTHERS.get(former_class(module))
 
 
 def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExperts]]:
@@ -79,11 +101,11 @@ def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | 
         return None
     if own.changes_base:
         return f"linear layers for {own.init!r}"
-    if own.init == "orthogonal" and not issubclass(kind, LoraEmbedding):
+    if own.init == "orthogonal" and not issubclass(kind, (LoraEmbedding, LowRankLinear)):
         return "linear layers and embeddings for 'orthogonal'"
     if issubclass(kind, LoraExperts):
         plain = own.dropout == 0 and not own.dora and not own.lora_bias
         return None if plain else "no dropout, dora and lora_bias with target_parameters"
     if issubclass(kind, LoraEmbedding):
         return embedding_refusal(module, own)
-    return conv_refusal(module)
+    return conv_refusal(module) if issubclass(kind, LoraConv) else None

@@ -1,7 +1,7 @@
 """Define LoraLinear, the class of linear layers with LoRA or DoRA adapters."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,14 @@ class AdaptedLinear(AdaptedLayer, KeyedLinear):
     def product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def matrix(self) -> Tensor:
+        """Return the base weight, dense or quantised, as (out_features, in_features)."""
+        return self.weight
+
+    def folded(self, matrix: Tensor) -> Tensor:
+        """Return a matrix (out_features, in_features) reshaped to the shape of the layer's weight."""
+        return matrix
+
     def dense_weight(self) -> Tensor:
         """Return the base weight as a dense tensor, in fp64 if the weight is fp64, else in fp32."""
         exact = wide(self.weight.dtype)
@@ -37,7 +45,43 @@ class AdaptedLinear(AdaptedLayer, KeyedLinear):
         return f"{super().extra_repr()}{kind}, adapters: {', '.join(self.adapters)}"
 
 
-class LoraLinear(AdaptedLinear, LowRankLayer):
+class LowRankLinear(LowRankLayer):
+    """The parameters of LoRA or DoRA adapters of a linear layer, and their initial values."""
+
+    PARAMETERS = {
+        "lora_A": "lora_A.weight",
+        "lora_B": "lora_B.weight",
+        "lora_bias": "lora_B.bias",
+        "lora_magnitude_vector": "lora_magnitude_vector",
+    }
+    lora_A: nn.ParameterDict
+    lora_B: nn.ParameterDict
+
+    @classmethod
+    def shapes(cls, layer: Any, options: LoraOptions) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_A": (options.rank, layer.in_features),
+            "lora_B": (layer.out_features, options.rank),
+        }
+        for attribute, there in (("lora_bias", options.lora_bias), ("lora_magnitude_vector", options.dora)):
+            if there:
+                shapes[attribute] = (layer.out_features,)
+        return shapes
+
+    def start(self, options: LoraOptions) -> dict[str, Tensor]:
+        shapes = self.shapes(self, options)
+        through = None if isinstance(self.weight, QuantizedTensor) else self.weight.dtype
+        tensors = draw(shapes["lora_A"], shapes["lora_B"], options, through)
+        if options.dora:
+            values = tensors["lora_A"], tensors["lora_B"]
+            tensors["lora_magnitude_vector"] = self.first_magnitude(options, *values)
+        return tensors
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        return self.weight, self.lora_A[name], self.lora_B[name]
+
+
+class LoraLinear(AdaptedLinear, LowRankLinear):
     """A linear layer with LoRA or DoRA adapters.
 
     ``lora_A.<name>`` is (rank, in_features) and ``lora_B.<name>`` (out_features, rank). ``lora_bias.<name>``,
@@ -58,37 +102,9 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         ('LoraLinear', torch.Size([2, 8]))
     """
 
-    PARAMETERS = {
-        "lora_A": "lora_A.weight",
-        "lora_B": "lora_B.weight",
-        "lora_bias": "lora_B.bias",
-        "lora_magnitude_vector": "lora_magnitude_vector",
-    }
     MODULES: ClassVar[tuple[str, ...]] = ("initial_A", "initial_B")
-    lora_A: nn.ParameterDict
-    lora_B: nn.ParameterDict
     initial_A: nn.ParameterDict
     initial_B: nn.ParameterDict
-
-    @classmethod
-    def shapes(cls, layer: nn.Linear, options: LoraOptions) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {
-            "lora_A": (options.rank, layer.in_features),
-            "lora_B": (layer.out_features, options.rank),
-        }
-        for attribute, there in (("lora_bias", options.lora_bias), ("lora_magnitude_vector", options.dora)):
-            if there:
-                shapes[attribute] = (layer.out_features,)
-        return shapes
-
-    def start(self, options: LoraOptions) -> dict[str, Tensor]:
-        shapes = self.shapes(self, options)
-        through = None if isinstance(self.weight, QuantizedTensor) else self.weight.dtype
-        tensors = draw(shapes["lora_A"], shapes["lora_B"], options, through)
-        if options.dora:
-            values = tensors["lora_A"], tensors["lora_B"]
-            tensors["lora_magnitude_vector"] = self.first_magnitude(options, *values)
-        return tensors
 
     def keep_initial(self, name: str) -> None:
         """Copy lora_A and lora_B, whose product was subtracted from the weight, to initial_A, initial_B."""
@@ -96,9 +112,6 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
             if not hasattr(self, attribute):
                 setattr(self, attribute, nn.ParameterDict())
             getattr(self, attribute)[name] = nn.Parameter(held[name].detach().clone(), requires_grad=False)
-
-    def factors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        return self.weight, self.lora_A[name], self.lora_B[name]
 
     def parts(self, names: Sequence[str], x: Tensor | None = None) -> list[Part]:
         """Return the low-rank products to add to the base weight.
@@ -133,7 +146,7 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
             self.bias,
             *(self.adapters[n].scaling * self.lora_bias[n] for n in names if self.adapters[n].lora_bias),
         )
-        return LoraWeight(self.weight, lora_A, lora_B, bias, scaling, gain), self.dropout_of(names)
+        return LoraWeight(self.matrix(), lora_A, lora_B, bias, scaling, gain), self.dropout_of(names)
 
     def product(self, x: Tensor) -> Tensor:
         one = self.lora_weight()
@@ -153,7 +166,7 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         if self.rows is not None and self.enabled:
             y = lora_linear(
                 x,
-                self.weight,
+                self.matrix(),
                 lora_A,
                 lora_B,
                 scaling=scaling,
@@ -165,7 +178,7 @@ class LoraLinear(AdaptedLinear, LowRankLayer):
         # An adapter's gain is DoRA's magnitude / norm. The gain multiplies the adapter's part of the output.
         # The base weight's part is multiplied by 1 + the sum of (gain - 1) over the adapters.
         change = 1 + torch.stack([gain - 1 for gain in gains.values()]).sum(0)
-        y = lora_linear(x, self.weight, None, None, bias, gain=change)
+        y = lora_linear(x, self.matrix(), None, None, bias, gain=change)
         scaled = [part._replace(lora_B=part.lora_B * gains[n][:, None]) if n in gains else part
                   for n, part in zip(names, parts, strict=True)]  # fmt: skip
         lora_A, lora_B, scaling = concatenated(scaled)

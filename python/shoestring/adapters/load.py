@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.adapters.apply import check_fits, own_options, saved_modules
+from shoestring.adapters.conv1d import former_matrix
 from shoestring.adapters.files import CONFIG, WEIGHTS, read_config, read_weights
 from shoestring.adapters.kinds import expert_classes, layer_class
 from shoestring.adapters.linear import LoraLinear
@@ -264,7 +265,8 @@ def _check_projection(
     if not matrices and not options.save_projection:
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in matrices.items()}
-    width, height = max(m.in_features for m in layers), max(m.out_features for m in layers)
+    matrices_of = [former_matrix(layer) for layer in layers]
+    width, height = max(m.shape[1] for m in matrices_of), max(m.shape[0] for m in matrices_of)
     vera_A, vera_B = shapes.get("vera_A", (0, 0)), shapes.get("vera_B", (0, 0))
     if vera_A[0] != options.rank or vera_A[1] < width or vera_B[0] < height or vera_B[1] != options.rank:
         raise ValueError(

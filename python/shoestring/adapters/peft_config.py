@@ -341,6 +341,4 @@ def to_file(options: Options) -> dict[str, Any]:
     nothing = {"modules_to_save": None, "target_parameters": None}
     values |= {key: None for key in nothing if key in values and not values[key]}
     begin = {"init_lora_weights": True} if method == "LORA" else {}
-    if not isinstance(options, VirtualOptions):
-        begin["fan_in_fan_out"] = False
     return values | begin | {"peft_type": method, "inference_mode": True}

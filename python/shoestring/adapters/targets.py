@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shoestring.adapters.adapted import AdaptedLayer
 from shoestring.adapters.options import Names, Options
@@ -20,6 +21,10 @@ from shoestring.quantization.quantized_linear_module import QuantizedLinear
 #   LAYER:  re.match(r"(?:^|.*?\.)pattern\.(\d+)\.", name)
 WHOLE, ENDING, INSIDE, LAYER = range(4)
 
+# Classes of transformers, which need not be installed.
+CONV1D = "transformers.pytorch_utils.Conv1D"
+FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
+
 
 def former_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module; for a layer with adapters, the class that it had without them."""
@@ -27,8 +32,46 @@ def former_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is an nn.Linear or QuantizedLinear (no subclass), with or without adapters."""
-    return former_class(module) in (nn.Linear, QuantizedLinear)
+    """Return whether a module computes exactly what nn.Linear does, with a dense or quantised weight.
+
+    That is nn.Linear, QuantizedLinear or Falcon's linear layer, with or without adapters.
+    """
+    former = former_class(module)
+    return former in (nn.Linear, QuantizedLinear) or _is_named(former, FALCON)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, as in GPT-2, with or without adapters."""
+    return _is_named(former_class(module), CONV1D)
+
+
+def is_subclass(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Return whether a module has a dense weight and a class derived from ``base`` whose forward is unknown.
+
+    nn.MultiheadAttention and routers are excluded. The former reads the weight of its output projection
+    without a call; the latter return several tensors.
+    """
+    former = former_class(module)
+    weight = module._parameters.get("weight")
+    return (
+        issubclass(former, base)
+        and former is not base
+        and not is_linear(module)
+        and former is not NonDynamicallyQuantizableLinear
+        and not former.__name__.endswith("Router")
+        and type(weight) is nn.Parameter
+        and weight.dim() == 2
+        and weight.is_floating_point()
+    )
+
+
+def is_any_linear(module: nn.Module) -> bool:
+    """Return whether "all-linear" selects a module, unless it is the output head."""
+    return is_linear(module) or is_conv1d(module) or is_subclass(module, nn.Linear)
+
+
+def _is_named(kind: type[nn.Module], name: str) -> bool:
+    return f"{kind.__module__}.{kind.__qualname__}" == name
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -37,10 +80,10 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return get() if callable(get) else None
 
 
-def all_linear(model: nn.Module) -> dict[str, nn.Linear]:
+def all_linear(model: nn.Module) -> dict[str, Any]:
     """Return every linear layer except the output head, by name, in the order of ``named_modules``."""
     head = output_head(model)
-    return {n: m for n, m in own_modules(model).items() if is_linear(m) and m is not head}
+    return {n: m for n, m in own_modules(model).items() if is_any_linear(m) and m is not head}
 
 
 def own_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -151,12 +194,12 @@ def find_targets(
             continue
         if not supported(module):
             raise ValueError(
-                "lora.apply: target_modules: expected linear layers (nn.Linear or QuantizedLinear), or for LoRA also "
+                "lora.apply: target_modules: expected linear layers (nn.Linear, QuantizedLinear or Conv1D), or for LoRA also "
                 f"nn.Embedding and nn.Conv1d, 2d, 3d, received {name}, a {former_class(module).__name__}; name only these"
             )
         found[name] = module
     if not found and targets:
-        names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if is_linear(m)})
+        names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if is_any_linear(m)})
         raise ValueError(
             f"lora.apply: target_modules: expected names of linear layers, received {targets!r}, which matches "
             f"nothing; this model has {', '.join(names) or 'none'}"

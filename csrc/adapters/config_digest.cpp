@@ -34,6 +34,7 @@ const char* const kComputation[] = {"peft_type",
                                     "layers_pattern",
                                     "modules_to_save",
                                     "target_parameters",
+                                    "trainable_token_indices",
                                     "vera_dropout",
                                     "d_initial",
                                     "projection_prng_key",
@@ -69,7 +70,7 @@ std::string canonical(const Json& value, int depth = 0) {
     const auto& text = value.get_ref<const std::string&>();
     return "s" + std::to_string(text.size()) + ":" + text;
   }
-  if (depth == 2) return "x";  // no field of PEFT's configuration nests lists or objects this deeply
+  if (depth == 3) return "x";  // no field of PEFT's configuration nests lists or objects this deeply
   std::vector<std::string> parts;
   for (const auto& item : value.items()) {
     parts.push_back((value.is_object() ? canonical(item.key()) : "") + canonical(item.value(), depth + 1));

@@ -40,6 +40,8 @@ class AdaptedLayer(nn.Module):
     MODULES: ClassVar[tuple[str, ...]] = ()
     # whether the class supports a different adapter for each row of the batch
     CAN_MIX_ROWS: ClassVar[bool] = False
+    # whether several adapters can be active at a time
+    CAN_ADD: ClassVar[bool] = True
     weight: Tensor
     adapters: dict[str, Any]
     active: tuple[str, ...]

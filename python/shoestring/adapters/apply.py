@@ -1,6 +1,6 @@
 """Add adapters to the layers of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from shoestring.adapters.options import (
     IA3Options,
     LoraOptions,
     Options,
+    TokenOptions,
     VeraOptions,
     VirtualOptions,
     check_name,
@@ -35,6 +36,7 @@ from shoestring.adapters.targets import (
     own_modules,
     refuse_unmatched,
 )
+from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import share
 from shoestring.adapters.virtual_tokens import attach_tokens, start
@@ -107,6 +109,7 @@ def apply(
         )
     plan = _plan(model, chosen)
     saved = saved_modules(model, chosen)
+    _add_tokens(model, chosen, plan, saved)
     tokens = start(model, chosen) if isinstance(chosen, VirtualOptions) else None
     _check_quantize(model, quantize, block_size, double_quant)
 
@@ -135,6 +138,8 @@ def apply(
     for name, (layer, kind, own) in plan.items():
         adapted = attach(layer, kind)
         adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
+        if isinstance(adapted, TokenLayer) and isinstance(own, TokenOptions) and own.tied_to is not None:
+            adapted.tie(model.get_submodule(own.tied_to))
         if name in taken:
             assert isinstance(adapted, LoraLinear)
             adapted.keep_initial(adapter_name)
@@ -149,6 +154,27 @@ def apply(
     if getattr(config, "inference_mode", False) and tokens is None:
         model.requires_grad_(False)
     return model
+
+
+def _add_tokens(model: nn.Module, options: Options, plan: dict[str, Any], saved: Sequence[str]) -> None:
+    """Add the layers of ``trainable_token_indices`` to the plan.
+
+    Raises:
+        ValueError: such a layer has an adapter or is in modules_to_save, or the plan has no other layer.
+    """
+    targets = token_targets(model, options)
+    for name, (kind, own) in targets.items():
+        check_fits(name, model.get_submodule(name), kind, own)
+        if name in plan or name in saved:
+            raise ValueError(
+                "lora.apply: trainable_token_indices: expected layers that are not in target_modules or modules_to_save, "
+                f"received {name}"
+            )
+    if targets and not plan:
+        raise ValueError(
+            "lora.apply: target_modules: expected modules besides those of trainable_token_indices, received none"
+        )
+    plan |= {name: (model.get_submodule(name), kind, own) for name, (kind, own) in targets.items()}
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from shoestring.adapters.peft_config import to_file
 from shoestring.adapters.switch import adapter_names as names_of
 from shoestring.adapters.switch import base_biases, check_known, members
 from shoestring.adapters.targets import shortest_names
+from shoestring.adapters.tokens import TokenLayer
 from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, token_sizes
@@ -101,6 +102,10 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         tensors |= {
             f"{PREFIX}{name}.{layer.PARAMETERS[attribute]}": value for attribute, value in held.items()
         }
+    trained = {
+        name: options.pop(name) for name, layer in list(layers.items()) if isinstance(layer, TokenLayer)
+    }
+    layers = {name: layer for name, layer in layers.items() if name not in trained}
     for name, member in holders.items():
         if isinstance(member, TrainedCopy):
             state = member.modules_to_save[adapter_name].state_dict()
@@ -133,7 +138,10 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
         own |= parameters
         ranks = {f"^{key}": o.rank for key, o in own.items() if o.rank != first.rank}
         alphas = {f"^{key}": o.alpha for key, o in own.items() if o.alpha != first.alpha}
-        first = replace(first, rank_pattern=ranks, alpha_pattern=alphas, target_parameters=list(parameters))
+        first = replace(
+            first, rank_pattern=ranks, alpha_pattern=alphas, target_parameters=list(parameters),
+            trainable_token_indices={n: list(o.indices) for n, o in trained.items() if o.tied_to is None},
+        )  # fmt: skip
     if isinstance(first, IA3Options):
         chosen = [name for name, own in options.items() if own.feedforward]
         feedforward = shortest_names(model, chosen)

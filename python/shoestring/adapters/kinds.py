@@ -21,6 +21,7 @@ from shoestring.adapters.targets import (
     matches,
     refuse_unmatched,
 )
+from shoestring.adapters.tokens import TokenLayer
 from shoestring.adapters.vera import VeraLinear
 
 LINEAR: dict[type[Options], type[AdaptedLayer]] = {
@@ -97,7 +98,7 @@ def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | 
 
     The phrase names the layers or the adapter options that are supported.
     """
-    if issubclass(kind, (LoraLinear, IA3Linear)) or not isinstance(own, LoraOptions):
+    if issubclass(kind, (LoraLinear, IA3Linear, TokenLayer)) or not isinstance(own, LoraOptions):
         return None
     if own.changes_base:
         return f"linear layers for {own.init!r}"

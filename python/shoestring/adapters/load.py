@@ -18,6 +18,7 @@ from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.options import Options, PrefixOptions, VeraOptions, VirtualOptions, check_name
 from shoestring.adapters.peft_config import from_file
 from shoestring.adapters.switch import base_biases, members, set_adapter
+from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import Projection, share
 from shoestring.adapters.virtual_tokens import VirtualTokens, attach_tokens, width
@@ -102,7 +103,10 @@ def load_adapter(
             # The initialisation of the layer's present adapter changed the base weight. Removing the adapter
             # restores the original base weight, for which the adapter in the file was trained.
             layer.remove(adapter_name)
-        attach(layer, kind).add(adapter_name, own, content.layers[name])
+        adapted = attach(layer, kind)
+        adapted.add(adapter_name, own, content.layers.get(name, {}))
+        if isinstance(adapted, TokenLayer) and own.tied_to is not None:
+            adapted.tie(model.get_submodule(own.tied_to))
     if isinstance(options, VeraOptions):
         shared = Projection(**content.projection) if content.projection else None
         share([model.get_submodule(name) for name in plan], adapter_name, options, shared)  # type: ignore[misc]
@@ -191,7 +195,8 @@ def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -
 def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
     """Return the class that each module would get with an adapter of these options, by module name."""
     kinds = {name: layer_class(module, options) for name, module in model.named_modules()}
-    return {name: kind for name, kind in kinds.items() if kind is not None} | expert_classes(model, options)
+    found = {name: kind for name, kind in kinds.items() if kind is not None} | expert_classes(model, options)
+    return found | {name: target.kind for name, target in token_targets(model, options).items()}
 
 
 def _sort_layer(
@@ -226,8 +231,11 @@ def _plan(
         ValueError: the file does not fit the model.
     """
     modules, kinds = dict(model.named_modules()), _kinds(model, options)
-    plan = {}
-    for name, tensors in content.layers.items():
+    tokens = token_targets(model, options)
+    plan: dict[str, tuple[type[AdaptedLayer], Any]] = {}
+    # The file has no tensors of a layer that is tied to another one's tokens.
+    absent: dict[str, dict[str, Tensor]] = {name: {} for name in tokens}
+    for name, tensors in (absent | content.layers).items():
         module = modules.get(name)
         kind = kinds.get(name)
         if module is None or kind is None:
@@ -235,10 +243,10 @@ def _plan(
             raise ValueError(
                 f"{place}: {name}: expected a layer of the model that can have the adapter, found {found}"
             )
-        own = own_options(options, name, kind)
+        own = tokens[name].options if name in tokens else own_options(options, name, kind)
         check_fits(name, module, kind, own)
         attributes = {suffix: attribute for attribute, suffix in kind.PARAMETERS.items()}
-        content.layers[name] = tensors = {attributes[suffix]: tensor for suffix, tensor in tensors.items()}
+        content.layers[name] = tensors = {attributes.get(suffix, suffix): t for suffix, t in tensors.items()}
         expected = kind.shapes(module, own)
         received = {attribute: tuple(tensor.shape) for attribute, tensor in tensors.items()}
         if expected != received:

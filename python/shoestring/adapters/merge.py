@@ -101,7 +101,8 @@ def merge(
             "into weights"
         )
     errors, totals = {}, torch.zeros(2, dtype=torch.float64)
-    for place, member in found.items():
+    # Layers that are tied to another layer's trained tokens read them, so they are merged first.
+    for place, member in sorted(found.items(), key=lambda item: "source" not in item[1].__dict__):
         if isinstance(member, TrainedCopy):
             merged = unwrap(model, place)
             if reversible:

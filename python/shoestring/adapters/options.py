@@ -95,6 +95,9 @@ class LoraOptions(Options):
         target_parameters: names of parameters, by the same rules as target_modules. The parameters must be
             the stacked weights of a mixture of experts, (experts, out, in), or (experts, in, out) in a module
             with ``is_transposed``.
+        trainable_token_indices: tokens whose rows in the embedding are trained: a list of token ids for the
+            model's input embedding, or a dict from names of modules to such lists. Layers whose weight is
+            tied to the input embedding use the same rows.
 
     These values of ``init`` set lora_B to zero and initialise lora_A:
 
@@ -133,6 +136,7 @@ class LoraOptions(Options):
     init: str = "default"
     loftq_iterations: int = 1
     target_parameters: Sequence[str] = ()
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,6 +180,19 @@ class LoraOptions(Options):
     def changes_base(self) -> bool:
         """Whether the initialisation subtracts the initial low-rank product from the base weight."""
         return self.init.split("_")[0] in CHANGES_BASE
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions(LoraOptions):
+    """Options of one layer with trained tokens: those of its adapter, and the layer's own.
+
+    Args:
+        indices: the trained rows of the layer's weight.
+        tied_to: name of the layer that holds these rows; None if the layer itself does.
+    """
+
+    indices: tuple[int, ...] = ()
+    tied_to: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,7 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
             "lora_bias": "lora_bias",
             "bias": "bias",
             "target_parameters": "target_parameters",
+            "trainable_token_indices": "trainable_token_indices",
         },
     ),
     "VERA": (
@@ -96,7 +97,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
 # Fields of a PEFT configuration that change the computation and are not supported. A value other than off
 # (false, null or empty) raises an error.
 REFUSED = (
-    "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens",
+    "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
     "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
 )  # fmt: skip
 # The same for fields that other methods support.
@@ -128,6 +129,10 @@ def _integer(least: int, most: int = 2**31 - 1) -> Check:
     return lambda value: is_integer(value) and least <= value <= most, f"an integer from {least} to {most}"
 
 
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_NAMES and all(map(is_integer, value))
+
+
 NUMBER: Check = (is_number, "a finite number")
 FLAG: Check = (lambda value: isinstance(value, bool), "true or false")
 TEXT: Check = (is_name, "a name")
@@ -138,6 +143,13 @@ NAMES: Check = (
 MODULES: Check = (_names(MOST_MODULES), f"a list of at most {MOST_MODULES} names")
 RANKS: Check = (_mapping(_integer(1)[0]), "an object of integers of at least 1")
 ALPHAS: Check = (_mapping(is_number), "an object of finite numbers")
+TOKENS: Check = (
+    lambda value: (
+        _ids(value)
+        or (isinstance(value, dict) and len(value) <= MOST_MODULES and all(map(_ids, value.values())))
+    ),
+    f"a list of at most {MOST_NAMES} token ids, or an object of such lists",
+)
 LAYERS: Check = (
     lambda value: is_integer(value) or (isinstance(value, list) and all(map(is_integer, value))),
     "an integer or a list of integers",
@@ -150,6 +162,7 @@ CHECKS: dict[str, Check] = {
     "alpha": NUMBER, "rank_pattern": RANKS, "alpha_pattern": ALPHAS, "rslora": FLAG, "dora": FLAG, "dropout": NUMBER,
     "lora_bias": FLAG, "bias": TEXT, "d_initial": NUMBER, "seed": _integer(-(2**63), 2**63 - 1), "save_projection": FLAG,
     "tokens": _integer(1), "projection": FLAG, "hidden_size": _integer(1), "task_type": TEXT,
+    "trainable_token_indices": TOKENS,
 }  # fmt: skip
 
 
@@ -338,7 +351,7 @@ def to_file(options: Options) -> dict[str, Any]:
     method, (_, names) = next((m, f) for m, f in FIELDS.items() if f[0] is type(options))
     values = {theirs: getattr(options, ours) for theirs, ours in names.items()}
     values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}
-    nothing = {"modules_to_save": None, "target_parameters": None}
+    nothing = ("modules_to_save", "target_parameters", "trainable_token_indices")
     values |= {key: None for key in nothing if key in values and not values[key]}
     begin = {"init_lora_weights": True} if method == "LORA" else {}
     return values | begin | {"peft_type": method, "inference_mode": True}

@@ -71,12 +71,12 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
     found = members(model)
     for place, member in found.items():
         copies = [name for name in names if name in member.adapters]
-        if not isinstance(member, AdaptedLayer) and len(copies) > 1:
-            what = (
-                f"a trained copy (modules_to_save) of {place}"
-                if isinstance(member, TrainedCopy)
-                else "virtual tokens"
-            )
+        if len(copies) > 1 and not getattr(member, "CAN_ADD", False):
+            what = "virtual tokens"
+            if isinstance(member, TrainedCopy):
+                what = f"a trained copy (modules_to_save) of {place}"
+            elif isinstance(member, AdaptedLayer):
+                what = f"trained tokens (trainable_token_indices) of {place}"
             raise ValueError(
                 f"lora.set_adapter: adapter_names: expected at most one adapter with {what}, received "
                 f"{', '.join(copies)}"
@@ -101,7 +101,7 @@ def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
     """
     if which == "none":
         return {}
-    adapted = adapted_layers(model)
+    adapted = {name for name, layer in adapted_layers(model).items() if layer.CAN_ADD}
     inside = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, (TrainedCopy, VirtualTokens)))
     return {
         name: parameter

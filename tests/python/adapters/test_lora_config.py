@@ -103,7 +103,6 @@ def test_every_field_of_peft_is_known() -> None:
     ("options", "message"),
     [
         ({"layer_replication": [(0, 1)]}, "layer_replication: expected False"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices: expected False"),
         ({"use_qalora": True}, "use_qalora: expected False"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens: expected False"),
         ({"ensure_weight_tying": True}, "ensure_weight_tying: expected False"),

@@ -1,0 +1,176 @@
+"""Train the rows of single tokens in an embedding (PEFT's trainable_token_indices)."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoestring.adapters.adapted import AdaptedLayer, wide
+from shoestring.adapters.options import LoraOptions, Options, TokenOptions
+from shoestring.adapters.targets import former_class, matches, own_modules, refuse_unmatched
+
+
+class TokenLayer(AdaptedLayer):
+    """An embedding or linear layer, some of whose rows are replaced by trained ones.
+
+    The parameter ``trainable_tokens_delta.<name>`` is (tokens, features) and starts as the rows of the
+    weight. A layer whose weight is tied to that of an embedding has no parameter, and uses the embedding's.
+    """
+
+    PARAMETERS = {"trainable_tokens_delta": "token_adapter.trainable_tokens_delta"}
+    CAN_ADD = False
+    trainable_tokens_delta: nn.ParameterDict
+
+    @classmethod
+    def shapes(cls, layer: Any, options: TokenOptions) -> dict[str, tuple[int, ...]]:
+        rows = (len(options.indices), layer.weight.shape[1])
+        return {"trainable_tokens_delta": rows} if options.tied_to is None else {}
+
+    def start(self, options: TokenOptions) -> dict[str, Tensor]:
+        if options.tied_to is not None:
+            return {}
+        rows = torch.tensor(options.indices, device=self.weight.device)
+        return {"trainable_tokens_delta": self.weight.detach()[rows]}
+
+    def tie(self, source: nn.Module) -> None:
+        """Use the rows of another layer, to whose weight that of this layer is tied."""
+        self.__dict__["source"] = [source]  # in a list, so that the module is no child of this one
+
+    def rows_of(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the indices of an adapter's tokens and their rows in the dtype of the weight."""
+        own: TokenOptions = self.adapters[name]
+        holder: Any = self if own.tied_to is None else self.__dict__["source"][0]
+        rows: Tensor = holder.trainable_tokens_delta[name].to(self.weight.dtype)
+        kept = self.__dict__.setdefault("_indices", {})
+        key = (own.indices, rows.device)
+        if key not in kept:
+            kept[key] = torch.tensor(own.indices, device=rows.device)
+        return kept[key], rows
+
+    def detach(self) -> dict[str, Any]:
+        self.__dict__.pop("_indices", None)
+        source = self.__dict__.pop("source", None)
+        kept = super().detach()
+        if source is not None:
+            kept["held"]["source"] = source
+        return kept
+
+    def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
+        weight = self.weight.detach().to(wide(self.weight.dtype))
+        for name in names:
+            indices, rows = self.rows_of(name)
+            weight = weight.index_copy(0, indices, rows.detach().to(weight.dtype))
+        return {"weight": weight}
+
+
+class TokenEmbedding(TokenLayer, nn.Embedding):
+    """``nn.Embedding`` or a subclass with trained rows. The forward of its class computes all other rows."""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = super().forward(input, *args, **kwargs)
+        scale = getattr(self, "embed_scale", None)  # as in Gemma and BART
+        for name in self.current():
+            indices, rows = self.rows_of(name)
+            # For each token id, its row among the trained ones, or -1.
+            places = torch.full((self.num_embeddings,), -1, device=indices.device)
+            place = places.index_copy(0, indices, torch.arange(len(indices), device=indices.device))[input]
+            known: tuple[int, ...] = self.adapters[name].indices
+            padding = known.index(self.padding_idx) if self.padding_idx in known else None
+            trained = F.embedding(place.clamp_min(0), rows, padding)
+            if scale is not None:
+                trained = (trained * scale).to(y.dtype)
+            y = torch.where((place >= 0)[..., None], trained, y)
+        return y
+
+
+class TokenLinear(TokenLayer, nn.Linear):
+    """``nn.Linear`` with trained rows, such as an output head that is tied to an embedding."""
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y: Tensor = super().forward(input, *args, **kwargs)
+        for name in self.current():
+            indices, rows = self.rows_of(name)
+            bias = None if self.bias is None else self.bias[indices]
+            y = y.index_copy(-1, indices, F.linear(input, rows, bias).to(y.dtype))
+        return y
+
+
+class Target(NamedTuple):
+    """The class that a layer gets, and its options."""
+
+    kind: type[TokenLayer]
+    options: TokenOptions
+
+
+def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
+    """Return the layers with rows that ``trainable_token_indices`` trains, by name.
+
+    Layers whose weight is tied to the input embedding follow it, unless they have other indices.
+
+    Raises:
+        ValueError: a name matches no module, a module cannot have trained rows, or an index is out of range.
+    """
+    wanted: Any = options.trainable_token_indices if isinstance(options, LoraOptions) else ()
+    if not isinstance(options, LoraOptions) or not wanted:
+        return {}
+    modules = {name: module for name, module in own_modules(model).items() if name}
+    get = getattr(model, "get_input_embeddings", None)
+    inputs = get() if callable(get) else None
+    if not isinstance(wanted, Mapping):
+        wanted = {
+            next((name for name, module in modules.items() if module is inputs), "embed_tokens"): wanted
+        }
+    refuse_unmatched("trainable_token_indices", wanted, modules)
+    own = {name: tuple(ids) for key, ids in wanted.items() for name in modules if matches(name, [key])}
+    tied = {}
+    for name, ids in own.items():
+        if modules[name] is inputs:
+            shared = [other for other in _sharing(modules, name) if own.get(other, ids) == ids]
+            tied = dict.fromkeys(shared, name)
+    plan: dict[str, tuple[tuple[int, ...], str | None]] = {
+        n: (i, None) for n, i in own.items() if n not in tied
+    }
+    plan |= {other: (own[name], name) for other, name in tied.items()}
+    values = {field.name: getattr(options, field.name) for field in fields(LoraOptions)}
+    return {
+        name: _target(modules[name], name, TokenOptions(**values, indices=ids, tied_to=source))
+        for name, (ids, source) in plan.items()
+    }
+
+
+def _sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
+    """Return the names of the other modules that have the weight of the module ``name``."""
+    weight = modules[name]._parameters.get("weight")
+    return [n for n, m in modules.items() if n != name and m._parameters.get("weight", None) is weight]
+
+
+def _target(module: nn.Module, name: str, options: TokenOptions) -> Target:
+    former = former_class(module)
+    weight = module._parameters.get("weight")
+    dense = issubclass(former, (nn.Embedding, nn.Linear)) and type(weight) is nn.Parameter
+    if not dense or getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False):
+        raise ValueError(
+            "lora.apply: trainable_token_indices: expected dense embeddings without max_norm and sparse, or linear layers, "
+            f"received {name}, a {former.__name__}"
+        )
+    rows = weight.shape[0] if weight is not None else 0
+    wrong = [index for index in options.indices if not 0 <= index < rows]
+    if wrong or len(set(options.indices)) < len(options.indices):
+        raise ValueError(
+            f"lora.apply: trainable_token_indices: expected different indices from 0 to {rows - 1} for {name}, received "
+            f"{wrong[0] if wrong else 'one of them twice'}"
+        )
+    return Target(_class(former), options)  # type: ignore[arg-type]  # mypy takes the class for an instance
+
+
+@functools.cache
+def _class(former: type[nn.Module]) -> type[TokenLayer]:
+    kind = TokenEmbedding if issubclass(former, nn.Embedding) else TokenLinear
+    if former in (nn.Embedding, nn.Linear):
+        return kind
+    body = {"__doc__": kind.__doc__, "__module__": __name__}
+    return type(f"Token{former.__name__}", (kind, former), body)

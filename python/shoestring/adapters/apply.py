@@ -36,6 +36,7 @@ from shoestring.adapters.targets import (
     own_modules,
     refuse_unmatched,
 )
+from shoestring.adapters.tied import tie_copies, tied_modules
 from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import share
@@ -108,7 +109,7 @@ def apply(
             "it first"
         )
     plan = _plan(model, chosen)
-    saved = saved_modules(model, chosen)
+    saved, tied = saved_modules(model, chosen), tied_modules(model, chosen)
     _add_tokens(model, chosen, plan, saved)
     tokens = start(model, chosen) if isinstance(chosen, VirtualOptions) else None
     _check_quantize(model, quantize, block_size, double_quant)
@@ -149,6 +150,7 @@ def apply(
         attach_tokens(model, adapter_name, chosen, *tokens)
     for name in saved:
         wrap(model, name).add(adapter_name, chosen)
+    tie_copies(model, tied, adapter_name)
     set_adapter(model, adapter_name)
     # inference_mode is an option of PEFT's objects alone. As in PEFT, virtual tokens ignore it.
     if getattr(config, "inference_mode", False) and tokens is None:
@@ -215,14 +217,18 @@ def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Option
 
 
 def saved_modules(model: nn.Module, options: Options) -> list[str]:
-    """Return the names of the modules that ``modules_to_save`` matches, and of the heads of ``task_type``.
+    """Return the names of the modules that ``modules_to_save``, ``task_type`` and ``ensure_weight_tying`` add.
 
     Raises:
         ValueError: a name matches no module, or a module contains adapters or quantised weights.
     """
     modules = own_modules(model)
     wanted = (*options.modules_to_save, *options.heads)
-    found = {name: module for name, module in modules.items() if name and matches(name, wanted)}
+    tied = tied_modules(model, options)
+    ties = {*tied, *tied.values()}
+    found = {
+        name: module for name, module in modules.items() if name and (matches(name, wanted) or name in ties)
+    }
     # PEFT's files list the names of all heads that the task may have. A model has only one of them.
     required = [name for name in options.modules_to_save if name not in options.heads]
     refuse_unmatched("modules_to_save", required, [name for name in modules if name])

@@ -18,6 +18,7 @@ from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.options import Options, PrefixOptions, VeraOptions, VirtualOptions, check_name
 from shoestring.adapters.peft_config import from_file
 from shoestring.adapters.switch import base_biases, members, set_adapter
+from shoestring.adapters.tied import tie_copies, tied_modules
 from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import Projection, share
@@ -85,6 +86,7 @@ def load_adapter(
         return model
     content = _sort(model, read_weights(folder / WEIGHTS, config), options, place)
     plan = _plan(model, content, options, place)
+    tied = {n: other for n, other in tied_modules(model, options).items() if n in content.copies}
     absent = [
         n
         for n, m in members(model).items()
@@ -115,6 +117,7 @@ def load_adapter(
         if adapter_name not in wrapper.adapters:
             wrapper.add(adapter_name, options)
         wrapper.modules_to_save[adapter_name].load_state_dict(state)
+    tie_copies(model, tied, adapter_name)
     biases = base_biases(model, "all")
     for name, bias in content.biases.items():
         biases[name].detach().copy_(bias)

@@ -98,6 +98,9 @@ class LoraOptions(Options):
         trainable_token_indices: tokens whose rows in the embedding are trained: a list of token ids for the
             model's input embedding, or a dict from names of modules to such lists. Layers whose weight is
             tied to the input embedding use the same rows.
+        ensure_weight_tying: keep the copies of an embedding and of the modules that are tied to it tied, if
+            modules_to_save names one of them; and refuse different trainable_token_indices for them. It has
+            no effect on a model without tied modules.
 
     These values of ``init`` set lora_B to zero and initialise lora_A:
 
@@ -137,6 +140,7 @@ class LoraOptions(Options):
     loftq_iterations: int = 1
     target_parameters: Sequence[str] = ()
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = ()
+    ensure_weight_tying: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,6 +61,7 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
             "bias": "bias",
             "target_parameters": "target_parameters",
             "trainable_token_indices": "trainable_token_indices",
+            "ensure_weight_tying": "ensure_weight_tying",
         },
     ),
     "VERA": (
@@ -98,7 +99,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
 # (false, null or empty) raises an error.
 REFUSED = (
     "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
-    "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config", "ensure_weight_tying",
+    "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config",
 )  # fmt: skip
 # The same for fields that other methods support.
 REFUSED_BY = {"PREFIX_TUNING": ("modules_to_save",), "PROMPT_TUNING": ("modules_to_save",)}
@@ -162,7 +163,7 @@ CHECKS: dict[str, Check] = {
     "alpha": NUMBER, "rank_pattern": RANKS, "alpha_pattern": ALPHAS, "rslora": FLAG, "dora": FLAG, "dropout": NUMBER,
     "lora_bias": FLAG, "bias": TEXT, "d_initial": NUMBER, "seed": _integer(-(2**63), 2**63 - 1), "save_projection": FLAG,
     "tokens": _integer(1), "projection": FLAG, "hidden_size": _integer(1), "task_type": TEXT,
-    "trainable_token_indices": TOKENS,
+    "trainable_token_indices": TOKENS, "ensure_weight_tying": FLAG,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from shoestring.adapters.adapted import AdaptedLayer, wide
 from shoestring.adapters.options import LoraOptions, Options, TokenOptions
 from shoestring.adapters.targets import former_class, matches, own_modules, refuse_unmatched
+from shoestring.adapters.tied import sharing
 
 
 class TokenLayer(AdaptedLayer):
@@ -129,8 +130,13 @@ def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
     tied = {}
     for name, ids in own.items():
         if modules[name] is inputs:
-            shared = [other for other in _sharing(modules, name) if own.get(other, ids) == ids]
-            tied = dict.fromkeys(shared, name)
+            shared = sharing(modules, name)
+            tied = dict.fromkeys((other for other in shared if own.get(other, ids) == ids), name)
+            if options.ensure_weight_tying and len(tied) < len(shared):
+                raise ValueError(
+                    "lora.apply: trainable_token_indices: expected the same indices for tied layers, since ensure_weight_tying "
+                    f"is True, received others for {next(n for n in shared if n not in tied)} than for {name}"
+                )
     plan: dict[str, tuple[tuple[int, ...], str | None]] = {
         n: (i, None) for n, i in own.items() if n not in tied
     }
@@ -140,12 +146,6 @@ def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
         name: _target(modules[name], name, TokenOptions(**values, indices=ids, tied_to=source))
         for name, (ids, source) in plan.items()
     }
-
-
-def _sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
-    """Return the names of the other modules that have the weight of the module ``name``."""
-    weight = modules[name]._parameters.get("weight")
-    return [n for n, m in modules.items() if n != name and m._parameters.get("weight", None) is weight]
 
 
 def _target(module: nn.Module, name: str, options: TokenOptions) -> Target:

@@ -105,7 +105,6 @@ def test_every_field_of_peft_is_known() -> None:
         ({"layer_replication": [(0, 1)]}, "layer_replication: expected False"),
         ({"use_qalora": True}, "use_qalora: expected False"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens: expected False"),
-        ({"ensure_weight_tying": True}, "ensure_weight_tying: expected False"),
         ({"init_lora_weights": "mica"}, "init: expected 'default', .*, received 'mica'"),
         ({"init_lora_weights": "orthogonal", "r": 3}, "rank: expected an even number .*, received 3"),
         ({"modules_to_save": ["score"]}, "modules_to_save: expected names of modules, received 'score'"),

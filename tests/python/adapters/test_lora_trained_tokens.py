@@ -146,3 +146,50 @@ def test_errors(tmp_path: Path) -> None:
         path.write_text(json.dumps(config | {"trainable_token_indices": indices}))
         with pytest.raises(ValueError, match=message):
             lora.load_adapter(llama(), tmp_path)
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=str)
+def test_tied_copies_as_in_peft(names: list[str], tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=ATTENTION, modules_to_save=names, ensure_weight_tying=True)
+    ours = lora.apply(llama(tied=True), copy.deepcopy(config))
+    theirs = peft.get_peft_model(llama(tied=True), copy.deepcopy(config)).eval()
+    mine, peers = (dict(model.named_parameters()) for model in (ours, theirs))
+    mine = {name: p for name, p in mine.items() if p.requires_grad and "lora" not in name}
+    assert list(mine) == ["model.embed_tokens.modules_to_save.default.weight"]
+    copied = mine["model.embed_tokens.modules_to_save.default.weight"]
+    assert ours.lm_head.modules_to_save["default"].weight is copied
+    other = peers["base_model.model.model.embed_tokens.modules_to_save.default.weight"]
+    copied.data += 0.05 * torch.randn_like(copied)
+    other.data.copy_(copied)
+    ids = torch.randint(97, (2, 7))
+    losses = [model(ids, labels=ids).loss for model in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+    grads = [torch.autograd.grad(loss, p)[0] for loss, p in zip(losses, (copied, other), strict=True)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-6)
+    expected = logits(ours)
+    assert (expected - logits(llama(tied=True))).abs().max() > 1e-2
+    assert_files_agree(ours, tmp_path, lambda: llama(tied=True))
+    for folder in ("ours", "theirs"):
+        loaded = lora.load_adapter(llama(tied=True), tmp_path / folder)
+        held = loaded.model.embed_tokens.modules_to_save["default"].weight
+        assert held.requires_grad and loaded.lm_head.modules_to_save["default"].weight is held
+    copied_again = copy.deepcopy(ours)
+    assert copied_again.lm_head.weight is copied_again.model.embed_tokens.weight
+    with lora.disable_adapter(ours):
+        assert torch.equal(logits(ours), logits(llama(tied=True)))
+    lora.merge(ours)
+    assert torch.equal(logits(ours), expected) and ours.lm_head.weight is ours.model.embed_tokens.weight
+
+
+def test_weight_tying_of_untied_and_adapted_embeddings() -> None:
+    model = lora.apply(llama(), rank=2, modules_to_save=["lm_head"], ensure_weight_tying=True)
+    assert [n for n in trained(model) if "modules_to_save" in n] == ["lm_head.modules_to_save"]
+    with pytest.raises(
+        ValueError, match="ensure_weight_tying: .* received model.embed_tokens in target_modules"
+    ):
+        lora.apply(llama(tied=True), rank=2, target_modules=["embed_tokens"], ensure_weight_tying=True)
+    indices = {"embed_tokens": [1], "lm_head": [2]}
+    with pytest.raises(
+        ValueError, match="the same indices for tied layers, .* others for lm_head than for model"
+    ):
+        lora.apply(llama(tied=True), rank=2, trainable_token_indices=indices, ensure_weight_tying=True)

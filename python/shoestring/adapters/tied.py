@@ -1,0 +1,65 @@
+"""Keep trained copies of tied modules tied (PEFT's ensure_weight_tying)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shoestring.adapters.options import LoraOptions, Options
+from shoestring.adapters.targets import matches, own_modules
+from shoestring.adapters.trained_copy import TrainedCopy
+
+EMBEDDINGS = ("embed_tokens", "lm_head")  # the last parts of the names that PEFT takes for embeddings
+
+
+def sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
+    """Return the names of the other modules that have the same weight as the module ``name``."""
+    weight = _weight(modules[name])
+    return [n for n, m in modules.items() if n != name and weight is not None and _weight(m) is weight]
+
+
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    own = module.original_module if isinstance(module, TrainedCopy) else module
+    return own._parameters.get("weight")
+
+
+def tied_modules(model: nn.Module, options: Options) -> dict[str, str]:
+    """Return the modules whose trained copies use the weight of another copy: name -> name of the other.
+
+    The other module is the model's input embedding. The result is empty unless ``ensure_weight_tying`` is
+    set, ``modules_to_save`` names an embedding, and the model has modules that are tied to its embedding.
+
+    Raises:
+        ValueError: target_modules names a tied embedding.
+    """
+    if not isinstance(options, LoraOptions) or not options.ensure_weight_tying:
+        return {}
+    get = getattr(model, "get_input_embeddings", None)
+    inputs = get() if callable(get) else None
+    modules = {name: module for name, module in own_modules(model).items() if name}
+    source = next((name for name, module in modules.items() if module is inputs), None)
+    tied = sharing(modules, source) if source is not None else []
+    if source is None or not tied:
+        return {}
+    if any(name.rpartition(".")[2] in EMBEDDINGS for name in options.modules_to_save):
+        return dict.fromkeys(tied, source)
+    targets = () if options.target_modules == "all-linear" else options.target_modules
+    named = [n for n in (source, *tied) if n.rpartition(".")[2] in EMBEDDINGS and matches(n, targets)]
+    if named:
+        raise ValueError(
+            "lora.apply: ensure_weight_tying: expected tied embeddings in modules_to_save or trainable_token_indices, "
+            f"received {named[0]} in target_modules"
+        )
+    return {}
+
+
+def tie_copies(model: nn.Module, tied: Mapping[str, str], adapter_name: str) -> None:
+    """Give the trained copy of each tied module the weight of the copy that it is tied to."""
+    for name, other in tied.items():
+        own, source = (_copy(model, n, adapter_name) for n in (name, other))
+        own.weight = source.weight
+
+
+def _copy(model: nn.Module, name: str, adapter_name: str) -> Any:
+    wrapper: Any = model.get_submodule(name)
+    return wrapper.modules_to_save[adapter_name]

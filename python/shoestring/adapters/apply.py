@@ -31,6 +31,7 @@ from shoestring.adapters.targets import (
     former_class,
     is_conv1d,
     is_linear,
+    is_saved,
     matches,
     output_head,
     own_modules,
@@ -226,12 +227,12 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
     wanted = (*options.modules_to_save, *options.heads)
     tied = tied_modules(model, options)
     ties = {*tied, *tied.values()}
-    found = {
-        name: module for name, module in modules.items() if name and (matches(name, wanted) or name in ties)
-    }
+    found = {name: module for name, module in modules.items() if is_saved(name, wanted) or name in ties}
     # PEFT's files list the names of all heads that the task may have. A model has only one of them.
     required = [name for name in options.modules_to_save if name not in options.heads]
-    refuse_unmatched("modules_to_save", required, [name for name in modules if name])
+    refuse_unmatched(
+        "modules_to_save", required, [n for n in modules if n], lambda n, end: is_saved(n, [end])
+    )
     for name, module in found.items():
         inside = [m for m in module.modules() if isinstance(m, (AdaptedLayer, QuantizedLinear))]
         if inside and not isinstance(module, TrainedCopy):

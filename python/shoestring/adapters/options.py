@@ -33,13 +33,13 @@ class Options:
         layers_to_transform: numbers of the layers whose modules get an adapter; needs a list in
             target_modules.
         layers_pattern: the part of a module's name before the layer number; None is any.
-        modules_to_save: names of modules of which a copy is trained as a whole.
+        modules_to_save: names, or any endings of names, of modules of which a copy is trained as a whole.
         bias: "none" to train no biases of the model; "all" to train all of them; or "lora_only" (for VeRA
             "vera_only") to train the biases of layers with adapters. The biases of the base are changed in
             place, so they keep their trained values when the adapter is disabled.
         task_type: None, or PEFT's name of the task: "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION",
             "SEQ_CLS", "TOKEN_CLS" or "QUESTION_ANS". The last three add the model's head to modules_to_save:
-            the modules named classifier or score, or for "QUESTION_ANS" qa_outputs.
+            modules with names that end with classifier or score, or for "QUESTION_ANS" with qa_outputs.
     """
 
     target_modules: Names | None = "all-linear"

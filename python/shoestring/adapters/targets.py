@@ -208,9 +208,21 @@ def find_targets(
 
 
 def _left_out(name: str, options: Options) -> bool:
-    return matches(name, options.exclude_modules) or any(
-        is_inside(name, module) for module in (*options.modules_to_save, *options.heads)
+    saved = (*options.modules_to_save, *options.heads)
+    holders = [name[:end] for end, letter in enumerate(name + ".") if letter == "."]
+    return (
+        matches(name, options.exclude_modules)
+        or any(is_inside(name, module) for module in saved)
+        or any(is_saved(holder, saved) for holder in holders)
     )
+
+
+def is_saved(name: str, saved: Iterable[str]) -> bool:
+    """Return whether a module's name ends like one of the names in modules_to_save.
+
+    As in PEFT, the ending need not begin after a dot: "classifier" matches DistilBERT's "pre_classifier" too.
+    """
+    return bool(name) and name.endswith(tuple(saved))
 
 
 def is_inside(name: str, module: str) -> bool:

@@ -45,7 +45,11 @@ def test_every_field_has_been_looked_at(method: str) -> None:
 @functools.cache
 def _model(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    if kind.startswith("Roberta"):
+    if kind.startswith("DistilBert"):
+        config = transformers.DistilBertConfig(
+            vocab_size=97, dim=32, hidden_dim=48, n_layers=2, n_heads=4, num_labels=3, max_position_embeddings=20,
+        )  # fmt: skip
+    elif kind.startswith("Roberta"):
         config = transformers.RobertaConfig(
             vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_labels=3, max_position_embeddings=20, hidden_dropout_prob=0.0,
@@ -85,6 +89,7 @@ TASKS = {
     "SEQ_CLS": ("LlamaForSequenceClassification", ["q_proj", "v_proj"], ["score"]),
     "SEQ_CLS all-linear": ("LlamaForSequenceClassification", "all-linear", ["score"]),
     "SEQ_CLS of modules": ("RobertaForSequenceClassification", "all-linear", ["classifier"]),
+    "SEQ_CLS of two": ("DistilBertForSequenceClassification", ["q_lin"], ["pre_classifier", "classifier"]),
     "TOKEN_CLS": ("RobertaForTokenClassification", ["query"], ["classifier"]),
     "QUESTION_ANS": ("LlamaForQuestionAnswering", ["q_proj"], ["qa_outputs"]),
 }
@@ -98,7 +103,7 @@ def test_the_head_of_a_task_is_trained_and_saved_as_in_peft(name: str, tmp_path:
     theirs = peft.get_peft_model(build(kind), copy.deepcopy(config)).eval()
     mine, peers = trained(ours), trained(theirs)
     assert mine.keys() == peers.keys()
-    assert any(f"{heads[0]}.modules_to_save.default" in key for key in mine)
+    assert all(any(key.startswith(f"{head}.modules_to_save.default") for key in mine) for head in heads)
     for key, value in mine.items():
         torch.testing.assert_close(value, peers[key], rtol=1e-6, atol=1e-6)
         value.data += 0.02 * torch.randn_like(value)
@@ -130,6 +135,11 @@ def test_tasks_of_options_and_other_methods() -> None:
         peft.LoraConfig(task_type="TOKEN_CLS", target_modules="all-linear"),
     )
     assert "classifier.modules_to_save.default.bias" in trained(model)
+    model = lora.apply(build("DistilBertForSequenceClassification"), rank=2, task_type="SEQ_CLS")
+    assert {
+        "pre_classifier.modules_to_save.default.bias",
+        "classifier.modules_to_save.default.bias",
+    } < trained(model).keys()
     for options in (lora.IA3Options(task_type="SEQ_CLS"), lora.VeraOptions(task_type="SEQ_CLS")):
         assert "score.modules_to_save.default.weight" in trained(
             lora.apply(build("LlamaForSequenceClassification"), options)

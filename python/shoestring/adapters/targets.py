@@ -222,7 +222,7 @@ def is_saved(name: str, saved: Iterable[str]) -> bool:
 
     As in PEFT, the ending need not begin after a dot: "classifier" matches DistilBERT's "pre_classifier" too.
     """
-    return bool(name) and name.endswith(tuple(saved))
+    return bool(name) and name.endswith(tuple(filter(None, saved)))
 
 
 def is_inside(name: str, module: str) -> bool:

@@ -112,6 +112,14 @@ def test_stacked_layers_have_the_scaling_of_both(tmp_path: Path) -> None:
     )
 
 
+def test_loraplus_knows_the_matrices_of_experts() -> None:
+    model = lora.apply(build(), rank=2)
+    groups = lora.loraplus_param_groups(model, lr=1.0, lr_ratio=4.0)
+    fast = {id(p) for group in groups if group["lr"] == 4.0 for p in group["params"]}
+    expected = {id(p) for name, p in model.named_parameters() if "lora_B" in name}
+    assert fast == expected and len(fast) == 14
+
+
 def test_errors() -> None:
     for options, message in [
         (

@@ -64,7 +64,15 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"lora_dropout": None, "use_rslora": 3}, "use_rslora: expected true or false"),
         ({"peft_type": ["LORA"]}, "peft_type: expected one of"),
         ({"peft_type": "VERA", "r": 10**9}, "r: expected an integer from 1 to 65536"),
-        ({"fan_in_fan_out": ["x" * 10_000]}, "fan_in_fan_out: expected False"),
+        ({"use_qalora": ["x" * 10_000]}, "use_qalora: expected False"),
+        ({"modules_to_save": [""]}, "modules_to_save: expected names of modules, received ''"),
+        (
+            {"trainable_token_indices": {"embed_tokens": [True]}},
+            "trainable_token_indices: expected a list of",
+        ),
+        ({"trainable_token_indices": [10**6]}, "expected different indices from 0 to 96"),
+        ({"trainable_token_indices": {"\ud800": [1]}}, "trainable_token_indices: expected names of modules"),
+        ({"ensure_weight_tying": [1]}, "ensure_weight_tying: expected true or false"),
     ],
 )
 def test_adapter_config(adapter: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "attention/attention_shapes.h"
 #include "core/tensors.h"
 #include "layers/seeded_dropout.h"
 
@@ -90,9 +91,11 @@ void Call::check() const {
   if (sinks) check_vector("sinks", *sinks, q, "(heads)", sinks->dim() == 1 && sinks->sym_size(0) == heads);
   if (alibi_slopes) {
     const auto& t = *alibi_slopes;
-    const bool fits = t.dim() >= 1 && t.dim() <= 2 && t.sym_size(-1) == heads &&
-                      (t.dim() == 1 || (!packed() && t.sym_size(0) == q.sym_size(0)));
-    check_vector("alibi_slopes", t, q, packed() ? "(heads)" : "(heads) or (batch, heads)", fits);
+    const bool fits =
+        t.dim() >= 1 && t.dim() <= 2 && t.sym_size(-1) == heads &&
+        (t.dim() == 1 || t.sym_size(0) == (packed() ? cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0)));
+    check_vector("alibi_slopes", t, q,
+                 packed() ? "(heads) or (sequences, heads)" : "(heads) or (batch, heads)", fits);
     TORCH_CHECK(!t.requires_grad(), kOp,
                 ": alibi_slopes: expected a tensor without requires_grad, since slopes get no gradient; "
                 "detach them, or pass a bias");
@@ -132,11 +135,14 @@ at::SymDimVector Call::lse_sizes() const {
 
 Tensor Call::empty_out() const {
   const auto sizes = out_sizes();
-  // Sorts the dimensions of q, except for the features, by stride in descending order.
+  // Sorts the dimensions of q, except for the features, by stride in descending order. Dimensions along which
+  // q is expanded come first, so that the output of an expanded q is contiguous.
   std::array<int64_t, kMostSizes> order{0, 1, 2}, places{};
   const int64_t outer = q.dim() - 1;
-  std::stable_sort(order.begin(), order.begin() + outer,
-                   [&](int64_t a, int64_t b) { return q.sym_stride(a) > q.sym_stride(b); });
+  std::stable_sort(order.begin(), order.begin() + outer, [&](int64_t a, int64_t b) {
+    const auto x = q.sym_stride(a), y = q.sym_stride(b);
+    return y != 0 && (x == 0 || x > y);
+  });
   at::SymDimVector lying;
   for (int64_t i = 0; i < outer; ++i) lying.push_back(sizes[order[i]]), places[order[i]] = i;
   lying.push_back(sizes.back());
@@ -251,9 +257,11 @@ void finish(Stack* stack, Result&& result) {
 
 template <Result (*run)(const Call&), bool kLse>
 void forward(const c10::OperatorHandle&, Stack* stack) {
-  const Call call(read_arguments<Arguments>(*stack));
+  auto arguments = read_arguments<Arguments>(*stack);
+  const Shapes shapes(arguments);
+  const Call call(arguments);
   const c10::OptionalDeviceGuard guard(call.q.device());
-  finish<kLse>(stack, is_double(call) ? forward_double(call) : run(call));
+  finish<kLse>(stack, shapes.restore(is_double(call) ? forward_double(call) : run(call)));
 }
 
 void finish_backward(Stack* stack, Gradients&& gradients, const Tensor& q) {
@@ -273,9 +281,11 @@ void backward(const c10::OperatorHandle&, Stack* stack) {
 
 template <bool kLse>
 void meta(const c10::OperatorHandle&, Stack* stack) {
-  const Call call(read_arguments<Arguments>(*stack));
+  auto arguments = read_arguments<Arguments>(*stack);
+  const Shapes shapes(arguments);
+  const Call call(arguments);
   const auto lse = call.q.options().dtype(compute_type(call.q));
-  finish<kLse>(stack, {call.empty_out(), at::empty_symint(call.lse_sizes(), lse)});
+  finish<kLse>(stack, shapes.restore({call.empty_out(), at::empty_symint(call.lse_sizes(), lse)}));
 }
 
 void backward_meta(const c10::OperatorHandle&, Stack* stack) {

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "attention/attention.h"
+#include "attention/attention_shapes.h"
 #include "core/autograd.h"
 
 namespace shoestring::attend {
@@ -77,12 +78,14 @@ void autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.callBoxed(stack);
     return;
   }
-  const auto arguments = read_arguments<Arguments>(*stack);
-  variable_list out = Attention::apply(arguments.q, arguments.k, arguments.v, arguments.options.bias(),
-                                       arguments.options.sinks(), arguments);
+  auto arguments = read_arguments<Arguments>(*stack);
+  const Shapes shapes(arguments);  // recorded, so backward sums the gradients of what was expanded
+  const variable_list results = Attention::apply(
+      arguments.q, arguments.k, arguments.v, arguments.options.bias(), arguments.options.sinks(), arguments);
+  auto [out, lse] = shapes.restore({results[0], results[1]});
   torch::jit::drop(*stack, count_of<Arguments>());
-  torch::jit::push(*stack, std::move(out[0]));
-  if (kLse) torch::jit::push(*stack, std::move(out[1]));
+  torch::jit::push(*stack, std::move(out));
+  if (kLse) torch::jit::push(*stack, std::move(lse));
 }
 
 template <c10::DeviceType device>

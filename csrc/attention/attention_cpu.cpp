@@ -7,7 +7,7 @@ namespace shoestring::attend {
 std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionProblem& p) {
   std::vector<Sequence> all;
   if (!call.packed()) {
-    for (int64_t b = 0; b < p.batch; ++b) all.push_back({b, 0, p.queries, 0, p.keys});
+    for (int64_t b = 0; b < p.batch; ++b) all.push_back({b, b, 0, p.queries, 0, p.keys});
     return all;
   }
   const auto check = [&](const char* name, const int32_t* offsets, int64_t tokens) {
@@ -22,7 +22,7 @@ std::vector<Sequence> sequences_of(const Call& call, const kernels::AttentionPro
   int64_t longest = 0;
   for (int64_t s = 0; s < p.batch; ++s) {
     const int32_t *q = p.cu_seqlens_q + s, *k = p.cu_seqlens_k + s;
-    all.push_back({0, q[0], q[1] - q[0], k[0], k[1] - k[0]});
+    all.push_back({s, 0, q[0], q[1] - q[0], k[0], k[1] - k[0]});
     longest = std::max(longest, all.back().keys);
   }
   TORCH_CHECK(p.bias == nullptr || p.bias_columns == 1 || p.bias_columns >= longest, kOp,
@@ -131,7 +131,7 @@ void fill_bias(const Kernels& kernels, const kernels::AttentionProblem& p, const
 
 kernels::AttentionPanel panel_of(const kernels::AttentionProblem& p, const Sequence& s, int64_t head,
                                  int64_t first_query) {
-  const float slope = p.slopes == nullptr ? 0 : p.slopes[s.batch * p.slopes_batch + head];
+  const float slope = p.slopes == nullptr ? 0 : p.slopes[s.number * p.slopes_batch + head];
   return {s.position(first_query), p.left, p.right, p.scale, p.softcap, slope};
 }
 

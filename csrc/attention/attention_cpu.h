@@ -23,7 +23,8 @@ namespace shoestring::attend {
 inline int64_t round_up(int64_t x, int64_t to) { return gemm::parts_of(x, to) * to; }
 
 struct Sequence {
-  int64_t batch, begin_q, queries, begin_k, keys;
+  int64_t number, batch;  // its index among all sequences, and in the batch: 0 in packed tensors
+  int64_t begin_q, queries, begin_k, keys;
 
   int64_t position(int64_t query) const { return query + keys - queries; }
 };

@@ -20,6 +20,7 @@ constexpr int64_t kBlock = 64;  // number of queries in a block
 struct Part {
   Tensor q, k, v;  // shape (batch, heads, tokens, features); k and v are repeated to have as many heads as q
   Tensor bias;     // attention bias that broadcasts to (batch, heads, queries, keys), or undefined
+  Tensor slopes;   // ALiBi's slopes, which broadcast to (batch, heads), or undefined
   int64_t first_row;  // index in the flattened lse of the first query of the first head
   int64_t head_rows;  // distance in the flattened lse from one head to the next
   int64_t begin_q, begin_k;
@@ -38,13 +39,16 @@ void for_each_part(const Call& call, Body body) {
   const int64_t heads = call.q.size(1);
   if (!call.packed()) {
     body(Part{call.q, for_each_head(call.k, heads), for_each_head(call.v, heads),
-              call.bias.value_or(Tensor()), 0, call.q.size(2), 0, 0});
+              call.bias.value_or(Tensor()), call.alibi_slopes.value_or(Tensor()), 0, call.q.size(2), 0, 0});
     return;
   }
   const Tensor offsets_q = call.cu_seqlens_q->contiguous(), offsets_k = call.cu_seqlens_k->contiguous();
   const int32_t *q = offsets_q.const_data_ptr<int32_t>(), *k = offsets_k.const_data_ptr<int32_t>();
   for (int64_t s = 0; s + 1 < offsets_q.numel(); ++s) {
-    Tensor bias;
+    Tensor bias, slopes;
+    if (call.alibi_slopes) {
+      slopes = call.alibi_slopes->dim() == 2 ? call.alibi_slopes->select(0, s) : *call.alibi_slopes;
+    }
     if (call.bias) {
       const Tensor& t = *call.bias;
       bias = (t.size(1) == 1 ? t : t.slice(1, q[s], q[s + 1])).unsqueeze(0);
@@ -52,8 +56,8 @@ void for_each_part(const Call& call, Body body) {
     }
     body(Part{tokens_of(call.q, true, q[s], q[s + 1]),
               for_each_head(tokens_of(call.k, true, k[s], k[s + 1]), heads),
-              for_each_head(tokens_of(call.v, true, k[s], k[s + 1]), heads), bias, q[s], call.q.size(0), q[s],
-              k[s]});
+              for_each_head(tokens_of(call.v, true, k[s], k[s + 1]), heads), bias, slopes, q[s],
+              call.q.size(0), q[s], k[s]});
   }
 }
 
@@ -102,8 +106,8 @@ Scores scores_of(const Call& call, const Part& part, int64_t begin, int64_t end)
       s.scores.add_(rows);
     }
   }
-  if (call.alibi_slopes) {
-    const Tensor slopes = call.alibi_slopes->to(at::kDouble).unsqueeze(-1).unsqueeze(-1);
+  if (part.slopes.defined()) {
+    const Tensor slopes = part.slopes.to(at::kDouble).unsqueeze(-1).unsqueeze(-1);
     s.scores.sub_(slopes * distances(part, begin, end));
   }
   s.scores.add_(hidden_keys(call, part, begin, end));

@@ -42,7 +42,7 @@ struct AttentionProblem {
   int64_t bias_columns;  // columns of the bias: 1, or at least the number of keys of a sequence
 
   // ALiBi subtracts slope * |i + m - n - j| from the score of query i of n and key j of m. The shape of
-  // slopes is (heads), or (batch, heads) with the batch stride slopes_batch.
+  // slopes is (heads), or (sequences, heads) with the stride slopes_batch of a sequence.
   const float* slopes;
   int64_t slopes_batch;
 

@@ -12,9 +12,9 @@ namespace {
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Computes softmax(softcap tanh(scale q k^T / softcap) + bias - alibi_slopes |i - j|) v, one block of
   // queries and keys at a time; i and j are the positions of query and key.
-  // Shapes: q (batch, heads, tokens, head_dim), k and v (batch, key-value heads, keys, features). With packed
-  // sequences: (tokens, heads, features), and cu_seqlens_q and cu_seqlens_k are the int32 offsets (sequences
-  // + 1).
+  // Shapes: q (batch, heads, tokens, head_dim), k and v (batch, key-value heads, keys, features); or fewer or
+  // more dimensions, and sizes that broadcast (attention_shapes.h). With packed sequences: (tokens, heads,
+  // features), and cu_seqlens_q and cu_seqlens_k are the int32 offsets (sequences + 1).
   // causal and window_size (left, right; -1: no limit) are aligned so that the last query is at the position
   // of the last key. bias: (batch, heads, queries, keys), where any size may be 1; with packed sequences,
   // (heads, queries of all sequences, keys of one sequence). A bool bias is true for keys that a query sees.

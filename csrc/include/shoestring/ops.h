@@ -211,12 +211,12 @@ struct AttentionOptions {
   TORCH_ARG(double, softcap) = 0.0;
   /// Factor for q k^T. The default is 1 / sqrt(head_dim).
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
-  /// A tensor that is added to the scores, (batch, heads, queries, keys), where each size may be 1. It is
-  /// floating-point, or bool with true for a key that is visible. For packed sequences: (heads, queries of
-  /// all sequences, keys of the longest sequence). Differentiable.
+  /// A tensor that is added to the scores, (batch, heads, queries, keys), where each size may be 1, and
+  /// leading dimensions may be missing. It is floating-point, or bool with true for a key that is visible.
+  /// For packed sequences: (heads, queries of all sequences, keys of the longest sequence). Differentiable.
   TORCH_ARG(std::optional<at::Tensor>, bias) = std::nullopt;
-  /// (heads) or (batch, heads): slope * |i - j| is subtracted from the score of query i and key j. Receives
-  /// no gradient.
+  /// (heads), (batch, heads) or, for packed sequences, (sequences, heads): slope * |i - j| is subtracted from
+  /// the score of query i and key j. Receives no gradient.
   TORCH_ARG(std::optional<at::Tensor>, alibi_slopes) = std::nullopt;
   /// (heads): attention sinks. A sink is the score of an additional key of its head, and the value of this
   /// key is zero. Differentiable.
@@ -239,8 +239,10 @@ struct AttentionOptions {
 
 /// Computes softmax(scale q k^T) v for every head, block by block, so that memory is linear in the number of
 /// tokens. q (batch, heads, tokens, head_dim), k and v (batch, kv heads, keys, features), all of one dtype;
-/// heads is a multiple of kv heads. The result is 0 for a query that attends to no key. Differentiable once
-/// with respect to q, k, v, bias and sinks.
+/// heads is a multiple of kv heads. As in torch's scaled_dot_product_attention, inputs may also be (heads,
+/// tokens, features) or (tokens, features), or have several leading dimensions, which are one batch. Sizes in
+/// front of the tokens broadcast. The results then have these dimensions, too. The result is 0 for a query
+/// that attends to no key. Differentiable once with respect to q, k, v, bias and sinks.
 SHOESTRING_API at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                     const AttentionOptions& options = {});
 

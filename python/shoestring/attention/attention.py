@@ -112,6 +112,13 @@ def attention(
     CUDA needs compute capability 8.0 or higher, and a head_dim and value_dim of at most 256. The host never
     waits for the GPU. fp32 inputs are multiplied with 22 bits of precision, as sums of two TF32 numbers.
 
+    Shapes are those of ``torch.nn.functional.scaled_dot_product_attention``. Three dimensions are (heads,
+    tokens, features), two are (tokens, features), and of five or more the leading ones are one batch. Sizes in
+    front of the tokens broadcast, and gradients are summed as PyTorch does. A broadcast tensor is read without
+    a copy, but its gradient takes the memory of the whole batch before the sum. With five or more dimensions, a
+    tensor is copied if its leading dimensions have no common stride, such as one that is expanded along some
+    of them.
+
     Args:
         q: (batch, heads, tokens, head_dim), fp32, bf16, fp16 or, on the CPU, fp64, with any strides. With
             ``cu_seqlens_q`` packed: (tokens of all sequences, heads, head_dim).
@@ -125,12 +132,12 @@ def attention(
             window_size=(w - 1, -1)``.
         softcap: if above 0, scores become ``softcap * tanh(scores / softcap)``, as in Gemma 2.
         scale: default ``1 / sqrt(head_dim)``.
-        bias: added to the scores after ``softcap``, (batch, heads, queries, keys); each dimension may be 1.
-            fp32, bf16 or fp16, with -inf for masked keys; or bool, False for masked keys. Packed: (heads,
-            queries of all sequences, keys of the longest sequence), where the first two dimensions may be 1.
-            Differentiable.
-        alibi_slopes: (heads) or (batch, heads): ``slope * |i - j|`` is subtracted from the score of query i
-            and key j. Not differentiable.
+        bias: added to the scores after ``softcap``, (batch, heads, queries, keys). Each dimension may be 1,
+            and leading ones may be missing, as in a mask (queries, keys). fp32, bf16 or fp16, with -inf for
+            masked keys; or bool, False for masked keys. Packed: (heads, queries of all sequences, keys of the
+            longest sequence), where the first two dimensions may be 1. Differentiable.
+        alibi_slopes: (heads), (batch, heads) or, packed, (sequences, heads): ``slope * |i - j|`` is
+            subtracted from the score of query i and key j. Not differentiable.
         sinks: (heads): the score of one additional key with the value zero, as in gpt-oss. Differentiable.
         cu_seqlens_q: (sequences + 1), int32, on the device of q: the index of the first query of each
             sequence, and the end of the last sequence. The host does not read it.
@@ -150,7 +157,7 @@ def attention(
         dimension order in memory of q. Rows of queries that attend to no key are 0. With ``return_lse`` an
         :class:`AttentionResult`. Its ``lse`` is the log-sum-exp of the scores including the sink, and -inf
         for queries without keys. It is (batch, heads, tokens), or packed (heads, tokens), in fp32 (fp64 for
-        fp64 inputs). The output and ``lse`` are differentiable once with respect to q, k, v, bias and sinks.
+        fp64 inputs). Inputs of other dimensions give results of the same dimensions. The output and ``lse`` are differentiable once with respect to q, k, v, bias and sinks.
 
     Raises:
         RuntimeError: a shape, dtype or option does not fit.
@@ -160,6 +167,9 @@ def attention(
         >>> k, v = torch.randn(2, 1, 2, 128, 64)
         >>> shoestring.attention(q, k, v, causal=True).shape
         torch.Size([1, 8, 128, 64])
+        >>> mask = torch.ones(128, 128, dtype=torch.bool).tril()
+        >>> shoestring.attention(q[0], k[0], v[0], bias=mask).shape
+        torch.Size([8, 128, 64])
         >>> q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))  # packed: (tokens, heads, head_dim)
         >>> cu_seqlens = torch.tensor([0, 48, 128], dtype=torch.int32)  # two sequences
         >>> shoestring.attention(q, k, v, causal=True, cu_seqlens_q=cu_seqlens).shape
@@ -209,6 +219,7 @@ def attention_reference(
     Args:
         keep: factors that multiply the attention weights, (batch, heads, queries, keys); given instead of
             dropout_p.
+        bias: has at most as many dimensions as q; packed, it has three.
 
     The other arguments are those of :func:`attention`.
     """
@@ -216,7 +227,7 @@ def attention_reference(
         starts_q = cu_seqlens_q.tolist()
         starts_k = starts_q if cu_seqlens_k is None else cu_seqlens_k.tolist()
         parts = []
-        for b, e, bk, ek in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        for i, (b, e, bk, ek) in enumerate(zip(starts_q, starts_q[1:], starts_k, starts_k[1:])):
             rows = None
             if bias is not None:
                 rows = bias if bias.size(1) == 1 else bias[:, b:e]
@@ -229,14 +240,19 @@ def attention_reference(
                     softcap=softcap,
                     scale=scale,
                     bias=rows,
-                    alibi_slopes=alibi_slopes,
+                    alibi_slopes=alibi_slopes[i]
+                    if alibi_slopes is not None and alibi_slopes.dim() == 2
+                    else alibi_slopes,
                     sinks=sinks,
                 )
             )
         out = torch.cat([part.out[0].transpose(0, 1) for part in parts])
         return AttentionResult(out, torch.cat([part.lse[0] for part in parts], dim=1))
-    queries, keys, heads = q.size(2), k.size(2), q.size(1)
-    k, v = (t.repeat_interleave(heads // t.size(1), 1) for t in (k, v))
+    queries, keys, heads = q.size(-2), k.size(-2), q.size(-3) if q.dim() > 2 else 1
+    k, v = (
+        t.repeat_interleave(heads // t.size(-3), -3) if t.dim() > 2 and t.size(-3) < heads else t
+        for t in (k, v)
+    )
     scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.size(-1)) if scale is None else scale)
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)

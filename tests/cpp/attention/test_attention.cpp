@@ -76,6 +76,41 @@ TEST_CASE("attention gives the same bits when it is asked to", "[attention]") {
                      1e-2));
 }
 
+TEST_CASE("attention takes the shapes of scaled_dot_product_attention", "[attention]") {
+  const at::TensorOptions fp64(at::kDouble);
+  const Tensor q = torch::randn({2, 3, 4, 5, 8}, fp64).requires_grad_(),
+               k = torch::randn({4, 7, 8}, fp64).requires_grad_(),
+               v = torch::randn({1, 3, 4, 7, 6}, fp64).requires_grad_(),
+               mask = torch::randn({5, 7}, fp64).requires_grad_();
+  const auto [out, lse] = shoestring::attention_with_lse(q, k, v, AttentionOptions().bias(mask));
+  CHECK(lse.sizes() == at::IntArrayRef{2, 3, 4, 5});
+  const Tensor expected =
+      at::matmul(at::softmax(at::matmul(q, k.transpose(-1, -2)) / std::sqrt(8.0) + mask, -1), v);
+  CHECK(at::allclose(out, expected, 1e-12, 1e-12));
+  const Tensor upstream = torch::randn({2, 3, 4, 5, 6}, fp64);
+  const auto ours = torch::autograd::grad({out}, {q, k, v, mask}, {upstream});
+  const auto theirs = torch::autograd::grad({expected}, {q, k, v, mask}, {upstream});
+  for (size_t i = 0; i < ours.size(); ++i) {
+    CAPTURE(i);
+    CHECK(at::allclose(ours[i], theirs[i], 1e-10, 1e-11));
+  }
+  const Tensor one = torch::randn({5, 8});
+  CHECK(at::equal(shoestring::attention(one, one, one),
+                  shoestring::attention(one.view({1, 1, 5, 8}), one.view({1, 5, 8}), one)[0][0]));
+  CHECK_THROWS_WITH(shoestring::attention(q, k.narrow(0, 0, 3), v),
+                    Catch::Matchers::Contains("attention: v: expected sizes in front of the tokens"));
+}
+
+TEST_CASE("packed sequences have ALiBi slopes of their own", "[attention]") {
+  const Tensor q = torch::randn({23, 2, 32}), slopes = torch::rand({2, 2});
+  const Tensor offsets = torch::tensor({0, 7, 23}, at::kInt);
+  const Tensor out =
+      shoestring::attention(q, q, q, AttentionOptions().alibi_slopes(slopes).cu_seqlens_q(offsets));
+  const Tensor second = q.narrow(0, 7, 16).transpose(0, 1);  // (heads, tokens, features)
+  CHECK(at::equal(out.narrow(0, 7, 16).transpose(0, 1),
+                  shoestring::attention(second, second, second, AttentionOptions().alibi_slopes(slopes[1]))));
+}
+
 TEST_CASE("attention refuses what does not fit, in words", "[attention]") {
   const Tensor q = torch::randn({1, 4, 5, 8}), k = torch::randn({1, 3, 5, 8});
   CHECK_THROWS_WITH(shoestring::attention(q, k, k),

@@ -69,7 +69,7 @@ def batch() -> dict[str, Tensor]:
 def test_loss_and_gradients(name: str) -> None:
     model = build(name)
     plain = copy.deepcopy(model)
-    shoestring.patch(model)
+    shoestring.patch(model, logits=False)
     inputs = batch()
     assert "logits" not in model(**inputs)
     assert_same(model, plain, inputs)
@@ -106,7 +106,7 @@ def test_logits_on_request_and_tuples() -> None:
     with_logits = shoestring.patch(model, logits=True)
     torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits)
     with_logits.undo()
-    shoestring.patch(model)
+    shoestring.patch(model, logits=False)
     loss, logits, *_ = model(**inputs, return_dict=False)
     assert logits is None and relative_error(loss, plain(**inputs).loss) < 1e-6
 

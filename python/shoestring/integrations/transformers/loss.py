@@ -45,12 +45,12 @@ def head_path(model: Any) -> str | None:
 
 
 def patched_class(
-    original: type[Any], path: str | None, by_token: bool, logits: bool, workspace_mb: int
+    original: type[Any], path: str | None, by_token: bool, logits: bool | None, workspace_mb: int
 ) -> type:
     """Return a subclass of the model class ``original``, for a single model instance.
 
     The forward is the original one, except that the output layer ``path`` computes no logits if labels are
-    given. An output layer inside a module of the model needs :func:`replace_inside` as well. If
+    given. The output contains logits if ``logits`` is true, or None in evaluation mode. An output layer inside a module of the model needs :func:`replace_inside` as well. If
     ``by_token`` is true, the model calls this module with one tensor of hidden states, and the module
     computes each token by itself. It then runs for the tokens that have labels only.
     """
@@ -76,7 +76,7 @@ def patched_class(
     return type(original.__name__, (original,), names | body)
 
 
-def _forward(original: Callable[..., Any], parents: list[str], logits: bool) -> Callable[..., Any]:
+def _forward(original: Callable[..., Any], parents: list[str], logits: bool | None) -> Callable[..., Any]:
     position = list(inspect.signature(original).parameters).index("labels")
     without = renamed(original, LOSS) if uses(original, LOSS) else original
 
@@ -100,7 +100,7 @@ def _forward(original: Callable[..., Any], parents: list[str], logits: bool) -> 
         finally:
             setattr(self, RECORDING, False)
             setattr(owner, RECORDING, False)
-        return _without(out, logits)
+        return _without(out, not self.training if logits is None else logits)
 
     return forward
 

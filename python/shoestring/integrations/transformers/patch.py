@@ -84,7 +84,7 @@ class PatchReport:
 def patch(
     model: nn.Module,
     *,
-    logits: bool = False,
+    logits: bool | None = None,
     projections: bool = True,
     attention: bool = True,
     norms: bool = True,
@@ -101,9 +101,10 @@ def patch(
     a vocabulary keeps its loss.
 
     Loss: with ``labels``, the model's own forward runs up to the output layer. The loss is then
-    ``shoestring.linear_cross_entropy`` of the hidden states, and ``logits`` in the output is None. Without
-    labels, for example in ``generate``, or with a ``loss_function`` that the user has set, the model computes
-    its own loss and logits. Operations on logits before the loss (a softcap, a scale) are recorded while the
+    ``shoestring.linear_cross_entropy`` of the hidden states. In training mode ``logits`` in the output is
+    None; in evaluation mode the model also computes them (see ``logits``). Without labels, for example in
+    ``generate``, or with a ``loss_function`` that the user has set, the model computes its own loss and
+    logits. Operations on logits before the loss (a softcap, a scale) are recorded while the
     model's own forward runs. The shift of labels, ``shift_labels``, ``num_items_in_batch`` and
     ``logits_to_keep`` work for the same reason. An operation that is impossible without logits raises an
     error. The output layer may be quantised or have LoRA adapters (shoestring's or PEFT's), also if these are
@@ -161,8 +162,10 @@ def patch(
     Args:
         model: the model itself, or a ``PeftModel`` around it. Patch the model before ``torch.compile``, DDP
             or other wrappers.
-        logits: whether the output contains logits also if labels are given, as ``compute_metrics`` needs. The
-            whole tensor of logits is then in memory.
+        logits: whether the output contains logits if labels are given. None: in evaluation mode only, as
+            ``compute_metrics`` of the Trainer of transformers needs. Logits cost a second product with the
+            output layer, and memory for tokens * vocabulary elements in the dtype of the model. False saves
+            both in evaluation, too.
         projections: False computes query, key and value one after the other, and leaves MLPs with adapters
             unchanged.
         attention: False leaves the attention implementation unchanged.
@@ -194,6 +197,8 @@ def patch(
         >>> tokens = torch.tensor([[1, 2, 3, 4]])
         >>> model(input_ids=tokens, labels=tokens).logits is None
         True
+        >>> model.eval()(input_ids=tokens, labels=tokens).logits.shape
+        torch.Size([1, 4, 32])
     """
     get_base_model: Any = getattr(model, "get_base_model", None)
     target: Any = model if get_base_model is None else get_base_model()
@@ -326,7 +331,7 @@ def _first_results(
         return torch.empty(0), None, left
 
 
-def _own_class(target: Any, path: str | None, logits: bool, workspace_mb: int) -> list[Change]:
+def _own_class(target: Any, path: str | None, logits: bool | None, workspace_mb: int) -> list[Change]:
     """Give the model its own class, whose forward computes the loss without logits if ``path`` is given."""
     original, name = type(target), type(target).__name__
     inside = path is not None and "." in path

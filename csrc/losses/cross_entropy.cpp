@@ -1,5 +1,7 @@
 #include "losses/cross_entropy.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 #include <shoestring/ops.h>
 #include <torch/library.h>
@@ -84,11 +86,27 @@ void run_cross_entropy_rows_in_place(torch::jit::Stack* stack, CrossEntropyRun r
 }
 
 CrossEntropyCall::CrossEntropyCall(const torch::jit::Stack& stack, bool stats) {
-  auto given = read_fields<CrossEntropyArguments<LinearCrossEntropyOptions>>(stack);
+  auto given = read_fields<CrossEntropyArguments<LogitsOptions>>(stack);
   input = std::move(given.logits);
   target = std::move(given.target);
+  const int64_t dims = std::max<int64_t>(input.dim(), 1);
+  const int64_t dim = given.options.dim_ < 0 ? given.options.dim_ + dims : given.options.dim_;
+  TORCH_CHECK(dim >= 0 && dim < dims, kCrossEntropyOp, ": dim: expected a dimension of the logits, ", -dims,
+              " to ", dims - 1, ", received ", given.options.dim_);
+  if (dim != dims - 1) {
+    const Tensor logits = input;
+    input = logits.movedim(dim, -1);
+    TORCH_CHECK(target.sym_sizes() == input.sym_sizes().slice(0, dims - 1), kCrossEntropyOp,
+                ": target: expected logits' shape without dimension ", dim, ", ",
+                input.sym_sizes().slice(0, dims - 1), ", received ", target.sym_sizes());
+  }
   options = std::move(given.options);
   prepare(kCrossEntropyOp, "logits", "vocab", input.dim() == 0 ? 1 : input.sym_size(-1), stats);
+}
+
+void CrossEntropyCall::make_readable() {
+  const bool symbolic = input.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  if (!is_traced(input) && !symbolic && !layout_of(input)) input = input.contiguous();
 }
 
 namespace {
@@ -157,14 +175,17 @@ void cross_entropy_rows_in_place_meta(const c10::OperatorHandle&, torch::jit::St
 template <bool kStats>
 void cross_entropy_without_gradients(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   CrossEntropyCall call(*stack, kStats);
+  call.make_readable();
   keep_hardest(call);
   const Reduction reduction(call);
   reduction.balance(call);
   const auto r = cross_entropy_rows(call, {}, LogitsGradient::kNone);
   torch::jit::drop(*stack, count_of<CrossEntropyArguments<CrossEntropyOptions>>());
   torch::jit::push(*stack, reduction.apply(r.loss));
-  if constexpr (kStats)
-    torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
+  if constexpr (kStats) {
+    torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax,
+                     count_correct(r.argmax, call.target));
+  }
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {

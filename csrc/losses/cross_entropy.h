@@ -90,8 +90,13 @@ struct StatsResult : CrossEntropyStats {
     visit("lse", self.lse);
     visit("entropy", self.entropy);
     visit("argmax", self.argmax);
+    visit("correct", self.correct);
   }
 };
+
+/// Returns the number of tokens whose most likely class is their target, as int64 of shape (). argmax is -1
+/// for ignored tokens.
+Tensor count_correct(const Tensor& argmax, const Tensor& target);
 
 /// The arguments of one call of a cross-entropy operator, with or without stats. `input` holds the argument
 /// `hidden` (..., features) or `logits` (..., vocab). `target` has the shape (...).
@@ -256,10 +261,20 @@ struct CrossEntropyArguments {
   }
 };
 
-/// One call of cross_entropy.
+/// The options that both operators have, and the dimension of the classes, which only cross_entropy has.
+struct LogitsOptions : LinearCrossEntropyOptions {
+  int64_t dim_ = -1;
+};
+
+/// One call of cross_entropy. The classes are the last dimension of `input`.
 struct CrossEntropyCall : TokenCall {
   CrossEntropyCall() = default;
   CrossEntropyCall(const torch::jit::Stack& stack, bool stats);
+
+  /// Copies the logits if kernels cannot read their rows, so that they are copied once in forward and not
+  /// again in backward. The copy has no other owner, so its gradient may overwrite it. Graphs of
+  /// torch.compile copy in the operators.
+  void make_readable();
 };
 
 /// Calls _cross_entropy_rows or, for kInPlace, _cross_entropy_rows_ through the dispatcher. `upstream` holds

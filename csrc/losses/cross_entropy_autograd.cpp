@@ -87,9 +87,10 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     const Tensor loss = reduction.apply(r.loss);
     if (!call.stats) return {loss};
     r.loss = reduction.original(r.loss, r.lse);
-    ctx->mark_non_differentiable(early ? variable_list{r.loss, r.lse, r.entropy, r.argmax}
-                                       : variable_list{r.argmax});
-    return {loss, r.loss, r.lse, r.entropy, r.argmax};
+    const Tensor correct = count_correct(r.argmax, call.target);
+    ctx->mark_non_differentiable(early ? variable_list{r.loss, r.lse, r.entropy, r.argmax, correct}
+                                       : variable_list{r.argmax, correct});
+    return {loss, r.loss, r.lse, r.entropy, r.argmax, correct};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
@@ -182,6 +183,7 @@ void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* st
     op.callBoxed(stack);
     return;
   }
+  call.make_readable();
   {
     at::AutoDispatchBelowADInplaceOrView below;
     keep_hardest(call);

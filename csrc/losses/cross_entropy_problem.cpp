@@ -72,6 +72,17 @@ RowsProblem::RowsProblem(const char* op, const RowsCall& call, c10::SymInt vocab
   check_token_factor(op, "grad_entropy", grad_entropy, target);
 }
 
+Tensor count_correct(const Tensor& argmax, const Tensor& target) {
+  // ignore_index may be -1 as well
+  if (!target.is_cpu() || !target.is_contiguous() || !argmax.is_contiguous() || is_traced(target))
+    return argmax.eq(target).logical_and(argmax.ge(0)).sum();
+  // On the CPU a loop takes less time than PyTorch's operators.
+  const int64_t *found = argmax.const_data_ptr<int64_t>(), *classes = target.const_data_ptr<int64_t>();
+  int64_t count = 0;
+  for (int64_t i = 0; i < target.numel(); ++i) count += found[i] == classes[i] && found[i] >= 0;
+  return at::full({}, count, target.options());
+}
+
 void RowsResult::fill(const Tensor& like) {
   const auto options = like.options().dtype(compute_type(like));
   if (!entropy.defined()) entropy = at::empty({0}, options);

@@ -103,8 +103,10 @@ void linear_cross_entropy_without_gradients(LinearCrossEntropyCall call, torch::
   const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, {}, {});
   torch::jit::drop(*stack, count_of<LinearCrossEntropyCall>());
   torch::jit::push(*stack, reduction.apply(r.loss));
-  if constexpr (kStats)
-    torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax);
+  if constexpr (kStats) {
+    torch::jit::push(*stack, reduction.original(r.loss, r.lse), r.lse, r.entropy, r.argmax,
+                     count_correct(r.argmax, call.target));
+  }
 }
 template void linear_cross_entropy_without_gradients<false>(LinearCrossEntropyCall, torch::jit::Stack*);
 template void linear_cross_entropy_without_gradients<true>(LinearCrossEntropyCall, torch::jit::Stack*);

@@ -52,8 +52,9 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     const Tensor loss = reduction.apply(r.loss);
     if (!call.stats) return {loss};
     r.loss = reduction.original(r.loss, r.lse);
-    ctx->mark_non_differentiable({r.argmax});
-    return {loss, r.loss, r.lse, r.entropy, r.argmax};
+    const Tensor correct = count_correct(r.argmax, call.target);
+    ctx->mark_non_differentiable({r.argmax, correct});
+    return {loss, r.loss, r.lse, r.entropy, r.argmax, correct};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {

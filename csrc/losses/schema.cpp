@@ -32,7 +32,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   const std::string linear = "(" + schema_of<LinearCrossEntropyCall>() + ")";
   m.def(("linear_cross_entropy" + linear + " -> Tensor").c_str());
   // Like linear_cross_entropy, but also returns each token's loss, log-sum-exp, entropy and most likely
-  // class. Loss, log-sum-exp and entropy are fp32 for 16-bit inputs.
+  // class, and the number of tokens whose most likely class is their target. Loss, log-sum-exp and entropy
+  // are fp32 for 16-bit inputs.
   m.def(("linear_cross_entropy_with_stats" + linear + stats).c_str());
   // Computes loss, log-sum-exp, entropy and argmax of each token, for linear_cross_entropy and
   // linear_cross_entropy_with_stats. Shapes: hidden (tokens, features), target (tokens), lora_hidden (tokens,
@@ -52,7 +53,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // belong to this shard's classes; target holds class indices of the whole vocabulary.
   define<LinearCrossEntropyShardCall<LinearCrossEntropyShardOptions>, ShardResult>(
       m, "linear_cross_entropy_shard");
-  // cross_entropy computes the cross-entropy of logits (..., vocab) against target (...) int64. The loss is
+  // cross_entropy computes the cross-entropy of logits (..., vocab) against target (...) int64. dim is the
+  // dimension of the classes. Logits whose classes are not contiguous in memory are copied. The loss is
   // fp32 for 16-bit logits. The variants with _ replace the logits by their gradient. If the result is a
   // scalar, forward does so, and the statistics have no gradients. Otherwise backward does so. The logits
   // stay unchanged if they need no gradient, or if autograd does not allow changing them.

@@ -43,8 +43,12 @@ struct CrossEntropyOptions {
   /// If true, the gradient of the logits overwrites the logits. If the loss is a scalar, the forward pass
   /// does this, so any other use of the logits must come before this call. Autograd raises an error if
   /// another backward pass still needs the logits. The logits stay unchanged if they require no gradient, are
-  /// a leaf, or are a view that autograd does not allow to change in place.
+  /// a leaf, or are a view that autograd does not allow to change in place. Logits whose classes are not
+  /// contiguous in memory are copied first, and then the gradient overwrites the copy.
   TORCH_ARG(bool, inplace) = false;
+  /// The dimension of the classes in the logits; target has the other dimensions. dim(1) serves logits
+  /// (batch, classes, ...), as those of torch::nn::functional::cross_entropy.
+  TORCH_ARG(int64_t, dim) = -1;
 
   friend struct detail::Fields;
 };
@@ -54,16 +58,18 @@ struct CrossEntropyOptions {
 SHOESTRING_API at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target,
                                         const CrossEntropyOptions& options = {});
 
-/// The result of cross_entropy and four tensors in the shape of `target`. `token_loss` is the loss of each
-/// token before token_weights. `lse` is the log-sum-exp of the token's logits, and `entropy` is the entropy
-/// of their softmax. These three are fp32 for 16-bit input. `argmax` is the most likely class. For ignored
-/// tokens argmax is -1, and token_loss, lse and entropy are 0.
+/// The result of cross_entropy, four tensors in the shape of `target`, and a count. `token_loss` is the loss
+/// of each token before token_weights. `lse` is the log-sum-exp of the token's logits, and `entropy` is the
+/// entropy of their softmax. These three are fp32 for 16-bit input. `argmax` is the most likely class. For
+/// ignored tokens argmax is -1, and token_loss, lse and entropy are 0. `correct`, int64 of shape (), is the
+/// number of tokens whose argmax is their target. Ignored tokens do not count.
 struct CrossEntropyStats {
-  at::Tensor loss, token_loss, lse, entropy, argmax;
+  at::Tensor loss, token_loss, lse, entropy, argmax, correct;
 };
 
-/// Computes the loss and the statistics of each token. All results except argmax are differentiable. If the
-/// gradient of `loss` has overwritten the logits (option `inplace`), only `loss` is differentiable.
+/// Computes the loss and the statistics of each token. All results except argmax and correct are
+/// differentiable. If the gradient of `loss` has overwritten the logits (option `inplace`), only `loss` is
+/// differentiable.
 SHOESTRING_API CrossEntropyStats cross_entropy_with_stats(const at::Tensor& logits, const at::Tensor& target,
                                                           const CrossEntropyOptions& options = {});
 
@@ -138,8 +144,9 @@ SHOESTRING_API at::Tensor linear_cross_entropy(const at::Tensor& hidden, const a
 
 using LinearCrossEntropyStats = CrossEntropyStats;
 
-/// Computes the loss and the statistics of each token; see CrossEntropyStats. All results except argmax are
-/// differentiable. If more than `loss` receives a gradient, backward computes the logits a second time.
+/// Computes the loss and the statistics of each token; see CrossEntropyStats. All results except argmax and
+/// correct are differentiable. If more than `loss` receives a gradient, backward computes the logits a second
+/// time.
 SHOESTRING_API LinearCrossEntropyStats linear_cross_entropy_with_stats(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
     const std::optional<at::Tensor>& bias = std::nullopt, const LinearCrossEntropyOptions& options = {});
@@ -510,6 +517,7 @@ struct Fields {
   static void cross_entropy(Options& o, Visitor& visit) {
     token_loss(o, visit);
     reduction(o, visit);
+    visit("dim", o.dim_);
   }
 
   template <class Options, class Visitor>

@@ -57,19 +57,23 @@ class CrossEntropyOptions(TypedDict, total=False):
 
 
 class CrossEntropyStats(NamedTuple):
-    """A loss, and statistics of each token in the shape of target.
+    """A loss, statistics of each token in the shape of target, and the number of correct predictions.
 
     loss: the result of ``cross_entropy`` or ``linear_cross_entropy``.
     token_loss: the loss of the token, not multiplied by ``token_weights``; 0 for ignored tokens.
     lse: log-sum-exp of the token's logits; 0 for ignored tokens.
     entropy: entropy of the softmax of the token's logits, in nats; 0 for ignored tokens.
     argmax: the most likely class, int64, the first one in a tie; -1 for ignored tokens.
+    correct: the number of tokens whose argmax is their target, int64 of shape (). Ignored tokens do not
+        count; with ``hard_fraction`` only the tokens that are kept do. Divide a sum over batches by the
+        number of tokens to get the accuracy.
 
     Example:
         >>> logits, target = torch.randn(4, 1000), torch.tensor([3, 1, 4, -100])
         >>> stats = shoestring.cross_entropy_with_stats(logits, target)
         >>> stats.loss.shape, stats.entropy.shape, stats.argmax.dtype
         (torch.Size([]), torch.Size([4]), torch.int64)
+        >>> accuracy = stats.correct / (target != -100).sum()
     """
 
     loss: Tensor
@@ -77,10 +81,16 @@ class CrossEntropyStats(NamedTuple):
     lse: Tensor
     entropy: Tensor
     argmax: Tensor
+    correct: Tensor
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, inplace: bool = False, **options: Unpack[CrossEntropyOptions]
+    logits: Tensor,
+    target: Tensor,
+    *,
+    dim: int = -1,
+    inplace: bool = False,
+    **options: Unpack[CrossEntropyOptions],
 ) -> Tensor:
     """Compute the cross-entropy of ``logits`` against ``target``, without temporaries as large as the logits.
 
@@ -91,9 +101,14 @@ def cross_entropy(
 
     Args:
         logits: (..., vocab), fp32, fp64, bf16 or fp16. Slices of tokens, or of the classes of a padded
-            vocabulary, are read without a copy. Logits are copied if the class dimension is not contiguous,
-            or if the token dimensions need more than two strides.
-        target: (...), int64, classes in [0, vocab) or ``ignore_index``.
+            vocabulary, are read without a copy. Logits are copied once if the class dimension is not
+            contiguous, or if the token dimensions need more than two strides. The gradient overwrites the
+            copy.
+        target: (...), int64, classes in [0, vocab) or ``ignore_index``. Its shape is that of logits without
+            the dimension of the classes.
+        dim: the dimension of the classes in logits. ``dim=1`` takes the (batch, classes, ...) of
+            ``torch.nn.functional.cross_entropy``. Such logits are copied, unless their classes are contiguous
+            in memory, as in channels_last images.
         inplace: if True, forward overwrites the logits with their gradient, in one read and one write. With
             ``reduction="none"``, backward overwrites the logits. See below.
         **options: see ``CrossEntropyOptions``.
@@ -103,6 +118,7 @@ def cross_entropy(
     if another node saved the logits or uses them later. In the following cases the logits are not
     overwritten:
 
+    - if they have to be copied (see ``logits``);
     - if they do not require a gradient, or gradients are disabled;
     - if they are a leaf, or ``retain_grad`` was called on them;
     - if they are a view that autograd does not allow to be modified (of a leaf, or from ``chunk`` or
@@ -130,39 +146,48 @@ def cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target))
         True
         >>> loss.backward()
+        >>> images, classes = torch.randn(2, 10, 8, 8), torch.randint(10, (2, 8, 8))
+        >>> loss = shoestring.cross_entropy(images, classes, dim=1)
 
     Overwriting the logits with their gradient is the method of Liger Kernel (arXiv 2410.10989).
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
     operators = torch.ops.shoestring
     result: Tensor = (operators.cross_entropy_ if inplace else operators.cross_entropy)(
-        logits, target, **options
+        logits, target, dim=dim, **options
     )
     return result
 
 
 def cross_entropy_with_stats(
-    logits: Tensor, target: Tensor, *, inplace: bool = False, **options: Unpack[CrossEntropyOptions]
+    logits: Tensor,
+    target: Tensor,
+    *,
+    dim: int = -1,
+    inplace: bool = False,
+    **options: Unpack[CrossEntropyOptions],
 ) -> CrossEntropyStats:
     """Compute ``cross_entropy`` and, for each token, its loss, log-sum-exp, entropy and most likely class.
 
     Arguments and errors are those of ``cross_entropy``.
 
     Returns:
-        A :class:`CrossEntropyStats`. All fields except ``argmax`` are differentiable. If ``inplace`` has
-        overwritten the logits in forward, only ``loss`` is differentiable.
+        A :class:`CrossEntropyStats`. All fields except ``argmax`` and ``correct`` are differentiable. If
+        ``inplace`` has overwritten the logits or a copy of them in forward, only ``loss`` is differentiable.
 
     Example:
         >>> logits = torch.randn(4, 1000, requires_grad=True)
         >>> stats = shoestring.cross_entropy_with_stats(logits, torch.tensor([3, 1, 4, 1]))
         >>> torch.equal(stats.argmax, logits.argmax(-1))
         True
+        >>> (stats.argmax == torch.tensor([3, 1, 4, 1])).sum() == stats.correct
+        tensor(True)
         >>> (stats.loss - 0.01 * stats.entropy.mean()).backward()
     """
     logits, inplace, options = _arguments(logits, inplace, **options)
     operators = torch.ops.shoestring
     operator = operators.cross_entropy_with_stats_ if inplace else operators.cross_entropy_with_stats
-    return CrossEntropyStats(*operator(logits, target, **options))
+    return CrossEntropyStats(*operator(logits, target, dim=dim, **options))
 
 
 def _arguments(
@@ -186,6 +211,7 @@ def cross_entropy_reference(
     logits: Tensor,
     target: Tensor,
     *,
+    dim: int = -1,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -202,6 +228,7 @@ def cross_entropy_reference(
 
     ``workspace_mb``, an option of ``linear_cross_entropy``, is accepted and has no effect.
     """
+    logits = logits.movedim(dim, -1)
     if shift:
         target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
     logits = logits * logit_scale
@@ -232,6 +259,7 @@ def cross_entropy_reference(
         counted, -torch.where(log_softmax.isinf(), 0, log_softmax.exp() * log_softmax).sum(-1), 0
     )
     argmax = torch.where(counted, logits.argmax(-1), -1)
+    correct = (counted & (argmax == target)).sum()
     loss = token_loss * each
     # The mean of the cross-entropies is weighted by class weights, but the mean of the z-loss terms is not.
     if reduction == "mean":
@@ -239,4 +267,4 @@ def cross_entropy_reference(
         loss = (entropies * each).sum() / (each * of_class).sum() + (z_terms * each).sum() / each.sum()
     elif reduction == "sum":
         loss = loss.sum()
-    return CrossEntropyStats(loss, token_loss, lse, entropy, argmax)
+    return CrossEntropyStats(loss, token_loss, lse, entropy, argmax, correct)

@@ -139,7 +139,7 @@ def linear_cross_entropy_with_stats(
     Arguments and errors are those of ``linear_cross_entropy``.
 
     Returns:
-        A :class:`CrossEntropyStats`. All fields except ``argmax`` are differentiable.
+        A :class:`CrossEntropyStats`. All fields except ``argmax`` and ``correct`` are differentiable.
 
     Example:
         >>> hidden, weight, target = torch.randn(4, 64), torch.randn(1000, 64), torch.tensor([3, 1, 4, 1])

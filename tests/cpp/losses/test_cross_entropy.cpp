@@ -103,3 +103,24 @@ TEST_CASE("cross_entropy in place takes the logits' memory, and nobody gets a gr
     CHECK(relative_error(stats.lse, before.to(at::kDouble).logsumexp(-1)) < 1e-6);
   }
 }
+
+TEST_CASE("cross_entropy takes classes in any dimension", "[cross_entropy]") {
+  at::manual_seed(3);
+  const Tensor leaf = at::randn({2, 9, 3, 4}, at::kDouble).requires_grad_();
+  Tensor target = at::randint(9, {2, 3, 4}, at::kLong);
+  target[0][1][2] = -100;
+  const Tensor expected = at::cross_entropy_loss(leaf, target, {}, at::Reduction::Mean, -100);
+  const Tensor gradient = torch::autograd::grad({expected}, {leaf})[0];
+  for (const bool inplace : {false, true}) {
+    const Tensor logits = leaf.clone(), before = logits.detach().clone();
+    const auto stats = shoestring::cross_entropy_with_stats(
+        logits, target, shoestring::CrossEntropyOptions().dim(1).inplace(inplace));
+    CHECK(at::allclose(stats.loss, expected, 1e-12, 1e-12));
+    CHECK(at::allclose(torch::autograd::grad({stats.loss}, {leaf})[0], gradient, 1e-12, 1e-12));
+    CHECK(logits.equal(before));  // the gradient is in a copy
+    CHECK(stats.argmax.masked_select(target.ne(-100)).equal(leaf.argmax(1).masked_select(target.ne(-100))));
+    CHECK(stats.correct.equal(leaf.argmax(1).eq(target).sum()));
+  }
+  CHECK_THROWS_WITH(shoestring::cross_entropy(leaf, target, shoestring::CrossEntropyOptions().dim(4)),
+                    Catch::Contains("dim: expected a dimension of the logits, -4 to 3, received 4"));
+}

@@ -34,6 +34,7 @@ LinearCrossEntropyStats reference(const Tensor& hidden, const Tensor& weight, Te
   const Tensor log_p = logits.log_softmax(-1);
   out.entropy = at::where(counted, -(log_p.exp() * log_p).sum(-1), zero);
   out.argmax = at::where(counted, logits.argmax(-1), at::full({}, -1, at::kLong));
+  out.correct = out.argmax.eq(target).logical_and(counted).sum();
   Tensor each = counted.to(at::kDouble);
   if (options.token_weights()) each = each * *options.token_weights();
   out.loss = out.token_loss * each;
@@ -137,6 +138,7 @@ TEST_CASE("linear_cross_entropy has every option, and statistics with gradients 
         c.check(ours.lse, c.exact.lse, tolerance, tolerance);
         c.check(ours.entropy, c.exact.entropy, tolerance, tolerance);
         CHECK(ours.argmax.equal(c.exact.argmax));
+        CHECK(ours.correct.equal(c.exact.correct));
       }
     }
   });

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_linear_cross_entropy_options import resolved, upstream_of
 from torch import Tensor
+from torch.nn import functional as F
 
 import shoestring
 from conftest import relative_error
@@ -106,6 +107,11 @@ def check_argmax(ours: Tensor, exact: Tensor, logits: Tensor, softcap: float | N
     assert ((a - b).abs() <= torch.finfo(torch.float32).eps * b.abs()).all()
 
 
+def shifted(target: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the target that each token predicts."""
+    return F.pad(target[..., 1:], (0, 1), value=-100) if options.get("shift") else target
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_statistics_and_their_gradients(capability: str, options: dict[str, Any]) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
@@ -127,7 +133,8 @@ def test_statistics_and_their_gradients(capability: str, options: dict[str, Any]
         assert all(torch.equal(a, b) for a, b in zip(stats, replaced))
         assert relative_error(gradient(replaced.loss, leaf), of_loss) < 2 * tolerance
         scalar = options.get("reduction") != "none"
-        assert [t.requires_grad for t in replaced] == [True, *[not scalar] * 3, False]
+        assert [t.requires_grad for t in replaced] == [True, *[not scalar] * 3, False, False]
+        assert stats.correct == ((stats.argmax == shifted(target, chosen)) & (stats.argmax >= 0)).sum()
 
 
 @pytest.mark.sample(simt=6)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
@@ -42,8 +41,12 @@ from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import share
 from shoestring.adapters.virtual_tokens import attach_tokens, start
-from shoestring.quantization.quantize_4bit import BLOCK_SIZES, TYPES
-from shoestring.quantization.quantized_linear_module import QuantizedLinear, quantize_weight
+from shoestring.quantization.quantized_linear_module import (
+    QuantizedLinear,
+    check_dtype,
+    check_form,
+    quantize_weight,
+)
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
 
@@ -353,28 +356,11 @@ def _check_quantize(
 ) -> None:
     if quantize is None:
         return
-    if quantize not in (*TYPES, "int8"):
-        raise ValueError(
-            f"lora.apply: quantize: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quantize!r}"
-        )
-    if quantize == "int4" and double_quant:
-        raise ValueError(
-            "lora.apply: double_quant: expected False with quantize 'int4', whose scales are bf16, received True"
-        )
-    if quantize == "int8" and (block_size is not None or double_quant):
-        raise ValueError(
-            "lora.apply: block_size and double_quant: expected None and False with quantize 'int8', whose rows have one fp32 "
-            f"scale each, received {block_size!r} and {double_quant!r}"
-        )
-    if block_size is not None and block_size not in BLOCK_SIZES:
-        raise ValueError(f"lora.apply: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
+    check_form("lora.apply", quantize, block_size, double_quant, "quantize", "None, ")
     for name, layer in all_linear(model).items():
         if is_conv1d(layer):
             raise ValueError(
                 f"lora.apply: quantize: expected None for a model with Conv1D layers, such as {name}, received {quantize!r}; "
                 "only nn.Linear can be quantised"
             )
-        if layer.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"lora.apply: quantize: expected fp32, bf16 or fp16 weights, received {layer.weight.dtype} in {name}"
-            )
+        check_dtype("lora.apply", "quantize", layer.weight.dtype, f" in {name}")

@@ -123,12 +123,49 @@ def _quantized(
 ) -> QuantizedTensor:
     if quant_type != "int8":
         return quantize_4bit(weight, quant_type, 64 if block_size is None else block_size, double_quant)
-    if block_size is not None or double_quant:
-        raise ValueError(
-            "QuantizedLinear: block_size and double_quant: expected None and False with quant_type 'int8', whose rows have one "
-            f"fp32 scale each, received {block_size!r} and {double_quant!r}"
-        )
+    check_form("QuantizedLinear", quant_type, block_size, double_quant)
     return quantize_int8(weight)
+
+
+def check_form(
+    caller: str,
+    quant_type: str,
+    block_size: int | None,
+    double_quant: bool,
+    argument: str = "quant_type",
+    before: str = "",
+) -> None:
+    """Raise ValueError unless the options of a quantised weight fit together.
+
+    Args:
+        caller: the function that the user called, which begins the error message.
+        quant_type, block_size, double_quant: as for :class:`QuantizedLinear`.
+        argument: name of the user's argument that holds ``quant_type``.
+        before: what the argument may be besides the types, such as "None, ".
+    """
+    if quant_type not in (*TYPES, "int8"):
+        raise ValueError(
+            f"{caller}: {argument}: expected {before}'nf4', 'fp4', 'int4' or 'int8', received {quant_type!r}"
+        )
+    if quant_type == "int4" and double_quant:
+        raise ValueError(
+            f"{caller}: double_quant: expected False with {argument} 'int4', whose scales are bf16, received True"
+        )
+    if quant_type == "int8" and (block_size is not None or double_quant):
+        raise ValueError(
+            f"{caller}: block_size and double_quant: expected None and False with {argument} 'int8', whose rows have one fp32 "
+            f"scale each, received {block_size!r} and {double_quant!r}"
+        )
+    if block_size is not None and block_size not in BLOCK_SIZES:
+        raise ValueError(f"{caller}: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
+
+
+def check_dtype(caller: str, argument: str, dtype: torch.dtype, where: str = "") -> None:
+    """Raise ValueError unless weights of this dtype can be quantised."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{caller}: {argument}: expected fp32, bf16 or fp16{where and ' weights'}, received {dtype}{where}"
+        )
 
 
 def quantize_weight(linear: nn.Linear, quant_type: str, block_size: int | None, double_quant: bool) -> None:

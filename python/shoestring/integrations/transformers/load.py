@@ -16,9 +16,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from shoestring.files.read_file import check_regular, is_integer
 from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
 from shoestring.integrations.transformers.remote_code import why_not_loaded
-from shoestring.quantization.quantize_4bit import BLOCK_SIZES, CODES, TYPES
+from shoestring.quantization.quantize_4bit import CODES
 from shoestring.quantization.quantized_linear_module import (
     QuantizedLinear,
+    check_dtype,
+    check_form,
     frozen,
     quantize_weight,
     read_quantized,
@@ -160,23 +162,8 @@ def _model_and_files(
 
 
 def _check(quant_type: str | None, block_size: int | None, double_quant: bool, dtype: torch.dtype) -> None:
-    if quant_type not in (None, *TYPES, "int8"):
-        raise ValueError(
-            f"{METHOD}: quant_type: expected None, 'nf4', 'fp4', 'int4' or 'int8', received {quant_type!r}"
-        )
-    if quant_type == "int4" and double_quant:
-        raise ValueError(
-            f"{METHOD}: double_quant: expected False with quant_type 'int4', whose scales are bf16, received True"
-        )
-    if quant_type == "int8" and (block_size is not None or double_quant):
-        raise ValueError(
-            f"{METHOD}: block_size and double_quant: expected None and False with quant_type 'int8', whose rows have one fp32 "
-            f"scale each, received {block_size!r} and {double_quant!r}"
-        )
-    if block_size is not None and block_size not in BLOCK_SIZES:
-        raise ValueError(f"{METHOD}: block_size: expected one of {BLOCK_SIZES}, received {block_size!r}")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{METHOD}: dtype: expected fp32, bf16 or fp16, received {dtype}")
+    check_form(METHOD, "nf4" if quant_type is None else quant_type, block_size, double_quant, before="None, ")
+    check_dtype(METHOD, "dtype", dtype)
 
 
 def _check_layers(fields: dict[str, Any], stored: int, folder: Path) -> None:

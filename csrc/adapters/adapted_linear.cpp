@@ -40,6 +40,8 @@ Tensor over_rows(const Tensor& t, const Tensor& x) {
 AdaptableLayer::Shapes AdaptableLinearImpl::shapes(const AnyAdapterOptions& adapter_options,
                                                    const std::string& caller, const std::string& name) const {
   check_kind(adapter_options, caller, name);
+  TORCH_CHECK_VALUE(!is_fake_quantized(), caller, ": expected layers without fake quantisation, received ",
+                    name, "; call convert_quantized first");
   const int64_t in = options.in_features(), out = options.out_features();
   Shapes found;
   if (const auto* ia3 = std::get_if<IA3Options>(&adapter_options)) {
@@ -112,7 +114,7 @@ bool AdaptableLinearImpl::is_one() const {
 }
 
 bool AdaptableLinearImpl::is_lora_weight() const {
-  return (is_quantized() || !weight.requires_grad()) && is_one();
+  return (is_quantized() || (!weight.requires_grad() && !is_fake_quantized())) && is_one();
 }
 
 std::optional<LoraWeight> AdaptableLinearImpl::lora_weight() const {
@@ -210,7 +212,7 @@ Tensor AdaptableLinearImpl::forward(const Tensor& x) {
     return lora_linear(before.defined() ? (x * before).to(x.scalar_type()) : x, joined(),
                        input_with(dropout(), x));
   }
-  if (!is_quantized()) return dense_linear(x, weight, optional(bias));
+  if (!is_quantized()) return dense_linear(x, computed_weight(), optional(bias));
   return quantized_linear(x, base->packed, base->absmax, options.out_features(), optional(bias),
                           optional(base->nested), base->options.quantize());
 }

@@ -7,22 +7,17 @@
 #include <shoestring/placeholder.h>
 
 #include "adapters/low_rank.h"
+#include "quantization/without_weight.h"
 
 namespace shoestring::nn {
 
 using at::Tensor;
 
-// Constructs a quantised layer of size 1 x 1 and then sets its real sizes. Constructing it in full size would
-// draw random values for a weight that is replaced anyway.
 QuantizedLinear without_weight(const AdaptableLinearOptions& options, const QuantizeOptions& quantize,
                                bool double_quant) {
-  auto small = QuantizeOptions().quant_type(quantize.quant_type());
-  QuantizedLinear layer(QuantizedLinearOptions(1, 1).bias(false).quantize(small).double_quant(double_quant));
-  layer->options = QuantizedLinearOptions(options.in_features(), options.out_features())
-                       .bias(false)
-                       .quantize(quantize)
-                       .double_quant(double_quant);
-  return layer;
+  return quantization::without_weight(QuantizedLinearOptions(options.in_features(), options.out_features())
+                                          .quantize(quantize)
+                                          .double_quant(double_quant));
 }
 
 AdaptableLinearImpl::AdaptableLinearImpl(const AdaptableLinearOptions& options) : options(options) {
@@ -68,6 +63,26 @@ void AdaptableLinearImpl::quantize(const QuantizeOptions& quantize_options, bool
   set_base(quantized);
 }
 
+void AdaptableLinearImpl::fake_quantize(const QuantizeOptions& quantize_options, bool double_quant) {
+  TORCH_CHECK(
+      !is_quantized() && !has_adapter(),
+      "nn::AdaptableLinear: fake_quantize: expected a dense layer without an adapter, received one that is ",
+      is_quantized() ? "quantised already" : "adapted already");
+  fake_ = Fake{quantize_options, double_quant};
+}
+
+void AdaptableLinearImpl::convert_quantized() {
+  TORCH_CHECK(is_fake_quantized(),
+              "nn::AdaptableLinear: convert_quantized: expected a layer with fake quantisation, received one "
+              "without; call fake_quantize first, or quantize");
+  const Fake form = *fake_;
+  quantize(form.quantize, form.double_quant);
+}
+
+Tensor AdaptableLinearImpl::computed_weight() const {
+  return fake_.has_value() ? shoestring::fake_quantize(weight, fake_->quantize, fake_->double_quant) : weight;
+}
+
 void AdaptableLinearImpl::set_quantized(const Tensor& bytes, const Tensor& scales, const Tensor& second,
                                         const QuantizeOptions& quantize_options, at::ScalarType dtype) {
   TORCH_CHECK(!has_adapter(),
@@ -87,6 +102,7 @@ void AdaptableLinearImpl::set_base(const QuantizedLinear& quantized) {
     weight = Tensor();
   }
   former_.reset();
+  fake_.reset();
   base = register_module("base", quantized);
 }
 
@@ -202,6 +218,7 @@ void AdaptableLinearImpl::pretty_print(std::ostream& stream) const {
   stream << "shoestring::nn::AdaptableLinear(in_features=" << options.in_features()
          << ", out_features=" << options.out_features() << ", bias=" << (options.bias() ? "true" : "false");
   if (is_quantized()) stream << ", " << base->options.quantize().quant_type();
+  if (fake_.has_value()) stream << ", trained as " << fake_->quantize.quant_type();
   for (const auto& item : adapters)
     stream << (item.key() == adapters.front().key() ? ", adapters: " : ", ") << item.key();
   stream << ")";

@@ -19,7 +19,7 @@ std::vector<Tensor> forward_together(const Tensor& x, const std::vector<Adaptabl
     std::vector<Tensor> dense_weights;
     std::vector<std::optional<Tensor>> biases;
     for (const AdaptableLinear& layer : layers) {
-      dense_weights.push_back(layer->weight);
+      dense_weights.push_back(layer->computed_weight());
       biases.push_back(optional(layer->bias));
     }
     return dense_linear_group(x, dense_weights, biases);

@@ -6,6 +6,20 @@
 #include <shoestring/nn/quantized_linear.h>
 
 #include "quantization/packed.h"
+#include "quantization/without_weight.h"
+
+namespace shoestring::quantization {
+
+nn::QuantizedLinear without_weight(const nn::QuantizedLinearOptions& options) {
+  const auto small = QuantizeOptions().quant_type(options.quantize().quant_type());
+  nn::QuantizedLinear layer(
+      nn::QuantizedLinearOptions(1, 1).bias(false).quantize(small).double_quant(options.double_quant()));
+  layer->options = options;
+  layer->options.bias(false);
+  return layer;
+}
+
+}  // namespace shoestring::quantization
 
 namespace shoestring::nn {
 

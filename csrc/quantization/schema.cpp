@@ -24,6 +24,12 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Dequantises a 4-bit or int8 tensor into out, a contiguous tensor with the same number of elements.
   m.def(R"(dequantize_(Tensor(a!) out, Tensor packed, Tensor absmax, Tensor? nested=None, *,
       str quant_type='nf4', int block_size=64) -> ())");
+  // Quantises x and dequantises the result to the dtype of x, for quantisation-aware training. The values are
+  // those of quantize_4bit and dequantize_4bit or of the int8 operators, bit for bit. The gradient passes
+  // through unchanged. double_quant quantises the scales by quantize_absmax as well. block_size None is 64;
+  // 'int8' has one scale per row and takes none.
+  m.def(R"(fake_quantize(Tensor x, *, str quant_type='nf4', int? block_size=None,
+      bool double_quant=False) -> Tensor)");
   // Converts fp32 values to block-wise 8-bit optimizer state, or back. The state has codes in the shape of x
   // and one scale per 256 elements. With signed=False, x must not be negative, and only zero itself gets the
   // code of zero.

@@ -3,7 +3,8 @@
 // only shuffles. Blocks of 2048 and 4096 elements are read twice. A code is found without a search. The
 // interval [-1, 1] is divided into 32 equal buckets, each with at most one midpoint between neighbouring
 // values of the code book. The only exception is FP4, which has codes for 0 and for -0: next to zero, one
-// bucket contains two midpoints, of which one is zero.
+// bucket contains two midpoints, of which one is zero. Fake quantisation is the same kernel, which decodes
+// its codes and stores values instead: it reads x once and writes the result.
 
 #include <cmath>
 
@@ -12,6 +13,7 @@
 #include "cuda/core/launch.h"
 #include "cuda/core/vector.h"
 #include "cuda/core/warp.h"
+#include "quantization/fake_quantize_table.h"
 #include "quantization/quantize_4bit_table.h"
 
 namespace shoestring::cuda {
@@ -28,11 +30,13 @@ constexpr float kSmallestScale = 1e-38f;
 
 // The look-up table of a code book. For each bucket it holds the midpoint, and in `codes` the code for
 // numbers up to the midpoint (lowest byte) and above (next byte). two_zeros marks FP4, which has two codes
-// for zero. Positive numbers below the smallest positive midpoint have code 8, and 0 has code 0.
+// for zero. Positive numbers below the smallest positive midpoint have code 8, and 0 has code 0. `value`
+// holds the values of the 16 codes.
 struct Table {
   float midpoint[kBuckets];
   unsigned codes[kBuckets];
   bool two_zeros;
+  float value[16];
 };
 
 /// Returns 4 times the index of the bucket that contains u, which is in [-1, 1]. This is the byte offset into
@@ -47,6 +51,7 @@ __host__ __device__ inline unsigned bucket(float u) {
 
 Table make_table(const kernels::Codebook& book) {
   Table table{};
+  for (int code = 0; code < 16; ++code) table.value[code] = book.value[code];
   for (int b = 0, below = 0; b < kBuckets; ++b) {
     table.midpoint[b] = INFINITY;
     table.codes[b] = book.order[below];
@@ -71,19 +76,24 @@ __device__ unsigned encode(const Table& table, float u) {
 __device__ unsigned largest(unsigned a, unsigned b) { return a > b ? a : b; }
 
 // Quantises blocks of 2^log_block elements; a warp handles a unit of at least 1024 elements. If kEdge, x may
-// end inside a unit and need not be aligned.
-// Budget: 80 registers, 260 bytes shared, no spills.
-template <class T, bool kEdge>
+// end inside a unit and need not be aligned. If kFake, writes the dequantised values to `fake` instead of
+// codes and scales.
+// Budget: 80 registers, 324 bytes shared, no spills.
+template <class T, bool kEdge, bool kFake>
 __global__ void __launch_bounds__(kThreads)
-    quantize(const T* x, int64_t count, int log_block, Table given, uint8_t* packed, float* absmax) {
+    quantize(const T* x, int64_t count, int log_block, Table given, uint8_t* packed, float* absmax, T* fake) {
   __shared__ Table table;
   const int block_size = 1 << log_block, unit = block_size > kChunk ? block_size : kChunk;
   // Offset of the first element of this warp, at which a quantisation block starts. Relative to it, 32-bit
   // indices suffice.
   const int64_t begin = (int64_t{blockIdx.x} * kWarps + warp()) * unit;
   x += begin;
-  packed += begin / 2;
-  absmax += begin >> log_block;
+  if constexpr (kFake) {
+    fake += begin;
+  } else {
+    packed += begin / 2;
+    absmax += begin >> log_block;
+  }
   const int end = kEdge && count - begin < unit ? static_cast<int>(count > begin ? count - begin : 0) : unit;
   Vector<T, kWidth> part[kVectors];
   const auto read = [&](int from) {
@@ -123,6 +133,10 @@ __global__ void __launch_bounds__(kThreads)
       table.midpoint[b] = given.midpoint[b];
       table.codes[b] = given.codes[b];
     }
+    if constexpr (kFake) {
+#pragma unroll
+      for (int code = 0; code < 16; ++code) table.value[code] = given.value[code];
+    }
   }
   __syncthreads();
 
@@ -137,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
       // In an incomplete last block, elements are divided by the scale instead of being multiplied by its
       // reciprocal, and the scale is at least kSmallestScale. bitsandbytes does the same.
       const bool cut = kEdge && ((i >> log_block) + 1) << log_block > end;
-      if ((i & (block_size - 1)) == 0) absmax[i >> log_block] = cut ? divisor : scale;
+      if (!kFake && (i & (block_size - 1)) == 0) absmax[i >> log_block] = cut ? divisor : scale;
       float u[kWidth];
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
@@ -162,7 +176,21 @@ __global__ void __launch_bounds__(kThreads)
           if (u[k ^ 1] > 0 && (word >> 4 * k & 15) == 0) word |= 8u << 4 * k;
         }
       }
-      if (!kEdge || i + kWidth <= end) {
+      if constexpr (kFake) {
+        Vector<T, kWidth> values;
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) {
+          values[k] = rounded<T>(__fmul_rn(table.value[word >> 4 * (k ^ 1) & 15], cut ? divisor : scale));
+        }
+        if constexpr (kEdge) {
+#pragma unroll
+          for (int k = 0; k < kWidth; ++k) {
+            if (i + k < end) fake[i + k] = values[k];
+          }
+        } else {
+          store(fake + i, values);
+        }
+      } else if (!kEdge || i + kWidth <= end) {
         *reinterpret_cast<unsigned*>(packed + i / 2) = word;
       } else {
         for (int k = 0; i + 2 * k < end; ++k) packed[i / 2 + k] = word >> 8 * k & 0xff;
@@ -171,24 +199,40 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class T>
-const char* run(const void* data, int64_t count, int64_t block_size, const kernels::Codebook& book,
-                uint8_t* packed, float* absmax, void* stream) {
-  const T* x = static_cast<const T*>(data);
+template <class T, bool kFake>
+const char* start(const T* x, int64_t count, int64_t block_size, const kernels::Codebook& book,
+                  uint8_t* packed, float* absmax, T* fake, void* stream) {
   const Table table = make_table(book);
   int log_block = 0;
   while ((int64_t{1} << log_block) < block_size) ++log_block;
   const int64_t per_block = kWarps * (block_size > kChunk ? block_size : kChunk);
-  const int64_t inner = aligned(x) ? count / per_block : 0, done = inner * per_block;
-  const char* error =
-      launch(quantize<T, false>, inner, kThreads, 0, stream, x, done, log_block, table, packed, absmax);
+  const bool vectors = aligned(x) && (!kFake || aligned(fake));
+  const int64_t inner = vectors ? count / per_block : 0, done = inner * per_block;
+  const char* error = launch(quantize<T, false, kFake>, inner, kThreads, 0, stream, x, done, log_block, table,
+                             packed, absmax, fake);
   if (error != nullptr) return error;
-  return launch(quantize<T, true>, (count - done + per_block - 1) / per_block, kThreads, 0, stream, x + done,
-                count - done, log_block, table, packed + done / 2, absmax + (done >> log_block));
+  const auto from = [&](auto* p, int64_t offset) { return p == nullptr ? p : p + offset; };
+  return launch(quantize<T, true, kFake>, (count - done + per_block - 1) / per_block, kThreads, 0, stream,
+                x + done, count - done, log_block, table, from(packed, done / 2),
+                from(absmax, done >> log_block), from(fake, done));
+}
+
+template <class T>
+const char* run(const void* x, int64_t count, int64_t block_size, const kernels::Codebook& book,
+                uint8_t* packed, float* absmax, void* stream) {
+  return start<T, false>(static_cast<const T*>(x), count, block_size, book, packed, absmax, nullptr, stream);
+}
+
+template <class T>
+const char* run_fake(const void* x, int64_t count, int64_t block_size, const kernels::Codebook* book,
+                     void* out, void* stream) {
+  return start<T, true>(static_cast<const T*>(x), count, block_size, *book, nullptr, nullptr,
+                        static_cast<T*>(out), stream);
 }
 
 const kernels::Quantize4bitCuda kTable{run<float>, run<__nv_bfloat16>, run<__half>};
-const bool kProvided = (provide("quantize_4bit", &kTable), true);
+const kernels::FakeQuantizeCuda kFakeTable{run_fake<float>, run_fake<__nv_bfloat16>, run_fake<__half>};
+const bool kProvided = (provide("quantize_4bit", &kTable), provide("fake_quantize_4bit", &kFakeTable), true);
 
 }  // namespace
 }  // namespace shoestring::cuda

@@ -8,6 +8,7 @@
 #include "cuda/core/convert.h"
 #include "cuda/core/launch.h"
 #include "cuda/core/warp.h"
+#include "quantization/fake_quantize_table.h"
 #include "quantization/fit_int4.h"
 
 namespace shoestring::cuda {
@@ -17,6 +18,13 @@ using kernels::Int4Fit;
 using kernels::kInt4Lanes;
 
 constexpr int kThreads = 256, kBlocks = kThreads / kInt4Lanes;
+// Number of thread blocks that a multiprocessor holds at a time: as many as its registers allow without
+// spills, and on sm_75 as many as it has threads for.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kResident = 4;
+#else
+constexpr int kResident = 5;
+#endif
 
 /// Reduces the values of the 16 lanes that handle a block with combine(a, b). Every lane gets the same
 /// result, bit for bit.
@@ -38,10 +46,12 @@ __device__ float shifted(float away, float inverse) {
   return __fadd_rn(fminf(fmaxf(__fmul_rn(away, inverse), -8.f), 7.f), kernels::kInt4Shift);
 }
 
+// If kFake, writes the dequantised values to `fake` instead of codes and scales.
 // Budget: 48 registers, 0 bytes shared, no spills.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    quantize(const T* x, int64_t count, int block_size, uint8_t* packed, kernels::Int4Scale* scales) {
+template <class T, bool kFake>
+__global__ void __launch_bounds__(kThreads, kResident)
+    quantize(const T* x, int64_t count, int block_size, uint8_t* packed, kernels::Int4Scale* scales,
+             T* fake) {
   const int64_t block = int64_t{blockIdx.x} * kBlocks + threadIdx.x / kInt4Lanes, begin = block * block_size;
   const int first = threadIdx.x % kInt4Lanes;
   // A half-warp whose block starts past the end of x has no elements, but its lanes take part in the
@@ -91,9 +101,15 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (!finite) best = kernels::nan_int4();
   if (low == 0 && high == 0) best = {0, 0};
-  if (n > 0 && first == 0) scales[block] = best.packed();
-
   const float inverse = best.inverse();
+  if constexpr (kFake) {
+    for (int i = first; i < n; i += kInt4Lanes) {
+      const float code = shifted(to_float(x[i]) - best.offset, inverse) - kernels::kInt4Shift;
+      fake[begin + i] = rounded<T>(__fmaf_rn(code, best.scale, best.offset));
+    }
+    return;
+  }
+  if (n > 0 && first == 0) scales[block] = best.packed();
   packed += begin / 2;
   for (int i = first; i - first < block_size; i += kInt4Lanes) {
     const unsigned code =
@@ -103,16 +119,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+template <class T, bool kFake>
+const char* start(const void* x, int64_t count, int64_t block_size, uint8_t* packed,
+                  kernels::Int4Scale* scales, void* fake, void* stream) {
+  const int64_t blocks = (count + block_size - 1) / block_size;
+  return launch(quantize<T, kFake>, (blocks + kBlocks - 1) / kBlocks, kThreads, 0, stream,
+                static_cast<const T*>(x), count, static_cast<int>(block_size), packed, scales,
+                static_cast<T*>(fake));
+}
+
 template <class T>
 const char* run(const void* x, int64_t count, int64_t block_size, uint8_t* packed, kernels::Int4Scale* scales,
                 void* stream) {
-  const int64_t blocks = (count + block_size - 1) / block_size;
-  return launch(quantize<T>, (blocks + kBlocks - 1) / kBlocks, kThreads, 0, stream, static_cast<const T*>(x),
-                count, static_cast<int>(block_size), packed, scales);
+  return start<T, false>(x, count, block_size, packed, scales, nullptr, stream);
+}
+
+template <class T>
+const char* run_fake(const void* x, int64_t count, int64_t block_size, const kernels::Codebook*, void* out,
+                     void* stream) {
+  return start<T, true>(x, count, block_size, nullptr, nullptr, out, stream);
 }
 
 const kernels::QuantizeInt4Cuda kTable{run<float>, run<__nv_bfloat16>, run<__half>};
-const bool kProvided = (provide("quantize_int4", &kTable), true);
+const kernels::FakeQuantizeCuda kFakeTable{run_fake<float>, run_fake<__nv_bfloat16>, run_fake<__half>};
+const bool kProvided = (provide("quantize_int4", &kTable), provide("fake_quantize_int4", &kFakeTable), true);
 
 }  // namespace
 }  // namespace shoestring::cuda

@@ -25,6 +25,10 @@ from shoestring.core.host_allocator import (  # noqa: E402
     HostAllocatorStats,
     host_allocator,
 )
+from shoestring.integrations.quantized_training import (  # noqa: E402
+    convert_quantized,
+    prepare_quantized,
+)
 from shoestring.integrations.transformers import (  # noqa: E402
     PatchReport,
     load_quantized,
@@ -41,6 +45,7 @@ from shoestring.ops import (  # noqa: E402
     dequantize_4bit,
     dequantize_int8,
     embedding,
+    fake_quantize,
     geglu,
     gelu,
     layer_norm,
@@ -78,11 +83,13 @@ __all__ = [
     "checkpoint_model",
     "checkpoint_sequential",
     "cmake_prefix_path",
+    "convert_quantized",
     "cross_entropy",
     "cross_entropy_with_stats",
     "dequantize_4bit",
     "dequantize_int8",
     "embedding",
+    "fake_quantize",
     "geglu",
     "gelu",
     "host_allocator",
@@ -102,6 +109,7 @@ __all__ = [
     "offload_activations",
     "optim",
     "patch",
+    "prepare_quantized",
     "quantize_4bit",
     "quantize_int8",
     "quantized_linear",

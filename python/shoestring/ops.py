@@ -50,6 +50,7 @@ from shoestring.optim.lion import lion_, lion_reference
 from shoestring.optim.muon import muon_, muon_reference
 from shoestring.optim.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
 from shoestring.optim.sgd import sgd_, sgd_reference
+from shoestring.quantization.fake_quantize import fake_quantize, fake_quantize_reference
 from shoestring.quantization.quantize_4bit import (
     dequantize_4bit,
     dequantize_4bit_reference,
@@ -112,6 +113,8 @@ __all__ = [
     "dequantize_state_4bit_reference",
     "embedding",
     "embedding_reference",
+    "fake_quantize",
+    "fake_quantize_reference",
     "foreach_norm",
     "foreach_norm_reference",
     "geglu",

@@ -94,6 +94,25 @@ def quantize_4bit(device: str) -> Results:
     return found
 
 
+def fake_quantize(device: str) -> Results:
+    """Fake-quantise whole vectors and remainders of every format, also of rows longer than a thread block's."""
+    found: Results = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for kind, block, shape in (
+            ("nf4", 64, (9000,)),
+            ("nf4", 4096, (9000,)),
+            ("fp4", 32, (777,)),
+            ("int4", 64, (777,)),
+            ("int4", 4096, (9000,)),
+            ("int8", None, (5, 77)),
+            ("int8", None, (3, 5000)),
+        ):
+            x = uniform(*shape, seed=shape[0]).to(device, dtype)
+            y = OPERATORS.fake_quantize(x, quant_type=kind, block_size=block)
+            found[f"{kind} {block} {shape} {str(dtype)[6:]}"] = (y, 0)
+    return found
+
+
 def quantize_absmax(device: str) -> Results:
     codes, nested = OPERATORS.quantize_absmax(uniform(777, seed=1).abs().to(device))
     # The offset of the quantised scales is the mean of all scales, and its sum depends on the order of
@@ -373,6 +392,7 @@ CASES: tuple[Callable[[str], Results], ...] = (
     quantize_8bit_codes,
     quantize_state_4bit_codes,
     quantize_4bit,
+    fake_quantize,
     quantize_absmax,
     dequantize_4bit,
     int8,

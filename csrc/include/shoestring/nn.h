@@ -4,6 +4,7 @@
 #include <shoestring/nn/attention.h>
 #include <shoestring/nn/conv.h>
 #include <shoestring/nn/embedding.h>
+#include <shoestring/nn/fake_quantized_linear.h>
 #include <shoestring/nn/gated_mlp.h>
 #include <shoestring/nn/linear.h>
 #include <shoestring/nn/norm.h>

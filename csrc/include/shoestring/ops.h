@@ -312,6 +312,14 @@ SHOESTRING_API void dequantize_(const at::Tensor& out, const at::Tensor& packed,
                                 const std::optional<at::Tensor>& nested = std::nullopt,
                                 const QuantizeOptions& options = {});
 
+/// Returns x (fp32, bf16 or fp16) as its quantised form represents it: bit for bit, the result of quantising
+/// x with these options and of dequantising it to the dtype of x. With double_quant, the scales are quantised
+/// as well. For "int8", block_size is the default or the length of a row. The gradient is straight-through
+/// (arXiv 1308.3432): that of the result is passed on to x unchanged, for every element. The codes are not
+/// stored, except with double_quant.
+SHOESTRING_API at::Tensor fake_quantize(const at::Tensor& x, const QuantizeOptions& options = {},
+                                        bool double_quant = false);
+
 /// Computes self (m, n) = beta * self + alpha * mat1 (m, k) mat2 (k, n), accumulated in fp32. self may be
 /// fp32 if the matrices are bf16 or fp16, for example an fp32 buffer that accumulates a weight's gradient.
 /// Not differentiable.

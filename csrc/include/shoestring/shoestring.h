@@ -16,6 +16,7 @@
 #include <shoestring/offload_activations.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
+#include <shoestring/quantized_training.h>
 #include <shoestring/safetensors.h>
 #include <shoestring/version.h>
 #include <shoestring/vocab_parallel.h>

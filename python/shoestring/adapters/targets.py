@@ -115,6 +115,7 @@ def refuse_unmatched(
     known: Iterable[str],
     match: Callable[[str, str], bool] = lambda name, wanted: matches(name, [wanted]),
     what: str = "names of modules",
+    caller: str = "lora.apply",
 ) -> None:
     """Raise an error if one of the given names matches no known name.
 
@@ -124,6 +125,7 @@ def refuse_unmatched(
         known: the names that the model has.
         match: function of a known name and a given name that returns whether the given name matches.
         what: description of the given names, for the error message.
+        caller: the function that the user called, for the error message.
 
     Raises:
         ValueError: a given name matches none of ``known``. The message contains the most similar names.
@@ -146,7 +148,7 @@ def refuse_unmatched(
         else f"this model has {', '.join(last) or 'none'}"
     )
     raise ValueError(
-        f"lora.apply: {argument}: expected {what}, received {', '.join(map(repr, missing))}, which "
+        f"{caller}: {argument}: expected {what}, received {', '.join(map(repr, missing))}, which "
         f"match{'es' if len(missing) == 1 else ''} nothing; {hint}"
     )
 

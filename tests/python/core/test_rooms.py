@@ -52,6 +52,7 @@ HEADERS = {
     "linear.h": "gemm",
     "nn/plain_linear.h": "gemm",
     "nn/quantized_linear.h": "quantization",
+    "nn/fake_quantized_linear.h": "quantization",
     "nn/norm.h": "layers",
     "nn/adapter.h": "adapters",
     "nn/conv.h": "adapters",
@@ -73,6 +74,7 @@ HEADERS = {
     "checkpoint_sequence.h": "checkpoint",
     "offload_activations.h": "checkpoint",
     "model_files.h": "integrations",
+    "quantized_training.h": "integrations",
     "data.h": "data",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}

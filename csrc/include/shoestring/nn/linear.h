@@ -50,6 +50,12 @@ class SHOESTRING_API AdaptableLinearImpl : public torch::nn::Cloneable<Adaptable
 
   /// Replaces the dense weight with a frozen quantised weight in the submodule `base`.
   void quantize(const QuantizeOptions& options = {}, bool double_quant = false);
+  /// Prepares the layer for quantisation-aware training: forward computes with shoestring::fake_quantize of
+  /// the weight, which stays dense and trainable. The gradient of the weight is straight-through.
+  void fake_quantize(const QuantizeOptions& options = {}, bool double_quant = false);
+  /// Ends quantisation-aware training: quantises the weight with the options of fake_quantize. The
+  /// dequantised weight equals, bit for bit, the one with which forward has computed.
+  void convert_quantized();
   /// Replaces the weight with a weight that is already quantised, given as in QuantizedLinearImpl::set_parts.
   /// `dtype` is the dtype of the dense weight after merge().
   void set_quantized(const at::Tensor& bytes, const at::Tensor& scales, const at::Tensor& second,
@@ -65,6 +71,10 @@ class SHOESTRING_API AdaptableLinearImpl : public torch::nn::Cloneable<Adaptable
   const at::Tensor& base_weight() const override { return is_quantized() ? base->packed : weight; }
 
   bool is_quantized() const { return !base.is_empty(); }
+  bool is_fake_quantized() const { return fake_.has_value(); }
+  /// Returns the dense weight with which forward computes: `weight`, or its fake-quantised values. The layer
+  /// must not be quantised.
+  at::Tensor computed_weight() const;
   /// Returns the base weight as fp32, or as fp64 if the weight is fp64.
   at::Tensor dense_weight() const;
   /// Replaces the values of the base weight and keeps its dtype or quantised type.
@@ -82,6 +92,11 @@ class SHOESTRING_API AdaptableLinearImpl : public torch::nn::Cloneable<Adaptable
   QuantizedLinear base{nullptr};
 
  private:
+  // Format to which convert_quantized will quantise the weight.
+  struct Fake {
+    QuantizeOptions quantize;
+    bool double_quant;
+  };
   struct Former {
     at::Tensor weight, bias;
     QuantizedLinear base{nullptr};
@@ -110,6 +125,7 @@ class SHOESTRING_API AdaptableLinearImpl : public torch::nn::Cloneable<Adaptable
   AdapterImpl::Tensors merged(const std::vector<std::string>& names) const;
 
   std::optional<Former> former_;
+  std::optional<Fake> fake_;
 };
 TORCH_MODULE(AdaptableLinear);
 

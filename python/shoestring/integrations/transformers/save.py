@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.files.atomic import CONFIG, MODEL_FILES, atomic_directory, exchange_obstacle, is_partial
 from shoestring.files.safetensors_file import save_safetensors
+from shoestring.quantization.fake_quantized_linear_module import FakeQuantizedLinear
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
 METHOD = "save_quantized"
@@ -102,6 +103,12 @@ def _check_directory(directory: Path, overwrite: bool) -> None:
 
 def _quantization_config(model: Any) -> dict[str, Any]:
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    training = next((n for n, m in linear.items() if isinstance(m, FakeQuantizedLinear)), None)
+    if training is not None:
+        raise ValueError(
+            f"{METHOD}: model: expected QuantizedLinear layers, received {training}, a FakeQuantizedLinear; call "
+            "convert_quantized first"
+        )
     other = next((n for n, m in linear.items() if type(m) not in (nn.Linear, QuantizedLinear)), None)
     if other is not None:
         raise ValueError(

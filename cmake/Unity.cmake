@@ -7,7 +7,7 @@
 set(SHOESTRING_READERS
     files/read_file files/safetensors files/safetensors_files files/safetensors_header
     integrations/model_files integrations/quantized_keys adapters/config_digest adapters/load adapters/names
-    adapters/pattern adapters/pattern_syntax adapters/peft_config optim/files optim/saved)
+    adapters/pattern adapters/pattern_syntax adapters/peft_config adapters/virtual_tokens optim/files optim/saved)
 
 # Assigns each source file (absolute path) of a target to the translation unit of its folder, or to the unit
 # of SHOESTRING_READERS.

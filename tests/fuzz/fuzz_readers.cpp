@@ -81,6 +81,16 @@ void write(const std::string& path, const std::string& text) {
   std::ofstream(path, std::ios::binary) << text;
 }
 
+// Writes the weights as PEFT does, without shoestring's digest of the configuration. With the digest, a
+// reader would refuse every damaged configuration.
+void drop_digest(const std::string& folder) {
+  const std::string weights = folder + "/adapter_model.safetensors";
+  shoestring::TensorDict tensors;
+  const shoestring::SafetensorsFile file(weights);
+  for (const auto& entry : file.entries()) tensors.insert(entry.name, file.load(entry.name));
+  shoestring::save_safetensors(weights, tensors, {{"format", "pt"}});
+}
+
 void make_adapter(const std::string& folder, const std::string& kind) {
   Model model;
   auto options = lora::ApplyOptions().target_modules({"up_proj", "down_proj"});
@@ -93,13 +103,7 @@ void make_adapter(const std::string& folder, const std::string& kind) {
   if (kind == "lora") config["alpha_pattern"] = {{"(?=.*up).*_proj", 3}, {"first\\.(down|up)_proj", 5.5}};
   if (kind == "ia3") config["feedforward_modules"] = ".*\\.(down|gate)_proj";
   write(folder + "/adapter_config.json", config.dump());
-  // Write the weights as PEFT does, without shoestring's digest of the configuration. With the digest,
-  // load_adapter would refuse every damaged configuration.
-  const std::string weights = folder + "/adapter_model.safetensors";
-  shoestring::TensorDict tensors;
-  const shoestring::SafetensorsFile file(weights);
-  for (const auto& entry : file.entries()) tensors.insert(entry.name, file.load(entry.name));
-  shoestring::save_safetensors(weights, tensors, {{"format", "pt"}});
+  drop_digest(folder);
 }
 
 Reader adapter(const std::string& kind) {
@@ -111,6 +115,18 @@ Reader adapter(const std::string& kind) {
         Model model;
         lora::load_adapter(model, folder);
       }};
+}
+
+template <class Tokens>
+Reader tokens(const std::string& name, const std::function<Tokens()>& make) {
+  return {
+      name + "::load",
+      [make](const std::string& folder) {
+        make()->save(folder);
+        drop_digest(folder);
+      },
+      {{"adapter_config.json", fuzz::mutate_json}, {"adapter_model.safetensors", fuzz::mutate_safetensors}},
+      [make](const std::string& folder) { make()->load(folder); }};
 }
 
 template <class Optimizer, class Options>
@@ -187,6 +203,9 @@ std::vector<Reader> readers() {
       adapter("lora"),
       adapter("ia3"),
       adapter("vera"),
+      tokens<nn::PromptTokens>("nn::PromptTokens", [] { return nn::PromptTokens(3, 8); }),
+      tokens<nn::PrefixTokens>("nn::PrefixTokens",
+                               [] { return nn::PrefixTokens(nn::PrefixTokensOptions(3, 2, 2, 8)); }),
       optimizer<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>("AdamW"),
       optimizer<shoestring::optim::Adafactor, shoestring::optim::AdafactorOptions>("Adafactor"),
       {"TokenFile",

@@ -12,6 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from shoestring.adapters.adapted import AdaptedLayer
 from shoestring.adapters.options import Names, Options
 from shoestring.adapters.trained_copy import TrainedCopy
+from shoestring.quantization.fake_quantized_linear_module import FakeQuantizedLinear
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
 # Rules that say how a pattern must match a name:
@@ -48,8 +49,8 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_subclass(module: nn.Module, base: type[nn.Module]) -> bool:
     """Return whether a module has a dense weight and a class derived from ``base`` whose forward is unknown.
 
-    nn.MultiheadAttention and routers are excluded. The former reads the weight of its output projection
-    without a call; the latter return several tensors.
+    Three classes are excluded. nn.MultiheadAttention reads the weight of its output projection without a
+    call, routers return several tensors, and the weight of a FakeQuantizedLinear is still trained.
     """
     former = former_class(module)
     weight = module._parameters.get("weight")
@@ -57,7 +58,7 @@ def is_subclass(module: nn.Module, base: type[nn.Module]) -> bool:
         issubclass(former, base)
         and former is not base
         and not is_linear(module)
-        and former is not NonDynamicallyQuantizableLinear
+        and former not in (NonDynamicallyQuantizableLinear, FakeQuantizedLinear)
         and not former.__name__.endswith("Router")
         and type(weight) is nn.Parameter
         and weight.dim() == 2

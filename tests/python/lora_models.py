@@ -43,6 +43,17 @@ def randomise(model: nn.Module, adapter: str = "default") -> nn.Module:
     return model
 
 
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters of a PEFT or shoestring model, by their names in shoestring."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            name = name.replace("lora_B.default.bias", "lora_bias.default")
+            found[name.removesuffix(".weight") if "lora_" in name else name] = parameter
+    return found
+
+
 def logits(model: nn.Module, seed: int = 3) -> Tensor:
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():

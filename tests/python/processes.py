@@ -74,6 +74,31 @@ def train(
         opt.step()
 
 
+def train_halves(
+    net: Module, optimizer: torch.optim.Optimizer, features: int, rank: int | None
+) -> list[float]:
+    """Take four steps on 8 rows of 256 features, of which each of two processes has half. Return the losses.
+
+    ``features`` is the size of the output. With ``rank=None`` this process has all rows.
+    """
+    losses = []
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(8, 256, generator=generator), torch.randn(8, features, generator=generator)
+    if rank is not None:
+        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        whole_loss = loss.detach().clone()
+        if rank is not None:
+            dist.all_reduce(whole_loss)
+            whole_loss /= 2
+        losses.append(whole_loss.item())
+    return losses
+
+
 def whole(p: Tensor) -> Tensor:
     return p.full_tensor() if isinstance(p, DTensor) else p
 

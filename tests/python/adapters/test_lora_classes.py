@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
-from lora_models import assert_files_agree, logits, randomise
+from lora_models import assert_files_agree, logits, randomise, trained
 from shoestring import lora
 
 peft = pytest.importorskip("peft")
@@ -56,17 +56,6 @@ def build(kind: str) -> nn.Module:
     model = copy.deepcopy(_model(kind))
     torch.manual_seed(5)
     return model
-
-
-def trained(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters of a PEFT or shoestring model, by their names in shoestring."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            name = name.replace("lora_B.default.bias", "lora_bias.default")
-            found[name.removesuffix(".weight") if "lora_" in name else name] = parameter
-    return found
 
 
 LORA = {"r": 4, "lora_alpha": 6}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_models import assert_files_agree, llama, logits, randomise
+from lora_models import assert_files_agree, llama, logits, randomise, trained
 from shoestring import lora
 from shoestring.lora import LoraLinear
 
@@ -48,17 +48,6 @@ HONOURED = {
 def biased() -> nn.Module:
     """Build a model with biases in attention and MLP. (Qwen2 has biases in some of these layers.)"""
     return llama(biased=True)
-
-
-def trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the trained parameters of a PEFT or shoestring model, by their names in shoestring."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            name = name.replace("lora_B.default.bias", "lora_bias.default")
-            found[name.removesuffix(".weight") if "lora_" in name else name] = parameter
-    return found
 
 
 @pytest.mark.parametrize("name", HONOURED)

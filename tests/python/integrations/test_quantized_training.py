@@ -29,18 +29,23 @@ def fake_layers(model: nn.Module) -> list[str]:
     return [name for name, m in model.named_modules() if type(m) is FakeQuantizedLinear]
 
 
-def trained(form: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
-    """Return a tiny Llama after three steps of quantisation-aware training."""
-    model = shoestring.prepare_quantized(build_decoder().to(dtype), **form)
-    optimizer = shoestring.optim.AdamW(model.parameters(), lr=5e-3, state_format="8bit")
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Train a model on BATCH, and assert that the loss falls."""
     losses = []
-    for _ in range(3):
+    for _ in range(steps):
         loss = model(**BATCH).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+def trained(form: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """Return a tiny Llama after three steps of quantisation-aware training."""
+    model = shoestring.prepare_quantized(build_decoder().to(dtype), **form)
+    optimizer = shoestring.optim.AdamW(model.parameters(), lr=5e-3, state_format="8bit")
+    train(model, optimizer, 3)
     return model.eval()
 
 
@@ -89,14 +94,7 @@ def test_the_converted_model_is_the_trained_one(form: dict[str, Any], tmp_path: 
 def test_bf16_weights_with_stochastic_rounding() -> None:
     model = shoestring.prepare_quantized(build_decoder().bfloat16(), "int4")
     optimizer = shoestring.optim.AdamW(model.parameters(), lr=5e-3, weight_rounding="stochastic")
-    losses = []
-    for _ in range(4):
-        loss = model(**BATCH).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    train(model, optimizer, 4)
     weight = shoestring.fake_quantize(model.model.layers[0].mlp.up_proj.weight.detach(), "int4")
     converted = shoestring.convert_quantized(model).model.layers[0].mlp.up_proj.weight
     assert converted.dtype == torch.bfloat16 and torch.equal(converted.dequantize(), weight)

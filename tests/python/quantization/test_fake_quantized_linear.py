@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import shoestring
-from processes import run
+from processes import run, train_halves
 from shoestring.nn import FakeQuantizedLinear, QuantizedLinear
 from shoestring.ops import fake_quantize_reference
 
@@ -115,25 +115,8 @@ def net() -> nn.Module:
 
 
 def train(model: nn.Module, rank: int | None) -> list[float]:
-    """Take four steps on a batch of 8 rows, of which each process has half. Return the losses."""
     # With a smaller eps, AdamW's step for a nearly zero gradient would depend on the order of sums.
-    optimizer = shoestring.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-4)
-    losses = []
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(8, 256, generator=generator), torch.randn(8, 33, generator=generator)
-    if rank is not None:
-        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        whole = loss.detach().clone()
-        if rank is not None:
-            torch.distributed.all_reduce(whole)
-            whole /= 2
-        losses.append(whole.item())
-    return losses
+    return train_halves(model, shoestring.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-4), 33, rank)
 
 
 def _is_one_process(rank: int, form: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import shoestring
-from processes import assert_replicated, run
+from processes import assert_replicated, run, train_halves
 from shoestring import QuantizedTensor
 
 KINDS = [
@@ -46,25 +46,10 @@ def shard(net: nn.Module, **options: Any) -> nn.Module:
 
 
 def train(net: nn.Module, rank: int | None) -> list[float]:
-    """Train four steps on a batch of 8 rows, of which each process has half. Return the loss of each step."""
     # With a smaller eps, AdamW's step for a nearly zero gradient would depend on the order of sums.
-    opt = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
-    losses = []
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(8, 256, generator=generator), torch.randn(8, 256, generator=generator)
-    if rank is not None:
-        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
-    for _ in range(4):
-        opt.zero_grad()
-        loss = (net(x) - y).square().mean()
-        loss.backward()
-        opt.step()
-        whole = loss.detach().clone()
-        if rank is not None:
-            torch.distributed.all_reduce(whole)
-            whole /= 2
-        losses.append(whole.item())
-    return losses
+    return train_halves(
+        net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, eps=1e-4), 256, rank
+    )
 
 
 def _is_one_process(rank: int, kind: dict[str, Any], again: bool) -> None:

@@ -16,7 +16,6 @@ import re
 import shutil
 import signal
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from steps import Failed, Runner, Skipped, Step
@@ -25,6 +24,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("libshoestring.so", "libshoestring_cuda.so", "build.json")
 EMULATOR = "libshoestring_simt.so"
 PRIMITIVES = "cuda_primitives_tests"
+# a library for tests that makes transfers of offloaded memory late, or lets them fail
+FAULTS = "liboffload_faults.so"
+# Kernels in which only lane 0 arrives at a barrier in shared memory, after a __syncwarp that orders the accesses of
+# the other lanes before it. racecheck does not follow this order, and reports a hazard for each of these accesses.
+# The emulator follows it.
+UNORDERED = ("key_gradients",)
+# Suites that run first, because they use the instructions that only a GPU can prove.
+RISKY = ("test_attention_hopper", "test_attention", "test_pack_sequences", "test_attention_mixed")
 
 
 def widen_path() -> None:
@@ -78,9 +85,17 @@ class Check:
         return [
             Step("environment", self.environment, 10),
             Step("build", self.build, 420),
-            *(Step(f"suite {p.stem}", lambda p=p: self.suite(p), 150, "build") for p in suites),
-            Step("primitives", self.primitives, 90, "build"),
-            Step("emulator", self.emulator, 120, "build"),
+            # These steps mostly wait for the host, so they run side by side. What is riskiest starts first.
+            Step("primitives", self.primitives, 90, "build", together=True),
+            Step("emulator", self.emulator, 120, "build", together=True),
+            *(
+                Step(f"suite {p.stem}", lambda p=p: self.suite(p), 150, "build", together=True)
+                for p in sorted(suites, key=lambda p: (p.stem not in RISKY, p.stem))
+            ),
+            *(
+                Step(name, lambda name=name: self.sanitizer(name), 150, "build", together=True)
+                for name in ("memcheck", "racecheck", "synccheck")
+            ),
             Step("limits", self.limits, 60),
             *(
                 Step(
@@ -90,10 +105,6 @@ class Check:
                     "build",
                 )
                 for p in sorted((ROOT / "benchmarks").glob("*/bench_*.py"))
-            ),
-            *(
-                Step(name, lambda name=name: self.sanitizer(name), 90, "build")
-                for name in ("memcheck", "racecheck", "synccheck")
             ),
         ]
 
@@ -158,6 +169,7 @@ class Check:
                 "--target",
                 "shoestring",
                 "shoestring_cuda",
+                "offload_faults",
             ]
         )
         self.runner.command(["cmake", "--install", self.build_folder, "--prefix", self.package])
@@ -165,7 +177,8 @@ class Check:
 
     def _take(self, folder: Path) -> str:
         places = dict.fromkeys(LIBRARIES, self.package / "lib")
-        places |= {EMULATOR: self.build_folder / "tests/simt", PRIMITIVES: self.build_folder / "tests/cuda"}
+        tests = self.build_folder / "tests"
+        places |= {EMULATOR: tests / "simt", PRIMITIVES: tests / "cuda", FAULTS: tests / "cpp"}
         for name, place in places.items():
             place.mkdir(parents=True, exist_ok=True)
             (place / name).unlink(missing_ok=True)
@@ -176,53 +189,70 @@ class Check:
                 raise Failed(f"SHOESTRING_PREBUILT: expected {name} somewhere in it, received {folder}")
         if json.loads((self.package / "lib/build.json").read_text())["cuda"] is None:
             raise Failed(f"SHOESTRING_PREBUILT: expected a build with CUDA, received {folder}")
-        return f"libraries from {folder}"
+        return "prebuilt libraries"
 
     def suite(self, file: Path) -> str:
         if "pytest" not in self.gpu["packages"]:
             raise Skipped(f"{sys.executable} has no pytest")
-        report = self.runner.logs / f"{file.stem}.xml"
-        report.unlink(missing_ok=True)
-        ended, without = None, [] if "expecttest" in self.gpu["packages"] else ["-k", "not opcheck"]
-        try:
-            self.runner.command(
-                [sys.executable, "-m", "pytest", "--backend=cuda", file, *without, f"--junitxml={report}"],
-                self.env,
-            )
-        except Failed as reason:
-            ended = reason
-        if not report.exists():
-            raise ended or Failed("pytest wrote no report")
-        cases = list(ElementTree.parse(report).iter("testcase"))
-        failures = [
-            {"test": case.get("name"), "message": (child.get("message") or "").split("\n")[0]}
-            for case in cases
-            for child in case
-            if child.tag in ("failure", "error")
-        ]
-        skipped = [
-            {"test": case.get("name"), "message": child.get("message")}
-            for case in cases
-            for child in case
-            if child.tag == "skipped"
-        ]
-        failed = len({f["test"] for f in failures})
-        passed = len(cases) - failed - len(skipped)
+        journal = self.runner.logs / f"{file.stem}.jsonl"
+        journal.unlink(missing_ok=True)
+        without = [] if "expecttest" in self.gpu["packages"] else ["-k", "not opcheck"]
+        cases: dict[str, dict] = {}
+        reason: Failed | None = None
+        # A test that hangs or crashes ends pytest. Another pytest then runs the tests that are left.
+        while True:
+            known, reason = len(cases), None
+            try:
+                self.runner.command(
+                    [
+                        sys.executable,
+                        "-m",
+                        "pytest",
+                        "--backend=cuda",
+                        file,
+                        *without,
+                        f"--journal={journal}",
+                    ],
+                    self.env,
+                    ok=(0, 1, 5),  # 1: a test failed; 5: no test is left
+                )
+            except Failed as error:
+                reason = error
+            lines = journal.read_text().splitlines() if journal.exists() else []
+            cases = {case["test"].partition("::")[2]: case for case in map(json.loads, lines)}
+            if len(cases) == known or (all("outcome" in case for case in cases.values()) and not reason):
+                break
+            for case in cases.values():
+                if "outcome" not in case:
+                    case |= {"outcome": "failed", "message": "it ended the process, or took too long"}
+                    with journal.open("a") as text:
+                        text.write(json.dumps(case) + "\n")
+        if not cases and reason:
+            raise reason
+        found = {
+            outcome: [
+                {"test": name, "message": case.get("message", "").split("\n")[0]}
+                for name, case in cases.items()
+                if case["outcome"] == outcome
+            ]
+            for outcome in ("passed", "failed", "skipped")
+        }
+        passed, failures, skipped = (found[outcome] for outcome in ("passed", "failed", "skipped"))
         self.data["suite"][file.stem] = {
-            "passed": passed,
-            "failed": failed,
+            "passed": len(passed),
+            "failed": len(failures),
             "skipped": skipped,
             "failures": failures,
         }
-        counts = f"{passed} passed, {failed} failed, {len(skipped)} skipped" + (
+        counts = f"{len(passed)} passed, {len(failures)} failed, {len(skipped)} skipped" + (
             "; opcheck left out: expecttest is not installed" if without else ""
         )
         if failures:
             raise Failed(f"{counts}; {failures[0]['test']}: {failures[0]['message']}")
-        if passed == 0:
+        if reason:
+            raise Failed(f"{counts}; {reason}")
+        if not passed:
             raise Skipped(skipped[0]["message"] if skipped else "no test is marked for it")
-        if ended:
-            raise Failed(f"{counts}; {ended}")
         return counts
 
     def primitives(self) -> str:
@@ -303,7 +333,7 @@ class Check:
         try:
             text = self.runner.command(
                 [sys.executable, file, "--device", "cuda", "--json", out],
-                self.env | {"PYTHONPATH": _path(ROOT)},
+                self.env | {"PYTHONPATH": f"{ROOT}:{self.env['PYTHONPATH']}"},
                 ok=(0, 2),
             )
             if "invalid choice: 'cuda'" in text:
@@ -352,9 +382,15 @@ class Check:
         summaries = [line.lstrip("= ") for line in output.splitlines() if "SUMMARY:" in line]
         self.data["sanitizer"][name] = summaries
         wrong = [line for line in output.splitlines() if line.startswith("not ok ")]
-        if wrong or not summaries or " 0 " not in summaries[-1] or not results.exists():
-            raise Failed((wrong or summaries or output.strip().splitlines() or ["it printed nothing"])[-1])
-        return summaries[-1]
+        hazards = [line for line in output.splitlines() if " Race reported between " in line]
+        known = [line for line in hazards if any(f"::{kernel}<" in line for kernel in UNORDERED)]
+        clean = bool(summaries) and ("SUMMARY: 0 " in summaries[-1] or 0 < len(hazards) == len(known))
+        if wrong or not clean or not results.exists():
+            unknown = [line for line in hazards if line not in known]
+            raise Failed(
+                (wrong or unknown or summaries or output.strip().splitlines() or ["it printed nothing"])[-1]
+            )
+        return summaries[-1] + (f", all in {' and '.join(UNORDERED)}" if hazards else "")
 
 
 def figures(benchmarks: list[dict]) -> str:
@@ -387,7 +423,8 @@ def main() -> int:
     widen_path()
     # Exit through SystemExit, so that the subprocess of the current step is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60)
+    cores = len(os.sched_getaffinity(0))
+    runner = Runner(options.build.resolve() / "gpu-check", options.budget_minutes * 60, max(1, cores - 2))
     try:
         environment = json.loads(
             runner.command([sys.executable, ROOT / "scripts/gpu_environment.py"]).splitlines()[-1]

@@ -1,11 +1,17 @@
-"""Run steps in order, each with a time limit. If a step fails or hangs, the next one runs all the same."""
+"""Run steps, each with a time limit. If a step fails or hangs, the next one runs all the same.
 
+Steps run in order. Consecutive steps with ``together=True`` run side by side.
+"""
+
+import itertools
 import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +32,14 @@ class Step:
         work: does the step and returns one line about the result; raises Failed or Skipped.
         limit: time limit in seconds.
         needs: name of a step that must have passed before.
+        together: whether the step may run beside the steps before and after it that have this flag, too.
     """
 
     name: str
     work: Callable[[], str]
     limit: float
     needs: str | None = None
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,15 +50,34 @@ class Result:
     note: str
 
 
-class Runner:
-    """Runs steps and their commands, within each step's time limit and the total ``budget`` in seconds."""
+def _kill(process: subprocess.Popen) -> None:
+    """Kill a command and its child processes: the command runs in a process group of its own."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
-    def __init__(self, logs: Path, budget: float) -> None:
+
+class Current(threading.local):
+    """The log file and the end time of the step that the current thread runs."""
+
+    log: Path
+    end: float
+
+
+class Runner:
+    """Runs steps and their commands, within each step's time limit and the total ``budget`` in seconds.
+
+    At most ``workers`` steps run side by side.
+    """
+
+    def __init__(self, logs: Path, budget: float, workers: int = 1) -> None:
         self.logs = logs
         self.end = time.monotonic() + budget
+        self.workers = workers
         self.results: list[Result] = []
-        self._step_end = self.end
-        self._log = logs / "log"
+        self._current = Current()
+        self._current.log, self._current.end = logs / "log", self.end
+        self._processes: set[subprocess.Popen] = set()
         logs.mkdir(parents=True, exist_ok=True)
 
     def command(
@@ -61,9 +88,10 @@ class Runner:
         Raises:
             Failed: the exit status is not in `ok`, the command hit the time limit, or it could not start.
         """
-        start = self._log.stat().st_size if self._log.exists() else 0
+        path = self._current.log
+        start = path.stat().st_size if path.exists() else 0
         name = Path(str(arguments[0])).name
-        with self._log.open("ab") as log:
+        with path.open("ab") as log:
             try:
                 process = subprocess.Popen(
                     [str(a) for a in arguments],
@@ -75,17 +103,15 @@ class Runner:
                 )
             except OSError as error:
                 raise Failed(f"{name} could not be started: {error.strerror}") from None
+            self._processes.add(process)
             try:
-                status = process.wait(max(0.1, self._step_end - time.monotonic()))
+                status = process.wait(max(0.1, self._current.end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                if process.poll() is None:
-                    # The command runs in its own process group, so killing the group also ends its child
-                    # processes.
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        output = self._log.read_bytes()[start:].decode(errors="replace")
+                self._processes.discard(process)
+                _kill(process)
+        output = path.read_bytes()[start:].decode(errors="replace")
         last = next(
             (line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing"
         )
@@ -96,35 +122,53 @@ class Runner:
         return output
 
     def run(self, steps: Sequence[Step], after: Callable[[], None] = lambda: None) -> None:
-        """Run all steps in order, and call `after` after each of them."""
-        for step in steps:
-            print(f"== {step.name}", flush=True)
-            start = time.monotonic()
-            result = self._run(step, start)
-            self.results.append(result)
-            print(f"{result.status} ({result.seconds:.1f} s): {result.note}", flush=True)
-            after()
+        """Run all steps, and call `after` after each of them."""
+        for together, group in itertools.groupby(steps, lambda step: step.together):
+            pool = ThreadPoolExecutor(self.workers if together else 1)
+            try:
+                for done in as_completed([pool.submit(self._run, step) for step in group]):
+                    result, text = done.result()
+                    print(f"== {result.name}\n{text}", end="")
+                    print(f"{result.status} ({result.seconds:.1f} s): {result.note}", flush=True)
+                    after()
+            except BaseException:
+                for process in tuple(self._processes):
+                    _kill(process)
+                raise
+            finally:
+                pool.shutdown(cancel_futures=True)
 
-    def _run(self, step: Step, start: float) -> Result:
+    def _run(self, step: Step) -> tuple[Result, str]:
+        """Run a step and record its result; return it, and the end of the step's log if it failed.
+
+        The result is recorded before the next step starts, which may need it.
+        """
+        result, text = self._result(step)
+        self.results.append(result)
+        return result, text
+
+    def _result(self, step: Step) -> tuple[Result, str]:
+        start = time.monotonic()
         passed = {r.name for r in self.results if r.status == "passed"}
         if step.needs is not None and step.needs not in passed:
-            return Result(step.name, "skipped", 0.0, f"needs the step {step.needs}")
+            return Result(step.name, "skipped", 0.0, f"needs the step {step.needs}"), ""
         if self.end - start < 3:
-            return Result(step.name, "skipped", 0.0, "no time was left; --budget-minutes gives more")
-        self._step_end = min(self.end, start + step.limit)
-        self._log = self.logs / (re.sub(r"\W+", "_", step.name) + ".log")
-        self._log.unlink(missing_ok=True)
+            return Result(step.name, "skipped", 0.0, "no time was left; --budget-minutes gives more"), ""
+        log = self.logs / (re.sub(r"\W+", "_", step.name) + ".log")
+        log.unlink(missing_ok=True)
+        self._current.log, self._current.end = log, min(self.end, start + step.limit)
+        text = ""
         try:
             status, note = "passed", step.work()
         except Skipped as reason:
             status, note = "skipped", str(reason)
         except Failed as reason:
             status, note = "failed", str(reason)
-            if self._log.exists():
-                print("\n".join(self._log.read_text(errors="replace").splitlines()[-25:]))
+            if log.exists():
+                text = "".join(f"{line}\n" for line in log.read_text(errors="replace").splitlines()[-25:])
         except Exception as error:  # an unexpected exception in one step must not stop the next step
             status, note = "failed", f"{type(error).__name__}: {error}"
-        return Result(step.name, status, time.monotonic() - start, note.replace("\n", " "))
+        return Result(step.name, status, time.monotonic() - start, note.replace("\n", " ")), text
 
     def table(self) -> str:
         """Return a table with status, time and note of each step, and with the number of steps per status."""

@@ -7,7 +7,11 @@ their tensors on the GPU.
 """
 
 import ctypes
+import faulthandler
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,9 +33,64 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend", choices=("cpu", "cuda", "simt"), default="cpu", help="what runs the operators"
     )
+    parser.addoption(
+        "--journal",
+        type=Path,
+        help="a file that gets a line of JSON when a test begins and when it has ended; tests that it names "
+        "do not run again",
+    )
+    parser.addoption(
+        "--seconds-per-test", type=float, default=60, help="with --journal: a longer test ends the process"
+    )
+
+
+class Journal:
+    """Writes when each test begins and how it ended, so that no result is lost if a test ends the process.
+
+    A failed test on the GPU may leave the CUDA context unusable for all tests after it. The process then ends,
+    and a new one with the same journal runs the other tests.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path = path
+        self.seconds = seconds
+        self.outcome: dict[str, str] = {}
+
+    def names(self) -> set[str]:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        return {json.loads(line)["test"] for line in lines}
+
+    def write(self, **line: str) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        faulthandler.dump_traceback_later(self.seconds, exit=True)
+        self.write(test=nodeid)
+        self.outcome = {"outcome": "passed"}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else report.longreprtext
+            self.outcome = {"outcome": "failed", "message": message}
+        elif report.skipped and isinstance(report.longrepr, tuple):
+            self.outcome = {"outcome": "skipped", "message": report.longrepr[2].removeprefix("Skipped: ")}
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.write(test=nodeid, **self.outcome)
+        if self.outcome["outcome"] == "failed" and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                print(f"the CUDA context is lost: {error}", flush=True)
+                os._exit(3)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (path := config.getoption("--journal")) is not None:
+        config.pluginmanager.register(Journal(path, config.getoption("--seconds-per-test")), "journal")
     backend = config.getoption("--backend")
     if backend == "cuda":
         if not torch.cuda.is_available():
@@ -48,6 +107,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (journal := config.pluginmanager.get_plugin("journal")) is not None:
+        names = journal.names()
+        items[:] = [item for item in items if item.nodeid not in names]
     if config.getoption("--backend") == "cpu":
         return
     elsewhere = [item for item in items if item.get_closest_marker("device") is None]

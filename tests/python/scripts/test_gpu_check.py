@@ -1,9 +1,16 @@
 """Test gpu_check.py without a GPU: its steps run fake commands and read fake reports."""
 
+import contextlib
+import copy
+import gc
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +47,7 @@ def runner(tmp_path: Path) -> Runner:
 
 @pytest.fixture
 def check(runner: Runner, tmp_path: Path) -> gpu_check.Check:
-    return gpu_check.Check(runner, tmp_path / "build", dict(GPU))
+    return gpu_check.Check(runner, tmp_path / "build", copy.deepcopy(GPU))
 
 
 def test_a_step_that_fails_or_hangs_does_not_stop_the_next(
@@ -101,18 +108,21 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
     assert done.stderr.startswith("gpu-check: no GPU here: PyTorch ") and done.stderr.count("\n") == 1
 
 
-def test_counts_come_from_pytest_s_report(check: gpu_check.Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = (
-        '<testcase name="a"/><testcase name="b"><failure message="x > y&#10;more"/></testcase>'
-        '<testcase name="c"><skipped message="no bnb"/></testcase>'
-    )
+def write_journal(path: Path, *cases: dict[str, str]) -> None:
+    with path.open("a") as file:
+        for case in cases:
+            file.write(json.dumps(case | {"test": f"test_x.py::{case['test']}"}) + "\n")
 
-    def pytest_run(arguments: list, env: dict) -> str:
-        Path(arguments[-1].split("=")[1]).write_text(
-            f"<testsuites><testsuite>{cases}</testsuite></testsuites>"
-        )
-        if "failure" in cases:
-            raise Failed("status 1")
+
+def test_counts_come_from_the_journal(check: gpu_check.Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        {"test": "a", "outcome": "passed"},
+        {"test": "b", "outcome": "failed", "message": "x > y\nmore"},
+        {"test": "c", "outcome": "skipped", "message": "no bnb"},
+    ]
+
+    def pytest_run(arguments: list, env: dict, ok: tuple[int, ...]) -> str:
+        write_journal(Path(arguments[-1].split("=")[1]), *cases)
         return ""
 
     monkeypatch.setattr(check.runner, "command", pytest_run)
@@ -124,16 +134,109 @@ def test_counts_come_from_pytest_s_report(check: gpu_check.Check, monkeypatch: p
         "skipped": [{"test": "c", "message": "no bnb"}],
         "failures": [{"test": "b", "message": "x > y"}],
     }
-    cases = '<testcase name="a"/>'
+    cases = cases[:1]
     assert check.suite(Path("test_x.py")) == "1 passed, 0 failed, 0 skipped"
     check.gpu["packages"].pop("expecttest")
     assert check.suite(Path("test_x.py")).endswith("; opcheck left out: expecttest is not installed")
-    cases = '<testcase name="test_x"><skipped message="no bnb"/></testcase>'
+    cases = [{"test": "c", "outcome": "skipped", "message": "no bnb"}]
     with pytest.raises(Skipped, match="^no bnb$"):
         check.suite(Path("test_x.py"))
     check.gpu["packages"].pop("pytest")
     with pytest.raises(Skipped, match="has no pytest"):
         check.suite(Path("test_x.py"))
+
+
+def test_a_test_that_ends_pytest_loses_no_other(
+    check: gpu_check.Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pytest crashes in b. The second ends after c, which failed and broke the context."""
+    runs = [
+        ([{"test": "a", "outcome": "passed"}, {"test": "b"}], Failed("status -11")),
+        ([{"test": "c", "outcome": "failed", "message": "no"}], Failed("status 3")),
+        ([{"test": "d", "outcome": "passed"}], None),
+    ]
+
+    def pytest_run(arguments: list, env: dict, ok: tuple[int, ...]) -> str:
+        cases, error = runs.pop(0)
+        write_journal(Path(arguments[-1].split("=")[1]), *cases)
+        if error:
+            raise error
+        return ""
+
+    monkeypatch.setattr(check.runner, "command", pytest_run)
+    with pytest.raises(Failed, match="^2 passed, 2 failed, 0 skipped; b: it ended the process, or took"):
+        check.suite(Path("test_x.py"))
+    assert runs == []
+    # If pytest can never start, there is no journal, and the step says why.
+    runs[:] = [([], Failed("status 4"))]
+    with pytest.raises(Failed, match="^status 4$"):
+        check.suite(Path("test_x.py"))
+
+
+def test_the_journal_survives_a_crash_and_a_hang(tmp_path: Path) -> None:
+    """pytest writes each test's result at once, and a further pytest runs only the tests that are left."""
+    file, journal = tmp_path / "test_y.py", tmp_path / "journal"
+    file.write_text(
+        "import os, time\nimport pytest\n\ndef test_a():\n    pass\n\ndef test_crash():\n    os.abort()\n\n"
+        "def test_hang():\n    time.sleep(60)\n\ndef test_d():\n    assert 1 == 2\n"
+    )
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/python/conftest.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, f"--journal={journal}"]
+    command += ["--seconds-per-test=1", f"--rootdir={tmp_path}"]
+    path = os.pathsep.join([str(ROOT / "tests/python"), os.environ["PYTHONPATH"]])
+    codes = [
+        subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONPATH": path}).returncode
+        for _ in range(4)
+    ]
+    assert codes == [-signal.SIGABRT, 1, 1, 5]
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    ended = {line["test"].partition("::")[2]: line["outcome"] for line in lines if "outcome" in line}
+    assert ended == {"test_a": "passed", "test_d": "failed"}
+    assert len({line["test"] for line in lines}) == 4
+
+
+def test_a_step_sees_the_result_of_the_one_before(tmp_path: Path) -> None:
+    for turn in range(50):
+        runner = Runner(tmp_path / str(turn), budget=60)
+        runner.run([Step("first", str, 30), Step("second", str, 30, needs="first")])
+        assert [r.status for r in runner.results] == ["passed", "passed"]
+
+
+def test_a_captured_function_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph uses the memory of the captured function's tensors, so they may not be freed before it."""
+    graph = type("Graph", (), {"replay": lambda self: None})
+    stream = type("Stream", (), {"wait_stream": lambda self, other: None})
+    for name, value in [
+        ("Stream", stream),
+        ("current_stream", stream),
+        ("stream", contextlib.nullcontext),
+        ("CUDAGraph", graph),
+        ("graph", contextlib.nullcontext),
+    ]:
+        monkeypatch.setattr(torch.cuda, name, value)
+    x = torch.ones(3)
+    alive = weakref.ref(x)
+    replay = common.graphed(lambda x=x: x + 1)
+    del x
+    gc.collect()
+    assert alive() is not None
+    replay()
+    del replay
+    gc.collect()
+    assert alive() is None
+
+
+def test_steps_run_side_by_side(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, budget=60, workers=2)
+    meet = threading.Barrier(2, timeout=30)
+
+    def work() -> str:
+        meet.wait()
+        return runner.command(["sh", "-c", f"echo {threading.get_ident()}"]).strip()
+
+    runner.run([Step("a", work, 30, together=True), Step("b", work, 30, together=True), Step("c", str, 30)])
+    assert [r.status for r in runner.results] == ["passed"] * 3 and runner.results[2].name == "c"
+    assert len({r.note for r in runner.results}) == 3
 
 
 @pytest.mark.parametrize(
@@ -144,6 +247,19 @@ def test_counts_come_from_pytest_s_report(check: gpu_check.Check, monkeypatch: p
             "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
             0,
             "RACECHECK SUMMARY: 0 hazards",
+        ),
+        (
+            "========= Error: Race reported between Write access at void a::key_gradients<int>(b)+0x1\n"
+            "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
+            86,
+            "RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings), all in key_gradients",
+        ),
+        (
+            "========= Error: Race reported between Write access at void a::key_gradients<int>(b)+0x1\n"
+            "========= Error: Race reported between Write access at void a::other<int>(b)+0x1\n"
+            "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)",
+            86,
+            Failed,
         ),
         ("========= ERROR SUMMARY: 10 errors", 86, Failed),
         ("not ok adamw: RuntimeError: x\n========= ERROR SUMMARY: 0 errors", 0, Failed),
@@ -256,7 +372,7 @@ def test_prebuilt_libraries_are_taken(
     with pytest.raises(Failed, match="expected a build with CUDA"):
         check.build()
     (folder / "build.json").write_text('{"cuda": "13.0"}')
-    assert check.build() == f"libraries from {folder.parent}"
+    assert check.build() == "prebuilt libraries"
     assert (check.package / "lib/libshoestring_cuda.so").exists() and (check.package / "_load.py").exists()
     assert (check.build_folder / "tests/simt" / gpu_check.EMULATOR).exists()
 

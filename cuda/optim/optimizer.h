@@ -6,7 +6,7 @@
 // A warp updates a block of 256 elements, eight per lane, with 16-byte loads that are all in flight together.
 // The warps of a thread block share only the look-up tables of 8-bit state, so a barrier is needed only after
 // these are filled. The descriptions of the tensors are kernel parameters, so that a launch handles up to
-// 1000 tensors without a copy to the device. A small kernel runs first. It computes the constants of each
+// 768 tensors without a copy to the device. A small kernel runs first. It computes the constants of each
 // tensor's update from its step number and the options, so that the main kernel never calls pow().
 
 #include "core/cuda_tables.h"
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, State::kResident)
 template <class State, class Rule = typename State::Rule>
 const char* run(const OptimizerEntry* entries, int count, const typename Rule::Options& options,
                 const State& state, float* steps, Rule* rules, void* stream) {
-  static_assert(sizeof(Group) + sizeof(State) + sizeof(void*) <= 32764);
+  static_assert(sizeof(Group) + sizeof(State) + sizeof(void*) <= kParameterBytes);
   Group group;
   Present present{};
   int64_t blocks = 0;

@@ -13,8 +13,14 @@ using kernels::kStateBlock;
 using kernels::OptimizerArenas;
 using kernels::OptimizerEntry;
 
-// Maximum number of tensors per launch: CUDA allows 32,764 bytes of kernel parameters.
-constexpr int kTensors = 1000;
+// Upper bound on the bytes of a kernel's parameters. CUDA allows 32,764 bytes. It places parameters of more
+// than 4 KiB at byte 0x1a80 of the constant bank on sm_75 to sm_89, and earlier on newer GPUs. ptxas 13.0
+// gives an indexed load from the bank a signed offset of 16 bits. A kernel that indexes a parameter from byte
+// 0x8000 on therefore reads other memory, as an H200 has shown.
+constexpr int kParameterBytes = 0x8000 - 0x1a80;
+
+// Maximum number of tensors per launch. Their descriptions are kernel parameters.
+constexpr int kTensors = 768;
 
 // The tensors of one launch, as a kernel parameter.
 struct Group {

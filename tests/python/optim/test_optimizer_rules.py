@@ -14,7 +14,7 @@ pytestmark = pytest.mark.device
 # Element counts: less than a SIMD register, counts around one block of 256 and around 16 blocks, and none.
 SMALL_SIZES = [1, 7, 255, 256, 257, 4095, 4097, 0]
 LARGE = 2**18 + 3  # number of elements that makes the operator use several threads
-TENSORS = 1000  # number of tensors that one CUDA launch can step
+TENSORS = 768  # number of tensors that one CUDA launch can step
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 EACH = [ADAMW, LION, SGD, ADEMAMIX, SCHEDULE_FREE, APPLY, EMA]
 RULES = pytest.mark.parametrize("rule", [*EACH, NESTEROV], ids=lambda r: r.name)

@@ -43,8 +43,11 @@ struct QueryStats {
 __device__ inline QueryStats stats_of(const AttentionTensors& t, const AttentionGradients& g, int64_t row,
                                       int queries, int query) {
   if (query >= queries) return {INFINITY, 0};
-  const float lse = t.lse[row + query];
-  return {lse == -INFINITY ? 0.f : lse * kLog2e, g.delta[row + query]};
+  const float lse = t.lse[row + query] * kLog2e;
+  // The rounding errors of lse and of a score are together at most 2^-21 of their magnitude. With scores
+  // above a million they would decide the probability of the largest score, which has to be 1.
+  const float slack = fabsf(lse) > 0x1p20f ? fabsf(lse) * 0x1p-21f : 0.f;
+  return {lse == -INFINITY ? 0.f : lse - slack, g.delta[row + query]};
 }
 __device__ inline QueryStats stats_of(const AttentionTensors& t, const AttentionGradients& g,
                                       const Scores& scores, int query) {

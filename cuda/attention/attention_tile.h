@@ -55,15 +55,19 @@ __device__ inline Tf32Pair split(float x) {
 }
 
 /// Computes c += a b in fp32 precision, with three products of TF32 numbers. The products with a small part
-/// are added first.
+/// are added first. A tensor core cuts off the last bits of a sum. Its sums are therefore short: they begin
+/// at zero, and the addition to c rounds to nearest.
 __device__ inline void mma_split(float (&c)[4], const Tf32Pair (&a)[4], float b0, float b1) {
   const Tf32Pair x = split(b0), y = split(b1);
   const uint32_t high_a[4] = {a[0].high, a[1].high, a[2].high, a[3].high};
   const uint32_t low_a[4] = {a[0].low, a[1].low, a[2].low, a[3].low};
   const uint32_t high_b[2] = {x.high, y.high}, low_b[2] = {x.low, y.low};
-  mma_16x8x8_tf32(c, low_a, high_b);
-  mma_16x8x8_tf32(c, high_a, low_b);
-  mma_16x8x8_tf32(c, high_a, high_b);
+  float sum[4] = {};
+  mma_16x8x8_tf32(sum, low_a, high_b);
+  mma_16x8x8_tf32(sum, high_a, low_b);
+  mma_16x8x8_tf32(sum, high_a, high_b);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] += sum[i];
 }
 
 /// Rounds two numbers to T and packs them into a register, with x in the lower half.

@@ -115,7 +115,7 @@ void multiply(const void* const in[32], unsigned, int lane, void* out) {
     const float *a = product_a[lane / 4 + e / 2 % 2 * 8], *b = product_b[e / 4 * 8 + lane % 4 * 2 + e % 2];
     double sum = w.accumulate ? mine.before[e] : 0;
     for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[k]) * b[k];
-    result[e] = static_cast<float>(sum);
+    result[e] = cut_off(sum);
   }
 }
 

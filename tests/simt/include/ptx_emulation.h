@@ -2,6 +2,8 @@
 
 // The functions of cuda/core/ptx.h, implemented by the emulator. Their comments are in that header.
 
+#include <cmath>
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -78,14 +80,23 @@ SIMT_UNCHECKED void ldmatrix(const char* name, uint32_t (&out)[count], const voi
   }
 }
 
+// Rounds the sum of a tensor core to fp32. Tensor cores cut off the bits below the last one. The errors of a
+// long chain of sums then have one direction, as on an H200. The result for a sum beyond the largest number
+// is infinite.
+inline SIMT_UNCHECKED float cut_off(double sum) {
+  const float nearest = static_cast<float>(sum);
+  const bool beyond = std::fabs(static_cast<double>(nearest)) > std::fabs(sum) && !std::isinf(nearest);
+  return beyond ? std::nextafterf(nearest, 0.f) : nearest;
+}
+
 struct Fragments {
   const uint32_t *a, *b;
   const float* c;
 };
 
 // Computes c += a b as one mma instruction does. Element::value(register, i) returns the i-th element in a
-// register; k_per_register is 2 for 16-bit types and 1 for TF32. The products are exact, and their sum is
-// rounded to fp32 once. The hardware's order and precision of additions are not documented.
+// register; k_per_register is 2 for 16-bit types and 1 for TF32. The products are exact, and cut_off() rounds
+// their sum. The hardware's order and precision of additions are not documented.
 template <class Element>
 SIMT_UNCHECKED void mma(const char* name, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                         Where where) {
@@ -105,7 +116,7 @@ SIMT_UNCHECKED void mma(const char* name, float (&c)[4], const uint32_t (&a)[4],
             const uint32_t y = lanes[column * 4 + t]->in.b[later];
             sum += static_cast<double>(Element::value(x, k % per)) * Element::value(y, k % per);
           }
-          out[i] = static_cast<float>(sum);
+          out[i] = cut_off(sum);
         }
       },
       where);

@@ -112,12 +112,16 @@ bool ActivationStoreCore::stays(const at::Tensor& x) const {
   return found != excluded.end() && !found->second.expired();
 }
 
-at::Tensor ActivationStoreCore::host_memory(int64_t bytes) {
+void ActivationStoreCore::release_retired() {
   std::erase_if(retired, [&](const auto& r) {
     if (!r.second->is_done()) return false;
     live_host -= pages(r.first.numel());
     return true;
   });
+}
+
+at::Tensor ActivationStoreCore::host_memory(int64_t bytes) {
+  release_retired();
   int64_t slab = kGrowth;
   // No host memory is in use, so a training step has ended: replace the slabs of the step by one slab of
   // their total size.

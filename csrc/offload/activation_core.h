@@ -90,6 +90,8 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   at::Tensor host_memory(int64_t bytes);
   /// Frees host memory once `fence` is done, since a copy may use the memory until then.
   void retire(at::Tensor host, const FencePtr& fence);
+  /// Frees the retired host memory whose fences are done.
+  void release_retired();
 
   const OwnProcess process;
   const c10::Device device;

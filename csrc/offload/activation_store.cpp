@@ -101,6 +101,7 @@ void ActivationStore::wait(int64_t bytes) {
 c10::Dict<std::string, int64_t> ActivationStore::statistics() const {
   const ActivationTurn turn(core_);
   core_->settle();
+  core_->release_retired();
   c10::Dict<std::string, int64_t> result;
   result.insert("stored", core_->stored);
   result.insert("copied_out", core_->copied_out);

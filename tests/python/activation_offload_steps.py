@@ -35,7 +35,10 @@ def gradients(net: nn.Module, x: Tensor, context: contextlib.AbstractContextMana
     wanted = [x, *(p for p in net.parameters() if p.requires_grad)]
     with context:
         loss = net(x).square().mean()
-    return list(torch.autograd.grad(loss, wanted))
+    grads = list(torch.autograd.grad(loss, wanted))
+    if x.is_cuda:  # copies to and from the device may go on, and keep their host memory until they have ended
+        torch.cuda.synchronize()
+    return grads
 
 
 def offload(device: str, **options: object) -> offload_activations:

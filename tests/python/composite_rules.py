@@ -63,6 +63,16 @@ class Run:
         return all(torch.equal(a, b) for a, b in zip(self.tensors(), other.tensors(), strict=True))
 
 
+def skip_ties(rule: Rule, state: str, backend: str) -> None:
+    """Skip a comparison with the reference that depends on the last bits of the GPU's roots.
+
+    The first update of Adafactor is 1 or -1 for each element of a vector. A 4-bit scale takes its sign from the
+    largest of them.
+    """
+    if backend == "cuda" and state == "4bit" and rule is ADAFACTOR_MEAN:
+        pytest.skip("all elements of the first mean have the same magnitude")
+
+
 def product_error(rule: Rule) -> float:
     """Return the largest relative error that the operator of `rule` may have against its reference.
 

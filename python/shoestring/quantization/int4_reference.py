@@ -49,7 +49,7 @@ def fit_int4_reference(flat: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         pull = left.clamp(-step, step)
         sums = [_sum(t).double() for t in (code, code * code, pull, code * pull)]
         scale, offset = _next(scale, offset, counts.double(), *sums)
-        step = step * torch.tensor(1 / 1.25)
+        step = step * torch.tensor(1 / 1.25, device=step.device)
     _, scale, offset = best
     finite = blocks.isfinite().all(1, keepdim=True)
     zero = (blocks == 0).all(1, keepdim=True)

@@ -34,9 +34,9 @@ TYPES = (*CODES, "int4")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def code_values(quant_type: str) -> Tensor:
+def code_values(quant_type: str, device: torch.device | str = "cpu") -> Tensor:
     """Return the fp32 values that the 16 codes of a 4-bit type represent, for a scale of 1."""
-    return torch.tensor(CODES.get(quant_type, range(-8, 8)), dtype=torch.float32)
+    return torch.tensor(CODES.get(quant_type, range(-8, 8)), dtype=torch.float32, device=device)
 
 
 def quantize_4bit(
@@ -135,7 +135,7 @@ def quantize_4bit_reference(
         absmax[-1] = absmax[-1].clamp(min=1e-38)
         scaled[-1, :tail] = blocks[-1, :tail] / absmax[-1]
         scaled[-1, tail:] = 0
-    values = code_values(quant_type).to(x.device)
+    values = code_values(quant_type, x.device)
     # FP4 has two codes with the value 0: code 0 is for elements that are 0, code 8 for small positive ones.
     ranks = range(16) if quant_type == "nf4" else (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3)
     order = torch.tensor(ranks, device=x.device)
@@ -163,7 +163,7 @@ def dequantize_4bit_reference(
     numel = torch.Size(shape).numel()
     codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:numel].long()
     absmax, offset = int4_scales(absmax) if quant_type == "int4" else (absmax, None)
-    scaled = code_values(quant_type).to(packed.device)[codes] * absmax.repeat_interleave(block_size)[:numel]
+    scaled = code_values(quant_type, packed.device)[codes] * absmax.repeat_interleave(block_size)[:numel]
     if offset is not None:
         scaled = scaled + offset.repeat_interleave(block_size)[:numel]
     return scaled.to(dtype).view(shape)

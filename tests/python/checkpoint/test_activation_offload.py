@@ -297,6 +297,8 @@ def test_exceptions_and_steps_without_backward_give_everything_back(
             loss.backward()
         del loss
         gc.collect()
+        if x.is_cuda:
+            torch.cuda.synchronize()
         assert context.statistics()["entries"] == 0 and context.statistics()["live"] == 0
         assert_same(gradients(net, x, context), expected)
 

@@ -72,7 +72,9 @@ def noise(compression: str, draw: int) -> contextlib.AbstractContextManager:
 
     Zeros stay zeros, as in compressed tensors.
     """
-    generator = torch.Generator().manual_seed(draw)  # the errors must not change the random state of dropout
+    generator = torch.Generator("cpu").manual_seed(
+        draw
+    )  # the errors must not change the random state of dropout
 
     def pack(x: Tensor) -> Tensor:
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or not x.is_floating_point():
@@ -82,7 +84,8 @@ def noise(compression: str, draw: int) -> contextlib.AbstractContextManager:
         else:
             bound = 0.00704 * torch.stack([block.abs().max() for block in x.flatten().split(256)])
             bound = bound.repeat_interleave(256)[: x.numel()].view_as(x)
-        return x + bound * (2 * torch.rand(x.shape, generator=generator) - 1) * (x != 0)
+        uniform = torch.rand(x.shape, generator=generator, device="cpu").to(x.device)
+        return x + bound * (2 * uniform - 1) * (x != 0)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
 

@@ -42,7 +42,9 @@ def compare(
         assert a.dtype == dtype and a.shape == b.shape
         if not a.numel():
             continue
-        error, bound = relative_error(a, b), 1.1 * relative_error(c, b) + slack
+        # cuBLAS may split the sums of one of two equal products, and add the parts in 16 bits.
+        split = torch.finfo(dtype).eps / 4 if a.is_cuda and dtype.itemsize == 2 else 0
+        error, bound = relative_error(a, b), 1.1 * relative_error(c, b) + slack + split
         if error > bound and compute is not None:
             bound = rounding_errors(compute, exact, dtype)[i]
         assert error <= bound
@@ -101,7 +103,7 @@ def test_what_is_kept() -> None:
     saved: list[Tensor] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda s: saved.append(s) or s, lambda s: s),
-        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast(x.device.type, torch.bfloat16),
     ):
         shoestring.linear_group(x, weights)
     assert [t.dtype for t in saved] == [torch.bfloat16, torch.float32, torch.float32]
@@ -272,4 +274,6 @@ def test_a_bias_is_added_before_rounding(capability: str) -> None:
     rounds_bias = capability in ("plain", "simt", "cuda")
     y = shoestring.linear(x, weight, bias, dtype=torch.bfloat16)
     bound = exact.abs() * 2**-8 + (bias.abs() * 2**-8 if rounds_bias else 0) + 1e-4
+    if capability == "cuda":  # cuBLAS may round the product before it adds the bias
+        bound += (exact - bias.double()).abs() * 2**-8
     assert (y.double() - exact).abs().le(bound).all()

@@ -39,7 +39,8 @@ def test_many_tensors_of_all_types_and_shapes(capability: str, backend: str) -> 
     found = foreach_norm(grads)
     for norm, g in zip(found, grads, strict=True):
         assert relative_error(norm, foreach_norm_reference([g])) < bound(backend)
-        assert torch.equal(norm, foreach_norm([g])[0])
+        # The GPU's sums of several tensors have another order than those of one.
+        torch.testing.assert_close(norm, foreach_norm([g])[0], rtol=1e-6 if backend == "cuda" else 0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

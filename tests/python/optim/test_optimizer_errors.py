@@ -132,7 +132,7 @@ def test_a_parameter_that_has_moved(optimizer: Any, in_backward: bool, options: 
     before = params[0].detach().clone()
     params[1] = own.param_groups[1]["params"][0] = nn.Parameter(params[1].detach().to("meta"))
     message = (
-        f"^{optimizer.__name__}: params: expected all parameters on cpu, for which their state was made, received one "
+        f"^{optimizer.__name__}: params: expected all parameters on {before.device}, for which their state was made, received one "
         "on meta. Make the optimizer after the model has been moved.$"
     )
     with pytest.raises(RuntimeError, match=message):

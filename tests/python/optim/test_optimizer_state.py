@@ -201,4 +201,5 @@ def test_memory_is_the_formula(rule: Rule, state: str, weights: str, backend: st
         return
     device = "self_device_memory_usage" if backend == "cuda" else "self_cpu_memory_usage"
     left = sum(getattr(event, device) for event in memory.key_averages())
-    assert left == pytest.approx(expected, rel=0.01)
+    # CUDA's allocator rounds each size up to a multiple of 512 bytes.
+    assert left == pytest.approx(expected, rel=0.01, abs=512 * len(storages) if backend == "cuda" else 0)

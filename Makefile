@@ -55,6 +55,7 @@ nightly: chromium test test-asan docs-browser
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
+	python tests/simt/cutlass/mutate.py --build $(BUILD)
 	python -m pytest tests/packages --all-cases -m nightly
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-separate -DSHOESTRING_UNITY=OFF && cmake --build build-separate
 	for seed in $(SEEDS); do PYTEST_ADDOPTS="--seed $$seed" scripts/test.sh $(BUILD) Python Python-emulated || exit; done
@@ -67,7 +68,7 @@ chromium:
 # Without lint: mypy reads the types of the PyTorch that constraints.txt pins.
 test-newest:
 	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch \
-	  SUITES="C++ emulator C++-emulated Python Python-alone Python-emulated crash fuzz peers consumer gates"
+	  SUITES="C++ emulator cutlass C++-emulated Python Python-alone Python-emulated crash fuzz peers consumer gates"
 
 test-asan: $(VENV)/.ready
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-asan -DSHOESTRING_TESTS=ON -DSHOESTRING_SANITIZE=ON

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Compares the resources that ptxas reports for each CUDA kernel with the budget in a comment above it.
 
+It also reads the machine code (SASS) of some kernels.
+
 The comment directly above a kernel's ``template`` or ``__global__`` is its budget. The budget holds on every
 architecture and for every instantiation::
 
@@ -16,6 +18,16 @@ checked in each file that includes the header.
 
 The build keeps the output of ptxas next to each object file (``cmake/keep_ptxas.sh``). This script compiles
 nothing.
+
+Machine code is read with cuobjdump of the CUDA toolkit or of Triton's package (``sass.py``). ``sass.json`` lists
+what must be in it; ``--write`` renews the lists.
+
+- ``wgmma``: the products of each kernel for Hopper, with shape, type, place of a, and the order of b. Between the
+  start of a product and the wait for it, no instruction touches its registers. No instruction uses more registers
+  than setmaxnreg left. Local memory is not used.
+- ``exact``: source files whose kernels must give the CPU's bytes. The build compiles them a second time with
+  ``-fmad=false``. Multiplications, additions and fused ones must have the same counts in both. A file whose fused
+  products are exact says so, with the largest numbers of fusions in a kernel.
 """
 
 import argparse
@@ -24,10 +36,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import sass
 
 ROOT = Path(__file__).parents[1]
+EXPECTED = ROOT / "scripts/sass.json"
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a")
 SERIALISED = re.compile(
     r"wgmma\.mma_async instructions are serialized due to (.*) in (?:the )?function '?([^'\s]+)"
@@ -231,11 +248,110 @@ def check(source: Path, log: str) -> tuple[list[str], list[tuple[str, Usage, Bud
     return failures, rows
 
 
+def check_products(
+    file: str, code: dict[str, list[sass.Instruction]], listed: dict[str, list[str]]
+) -> list[str]:
+    """Return the errors in the machine code of a file for Hopper. `code` and `listed` are by kernel."""
+    failures = [
+        f"{file}: {name}: {text}"
+        for name, instructions in code.items()
+        for find in (sass.touched_in_flight, sass.beyond_setmaxnreg, sass.local_memory)
+        for text in find(instructions)[:3]
+    ]
+    for name in sorted(listed.keys() | code.keys()):
+        found, expected = sass.products(code.get(name, [])), listed.get(name, [])
+        if found != expected:
+            failures.append(
+                f"{file}: {name}: expected the products {expected}, found {found}; if the change is meant, run "
+                "scripts/check_ptxas.py --write"
+            )
+    return failures
+
+
+def check_exact(
+    file: str,
+    code: dict[str, list[sass.Instruction]],
+    apart: dict[str, list[sass.Instruction]],
+    rule: dict[str, Any],
+) -> list[str]:
+    """Return the errors of a file whose kernels must not depend on ``-fmad``. `apart` is compiled without it."""
+    failures = []
+    if not code or code.keys() != apart.keys():
+        failures.append(f"{file}: expected the same kernels with and without -fmad, run make build-tests")
+    allowed = {op: rule[op] for op in ("FFMA", "DFMA") if op in rule}
+    if allowed and not rule.get("reason"):
+        failures.append(f"{file}: expected a reason for fused products in scripts/sass.json")
+    for name in sorted(code.keys() & apart.keys()):
+        if error := sass.fused(code[name], apart[name], allowed):
+            failures.append(
+                f"{file}: {name}: {error}. Use __fmul_rn and __fadd_rn, or state in scripts/sass.json why all "
+                "fused products are exact"
+            )
+    return failures
+
+
+def named(text: str) -> dict[str, list[sass.Instruction]]:
+    """Return the instructions of each kernel by its C++ name."""
+    by_symbol = sass.functions(text)
+    names = demangle(list(by_symbol))
+    return {names[symbol]: code for symbol, code in by_symbol.items()}
+
+
+def check_machine_code(build: Path, sources: Path, write: bool) -> tuple[list[str], int]:
+    """Return the errors in the machine code, and the number of kernels that have none."""
+    expected = json.loads(EXPECTED.read_text())
+    hopper = sorted(sources.rglob("*_hopper.cu"))
+    exact = {
+        path: rule for name, rule in expected["exact"].items() if (path := sources.parent / name).exists()
+    }
+    if not hopper and not exact:
+        return [], 0
+    program = sass.disassembler()
+    if program is None:
+        print("skipped: the machine code was not read: no cuobjdump in PATH, CUDA_HOME or Triton's package")
+        return [], 0
+    built, unfused = "CMakeFiles/*/cuda/*/{}.o", "tests/cuda/CMakeFiles/unfused_kernels.dir/**/{}.o"
+    wanted = [(f, built, "sm_90a") for f in hopper] + [
+        (f, o, "sm_80") for f in exact for o in (built, unfused)
+    ]
+    files = [next(build.glob(pattern.format(source.name)), None) for source, pattern, _ in wanted]
+    missing = [
+        pattern.format(f.name) for (f, pattern, _), file in zip(wanted, files, strict=True) if not file
+    ]
+    if missing:
+        return [f"{build} has no {pattern}; run make build-tests" for pattern in missing], 0
+    with ThreadPoolExecutor(2) as pool:
+        texts = pool.map(lambda one, file: sass.disassemble(program, file, one[2]), wanted, files)
+        code = {one[:2]: named(text) for one, text in zip(wanted, texts, strict=True)}
+
+    if write:
+        products = {
+            f.name: {name: sass.products(code[f, built][name]) for name in sorted(code[f, built])}
+            for f in hopper
+        }
+        EXPECTED.write_text(json.dumps(expected | {"wgmma": products}, indent=2) + "\n")
+        expected["wgmma"] = products
+    failures = [
+        error
+        for f in hopper
+        for error in check_products(f.name, code[f, built], expected["wgmma"].get(f.name, {}))
+    ] + [
+        error
+        for f, rule in exact.items()
+        for error in check_exact(f.name, code[f, built], code[f, unfused], rule)
+    ]
+    kernels = {f"{f.name}: {name}: " for f in (*hopper, *exact) for name in code[f, built]}
+    return failures, sum(not any(error.startswith(kernel) for error in failures) for kernel in kernels)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("build", type=Path, nargs="?", default=ROOT / "build", help="the build folder")
     parser.add_argument("--sources", type=Path, default=ROOT / "cuda", help="the folder of the .cu files")
     parser.add_argument("--table", action="store_true", help="print every kernel's figures")
+    parser.add_argument(
+        "--write", action="store_true", help="renew the products of Hopper's kernels in sass.json"
+    )
     options = parser.parse_args()
     try:
         built = json.loads((options.build / "build.json").read_text())
@@ -262,8 +378,11 @@ def main() -> int:
             print(f"not ok {line}")
         passed += sum(budget is not None and not compare(usage, budget) for _, usage, budget in rows)
         failed += len(failures)
-    print(f"{passed} passed, {failed} failed")
-    return 1 if failed else 0
+    failures, sound = check_machine_code(options.build, options.sources, options.write)
+    for line in failures:
+        print(f"not ok {line}")
+    print(f"{passed + sound} passed, {failed + len(failures)} failed")
+    return 1 if failed or failures else 0
 
 
 if __name__ == "__main__":

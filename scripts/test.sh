@@ -38,9 +38,19 @@ emulated() {
   return $status
 }
 
+# The program is not built where the headers of CUTLASS or of the CUDA toolkit are missing.
+cutlass() {
+  if [ -x "$simt/cutlass/cutlass_tests" ]; then
+    "$simt/cutlass/cutlass_tests"
+  else
+    printf 'skipped: the comparison with CUTLASS was not built\n0 passed, 0 failed\n'
+  fi
+}
+
 run lint scripts/lint.sh
 run C++ "$cpp"
 run emulator "$simt/simt_tests"
+run cutlass cutlass
 run C++-emulated emulated
 run Python python -m pytest -n 2 --dist loadfile -m "not alone"
 run Python-alone python -m pytest -m alone
@@ -72,6 +82,8 @@ echo "== totals"
 ! wants lint || add lint "$(grep -c '^ok ' "$logs/lint")" "$(grep -c '^not ok ' "$logs/lint")"
 add_catch C++
 add_catch emulator
+! wants cutlass || add cutlass "$(sum cutlass '[0-9]+ passed')" "$(sum cutlass '[0-9]+ failed')"
+! wants cutlass || sed -n 's/^skipped/cutlass skipped/p' "$logs/cutlass"
 add_catch C++-emulated
 add_pytest Python
 add_pytest Python-alone

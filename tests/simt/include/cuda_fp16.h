@@ -11,7 +11,11 @@ struct alignas(4) __half2 {
   __half x, y;
 };
 
-inline float __half2float(__half x) { return static_cast<float>(__builtin_bit_cast(_Float16, x.bits)); }
+inline float __half2float(__half x) {
+  if ((x.bits & 0x7fff) > 0x7c00)
+    return __builtin_bit_cast(float, 0x7fffffffu);  // every NaN becomes this one
+  return static_cast<float>(__builtin_bit_cast(_Float16, x.bits));
+}
 inline __half __float2half_rn(float x) {
   if (x != x) return {0x7fff};
   return {__builtin_bit_cast(uint16_t, static_cast<_Float16>(x))};

@@ -124,10 +124,10 @@ MUTATIONS = (
         "parameters on a GPU",
     ),
     Mutation(
-        "tensor map: strides of heads and tokens swapped",
+        "tensor map: a box over heads instead of tokens",
         "cuda/attention/attention_hopper.h",
-        "bytes(tokens, at.token), bytes(heads, at.head)",
-        "bytes(heads, at.head), bytes(tokens, at.token)",
+        "box[] = {64, rows, 1, 1}",
+        "box[] = {64, 1, rows, 1}",
         "parameters of the attention kernels",
     ),
     Mutation(
@@ -228,9 +228,8 @@ def main() -> int:
     options = parser.parse_args()
     build = Build(options.build.resolve())
     survivors = 0
-    for mutation in MUTATIONS:
-        if options.only not in mutation.what:
-            continue
+    chosen = [mutation for mutation in MUTATIONS if options.only in mutation.what]
+    for mutation in chosen:
         with tempfile.TemporaryDirectory() as scratch:
             printed = build.run_with(mutation, Path(scratch))
         differing = [line for line in printed.splitlines() if line.startswith("not ok")]
@@ -241,8 +240,8 @@ def main() -> int:
             f"differ{': ' + noticed[0][7:] if noticed else ''}",
             flush=True,
         )
-    print(f"{survivors} of {len(MUTATIONS)} changes were not noticed")
-    return 1 if survivors else 0
+    print(f"{survivors} of {len(chosen)} changes were not noticed")
+    return 1 if survivors or not chosen else 0
 
 
 if __name__ == "__main__":

@@ -167,6 +167,17 @@ def test_objects_that_were_not_built_fail(tmp_path: Path) -> None:
     assert all("run make build-tests" in error for error in errors)
 
 
+def test_a_build_without_sm_80_is_skipped_visibly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cuda/layers").mkdir(parents=True)
+    (tmp_path / "cuda/layers/seeded_dropout.cu").touch()
+    objects = tmp_path / "build/CMakeFiles/kernels.dir/cuda/layers"
+    objects.mkdir(parents=True)
+    log = objects / "seeded_dropout.cu.o.ptxas"
+    log.write_text("ptxas info    : Compiling entry function '_Z4dropv' for 'sm_90a'\n")
+    assert gate.check_machine_code(tmp_path / "build", tmp_path / "cuda", False) == ([], 0)
+    assert capsys.readouterr().out.startswith("skipped: seeded_dropout.cu: ")
+
+
 def test_the_list_names_files_that_exist() -> None:
     lists = json.loads(gate.EXPECTED.read_text())
     assert all((ROOT / name).exists() for name in lists["exact"])

@@ -11,6 +11,7 @@
 #include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
+#include "core/device.h"
 
 namespace shoestring::adapters {
 namespace {
@@ -228,8 +229,9 @@ std::vector<Tensor> autocast(const Tensor& x, const LoraParts& parts, const Opti
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("lora_linear_group", autograd); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("lora_linear_group", autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("lora_linear_group", autocast<at::kCUDA>); }
+const AutocastRules lora_linear_rules([](torch::Library& m, auto device) {
+  m.impl("lora_linear_group", autocast<device>);
+});
 
 }  // namespace
 }  // namespace shoestring::adapters

@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "attention/attention_shapes.h"
 #include "core/autograd.h"
+#include "core/device.h"
 
 namespace shoestring::attend {
 namespace {
@@ -97,14 +98,9 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   m.impl("attention", boxed<&autograd<false>>());
   m.impl("attention_with_lse", boxed<&autograd<true>>());
 }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  m.impl("attention", boxed<&autocast<at::kCPU>>());
-  m.impl("attention_with_lse", boxed<&autocast<at::kCPU>>());
-}
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  m.impl("attention", boxed<&autocast<at::kCUDA>>());
-  m.impl("attention_with_lse", boxed<&autocast<at::kCUDA>>());
-}
+const AutocastRules attention_rules([](torch::Library& m, auto device) {
+  for (const char* name : {"attention", "attention_with_lse"}) m.impl(name, boxed<&autocast<device>>());
+});
 
 }  // namespace
 }  // namespace shoestring::attend

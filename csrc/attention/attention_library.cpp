@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/TensorOptions.h>
 
 namespace shoestring::attend {
 namespace {
@@ -31,7 +32,7 @@ bool is_plain(const Call& c) {
 // CPU, so under the CUDA emulator shoestring's kernels run unless a test registers a replacement.
 bool exists(const char* name, const Tensor& q) {
   const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-  return op && op->hasKernelForDispatchKey(q.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  return op && op->hasKernelForDispatchKey(c10::computeDispatchKey(std::nullopt, std::nullopt, q.device()));
 }
 
 // Returns t, or a copy of t with the strides of `like`. torch.compile relies on these strides. cuDNN does as

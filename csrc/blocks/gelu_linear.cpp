@@ -7,6 +7,7 @@
 #include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
+#include "core/device.h"
 #include "core/huge_pages.h"
 #include "core/saved_view.h"
 #include "gemm/linear.h"
@@ -118,8 +119,9 @@ Tensor gelu_linear_autocast(const Tensor& x, const Tensor& weight, const Optiona
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_gelu_linear", gelu_linear); }
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("_gelu_linear", gelu_linear_autograd); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) { m.impl("_gelu_linear", gelu_linear_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) { m.impl("_gelu_linear", gelu_linear_autocast<at::kCUDA>); }
+const AutocastRules gelu_linear_rules([](torch::Library& m, auto device) {
+  m.impl("_gelu_linear", gelu_linear_autocast<device>);
+});
 
 }  // namespace
 }  // namespace shoestring::blocks

@@ -4,9 +4,8 @@
 
 #include <utility>
 
-#include <ATen/Context.h>
-
 #include "checkpoint/hooks.h"
+#include "core/device.h"
 #include "offload/activation_store.h"
 
 namespace shoestring {
@@ -45,9 +44,7 @@ OffloadActivations::OffloadActivations(const OffloadActivationsOptions& o,
   TORCH_CHECK(o.host_bytes() == 0 || !o.folder().empty(),
               "offload_activations: host_bytes: expected a folder for tensors beyond this limit, received ",
               o.host_bytes(), " and no folder");
-  const std::string device = !o.device().empty()             ? o.device()
-                             : at::globalContext().hasCUDA() ? "cuda"
-                                                             : "cpu";
+  const std::string device = o.device().empty() ? default_device().str() : o.device();
   store_ = std::make_unique<Store>(Store{c10::make_intrusive<offload::ActivationStore>(
       device, o.compression(), o.prefetch(), o.max_pending(), o.min_bytes(), o.folder(), o.host_bytes())});
   this->exclude(exclude);

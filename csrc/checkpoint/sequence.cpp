@@ -1,7 +1,6 @@
-#include <ATen/Context.h>
-#include <ATen/ops/ones_like.h>
 // Measures, plans and runs a sequence of functions within a memory budget (shoestring/checkpoint_sequence.h).
 
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <shoestring/checkpoint.h>
@@ -20,6 +19,7 @@
 #include "checkpoint/hooks.h"
 #include "checkpoint/memory_meter.h"
 #include "checkpoint/rng_state.h"
+#include "core/device.h"
 
 using at::Tensor;
 
@@ -95,7 +95,7 @@ struct Cost {
 };
 
 double seconds_since(std::chrono::steady_clock::time_point began, const Tensor& x) {
-  if (x.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(x.device().index());
+  synchronize(x.device());
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 

@@ -10,6 +10,7 @@
 #include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
+#include "core/device.h"
 #include "core/tensors.h"
 #include "gemm/linear.h"
 
@@ -254,14 +255,10 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   m.impl(kLinearOp, linear_autograd);
   m.impl(kLinearGroupOp, linear_group_autograd);
 }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  m.impl(kLinearOp, linear_autocast<at::kCPU>);
-  m.impl(kLinearGroupOp, linear_group_autocast<at::kCPU>);
-}
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  m.impl(kLinearOp, linear_autocast<at::kCUDA>);
-  m.impl(kLinearGroupOp, linear_group_autocast<at::kCUDA>);
-}
+const AutocastRules linear_rules([](torch::Library& m, auto device) {
+  m.impl(kLinearOp, linear_autocast<device>);
+  m.impl(kLinearGroupOp, linear_group_autocast<device>);
+});
 
 }  // namespace
 }  // namespace shoestring::gemm

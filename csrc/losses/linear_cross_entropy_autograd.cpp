@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
+#include "core/device.h"
 #include "losses/linear_cross_entropy.h"
 
 namespace shoestring::losses {
@@ -187,14 +188,10 @@ TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   register_both(m, torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autograd<false>>(),
                 torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autograd<true>>());
 }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  register_both(m, torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCPU>>(),
-                torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCPU>>());
-}
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  register_both(m, torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCUDA>>(),
-                torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<at::kCUDA>>());
-}
+const AutocastRules linear_cross_entropy_rules([](torch::Library& m, auto device) {
+  register_both(m, torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<device>>(),
+                torch::CppFunction::makeFromBoxedFunction<&linear_cross_entropy_autocast<device>>());
+});
 
 }  // namespace
 }  // namespace shoestring::losses

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "core/autograd.h"
+#include "core/device.h"
 
 namespace shoestring::losses {
 namespace {
@@ -103,14 +104,9 @@ void distillation_autocast(const c10::OperatorHandle& op, torch::jit::Stack* sta
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
   m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&distillation_autograd>());
 }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  m.impl("linear_distillation",
-         torch::CppFunction::makeFromBoxedFunction<&distillation_autocast<at::kCPU>>());
-}
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  m.impl("linear_distillation",
-         torch::CppFunction::makeFromBoxedFunction<&distillation_autocast<at::kCUDA>>());
-}
+const AutocastRules distillation_rules([](torch::Library& m, auto device) {
+  m.impl("linear_distillation", torch::CppFunction::makeFromBoxedFunction<&distillation_autocast<device>>());
+});
 
 }  // namespace
 }  // namespace shoestring::losses

@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "core/device.h"
 #include "losses/head.h"
 #include "losses/linear_cross_entropy.h"
 
@@ -80,7 +81,7 @@ void check_owners(const Tensor& owners, const Tensor& counted) {
   const std::string message = std::string(kWhole) +
                               ": target: expected each class to be one process's, received one that "
                               "is none's, or several's; check first_class";
-  if (right.is_cuda()) {
+  if (is_asynchronous(right)) {
     at::_assert_async(right, message);
   } else {
     TORCH_CHECK_INDEX(right.item<bool>(), message);

@@ -5,8 +5,9 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "core/device.h"
 #include "offload/activation_core.h"
 
 namespace shoestring::offload {
@@ -45,14 +46,13 @@ at::Tensor StoredActivation::reload() {
 ActivationStore::ActivationStore(const std::string& device, const std::string& compression, int64_t prefetch,
                                  int64_t max_pending, int64_t min_bytes, const std::string& folder,
                                  int64_t host_bytes) {
-  c10::Device on(device);
-  TORCH_CHECK(on.is_cpu() || on.is_cuda(),
-              "offload_activations: device: expected a CPU or CUDA device, received ", on);
-  if (on.is_cuda() && !on.has_index()) {
-    on.set_index(c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index());
-  }
-  core_ = std::make_shared<ActivationStoreCore>(on, compression_of("offload_activations", compression),
-                                                prefetch, max_pending, min_bytes, folder, host_bytes);
+  const c10::Device on(device);
+  TORCH_CHECK(on.is_cpu() || (is_asynchronous(on) && c10::impl::hasDeviceGuardImpl(on.type())),
+              "offload_activations: device: expected the CPU or an accelerator of this PyTorch, received ",
+              on);
+  core_ = std::make_shared<ActivationStoreCore>(with_index(on),
+                                                compression_of("offload_activations", compression), prefetch,
+                                                max_pending, min_bytes, folder, host_bytes);
 }
 
 ActivationStore::~ActivationStore() = default;

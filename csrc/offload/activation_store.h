@@ -54,7 +54,7 @@ class StoredActivation : public torch::CustomClassHolder {
 class ActivationStore : public torch::CustomClassHolder {
  public:
   /// Args:
-  /// - device: "cpu" or a CUDA device, whose tensors are offloaded.
+  /// - device: "cpu" or an accelerator, whose tensors are offloaded.
   /// - compression: "none", "bf16" or "8bit".
   /// - prefetch: number of layers that are copied back ahead of backward.
   /// - max_pending: number of earlier layers whose copies may still be running; forward waits for the copies

@@ -13,7 +13,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/accumulate.h>
 
-#include "core/cuda_tables.h"
+#include "core/cuda.h"
+#include "core/device.h"
 #include "offload/extents.h"
 #include "offload/own_process.h"
 
@@ -35,6 +36,7 @@ struct HostMemory::Slabs {
 
   std::string caller;
   c10::Device device;
+  const cuda::Runtime* runtime = is_asynchronous(device) ? cuda::find_runtime(device) : nullptr;
   std::mutex mutex{};
   std::vector<Slab> all{};
   OwnProcess process{};
@@ -50,10 +52,9 @@ struct HostMemory::Slabs {
                 " bytes of host memory, received none: ", std::strerror(errno));
     // Huge pages only make access faster, so an error of madvise is ignored.
     ::madvise(begin, static_cast<size_t>(size), MADV_HUGEPAGE);
-    if (device.is_cuda()) {
+    if (runtime != nullptr) {
       const c10::OptionalDeviceGuard guard(device);
-      const char* error =
-          cuda::table<cuda::Runtime>("runtime").register_host(begin, static_cast<size_t>(size));
+      const char* error = runtime->register_host(begin, static_cast<size_t>(size));
       if (error != nullptr) ::munmap(begin, static_cast<size_t>(size));
       TORCH_CHECK(error == nullptr, caller, ": cannot page-lock ", size, " bytes of host memory: ", error);
     }
@@ -63,8 +64,7 @@ struct HostMemory::Slabs {
   }
 
   void unmap(const Slab& slab) const {
-    if (device.is_cuda() && process.is_here())
-      cuda::table<cuda::Runtime>("runtime").unregister_host(slab.begin);
+    if (runtime != nullptr && process.is_here()) runtime->unregister_host(slab.begin);
     ::munmap(slab.begin, static_cast<size_t>(slab.size));
   }
 
@@ -114,7 +114,7 @@ int64_t HostMemory::bytes() const {
   return total;
 }
 
-bool HostMemory::is_pinned() const { return slabs_->device.is_cuda(); }
+bool HostMemory::is_pinned() const { return slabs_->runtime != nullptr; }
 
 void HostMemory::trim() {
   slabs_->process.check(slabs_->caller);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Allocates host memory, which is pinned if the device is a GPU.
+// Allocates host memory, which is pinned for copies from and to a GPU.
 
 #include <cstdint>
 #include <functional>
@@ -16,8 +16,9 @@ namespace shoestring::offload {
 
 /// Allocates host memory for tensors that leave a device. The memory comes in slabs of the requested size,
 /// whereas PyTorch's allocator rounds pinned memory up to powers of two. Slabs are aligned for direct I/O, in
-/// huge pages, and pinned if `device` is a GPU. Freed memory is reused. A tensor keeps its slab alive and may
-/// outlive this object. Thread-safe. A forked child may read the tensors, but empty() raises there.
+/// huge pages, and pinned if the
+/// backend of `device` can pin memory, as CUDA can. Freed memory is reused. A tensor keeps its slab alive and
+/// may outlive this object. Thread-safe. A forked child may read the tensors, but empty() raises there.
 class SHOESTRING_API HostMemory {
  public:
   HostMemory(std::string caller, c10::Device device);

@@ -7,11 +7,11 @@
 #include <memory>
 #include <vector>
 
-#include <ATen/Context.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
 
+#include "core/device.h"
 #include "offload/activation_core.h"
 
 namespace shoestring::offload {
@@ -24,7 +24,7 @@ constexpr int kRuns = 5;
 constexpr int kPieces = 4;
 constexpr int kLayers = 20;
 
-int64_t piece_bytes(c10::Device device) { return int64_t{device.is_cuda() ? 32 : 4} << 20; }
+int64_t piece_bytes(c10::Device device) { return int64_t{is_asynchronous(device) ? 32 : 4} << 20; }
 
 double seconds_since(Clock::time_point began) {
   return std::chrono::duration<double>(Clock::now() - began).count();
@@ -61,7 +61,7 @@ class Computation {
  private:
   void once() const {
     at::silu(at::mm(a_, b_));
-    if (device_.is_cuda()) at::detail::getCUDAHooks().deviceSynchronize(device_.index());
+    synchronize(device_);
   }
 
   const c10::Device device_;

@@ -6,6 +6,7 @@
 
 #include <shoestring/optim/rules.h>
 
+#include "core/device.h"
 #include "gemm/products.h"
 #include "optim/composite.h"
 #include "optim/rule.h"
@@ -31,7 +32,7 @@ Tensor orthogonal(Tensor x, const MuonOptions& o, double scale) {
   x.div_(at::linalg_vector_norm(x).clamp_min_(o.eps()));
   const bool tall = x.size(0) > x.size(1);
   Tensor y = tall ? x.t() : x;
-  y = y.to(y.is_cuda() || gemm::multiplies_bf16() ? at::kBFloat16 : at::kFloat);
+  y = y.to(is_asynchronous(y) || gemm::multiplies_bf16() ? at::kBFloat16 : at::kFloat);
   x.reset();
   const double a = o.ns_coefficients()[0], b = o.ns_coefficients()[1], c = o.ns_coefficients()[2];
   for (int64_t i = 1; i <= o.ns_steps(); ++i) {

@@ -5,6 +5,7 @@
 #include "core/arguments.h"
 #include "core/autograd.h"
 #include "core/call.h"
+#include "core/device.h"
 
 namespace shoestring::quantization {
 namespace {
@@ -95,12 +96,9 @@ Tensor quantized_linear_autocast(const Tensor& x, const Tensor& packed, const Te
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("quantized_linear", quantized_linear_autograd); }
-TORCH_LIBRARY_IMPL(shoestring, AutocastCPU, m) {
-  m.impl("quantized_linear", quantized_linear_autocast<at::kCPU>);
-}
-TORCH_LIBRARY_IMPL(shoestring, AutocastCUDA, m) {
-  m.impl("quantized_linear", quantized_linear_autocast<at::kCUDA>);
-}
+const AutocastRules quantized_linear_rules([](torch::Library& m, auto device) {
+  m.impl("quantized_linear", quantized_linear_autocast<device>);
+});
 
 }  // namespace
 }  // namespace shoestring::quantization

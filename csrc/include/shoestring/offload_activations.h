@@ -19,7 +19,8 @@ namespace shoestring {
 
 struct SHOESTRING_API OffloadActivationsOptions {
   /// Device whose saved tensors are moved. Saved tensors on other devices stay there. The default "" means
-  /// "cuda" if there is a GPU, else "cpu". With "cpu", activations go to a folder, or are compressed.
+  /// the accelerator that PyTorch finds, such as "cuda", and "cpu" if it finds none. With "cpu", activations
+  /// go to a folder, or are compressed.
   TORCH_ARG(std::string, device) = "";
   /// How activations are compressed:
   /// - "none": not at all.

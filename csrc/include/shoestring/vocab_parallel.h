@@ -100,8 +100,8 @@ using AllReduce = std::function<at::Tensor(at::Tensor x, Reduce reduce)>;
 ///
 /// Every process gets the same loss, and must differentiate it with the same upstream gradient. After
 /// backward, every process has the complete gradients of hidden and lora_hidden, and the gradients of its own
-/// rows of weight, bias and lora_B. A target that belongs to no process, or to several, is an error (on CUDA,
-/// a device-side assertion).
+/// rows of weight, bias and lora_B. A target that belongs to no process, or to several, is an error (on an
+/// accelerator, an assertion on the device).
 SHOESTRING_API at::Tensor vocab_parallel_linear_cross_entropy(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target, int64_t first_class,
     const AllReduce& all_reduce, const std::optional<at::Tensor>& bias = std::nullopt,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shoestring.checkpoint.offload import offload_activations
+from shoestring.core.device import forked_rng, synchronize
 from shoestring.core.storages import storages
 
 RUNS = 3  # number of times that each block is run; the time of the fastest run counts
@@ -79,11 +80,6 @@ class _Source(torch.autograd.Function):
         return None, None
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 @contextmanager
 def metered() -> Iterator[Any]:
     meter = torch.classes.shoestring.MemoryMeter()
@@ -106,9 +102,7 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
     for p, _ in before:
         p.grad = None
     try:
-        with torch.random.fork_rng(
-            devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-        ):
+        with forked_rng():
             yield
     finally:
         for hook in hooks:

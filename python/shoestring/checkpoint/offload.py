@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from shoestring.core.device import default_device
+
 
 class offload_activations(torch.autograd.graph.saved_tensors_hooks):
     """A context manager that offloads the tensors that autograd saves, and copies them back for backward::
@@ -38,8 +40,8 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         exclude: tensors, or a module with its parameters and buffers, whose storages stay on the device.
-        device: the device whose tensors are offloaded; tensors of other devices stay. Defaults to "cuda" if
-            there is a GPU, else "cpu", which is useful with a folder or with compression.
+        device: the device whose tensors are offloaded; tensors of other devices stay. Defaults to PyTorch's
+            accelerator, such as "cuda", else to "cpu", which is useful with a folder or with compression.
         compression: None, "bf16" or "8bit". "bf16" rounds fp32 to nearest bfloat16: the error is at most 2^-8
             of each element, values above 3.39e38 become infinity, and values that are not finite stay so.
             "8bit" stores fp32, bf16 and fp16 as blocks of 256 8-bit codes (Dettmers et al., arXiv
@@ -87,7 +89,7 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
             )
             raise ValueError(f"offload_activations: {message}")
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = default_device()
         self._store = torch.classes.shoestring.ActivationStore(
             str(device), compression or "none", prefetch, max_pending, min_bytes, folder or "", host_bytes
         )

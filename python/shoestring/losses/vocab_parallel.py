@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from typing_extensions import TypedDict, Unpack
 
+from shoestring.core.device import is_asynchronous
 from shoestring.losses.linear_cross_entropy import operator_arguments
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -202,13 +203,13 @@ def _check_owners(where: str, owners: Tensor, counted: Tensor) -> None:
     """Check that each target class belongs to the shard of exactly one rank.
 
     Raises:
-        IndexError: a target class belongs to no rank, or to several. On CUDA a device-side assertion fails
-            instead.
+        IndexError: a target class belongs to no rank, or to several. On an accelerator an assertion on
+            the device fails instead.
     """
     right = (owners == counted).all()
     message = f"{where}: target: expected each class to be one process's, received one that is none's, or several's; "
     message += "give first_class where processes hold unequally many"
-    if right.is_cuda:
+    if is_asynchronous(right.device):
         torch._assert_async(right, message)
     elif not right:
         raise IndexError(message)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeIs
 
+from shoestring.core.device import is_asynchronous
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -71,9 +73,9 @@ def gradient_in_hook(param: Tensor) -> Tensor:
     assert grad is not None
     if is_dtensor(param) and grad.device.type != param.device_mesh.device_type:
         torch.accelerator.current_stream().synchronize()
-    elif is_dtensor(param) and grad.is_cuda:
+    elif is_dtensor(param) and is_asynchronous(grad.device):
         # The gradient was allocated on another stream, which may reuse the memory once it is freed.
-        grad.record_stream(torch.cuda.current_stream(grad.device))
+        grad.record_stream(torch.accelerator.current_stream(grad.device))
     return grad
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoestring.core.device import is_cuda
 from shoestring.core.errors import InputError
 from shoestring.training.config import FinetuneConfig, LoopConfig, StepConfig
 
@@ -18,7 +19,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def find_device(name: str) -> torch.device:
     """Return the device that ``--device`` names; an accelerator always has an index.
 
-    "auto" is the current accelerator (CUDA, ROCm, XPU, MPS and others), or the CPU if there is none.
+    "auto" is the current accelerator (CUDA, ROCm, XPU, MPS and others), or the CPU if there is none. PyTorch
+    knows the backend of another package by its name from ``import torch`` on, which loads installed backends.
 
     Raises:
         InputError: this PyTorch does not know the device, or the machine does not have it.
@@ -51,7 +53,10 @@ def parse_device(name: str) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError:
-        raise InputError(f"--device: expected auto, cpu, cuda or cuda:N, got {name}") from None
+        raise InputError(
+            "--device: expected auto, cpu, cuda, cuda:N or the name of an installed backend of PyTorch, "
+            f"got {name}"
+        ) from None
 
 
 def check_precision(config: StepConfig, device: torch.device) -> None:
@@ -61,7 +66,7 @@ def check_precision(config: StepConfig, device: torch.device) -> None:
             f"--weights {config.weights}: expected --precision bf16 with bf16 weights, got --precision "
             f"{config.precision}"
         )
-    if config.precision == "tf32" and device.type != "cuda":
+    if config.precision == "tf32" and not is_cuda(device):
         raise InputError(
             f"--precision tf32: expected a CUDA device, which computes in TF32, got {device}; take fp32 or bf16"
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.checkpoint.model import parse_bytes
+from shoestring.core.device import is_cuda
 from shoestring.core.errors import InputError
 from shoestring.core.storages import storages
 
@@ -59,7 +60,7 @@ def utilization(device: torch.device) -> dict[str, int]:
 
     The dictionary is empty for other devices, and if nvidia-ml-py is not installed or has no driver.
     """
-    if device.type != "cuda":
+    if not is_cuda(device):
         return {}
     try:
         return {"device_utilization": torch.cuda.utilization(device)}

@@ -93,7 +93,10 @@ Seed = Annotated[
     ),
 ]
 Device = Annotated[
-    str, typer.Option(help="auto (the accelerator, if there is one), cpu, cuda, cuda:1 and so on.")
+    str,
+    typer.Option(
+        help="auto (the accelerator, if there is one), cpu, cuda, cuda:1, or an installed backend of PyTorch."
+    ),
 ]
 Precision = Annotated[
     str,

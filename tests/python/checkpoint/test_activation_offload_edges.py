@@ -183,7 +183,7 @@ def test_other_streams(backend: str) -> None:
         ({"max_pending": -1}, "max_pending: expected a number of layers of at least 0, received -1"),
         ({"min_bytes": -1}, "min_bytes: expected at least 0, received -1"),
         ({"folder": "/nowhere"}, "/nowhere/shoestring-swap.*No such file"),
-        ({"device": "meta"}, "device: expected a CPU or CUDA device, received meta"),
+        ({"device": "meta"}, "device: expected the CPU or an accelerator of this PyTorch, received meta"),
     ],
 )
 def test_options(options: dict[str, object], message: str) -> None:

@@ -210,6 +210,17 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
 }
 
 namespace {
+Launcher launcher = nullptr;
+}  // namespace
+void set_launcher(Launcher to) { launcher = to; }
+
+const char* launch(int64_t blocks, int thread_count, int shared_bytes, void* stream, void (*body)(void*),
+                   void* arguments, size_t size) {
+  if (launcher != nullptr) return launcher(blocks, thread_count, shared_bytes, stream, body, arguments, size);
+  return run(blocks, thread_count, shared_bytes, body, arguments);
+}
+
+namespace {
 int emulated_capability = [] {
   const char* text = std::getenv("SIMT_CAPABILITY");
   return text ? std::atoi(text) : 80;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <source_location>
 #include <string>
+#include <type_traits>
 
 // Marks functions that access memory on behalf of the emulator. In files with kernels, all accesses outside
 // such functions are checked.
@@ -32,6 +33,23 @@ const char* run(int64_t blocks, int threads, int shared_bytes, Call call) {
 /// Ends the launch with an error in printf's format. It is for functions that are compiled with kernels:
 /// there the memory of a std::string would be checked like a kernel's.
 [[noreturn]] void failf(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+/// Takes launches over from run(). `arguments` are `size` bytes to which `kernel` is applied; the launcher must
+/// copy them to run the kernel later. tests/device runs kernels in the threads of its streams.
+using Launcher = const char* (*)(int64_t blocks, int threads, int shared_bytes, void* stream,
+                                 void (*kernel)(void*), const void* arguments, size_t size);
+void set_launcher(Launcher launcher);
+/// Launches a kernel in a stream: calls the launcher, or run() if there is none.
+const char* launch(int64_t blocks, int threads, int shared_bytes, void* stream, void (*kernel)(void*),
+                   void* arguments, size_t size);
+
+template <class Call>
+const char* launch(int64_t blocks, int threads, int shared_bytes, void* stream, Call call) {
+  static_assert(std::is_trivially_copyable_v<Call>, "arguments of kernels are copied byte by byte");
+  return launch(
+      blocks, threads, shared_bytes, stream, [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); }, &call,
+      sizeof call);
+}
 
 struct Index {
   unsigned x, y, z;

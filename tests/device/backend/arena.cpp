@@ -1,0 +1,50 @@
+#include "arena.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
+#include "pinned_memory.h"
+
+namespace simdev {
+
+Mapping map_twice(size_t size, int tensor_access, void* at) {
+  const int file = memfd_create("simdev", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && ftruncate(file, static_cast<off_t>(size)) == 0,
+              "simdev: cannot create a file in memory: ", std::strerror(errno));
+  const auto map = [&](void* address, int access, int flags) {
+    void* p = mmap(address, size, access, MAP_SHARED | MAP_NORESERVE | flags, file, 0);
+    TORCH_CHECK(p != MAP_FAILED, "simdev: cannot map ", size, " bytes: ", std::strerror(errno));
+    return static_cast<char*>(p);
+  };
+  Mapping mapping;
+  mapping.kernel = map(nullptr, PROT_READ | PROT_WRITE, 0);
+  mapping.tensor = map(at, tensor_access, at == nullptr ? 0 : MAP_FIXED);
+  mapping.size = size;
+  close(file);
+  return mapping;
+}
+
+const Mapping& device_memory() {
+  static const Mapping mapping = map_twice(kDevices * kDeviceBytes, PROT_NONE);
+  return mapping;
+}
+
+int device_of(const void* p) {
+  const Mapping& memory = device_memory();
+  if (!memory.contains(p)) return -1;
+  return static_cast<int>(static_cast<size_t>(static_cast<const char*>(p) - memory.tensor) / kDeviceBytes);
+}
+
+char* kernel_address(const void* p) {
+  const Mapping& memory = device_memory();
+  if (memory.contains(p)) return memory.kernel_address(p);
+  if (char* pinned = pinned_kernel_address(p)) return pinned;
+  return static_cast<char*>(const_cast<void*>(p));
+}
+
+}  // namespace simdev

@@ -129,7 +129,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 at::Scalar local_scalar_dense(const Tensor& t) {
   const int stream = current_stream(t.device().index());
   const Tensor value = at::empty({}, at::TensorOptions().dtype(t.dtype()));
-  enqueue(stream, {"item()", [from = for_kernel(t), value] { value.copy_(from.view({})); },
+  enqueue(stream, {"item()", [from = for_kernel(t), value] { value.copy_(from.reshape(at::IntArrayRef())); },
                    {range_of(t, false)}});
   synchronize_stream(stream, "item()");
   return value.item();

@@ -216,17 +216,6 @@ void check_device_access(const Range& range, const Position& position, const Clo
   if (block != nullptr) check_access(block->seen, range, position, clock, name);
 }
 
-std::string refuse_pointer(const void* p, int device) {
-  const int owner = device_of(p);
-  if (owner < 0) return "";
-  if (owner != device)
-    return "an argument is memory of device " + std::to_string(owner) + ", and the stream belongs to device " +
-           std::to_string(device);
-  const std::lock_guard lock(records());
-  const Block* block = block_of(p);
-  return block == nullptr || block->is_free ? "an argument is memory that has been freed" : "";
-}
-
 void record_stream(const c10::DataPtr& data, int stream) {
   const std::lock_guard lock(records());
   const auto found = blocks.find(static_cast<char*>(data.get()));

@@ -4,7 +4,6 @@
 // wait, since the stream that allocated it runs its operations in order.
 
 #include <cstdint>
-#include <string>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
@@ -17,9 +16,6 @@ c10::Allocator* device_allocator();
 
 /// Checks an access to a block of device memory. The caller holds records().
 void check_device_access(const Range& range, const Position& position, const Clock& clock, const char* name);
-
-/// Returns why a kernel of a device cannot use an address of device memory, or an empty string.
-std::string refuse_pointer(const void* p, int device);
 
 /// Keeps a block from reuse, once it is freed, until a stream has passed what it has at that time.
 void record_stream(const c10::DataPtr& data, int stream);

@@ -43,9 +43,12 @@ def mode(request: pytest.FixtureRequest) -> Iterator[simdev.Mode]:
     simdev.configure(mode_of(request.param))
     simdev.take_findings()
     yield mode_of(request.param)
-    torch.accelerator.synchronize(0)
-    torch.accelerator.synchronize(1)
-    simdev.configure(simdev.Mode())
+    try:
+        for index in range(simdev.device_count()):
+            simdev.synchronize(index)
+    finally:
+        simdev.clear_error()
+        simdev.configure(simdev.Mode())
     findings = simdev.take_findings()
     assert not findings, f"{len(findings)} findings, of which the first is\n{findings[0]}"
 

@@ -255,11 +255,27 @@ class Call {
     } catch (const c10::Error&) {
       return false;
     }
+    // For 16-bit rows, the Meta implementations of norms return statistics in fp32, and the CPU's in 16 bits.
+    const bool is_norm = schema_.name() == "aten::native_layer_norm" || schema_.name() == "aten::native_group_norm";
+    const auto statistics = is_norm ? statistics_dtype() : at::kFloat;
     for (size_t i = 0; i < results_.size(); ++i) {
-      if (schema_.returns()[i].alias_info() == nullptr)
-        results_[i] = mapped(inferred[i], device_, [&](const Tensor& t) { return empty_as(t, device_); });
+      if (schema_.returns()[i].alias_info() != nullptr) continue;
+      results_[i] = mapped(inferred[i], device_, [&](const Tensor& t) {
+        return empty_as(is_norm && i > 0 ? t.to(statistics) : t, device_);
+      });
     }
     return true;
+  }
+
+  // Returns the dtype of the mean and the reciprocal deviation that a norm on the CPU returns.
+  at::ScalarType statistics_dtype() const {
+    const auto dtype = argument(0).toTensor().scalar_type();
+    for (size_t i = 1; i < count_; ++i) {
+      if (argument(i).isTensor() && argument(i).toTensor().defined() &&
+          argument(i).toTensor().scalar_type() != dtype)
+        return at::kFloat;  // the weights have another dtype than the rows
+    }
+    return dtype;
   }
 
   void add_to_stream(std::vector<IValue> arguments) {
@@ -277,12 +293,18 @@ class Call {
     enqueue_call([op = op_, arguments = std::move(arguments), outputs = std::move(outputs)]() mutable {
       const auto kept = arguments;
       op.callBoxed(&arguments);
+      const auto deliver = [](const Tensor& to, const Tensor& from) {
+        TORCH_CHECK(to.sizes() == from.sizes() && to.scalar_type() == from.scalar_type(),
+                    "expected ", to.sizes(), " of ", to.scalar_type(), " as the Meta implementation says, received ",
+                    from.sizes(), " of ", from.scalar_type());
+        to.copy_(from);
+      };
       for (size_t i = 0; i < outputs.size(); ++i) {
         if (outputs[i].isTensor() && outputs[i].toTensor().defined()) {
-          outputs[i].toTensor().copy_(arguments[i].toTensor());
+          deliver(outputs[i].toTensor(), arguments[i].toTensor());
         } else if (outputs[i].isTensorList()) {
           const auto to = outputs[i].toTensorVector(), from = arguments[i].toTensorVector();
-          for (size_t k = 0; k < to.size(); ++k) to[k].copy_(from[k]);
+          for (size_t k = 0; k < to.size(); ++k) deliver(to[k], from[k]);
         }
       }
     });

@@ -78,14 +78,19 @@ void demand(Position p) {
 
 void run(const Operation& operation, int stream) {
   if (operation.is_kernel && error().there) return;
-  try {
-    operation.run();
-  } catch (const std::exception& e) {
+  const auto fail = [&](const char* text) {
     const std::lock_guard lock(error().mutex);
     if (error().there) return;
     error().text = std::string(operation.name) + " failed on stream " + std::to_string(stream) +
-                   ", and this call is only where the host learns of it: " + e.what();
+                   ", and this call is only where the host learns of it: " + text;
     error().there = true;
+  };
+  try {
+    operation.run();
+  } catch (const c10::Error& e) {
+    fail(e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    fail(e.what());
   }
 }
 

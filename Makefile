@@ -57,6 +57,7 @@ nightly: chromium test test-asan docs-browser
 	tests/consumer/run.sh $(BUILD) --build
 	python tests/simt/cutlass/mutate.py --build $(BUILD)
 	python -m pytest tests/packages --all-cases -m nightly
+	PYTHONPATH=tests/device:$(PYTHONPATH) python -m pytest tests/device --delay-seeds 20
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-separate -DSHOESTRING_UNITY=OFF && cmake --build build-separate
 	for seed in $(SEEDS); do PYTEST_ADDOPTS="--seed $$seed" scripts/test.sh $(BUILD) Python Python-emulated || exit; done
 
@@ -68,7 +69,7 @@ chromium:
 # Without lint: mypy reads the types of the PyTorch that constraints.txt pins.
 test-newest:
 	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch \
-	  SUITES="C++ emulator cutlass C++-emulated Python Python-alone Python-emulated crash fuzz peers consumer gates"
+	  SUITES="C++ emulator cutlass C++-emulated Python Python-alone Python-emulated device crash fuzz peers consumer gates"
 
 test-asan: $(VENV)/.ready
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-asan -DSHOESTRING_TESTS=ON -DSHOESTRING_SANITIZE=ON

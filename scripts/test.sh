@@ -56,6 +56,7 @@ run Python python -m pytest -n 2 --dist loadfile -m "not alone"
 run Python-alone python -m pytest -m alone
 ! wants check || [ -z "$wanted" ] || run check python -m pytest -n 2 --dist loadfile -m "not alone and not slow"
 OMP_NUM_THREADS=1 run Python-emulated python -m pytest --backend=simt -n 2 --dist loadfile
+PYTHONPATH=tests/device:${PYTHONPATH:-} run device python -m pytest -n 2 --dist loadfile tests/device
 run crash python -m pytest -n 2 --dist loadfile tests/crash
 run fuzz python -m pytest -n 2 tests/fuzz
 run peers python -m pytest -n 2 tests/peers
@@ -89,6 +90,7 @@ add_pytest Python
 add_pytest Python-alone
 [ -z "$wanted" ] || add_pytest check
 add_pytest Python-emulated
+add_pytest device
 add_pytest crash
 add_pytest fuzz
 add_pytest peers

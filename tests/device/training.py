@@ -64,6 +64,7 @@ def compare(
     make_optimizer: MakeOptimizer,
     *,
     batches: list[Any] | None = None,
+    device: str = "simdev",
     **how: Any,
 ) -> list[str]:
     """Train copies of a model on both devices; return what the host waited for on the device.
@@ -72,8 +73,8 @@ def compare(
     """
     if batches is None:
         batches = [rows(step, next(model.parameters()).dtype) for step in range(STEPS)]
-    on_device = copy.deepcopy(model).to("simdev")
-    losses, waited = train(on_device, "simdev", make_optimizer, batches=batches, **how)
+    on_device = copy.deepcopy(model).to(device)
+    losses, waited = train(on_device, device, make_optimizer, batches=batches, **how)
     expected, _ = train(model, "cpu", make_optimizer, batches=batches, **how)
     assert torch.equal(losses.cpu(), expected)
     for (name, p), q in zip(model.named_parameters(), on_device.parameters(), strict=True):

@@ -85,7 +85,7 @@ const shoestring::cuda::Runtime kRuntime{
 
 void connect_kernels() {
   simt::set_launcher(launch);
-  shoestring::cuda::provide("runtime", &kRuntime);
+  shoestring::cuda::provide("runtime_simdev", &kRuntime);
 }
 
 void add_kernel_memory(void* begin, size_t size) {

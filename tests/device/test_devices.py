@@ -1,0 +1,140 @@
+"""Two devices: operators run where their tensors are, and a missing device guard is noticed."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoestring
+from simdev import device as simdev
+from test_offload import adamw, deep, offloading
+from training import compare, mlp
+
+
+@pytest.fixture
+def emulated(mode: simdev.Mode) -> Iterator[None]:
+    """Run the host functions of CUDA operators and emulated kernels."""
+    simdev.configure(simdev.replace(mode, emulate=True))
+    yield
+
+
+@pytest.mark.usefixtures("mode")
+def test_copies_between_devices() -> None:
+    x = torch.arange(1000.0, device="simdev:0")
+    for _ in range(5):
+        x.add_(1)
+    y = x.to("simdev:1", non_blocking=True)
+    x.zero_()
+    z = (y * 2).to("simdev:0")
+    assert y.device == torch.device("simdev:1")
+    assert torch.equal(z.cpu(), 2 * (torch.arange(1000.0) + 5))
+
+
+@pytest.mark.usefixtures("mode")
+def test_tensors_of_two_devices_are_refused() -> None:
+    x, y = torch.ones(3, device="simdev:0"), torch.ones(3, device="simdev:1")
+    with pytest.raises(RuntimeError, match="expected all tensors on one device, simdev:0, received one on simdev:1"):
+        x + y
+    with pytest.raises(RuntimeError, match="expected all tensors on one device, simdev:0, received one on cpu"):
+        x + torch.ones(3)
+    assert (x + torch.tensor(1.0)).sum() == 6
+
+
+@pytest.mark.usefixtures("mode")
+def test_current_device() -> None:
+    assert simdev.device_count() == 2
+    with simdev.device(1):
+        assert torch.ones(1, device="simdev").device == torch.device("simdev:1")
+        with torch.Stream("simdev:0"):
+            assert simdev.current_device() == 0
+        assert simdev.current_device() == 1
+    assert simdev.current_device() == 0
+
+
+def test_trains_on_the_device_that_is_not_current(mode: simdev.Mode) -> None:
+    waited = compare(mlp(), adamw, device="simdev:1")
+    assert waited == []
+    compare(deep(), adamw, device="simdev:1", surround=offloading(prefetch=1))
+
+
+CALLS = {
+    "rms_norm": lambda x, w: shoestring.rms_norm(x, w[0]),
+    "add_layer_norm": lambda x, w: shoestring.add_layer_norm(x, x, w[0], w[1]),
+    "swiglu": shoestring.swiglu,
+    "geglu": shoestring.geglu,
+    "seeded_dropout": lambda x, w: shoestring.seeded_dropout(x, 0.5, 3),
+    "cross_entropy": lambda x, w: shoestring.cross_entropy(x, torch.arange(8, device=x.device)),
+    "linear_cross_entropy": lambda x, w: shoestring.linear_cross_entropy(x, w, torch.arange(8, device=x.device)),
+    "linear_distillation": lambda x, w: shoestring.linear_distillation(x, w, x, w.detach()),
+    "attention": lambda x, w: shoestring.attention(x.view(1, 1, 8, 64), w.view(1, 1, 8, 64), w.view(1, 1, 8, 64)),
+    "fake_quantize": lambda x, w: shoestring.fake_quantize(w, "nf4") * x,
+    "quantized_linear": lambda x, w: shoestring.quantized_linear(x, shoestring.quantize_4bit(w.detach())),
+    "int8": lambda x, w: shoestring.quantized_linear(x, shoestring.quantize_int8(w.detach())),
+    "lora_linear": lambda x, w: shoestring.lora_linear(x, w, w[:2], w[:, :2].contiguous(), 2.0),
+}
+
+
+def call(name: str, device: str) -> list[Tensor]:
+    torch.manual_seed(4)
+    x, w = (torch.randn(8, 64).to(device).requires_grad_() for _ in range(2))
+    result = CALLS[name](x, w)
+    for t in result if isinstance(result, tuple) else (result,):
+        if t.requires_grad:
+            t.float().square().mean().backward(retain_graph=True)
+    return [t.detach().cpu() for t in (x.grad, w.grad) if t is not None]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", CALLS)
+def test_host_functions_guard_their_device(name: str) -> None:
+    """On a device that is not current, launches go to its streams and results equal those of the other one."""
+    expected = call(name, "simdev:0")
+    found = call(name, "simdev:1")
+    assert expected
+    assert simdev.current_device() == 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", ("AdamW", "Lion", "SGD", "Muon", "Adafactor", "CAME", "LAMB", "ScheduleFreeAdamW"))
+def test_optimizers_guard_their_device(name: str) -> None:
+    results = []
+    for device in ("simdev:0", "simdev:1"):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64, bias=False).to(device)
+        optimizer = getattr(shoestring.optim, name)(layer.parameters(), lr=1e-3, max_grad_norm=0.5)
+        for _ in range(2):
+            layer(torch.ones(8, 64, device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(layer.weight.detach().cpu())
+    assert torch.equal(*results)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_missing_device_guard_is_noticed() -> None:
+    x, factor = torch.ones(100, device="simdev:1"), torch.tensor([3.0], device="simdev:1")
+    with pytest.raises(RuntimeError, match="the stream belongs to device 1, and the current device is 0"):
+        torch.ops.simdev_planted.without_guard(x, factor)
+    with simdev.device(1):
+        torch.ops.simdev_planted.without_guard(x, factor)
+    assert x.cpu().eq(3).all()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_kernel_with_memory_of_another_device_is_noticed() -> None:
+    x, factor = torch.ones(100, device="simdev:0"), torch.tensor([3.0], device="simdev:1")
+    torch.ops.simdev_planted.without_guard(x, factor)
+    with pytest.raises(RuntimeError, match="out of bounds: read of 4 bytes at cuda/core/scale.cu"):
+        simdev.synchronize()
+    simdev.clear_error()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_kernel_that_leaves_its_tensor_is_noticed() -> None:
+    x, factor = torch.ones(100, device="simdev"), torch.tensor([3.0], device="simdev")
+    torch.ops.simdev_planted.past_the_end(x, factor)
+    with pytest.raises(RuntimeError, match="kernel failed on stream 0.*out of bounds"):
+        simdev.synchronize()
+    simdev.clear_error()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.checkpoint.model import parse_bytes
-from shoestring.core.device import is_cuda
+from shoestring.core.device import is_asynchronous, is_cuda
 from shoestring.core.errors import InputError
 from shoestring.core.storages import storages
 
@@ -41,18 +41,27 @@ def resident_bytes() -> int:
     return _status("VmRSS:") or peak_bytes()
 
 
+def _allocator(device: torch.device) -> dict[str, int]:
+    """Return what the allocator of an accelerator reports; nothing for the CPU, or if it keeps no figures."""
+    if not is_asynchronous(device):
+        return {}
+    try:
+        return {
+            "device": torch.accelerator.memory_allocated(device),
+            "device_peak": torch.accelerator.max_memory_allocated(device),
+            "device_reserved": torch.accelerator.memory_reserved(device),
+        }
+    except RuntimeError:  # the allocator of a backend need not be one of PyTorch's caching allocators
+        return {}
+
+
 def usage(device: torch.device) -> dict[str, int]:
     """Return the memory of this process, and what the allocator of an accelerator reports, in bytes.
 
     Keys: ``rss`` and ``peak`` of the process; for an accelerator ``device`` (allocated now), ``device_peak``
-    and ``device_reserved`` (held by the allocator).
+    and ``device_reserved`` (held by the allocator), unless its backend keeps no such figures.
     """
-    found = {"rss": resident_bytes(), "peak": peak_bytes()}
-    if device.type != "cpu":
-        found["device"] = torch.accelerator.memory_allocated(device)
-        found["device_peak"] = torch.accelerator.max_memory_allocated(device)
-        found["device_reserved"] = torch.accelerator.memory_reserved(device)
-    return found
+    return {"rss": resident_bytes(), "peak": peak_bytes(), **_allocator(device)}
 
 
 def utilization(device: torch.device) -> dict[str, int]:
@@ -69,8 +78,9 @@ def utilization(device: torch.device) -> dict[str, int]:
 
 
 def in_use(device: torch.device) -> int:
-    """Return the memory in use on a device: the allocator's, or on the CPU the process's resident memory."""
-    return resident_bytes() if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+    """Return the memory in use on a device: the allocator's figure, or else the process's resident memory."""
+    found = _allocator(device)
+    return found["device"] if found else resident_bytes()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -155,7 +155,7 @@ std::shared_ptr<ActivationEntry> ActivationStoreCore::entry_of(const at::Tensor&
     // being reused. The contents may have changed since the entry was made, so the version counters are
     // compared.
     const auto e = found->second.lock();
-    if (e && e->version.current_version() == e->stored_version &&
+    if (e && !e->dropped && e->version.current_version() == e->stored_version &&
         e->bytes == static_cast<int64_t>(x.storage().nbytes())) {
       return e;
     }
@@ -217,6 +217,15 @@ void ActivationStoreCore::begin_in(ActivationEntry& e) {
   reloaded += e.bytes;
 }
 
+void ActivationStoreCore::end_copy(ActivationEntry& e) {
+  if (!e.source) return;  // settle() has waited for the copy
+  e.dropped = true;
+  try {
+    e.out->block(current_stream(device));
+  } catch (...) {
+  }
+}
+
 void ActivationStoreCore::forget_copy(ActivationEntry& e) {
   try {
     if (e.in) e.in->block(e.copy_stream);
@@ -274,6 +283,7 @@ void ActivationStoreCore::settle(int64_t most) {
     pending.pop_front();
     if (e == nullptr) continue;
     behind -= e->bytes;
+    if (e->dropped) continue;  // the host may have no copy, so the source stays
     // block() throws if the copy failed; the source storage then stays on the device
     e->out->block(e->stream);
     copied_out += e->encoding.bytes;

@@ -44,7 +44,7 @@ struct ActivationEntry {
   std::optional<c10::Stream> stream;  // the stream on which the storage was computed
   // unread: number of StoredActivations of this storage that have not been reloaded yet
   int64_t layer = 0, unread = 0;
-  std::atomic<bool> dropped{false};
+  std::atomic<bool> dropped{false};  // whether copies that have not begun are left out
 
   Encoding encoding;
   // the encoded storage in host memory; with a swap file, released after the write to the file
@@ -78,6 +78,9 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   std::shared_ptr<ActivationEntry> entry_of(const at::Tensor& x);
   void begin_out(ActivationEntry& e);
   void begin_in(ActivationEntry& e);
+  /// Gives up the copy of the entry's storage to the host, which nobody will need any more. Work that the
+  /// current stream gets from now on may overwrite the storage.
+  void end_copy(ActivationEntry& e);
   void forget_copy(ActivationEntry& e);
   /// Returns the entry's storage on the device: the source if it is still there, otherwise a copy that is
   /// loaded back.

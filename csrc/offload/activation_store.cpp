@@ -6,6 +6,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "core/device.h"
 #include "offload/activation_core.h"
@@ -35,8 +36,12 @@ at::Tensor StoredActivation::reload() {
   const ActivationTurn turn(core_);
   const c10::Storage storage = core_->on_device(*entry_);
   if (!std::exchange(read_, true)) --entry_->unread;
-  // a reloaded tensor that is still in use keeps the storage alive
-  if (entry_->unread == 0) entry_->copy = c10::Storage();
+  if (entry_->unread == 0) {
+    // a reloaded tensor that is still in use keeps the storage alive
+    entry_->copy = c10::Storage();
+    // Backward may overwrite what it reads for the last time, such as a gradient that forward has computed.
+    if (!torch::autograd::get_current_graph_task_keep_graph()) core_->end_copy(*entry_);
+  }
   core_->prefetch_before(entry_->layer);
   at::Tensor x = at::empty({0}, at::TensorOptions().dtype(dtype_).device(core_->device));
   x.set_(storage, offset_, sizes_, strides_);

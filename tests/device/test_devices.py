@@ -59,11 +59,11 @@ def test_trains_on_the_device_that_is_not_current(mode: simdev.Mode) -> None:
 
 
 CALLS = {
-    "rms_norm": lambda x, w: shoestring.rms_norm(x, w[0]),
-    "add_layer_norm": lambda x, w: shoestring.add_layer_norm(x, x, w[0], w[1]),
+    "rms_norm": lambda x, w: shoestring.rms_norm(x, w[0], eps=1e-6),
+    "add_layer_norm": lambda x, w: shoestring.add_layer_norm(x, x, w[0], w[1], eps=1e-6),
     "swiglu": shoestring.swiglu,
     "geglu": shoestring.geglu,
-    "seeded_dropout": lambda x, w: shoestring.seeded_dropout(x, 0.5, 3),
+    "seeded_dropout": lambda x, w: shoestring.seeded_dropout(x, 0.5),
     "cross_entropy": lambda x, w: shoestring.cross_entropy(x, torch.arange(8, device=x.device)),
     "linear_cross_entropy": lambda x, w: shoestring.linear_cross_entropy(x, w, torch.arange(8, device=x.device)),
     "linear_distillation": lambda x, w: shoestring.linear_distillation(x, w, x, w.detach()),
@@ -71,7 +71,7 @@ CALLS = {
     "fake_quantize": lambda x, w: shoestring.fake_quantize(w, "nf4") * x,
     "quantized_linear": lambda x, w: shoestring.quantized_linear(x, shoestring.quantize_4bit(w.detach())),
     "int8": lambda x, w: shoestring.quantized_linear(x, shoestring.quantize_int8(w.detach())),
-    "lora_linear": lambda x, w: shoestring.lora_linear(x, w, w[:2], w[:, :2].contiguous(), 2.0),
+    "lora_linear": lambda x, w: shoestring.lora_linear(x, w.detach(), lora_A=w[:2], lora_B=w[:, :2].contiguous()),
 }
 
 

@@ -44,7 +44,7 @@ struct sigaction before;
 // alignment.
 void on_fault(int, siginfo_t*, void* context) {
   // If no kernel runs, the fault is not the emulator's: restore the previous handler.
-  if (current == nullptr) {
+  if (!in_kernel()) {
     sigaction(SIGSEGV, &before, nullptr);
     return;
   }
@@ -105,7 +105,7 @@ struct BoundsCheck {
   uint32_t line, column;
 };
 void __ubsan_handle_out_of_bounds(BoundsCheck* check, void* index) {
-  if (simt::current == nullptr) return;
+  if (!simt::in_kernel()) return;
   simt::fail("out of bounds: index " + std::to_string(reinterpret_cast<intptr_t>(index)) +
              " of an array at " + simt::relative(check->file) + ":" + std::to_string(check->line));
 }

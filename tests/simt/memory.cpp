@@ -205,7 +205,7 @@ void bad_access(const char* what, size_t size, bool write, bool atomic, const Pl
 }
 
 void check(const void* pointer, size_t size, bool write, bool atomic, const Place& place) {
-  if (current == nullptr) return;  // no kernel thread runs: the access belongs to static initialisation
+  if (!in_kernel()) return;  // the access belongs to host code or to static initialisation
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   bool shared;
   Cell* cells = find(address, size, write, atomic, place, shared);
@@ -214,7 +214,7 @@ void check(const void* pointer, size_t size, bool write, bool atomic, const Plac
 }
 
 void check_aligned(const void* address, size_t size, bool write, const Place& place) {
-  if (current != nullptr && reinterpret_cast<uintptr_t>(address) % size != 0) {
+  if (in_kernel() && reinterpret_cast<uintptr_t>(address) % size != 0) {
     bad_access("misaligned", size, write, false, place, "");
   }
   check(address, size, write, false, place);

@@ -22,7 +22,7 @@ def train_in(mode: simdev.Mode, model: nn.Module, **how: object) -> tuple[list[T
     model = copy.deepcopy(model).to("simdev")
     losses, waited = train(model, "simdev", **how)
     simdev.synchronize()
-    return [losses.cpu(), *(p.detach().cpu() for p in model.parameters())], waited
+    return [losses.cpu(), *(p.detach().cpu() for p in model.parameters() if p.requires_grad)], waited
 
 
 def assert_independent_of_time(mode: simdev.Mode, model: nn.Module, **how: object) -> None:

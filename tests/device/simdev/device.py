@@ -19,6 +19,7 @@ BUILD = Path(os.environ.get("SHOESTRING_BUILD", Path(__file__).parents[3] / "bui
 LIBRARY = BUILD / "tests/device/libsimdev.so"
 
 _in_bad_fork = False
+_initialized = True  # torch.utils.checkpoint saves the states of generators only if this is true
 
 
 def load() -> None:

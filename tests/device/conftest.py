@@ -13,8 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from modes import mode_of  # noqa: E402  (the folder is on sys.path only now)
-from simdev import device as simdev  # noqa: E402
+from modes import mode_of
+from simdev import device as simdev
 
 simdev.load()
 
@@ -22,7 +22,9 @@ import shoestring  # noqa: E402, F401  (registers the operators)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--delay-seeds", type=int, default=1, help="how many seeds of delays every test runs with")
+    parser.addoption(
+        "--delay-seeds", type=int, default=1, help="how many seeds of delays every test runs with"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,7 +36,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(torch, "simdev"):
-        raise pytest.UsageError(f"{simdev.LIBRARY} is not built; run make build-tests, or set SHOESTRING_BUILD")
+        raise pytest.UsageError(
+            f"{simdev.LIBRARY} is not built; run make build-tests, or set SHOESTRING_BUILD"
+        )
 
 
 @pytest.fixture

@@ -54,7 +54,6 @@ def execute(program: str, mode: str) -> None:
     import time
 
     import torch
-
     from modes import mode_of
 
     torch.simdev.configure(mode_of(mode))

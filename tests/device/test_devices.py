@@ -1,22 +1,21 @@
 """Two devices: operators run where their tensors are, and a missing device guard is noticed."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from simdev import device as simdev
+from test_offload import adamw, deep, offloading
 from torch import Tensor, nn
 
 import shoestring
-from simdev import device as simdev
-from test_offload import adamw, deep, offloading
 from training import compare, mlp
 
 
 @pytest.fixture
-def emulated(mode: simdev.Mode) -> Iterator[None]:
+def emulated(mode: simdev.Mode) -> None:
     """Run the host functions of CUDA operators and emulated kernels."""
-    simdev.configure(simdev.replace(mode, emulate=True))
-    yield
+    simdev.configure(replace(mode, emulate=True))
 
 
 @pytest.mark.usefixtures("mode")
@@ -65,13 +64,19 @@ CALLS = {
     "geglu": shoestring.geglu,
     "seeded_dropout": lambda x, w: shoestring.seeded_dropout(x, 0.5),
     "cross_entropy": lambda x, w: shoestring.cross_entropy(x, torch.arange(8, device=x.device)),
-    "linear_cross_entropy": lambda x, w: shoestring.linear_cross_entropy(x, w, torch.arange(8, device=x.device)),
+    "linear_cross_entropy": lambda x, w: shoestring.linear_cross_entropy(
+        x, w, torch.arange(8, device=x.device)
+    ),
     "linear_distillation": lambda x, w: shoestring.linear_distillation(x, w, x, w.detach()),
-    "attention": lambda x, w: shoestring.attention(x.view(1, 1, 8, 64), w.view(1, 1, 8, 64), w.view(1, 1, 8, 64)),
+    "attention": lambda x, w: shoestring.attention(
+        x.view(1, 1, 8, 64), w.view(1, 1, 8, 64), w.view(1, 1, 8, 64)
+    ),
     "fake_quantize": lambda x, w: shoestring.fake_quantize(w, "nf4") * x,
     "quantized_linear": lambda x, w: shoestring.quantized_linear(x, shoestring.quantize_4bit(w.detach())),
     "int8": lambda x, w: shoestring.quantized_linear(x, shoestring.quantize_int8(w.detach())),
-    "lora_linear": lambda x, w: shoestring.lora_linear(x, w.detach(), lora_A=w[:2], lora_B=w[:, :2].contiguous()),
+    "lora_linear": lambda x, w: shoestring.lora_linear(
+        x, w.detach(), lora_A=w[:2], lora_B=w[:, :2].contiguous()
+    ),
 }
 
 
@@ -97,7 +102,9 @@ def test_host_functions_guard_their_device(name: str) -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("name", ("AdamW", "Lion", "SGD", "Muon", "Adafactor", "CAME", "LAMB", "ScheduleFreeAdamW"))
+@pytest.mark.parametrize(
+    "name", ["AdamW", "Lion", "SGD", "Muon", "Adafactor", "CAME", "LAMB", "ScheduleFreeAdamW"]
+)
 def test_optimizers_guard_their_device(name: str) -> None:
     results = []
     for device in ("simdev:0", "simdev:1"):
@@ -126,7 +133,9 @@ def test_missing_device_guard_is_noticed() -> None:
 def test_kernel_with_memory_of_another_device_is_noticed() -> None:
     x, factor = torch.ones(100, device="simdev:0"), torch.tensor([3.0], device="simdev:1")
     torch.ops.simdev_planted.without_guard(x, factor)
-    with pytest.raises(RuntimeError, match="out of bounds: read of 4 bytes at tests/device/kernels/planted.cu"):
+    with pytest.raises(
+        RuntimeError, match="out of bounds: read of 4 bytes at tests/device/kernels/planted.cu"
+    ):
         simdev.synchronize()
     simdev.clear_error()
 

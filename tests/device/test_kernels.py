@@ -5,20 +5,21 @@ each kernel.
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from simdev import device as simdev
+from test_llama import IDS, MODELS, adamw, loss_of
 from torch import Tensor, nn
 
 import shoestring
 from lora_models import llama
-from simdev import device as simdev
-from test_llama import IDS, MODELS, adamw, loss_of
 from training import STEPS, mlp, rows, train
 
 
 def train_in(mode: simdev.Mode, model: nn.Module, **how: object) -> tuple[list[Tensor], list[str]]:
-    simdev.configure(simdev.replace(mode, emulate=True))
+    simdev.configure(replace(mode, emulate=True))
     model = copy.deepcopy(model).to("simdev")
     losses, waited = train(model, "simdev", **how)
     simdev.synchronize()
@@ -33,7 +34,7 @@ def assert_independent_of_time(mode: simdev.Mode, model: nn.Module, **how: objec
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("state", ("fp32", "bf16", "8bit", "4bit"))
+@pytest.mark.parametrize("state", ["fp32", "bf16", "8bit", "4bit"])
 def test_optimizer(mode: simdev.Mode, state: str) -> None:
     def make(model: nn.Module, device: str) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = shoestring.optim.AdamW(
@@ -46,7 +47,7 @@ def test_optimizer(mode: simdev.Mode, state: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ("patched", "lora dropout", "nf4"))
+@pytest.mark.parametrize("name", ["patched", "lora dropout", "nf4"])
 def test_llama(mode: simdev.Mode, name: str) -> None:
     assert_independent_of_time(
         mode, MODELS[name](llama()), make_optimizer=adamw, batches=IDS[:2], loss_of=loss_of

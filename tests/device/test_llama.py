@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from simdev import device as simdev
 from torch import Tensor, nn
 
 import shoestring
 from lora_models import llama
-from simdev import device as simdev
 from training import STEPS, compare, train
 
 IDS = [
@@ -82,7 +82,8 @@ def test_checkpointed_blocks_equal_cpu(mode: simdev.Mode) -> None:
     model = adapted(llama(), dropout=0.5)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     waited = compare(model, adamw, batches=IDS, loss_of=loss_of)
-    assert waited == []
+    # Without a cache, Transformers asks once a step whether the batch holds packed sequences.
+    assert waited == ["item()"] * (STEPS - 1)
 
 
 def test_autocast_is_close_to_cpu(mode: simdev.Mode) -> None:
@@ -99,7 +100,9 @@ def test_autocast_is_close_to_cpu(mode: simdev.Mode) -> None:
     assert waited == []
     # a bf16 number has 8 bits, and the roundings of two layers add up
     torch.testing.assert_close(losses.cpu(), expected, rtol=2**-7, atol=0)
-    assert not torch.equal(losses.cpu(), train(copy.deepcopy(model), "cpu", adamw, batches=IDS, loss_of=loss_of)[0])
+    assert not torch.equal(
+        losses.cpu(), train(copy.deepcopy(model), "cpu", adamw, batches=IDS, loss_of=loss_of)[0]
+    )
 
 
 def test_log_is_the_only_synchronisation(mode: simdev.Mode) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from simdev import device as simdev
 from torch import Tensor, nn
 
 import shoestring
 from shoestring.data import Prefetcher
-from simdev import device as simdev
 from training import STEPS, compare, mlp, rows
 
 
@@ -36,18 +36,18 @@ def offloading(**options: Any) -> Callable[[nn.Module, str], AbstractContextMana
     return surround
 
 
-@pytest.mark.parametrize("pending", (0, 2))
-@pytest.mark.parametrize("prefetch", (0, 1, 3))
+@pytest.mark.parametrize("pending", [0, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_activations_equal_cpu(mode: simdev.Mode, prefetch: int, pending: int) -> None:
     compare(deep(), adamw, surround=offloading(prefetch=prefetch, max_pending=pending))
 
 
-@pytest.mark.parametrize("host_bytes", (0, 40000))
+@pytest.mark.parametrize("host_bytes", [0, 40000])
 def test_activations_on_disk_equal_cpu(mode: simdev.Mode, tmp_path: Path, host_bytes: int) -> None:
     compare(deep(), adamw, surround=offloading(folder=str(tmp_path), host_bytes=host_bytes))
 
 
-@pytest.mark.parametrize(("compression", "error"), (("bf16", 2**-8), ("8bit", 0.00704)))
+@pytest.mark.parametrize(("compression", "error"), [("bf16", 2**-8), ("8bit", 0.00704)])
 def test_compressed_activations(mode: simdev.Mode, compression: str, error: float) -> None:
     """Whether a tensor comes back from its copy or is still there depends on time, so bits differ.
 
@@ -95,7 +95,7 @@ def test_checkpoint_draws_equal_seeds(mode: simdev.Mode) -> None:
     assert waited == []
 
 
-@pytest.mark.parametrize("fills_buffers", (False, True))
+@pytest.mark.parametrize("fills_buffers", [False, True])
 def test_prefetched_batches_equal_cpu(mode: simdev.Mode, fills_buffers: bool) -> None:
     def source(step: int, empty: Any = None) -> Tensor:
         if empty is None:
@@ -108,6 +108,8 @@ def test_prefetched_batches_equal_cpu(mode: simdev.Mode, fills_buffers: bool) ->
     on_device = copy.deepcopy(model).to("simdev")
     with Prefetcher(source, "simdev", depth=3, stop=3 * STEPS, fills_buffers=fills_buffers) as batches:
         losses, waited = train_on(on_device, batches)
+    # The thread that reads batches waits for the steps whose memory it takes back. The training thread never waits.
+    assert waited == ["an event is synchronised"] * (3 * STEPS - 3)
     expected, _ = train_on(model, (rows(step) for step in range(3 * STEPS)))
     assert torch.equal(losses.cpu(), expected)
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from simdev import device as simdev
 from torch import nn
 
 import shoestring.optim
-from simdev import device as simdev
 from training import compare, mlp, rows
 
 # The optimizers with the state formats that run; None is the default, "8bit" for most.
@@ -46,7 +46,7 @@ def test_equals_cpu(mode: simdev.Mode, name: str, state: str | None) -> None:
     assert waited == []
 
 
-@pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_bf16_weights_equal_cpu(mode: simdev.Mode, rounding: str) -> None:
     options = {"state_format": "8bit", "weight_rounding": rounding, "max_grad_norm": 0.1}
     waited = compare(mlp(torch.bfloat16), lambda model, device: build("AdamW", model, **options))
@@ -58,8 +58,8 @@ def test_steps_in_backward_equal_cpu(mode: simdev.Mode) -> None:
     assert waited == []
 
 
-@pytest.mark.parametrize("in_backward", (False, True))
-@pytest.mark.parametrize("place", ("stream", "cpu", "nvme"))
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("place", ["stream", "cpu", "nvme"])
 def test_offloaded_state_equals_cpu(mode: simdev.Mode, tmp_path: Path, place: str, in_backward: bool) -> None:
     """On the CPU the state stays where it is."""
     options = {"state_format": "8bit", "min_quantize_size": 0, "step_in_backward": in_backward}

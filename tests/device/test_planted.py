@@ -2,14 +2,15 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-
 from host_accesses import PROGRAMS
 from modes import mode_of
 from simdev import device as simdev
@@ -38,7 +39,7 @@ def sevens() -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("planted")
-@pytest.mark.parametrize("is_right", (True, False))
+@pytest.mark.parametrize("is_right", [True, False])
 def test_missing_wait_event(is_right: bool) -> None:
     other = torch.Stream("simdev")
     x = sevens()
@@ -58,7 +59,7 @@ def test_missing_wait_event(is_right: bool) -> None:
 
 
 @pytest.mark.usefixtures("planted")
-@pytest.mark.parametrize("is_right", (True, False))
+@pytest.mark.parametrize("is_right", [True, False])
 def test_missing_record_stream(is_right: bool) -> None:
     other = torch.Stream("simdev")
     x = sevens()
@@ -98,6 +99,35 @@ def test_host_synchronisation_orders_streams() -> None:
     other.synchronize()
     assert x.cpu().eq(7).all()
     assert not findings()
+
+
+@pytest.mark.usefixtures("planted")
+def test_wait_of_another_host_thread() -> None:
+    """What another thread has waited for counts only if something orders the two threads."""
+    torch.ops.simdev_planted.after_wait_of_thread(sevens(), True)
+    assert not findings()
+    torch.ops.simdev_planted.after_wait_of_thread(sevens(), False)
+    (found,) = findings()
+    assert "race: add after the wait" in found
+
+
+@pytest.mark.usefixtures("planted")
+def test_queue_orders_host_threads() -> None:
+    x, waited = sevens(), queue.Queue[bool]()
+
+    def wait() -> None:
+        torch.accelerator.synchronize()
+        waited.put(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waited.get()
+    with torch.Stream("simdev"):
+        x.add_(1)
+    thread.join()
+    assert not findings()
+    torch.accelerator.synchronize()
+    assert x.cpu().eq(8).all()
 
 
 def test_stack_of_the_earlier_operation() -> None:

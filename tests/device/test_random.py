@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from simdev import device as simdev
 
 
@@ -18,7 +17,7 @@ def draw(device: str, generator: torch.Generator | None) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("own", (False, True))
+@pytest.mark.parametrize("own", [False, True])
 def test_equals_cpu(mode: simdev.Mode, own: bool) -> None:
     results = []
     for device in ("simdev", "cpu"):

@@ -6,9 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from simdev import device as simdev
+from torch import Tensor, nn
 
 STEPS = 4
 

@@ -66,8 +66,8 @@ extern std::vector<Thread> threads;
 extern Thread* current;  // the thread of a kernel that is running; null if none is
 extern char* stacks;     // the stacks of kMaxThreads threads, kStack bytes each
 
-/// Returns whether the caller is a thread of a kernel. While a kernel runs, other threads of the process may run
-/// host code that is compiled with kernels.
+/// Returns whether the caller is a thread of a kernel. While a kernel runs, other threads of the process may
+/// run host code that is compiled with kernels.
 inline bool in_kernel() {
   const auto frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
   return current != nullptr && frame - reinterpret_cast<uintptr_t>(stacks) < kMaxThreads * kStack;

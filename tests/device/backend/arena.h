@@ -24,8 +24,8 @@ struct Mapping {
   char* kernel_address(const void* p) const { return kernel + (static_cast<const char*>(p) - tensor); }
 };
 
-/// Maps `size` bytes of new memory twice. The first address has the protection `tensor_access`. If `at` is not
-/// null, it is the first address, and what was mapped there is replaced.
+/// Maps `size` bytes of new memory twice. The first address has the protection `tensor_access`. If `at` is
+/// not null, it is the first address, and what was mapped there is replaced.
 Mapping map_twice(size_t size, int tensor_access, void* at = nullptr);
 
 /// Returns the memory of all devices; that of a device begins at a multiple of kDeviceBytes.

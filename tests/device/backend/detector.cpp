@@ -34,16 +34,16 @@ std::string describe(const Access& access) {
          text_of(access.stack);
 }
 
-void check_access(std::vector<Access>& seen, const Range& range, const Position& position,
-                  const Clock& clock, const char* name) {
+void check_access(std::vector<Access>& seen, const Range& range, const Position& position, const Clock& clock,
+                  const char* name) {
   for (Access& other : seen) {
     const bool overlaps = other.range.begin < range.end && range.begin < other.range.end;
     if (!overlaps || !(other.range.is_write || range.is_write)) continue;
     if (other.stream == position.stream || clock[other.stream] >= other.number) continue;
     add_finding(c10::str("race: ", operation(name, position.stream, position.number), " ",
                          verb(range.is_write), " ", range.end - range.begin, " bytes that ",
-                         operation(other.name, other.stream, other.number), " ",
-                         verb(other.range.is_write), ", and nothing orders them.\n  The later one was called at\n",
+                         operation(other.name, other.stream, other.number), " ", verb(other.range.is_write),
+                         ", and nothing orders them.\n  The later one was called at\n",
                          text_of(prepared_stack()), config().stacks ? "" : python_stack(),
                          "  The earlier one was called at\n", text_of(other.stack)));
     other.number = 0;  // one finding is enough

@@ -36,8 +36,8 @@ void check_accesses(const Position& position, const Clock& clock, const char* na
                     const std::vector<Range>& ranges);
 
 /// Checks one access against the accesses in `seen`, and records it there.
-void check_access(std::vector<Access>& seen, const Range& range, const Position& position,
-                  const Clock& clock, const char* name);
+void check_access(std::vector<Access>& seen, const Range& range, const Position& position, const Clock& clock,
+                  const char* name);
 
 /// Records a finding. The caller holds records().
 void add_finding(std::string text);

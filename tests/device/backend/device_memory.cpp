@@ -25,13 +25,13 @@ constexpr size_t kGap = 512;
 
 struct Block {
   char* begin = nullptr;
-  size_t size = 0;       // what was asked for
-  size_t capacity = 0;   // the size rounded up, by which freed blocks are found
-  int stream = 0;        // the stream that was current at the allocation
+  size_t size = 0;      // what was asked for
+  size_t capacity = 0;  // the size rounded up, by which freed blocks are found
+  int stream = 0;       // the stream that was current at the allocation
   bool is_free = false;
   std::vector<Access> seen;
-  std::vector<int> recorded;       // streams of record_stream()
-  std::vector<Position> pending;   // where these streams were when the block was freed
+  std::vector<int> recorded;      // streams of record_stream()
+  std::vector<Position> pending;  // where these streams were when the block was freed
 };
 
 struct Device {
@@ -42,7 +42,7 @@ struct Device {
 // All guarded by records(). They outlive tensors that live until the process ends.
 auto& blocks = *new std::map<char*, Block>;
 auto& free_blocks = *new std::map<std::pair<int, size_t>, std::vector<char*>>;  // by stream and capacity
-auto& waiting = *new std::vector<char*>;                                         // freed, but still recorded
+auto& waiting = *new std::vector<char*>;                                        // freed, but still recorded
 auto& devices = *new std::array<Device, kDevices>;
 
 Block* block_of(const void* p) {
@@ -111,9 +111,10 @@ void release(void* p) {
     const bool is_recorded =
         std::find(block.recorded.begin(), block.recorded.end(), access.stream) != block.recorded.end();
     if (access.stream == block.stream || is_recorded || clock[access.stream] >= access.number) continue;
-    add_finding("race: memory is freed that another stream still uses, which record_stream was not called "
-                "for: " +
-                describe(access));
+    add_finding(
+        "race: memory is freed that another stream still uses, which record_stream was not called "
+        "for: " +
+        describe(access));
   }
   waiting.push_back(block.begin);
 }

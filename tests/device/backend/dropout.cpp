@@ -1,5 +1,5 @@
-// Dropout. The CPU's kernel of native_dropout takes no generator, so the operator is composed of others here, as
-// dropout is on the CPU.
+// Dropout. The CPU's kernel of native_dropout takes no generator, so the operator is composed of others here,
+// as dropout is on the CPU.
 
 #include <optional>
 #include <tuple>

@@ -79,8 +79,8 @@ bool is_write(const c10::Argument& argument) {
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack& stack)
-      : op_(op), schema_(op.schema()), stack_(stack), name_(name_of(op)),
-        count_(schema_.arguments().size()), device_(device_of_arguments()), guard_(device_) {
+      : op_(op), schema_(op.schema()), stack_(stack), name_(name_of(op)), count_(schema_.arguments().size()),
+        device_(device_of_arguments()), guard_(device_) {
     check_devices();
   }
 
@@ -164,10 +164,9 @@ class Call {
       value = mapped(value, device_, [&](const Tensor& view) {
         Tensor t = at::detail::make_tensor<c10::TensorImpl>(
             c10::TensorImpl::VIEW, c10::Storage(base->storage()), base->key_set(), view.dtype());
-        const int64_t bytes =
-            storage == nullptr || view.numel() == 0
-                ? view.storage_offset() * static_cast<int64_t>(view.element_size())
-                : static_cast<const char*>(view.const_data_ptr()) - kernel_address(storage);
+        const int64_t bytes = storage == nullptr || view.numel() == 0
+                                  ? view.storage_offset() * static_cast<int64_t>(view.element_size())
+                                  : static_cast<const char*>(view.const_data_ptr()) - kernel_address(storage);
         t.unsafeGetTensorImpl()->set_storage_offset(bytes / static_cast<int64_t>(view.element_size()));
         t.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides());
         return t;
@@ -213,7 +212,8 @@ class Call {
         writes_host_ |= writes;
         if (writes) return t;
         Tensor copy = t.clone();  // the host may change the tensor
-        if (t.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+        if (t.unsafeGetTensorImpl()->is_wrapped_number())
+          copy.unsafeGetTensorImpl()->set_wrapped_number(true);
         return copy;
       }));
     }
@@ -252,11 +252,12 @@ class Call {
     Stack inferred;
     try {
       inferred = infer();
-    } catch (const c10::Error&) {
+    } catch (const std::exception&) {  // implementations in Python raise exceptions of their own
       return false;
     }
     // For 16-bit rows, the Meta implementations of norms return statistics in fp32, and the CPU's in 16 bits.
-    const bool is_norm = schema_.name() == "aten::native_layer_norm" || schema_.name() == "aten::native_group_norm";
+    const bool is_norm =
+        schema_.name() == "aten::native_layer_norm" || schema_.name() == "aten::native_group_norm";
     const auto statistics = is_norm ? statistics_dtype() : at::kFloat;
     for (size_t i = 0; i < results_.size(); ++i) {
       if (schema_.returns()[i].alias_info() != nullptr) continue;
@@ -294,8 +295,8 @@ class Call {
       const auto kept = arguments;
       op.callBoxed(&arguments);
       const auto deliver = [](const Tensor& to, const Tensor& from) {
-        TORCH_CHECK(to.sizes() == from.sizes() && to.scalar_type() == from.scalar_type(),
-                    "expected ", to.sizes(), " of ", to.scalar_type(), " as the Meta implementation says, received ",
+        TORCH_CHECK(to.sizes() == from.sizes() && to.scalar_type() == from.scalar_type(), "expected ",
+                    to.sizes(), " of ", to.scalar_type(), " as the Meta implementation says, received ",
                     from.sizes(), " of ", from.scalar_type());
         to.copy_(from);
       };
@@ -403,9 +404,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Call(op, *stack).run();
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 }  // namespace
 
@@ -437,8 +436,8 @@ int64_t count_waits() { return waits; }
 
 namespace at::native {
 // Attention is composed of other operators.
-static int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double,
-                                bool, std::optional<double>, bool) {
+static int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                                double, bool, std::optional<double>, bool) {
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_attention)

@@ -74,9 +74,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex device,
               c10::EventFlag) const override {
-    TORCH_CHECK(device == -1 || device == stream.device_index(), "simdev: event: expected a stream of device ",
-                int{device}, ", where the event was recorded first, received one of device ",
-                int{stream.device_index()}, ". Make another event.");
+    TORCH_CHECK(device == -1 || device == stream.device_index(),
+                "simdev: event: expected a stream of device ", int{device},
+                ", where the event was recorded first, received one of device ", int{stream.device_index()},
+                ". Make another event.");
     check_error();
     if (*event == nullptr) *event = new Event;
     record_at(*static_cast<Event*>(*event), from_c10(stream));

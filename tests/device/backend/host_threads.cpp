@@ -150,11 +150,14 @@ Replacement replacement(const char* name, F* function) {
 
 // Points the imported functions of one loaded library here.
 int redirect(dl_phdr_info* info, size_t, void*) {
-  static const Replacement kReplacements[] = {
-      replacement("pthread_mutex_lock", lock),       replacement("pthread_mutex_trylock", try_lock),
-      replacement("pthread_mutex_unlock", unlock),   replacement("pthread_cond_wait", wait),
-      replacement("pthread_cond_timedwait", timed_wait), replacement("pthread_cond_clockwait", clock_wait),
-      replacement("pthread_create", create),         replacement("pthread_join", join)};
+  static const Replacement kReplacements[] = {replacement("pthread_mutex_lock", lock),
+                                              replacement("pthread_mutex_trylock", try_lock),
+                                              replacement("pthread_mutex_unlock", unlock),
+                                              replacement("pthread_cond_wait", wait),
+                                              replacement("pthread_cond_timedwait", timed_wait),
+                                              replacement("pthread_cond_clockwait", clock_wait),
+                                              replacement("pthread_create", create),
+                                              replacement("pthread_join", join)};
   const std::string name = info->dlpi_name;
   // This library and the C library call the functions themselves.
   Dl_info self;
@@ -165,7 +168,7 @@ int redirect(dl_phdr_info* info, size_t, void*) {
   }
   const ElfW(Sym)* symbols = nullptr;
   const char* strings = nullptr;
-  const ElfW(Rela)* tables[2] = {};
+  const ElfW(Rela) * tables[2] = {};
   size_t sizes[2] = {};
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type != PT_DYNAMIC) continue;

@@ -27,8 +27,8 @@ void configure(bool lazy, int64_t delay_us, int64_t seed, bool blocking, bool em
 
 std::vector<int64_t> counts(int64_t device) {
   const MemoryCounts memory = memory_counts(static_cast<int>(device));
-  return {count_operations(),  count_synchronisations(), count_waits(), memory.allocations,
-          memory.fresh, memory.bytes, memory.peak_bytes};
+  return {count_operations(), count_synchronisations(), count_waits(), memory.allocations, memory.fresh,
+          memory.bytes,       memory.peak_bytes};
 }
 
 TORCH_LIBRARY(simdev, m) {

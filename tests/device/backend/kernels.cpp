@@ -35,8 +35,8 @@ struct Arguments {
 
 // Replaces the addresses that tensors hold by those of kernels. Arguments are the only way by which a pointer
 // reaches a kernel. Pointers are aligned there, and no other number looks like an address of these mappings.
-// Addresses of another device stay, and so do those of freed memory for the emulator, which reports both as out
-// of bounds once a kernel uses them. Arrays in arguments may hold old addresses that no kernel uses.
+// Addresses of another device stay, and so do those of freed memory for the emulator, which reports both as
+// out of bounds once a kernel uses them. Arrays in arguments may hold old addresses that no kernel uses.
 void translate(const Arguments& arguments, int device) {
   for (size_t i = 0; i + sizeof(void*) <= arguments.size; i += sizeof(void*)) {
     void* p;

@@ -95,9 +95,8 @@ void forget(char* begin, size_t size) {
   for (char* chunk = chunk_of(begin); chunk < begin + size; chunk += kChunk) {
     const auto found = seen.find(chunk);
     if (found == seen.end()) continue;
-    std::erase_if(found->second, [&](const Access& a) {
-      return a.range.begin < begin + size && begin < a.range.end;
-    });
+    std::erase_if(found->second,
+                  [&](const Access& a) { return a.range.begin < begin + size && begin < a.range.end; });
     if (found->second.empty()) seen.erase(found);
   }
 }
@@ -186,7 +185,8 @@ void on_fault(int, siginfo_t* info, void* context) {
     }
     length = std::snprintf(
         text, sizeof text,
-        "\nsimdev: the host %s pinned memory that %s (stream %d of device %d, operation %lu) %s, and the host "
+        "\nsimdev: the host %s pinned memory that %s (stream %d of device %d, operation %lu) %s, and the "
+        "host "
         "has not waited for it, at\n",
         verb, hit->name, hit->position.stream % kStreamsPerDevice, device_of_stream(hit->position.stream),
         static_cast<unsigned long>(hit->position.number), hit->range.is_write ? "writes" : "reads");
@@ -199,7 +199,7 @@ void on_fault(int, siginfo_t* info, void* context) {
 
 // Makes on_fault() the handler that comes first, since faults beside the bytes in use are no mistakes.
 void install_handler() {
-  struct sigaction action {};
+  struct sigaction action{};
   sigaction(SIGSEGV, nullptr, &action);
   if ((action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == on_fault) return;
   action_before = action;
@@ -249,8 +249,8 @@ const char* unpin(void* p) {
   Mapping mapping;
   {
     const Spin spinning;
-    const auto found = std::find_if(mappings.begin() + 1, mappings.end(),
-                                    [&](const Mapping& m) { return m.tensor == p; });
+    const auto found =
+        std::find_if(mappings.begin() + 1, mappings.end(), [&](const Mapping& m) { return m.tensor == p; });
     if (found == mappings.end()) return "this memory is not pinned";
     mapping = *found;
   }
@@ -273,8 +273,7 @@ void use_pinned(const void* p, const Position& position) {
   if (p < begin + block.size) block.uses.push_back(position);
 }
 
-void check_pinned_access(const Range& range, const Position& position, const Clock& clock,
-                         const char* name) {
+void check_pinned_access(const Range& range, const Position& position, const Clock& clock, const char* name) {
   if (!is_pinned(range.begin)) return;
   for (char* chunk = chunk_of(range.begin); chunk < range.end; chunk += kChunk) {
     const Range part{std::max(chunk, range.begin), std::min(chunk + kChunk, range.end), range.is_write};

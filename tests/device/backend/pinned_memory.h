@@ -24,7 +24,8 @@ const char* unpin(void* p);
 /// Keeps freed pinned memory from reuse until a stream has passed a position.
 void use_pinned(const void* p, const Position& position);
 
-/// Checks an access of a stream, records it, and protects the pages from the host. The caller holds records().
+/// Checks an access of a stream, records it, and protects the pages from the host. The caller holds
+/// records().
 void check_pinned_access(const Range& range, const Position& position, const Clock& clock, const char* name);
 /// Gives the host access to what the operations in `clock` used. The caller holds records().
 void release_pinned(const Clock& clock);

@@ -53,8 +53,7 @@ std::string python_stack() {
   using State = void*;
   static const auto state_of_this_thread =
       reinterpret_cast<State (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState"));
-  static const auto dump =
-      reinterpret_cast<void (*)(int, State)>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
+  static const auto dump = reinterpret_cast<void (*)(int, State)>(dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"));
   if (state_of_this_thread == nullptr || dump == nullptr) return "";
   const State state = state_of_this_thread();
   if (state == nullptr) return "";

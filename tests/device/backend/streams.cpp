@@ -106,8 +106,7 @@ void work(Queue& q) {
     int64_t delay = 0;
     {
       std::unique_lock lock(q.mutex);
-      q.work.wait(lock,
-                  [&] { return !q.operations.empty() && (!config().lazy || q.demanded > q.done); });
+      q.work.wait(lock, [&] { return !q.operations.empty() && (!config().lazy || q.demanded > q.done); });
       operation = std::move(q.operations.front());
       q.operations.pop_front();
       if (q.seed != config().seed) q.random.seed((q.seed = config().seed) * kStreams + q.index);

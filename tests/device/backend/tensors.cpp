@@ -4,7 +4,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/native/Resize.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -129,14 +129,24 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 at::Scalar local_scalar_dense(const Tensor& t) {
   const int stream = current_stream(t.device().index());
   const Tensor value = at::empty({}, at::TensorOptions().dtype(t.dtype()));
-  enqueue(stream, {"item()", [from = for_kernel(t), value] { value.copy_(from.reshape(at::IntArrayRef())); },
+  enqueue(stream, {"item()",
+                   [from = for_kernel(t), value] { value.copy_(from.reshape(at::IntArrayRef())); },
                    {range_of(t, false)}});
   synchronize_stream(stream, "item()");
   return value.item();
 }
 
-const Tensor& resize(const Tensor& t, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(size), format);
+const Tensor& resize(const Tensor& t, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  auto* impl = t.unsafeGetTensorImpl();
+  if (t.sizes() != size) {
+    impl->set_sizes_contiguous(size);
+    const size_t bytes =
+        static_cast<size_t>(t.storage_offset() + t.numel()) * static_cast<size_t>(t.element_size());
+    if (t.numel() > 0 && bytes > t.storage().nbytes())
+      at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(t.storage(), bytes);
+  }
+  if (format) impl->empty_tensor_restride(*format);
+  return t;
 }
 Tensor& set_tensor(Tensor& t, const Tensor& source) { return at::native::set_tensor_(t, source); }
 Tensor& set_storage(Tensor& t, at::Storage source) { return at::native::set_(t, source); }

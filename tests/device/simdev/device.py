@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -122,7 +123,6 @@ def is_bf16_supported() -> bool:
     return True
 
 
-
 def get_rng_state(device: torch.device | str | int | None = None) -> torch.Tensor:
     state: torch.Tensor = torch.ops.simdev.get_rng_state(_index(device))
     return state
@@ -185,7 +185,8 @@ class Mode:
         mode = Mode()
         for setting in filter(None, os.environ.get("SIMDEV_MODE", "").split(",")):
             name, _, value = setting.partition("=")
-            mode = replace(mode, **{name: int(value) if value else True})
+            given: dict[str, Any] = {name: int(value) if value else True}
+            mode = replace(mode, **given)
         return mode
 
 

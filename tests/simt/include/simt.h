@@ -34,8 +34,8 @@ const char* run(int64_t blocks, int threads, int shared_bytes, Call call) {
 /// there the memory of a std::string would be checked like a kernel's.
 [[noreturn]] void failf(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-/// Takes launches over from run(). `arguments` are `size` bytes to which `kernel` is applied; the launcher must
-/// copy them to run the kernel later. tests/device runs kernels in the threads of its streams.
+/// Takes launches over from run(). `arguments` are `size` bytes to which `kernel` is applied; the launcher
+/// must copy them to run the kernel later. tests/device runs kernels in the threads of its streams.
 using Launcher = const char* (*)(int64_t blocks, int threads, int shared_bytes, void* stream,
                                  void (*kernel)(void*), const void* arguments, size_t size);
 void set_launcher(Launcher launcher);
@@ -47,8 +47,8 @@ template <class Call>
 const char* launch(int64_t blocks, int threads, int shared_bytes, void* stream, Call call) {
   static_assert(std::is_trivially_copyable_v<Call>, "arguments of kernels are copied byte by byte");
   return launch(
-      blocks, threads, shared_bytes, stream, [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); }, &call,
-      sizeof call);
+      blocks, threads, shared_bytes, stream, [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); },
+      &call, sizeof call);
 }
 
 struct Index {

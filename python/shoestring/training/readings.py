@@ -38,6 +38,7 @@ class Readings:
         norm_must_be_finite: bool = True,
     ) -> None:
         shape = (interval, micro_batches + 1)
+        self._device = device
         self._late = device.type != "cpu"
         self._norm_must_be_finite = norm_must_be_finite
         # Two buffers: one collects an interval while the other waits to be read.
@@ -66,8 +67,12 @@ class Readings:
         self._losses.append(loss.detach().float())
 
     def add_norm(self, norm: Tensor) -> None:
-        """End the losses of a step with its gradient norm, and update ``bad``, before the optimizer steps."""
-        values = torch.stack([*self._losses, norm.detach().float()])
+        """End the losses of a step with its gradient norm, and update ``bad``, before the optimizer steps.
+
+        The norm of an optimizer that steps on the host (``--offload cpu``) is a tensor of the CPU.
+        """
+        norm = norm.detach().to(self.bad.device, torch.float32, non_blocking=True)
+        values = torch.stack([*self._losses, norm])
         self._losses.clear()
         self._values[self._current][len(self._rows)].copy_(values)
         checked = values if self._norm_must_be_finite else values[:-1]
@@ -89,7 +94,7 @@ class Readings:
         self._began = now
         self._host[self._current].copy_(self._values[self._current], non_blocking=True)
         if self._late:
-            self._copied[self._current].record()
+            self._copied[self._current].record(torch.accelerator.current_stream(self._device))
         before, self._waiting, self._rows = self._waiting, self._rows, []
         self._current = 1 - self._current
         done = self._read(before, self._current)

@@ -266,7 +266,8 @@ def test_readings_of_a_device_are_read_one_interval_late(monkeypatch: pytest.Mon
     class Event:
         def __init__(self, device: object) -> None: ...
 
-        def record(self) -> None:
+        def record(self, stream: object) -> None:
+            assert stream == "stream of cuda:1"
             events.append("record")
 
         def synchronize(self) -> None:
@@ -275,7 +276,8 @@ def test_readings_of_a_device_are_read_one_interval_late(monkeypatch: pytest.Mon
     real = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, pin_memory=False: real(*shape))
     monkeypatch.setattr(torch, "Event", Event)
-    readings = Readings(torch.device("cuda"), 1, 1)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    readings = Readings(torch.device("cuda:1"), 1, 1)
     assert rows(readings, [([1.0], 5.0)]) == [] and events == ["record"]
     assert [row["loss"] for row in rows(readings, [([2.0], 5.0)])] == [1.0]
     assert events == ["record", "record", "synchronize"]

@@ -22,7 +22,13 @@ struct Stack {
 
 namespace {
 
-thread_local StackPtr prepared;
+// A thread may free tensors while its own objects are destroyed.
+thread_local bool is_ending = false;
+struct Prepared {
+  StackPtr stack;
+  ~Prepared() { is_ending = true; }
+};
+thread_local Prepared prepared;
 
 // One line: the library, and the function or else the offset, which addr2line understands.
 std::string text_of_frame(void* address) {
@@ -69,13 +75,14 @@ std::string python_stack() {
 }
 
 void prepare_stack() {
+  if (is_ending) return;
   auto stack = std::make_shared<Stack>();
   stack->count = backtrace(stack->frames.data(), static_cast<int>(stack->frames.size()));
   if (config().stacks) stack->python = python_stack();
-  prepared = std::move(stack);
+  prepared.stack = std::move(stack);
 }
 
-StackPtr prepared_stack() { return prepared; }
+StackPtr prepared_stack() { return is_ending ? nullptr : prepared.stack; }
 
 std::string text_of(const StackPtr& stack) {
   if (stack == nullptr) return "    (no stack)\n";

@@ -31,6 +31,10 @@ check "the consumer configures with CMAKE_PREFIX_PATH alone" configure "$work/a"
 check "the consumer builds" cmake --build "$work/a" --parallel 2
 check "the C++ API works without Python" env -i "$work/a/api"
 check "the dispatcher finds the operators" env -i "$work/a/dispatcher"
+# Where the library was built with CUDA kernels, the toolkit is there, and so must be the program that uses it.
+if grep -q '"cuda": "' "$prefix/lib/build.json"; then
+  check "host code of NCCL and CUDA compiles, links and runs as far as the machine allows" env -i "$work/a/nccl"
+fi
 
 # Simulates a machine without a CUDA toolkit: nvcc is neither in PATH nor anywhere that FindCUDAToolkit looks.
 # The build is not optimised, to be quick.

@@ -215,6 +215,38 @@ def test_waiting_for_what_is_on_its_way(offload_device: str) -> None:
     assert len(kept) == 4
 
 
+def test_a_tensor_of_the_last_layer_is_read_twice(offload_device: str) -> None:
+    """The copy of a tensor that backward has read is given up, so the tensor must stay for a second read."""
+    context = offload(offload_device, max_pending=0)
+    values: list[Tensor] = []
+
+    class ReadsTwice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x * 3)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+            values.append(ctx.saved_tensors[0].clone())
+            with context:
+                for _ in range(3):
+                    context.pack_hook(torch.randn(5000))
+                    context.mark()
+            values.append(ctx.saved_tensors[0].clone())
+            return grad.expand(5000)
+
+    x = torch.randn(5000, requires_grad=True)
+    disturb_offload(20_000)  # the copy has not begun when backward reads
+    try:
+        with context:
+            loss = ReadsTwice.apply(x)
+        loss.backward()
+    finally:
+        disturb_offload()
+    assert all(torch.equal(value, 3 * x) for value in values) and len(values) == 2
+
+
 @pytest.mark.parametrize("host_bytes", [0, 1 << 20])
 def test_the_link_is_measured(offload_device: str, host_bytes: int, tmp_path: Path) -> None:
     context = offload(offload_device, folder=str(tmp_path), host_bytes=host_bytes, prefetch=3)

@@ -197,12 +197,17 @@ __device__ void differentiate_softmax(const float (&s)[kTiles][4], float (&by)[k
 }
 
 /// Encodes the tensor map for tiles of a tensor (features, tokens, heads, batch). A packed tensor has a batch
-/// of 1. The stride of a dimension of size 1 is not used, so it may be any number.
+/// of 1. A tensor may have any stride in a dimension of size 1. The driver documents that a stride steps over
+/// the dimensions inside of it, so the map gets such a stride there.
 inline const char* encode_rows(TensorMap* map, const void* tensor, const HeadStrides& at, int64_t features,
                                int64_t tokens, int64_t heads, int64_t batch, int rows) {
-  const auto bytes = [](int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; };
   const int64_t sizes[] = {features, tokens, heads, batch};
-  const int64_t strides[] = {bytes(tokens, at.token), bytes(heads, at.head), bytes(batch, at.batch)};
+  int64_t strides[] = {at.token * 2, at.head * 2, at.batch * 2};
+  int64_t inside = (features * 2 + 15) / 16 * 16;  // bytes over which the dimensions so far extend
+  for (int i = 0; i < 3; ++i) {
+    if (sizes[i + 1] == 1) strides[i] = inside;
+    inside = max(inside, strides[i] * sizes[i + 1]);
+  }
   const int box[] = {64, rows, 1, 1};
   return encode_tensor_map(map, tensor, 4, sizes, strides, box);
 }

@@ -174,6 +174,7 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
     fail("tma_load" + here + ": expected " + std::to_string(map.rank) + " coordinates, received " +
          std::to_string(rank));
   }
+  int64_t inside = sizes[0] * element;  // bytes over which the dimensions so far extend
   if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) {
     bad_access("misaligned: the swizzle repeats every 1024 bytes", 16, true, false, place, "");
   }
@@ -181,6 +182,10 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
   if (!b.fenced) fail("tma_load" + here + ": no mbarrier_init_fence() after the barrier's initialisation");
   Copy copy{&b, {}, 0};
   const int row_bytes = map.box[0] * map.element;
+    // Of other dimensions this is documented as well, but transposed tensors are known to work.
+    if (i > 0 && sizes[i] == 1 && strides[i - 1] < inside)
+      return "the stride of a tensor map's dimension of size 1 steps over the dimensions inside of it";
+    if (i > 0) inside = std::max(inside, strides[i - 1] * sizes[i]);
   int64_t rows = 1;
   for (int i = 1; i < rank; ++i) rows *= map.box[i];
   copy.bytes = rows * row_bytes;

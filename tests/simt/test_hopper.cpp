@@ -146,8 +146,8 @@ TEST_CASE("a tensor copy takes its box and zeros for what lies outside") {
 TEST_CASE("tensor maps that a copy cannot take are refused") {
   if (!hopper_here()) return;
   DeviceArray<uint16_t> in(std::vector<uint16_t>(4096));
-  const int64_t sizes[] = {64, 8, 1}, strides[] = {128, 16}, odd[] = {136, 24}, none[] = {0, 16},
-                empty[] = {64, 0, 1};
+  const int64_t sizes[] = {64, 8, 1}, strides[] = {128, 1024}, odd[] = {136, 1096}, none[] = {0, 1024},
+                inside[] = {128, 16}, empty[] = {64, 0, 1};
   const int extent[] = {64, 8, 1}, wide[] = {128, 8, 1}, tall[] = {64, 257, 1};
   CHECK(map_error(in.data(), 3, sizes, strides, extent) == nullptr);
   CHECK(map_error(in.data() + 4, 3, sizes, strides, extent) != nullptr);
@@ -156,9 +156,11 @@ TEST_CASE("tensor maps that a copy cannot take are refused") {
   CHECK(map_error(in.data(), 3, sizes, strides, wide) != nullptr);
   CHECK(map_error(in.data(), 3, sizes, strides, tall) != nullptr);
 #if !defined(CUDART_VERSION)
-  // A stride of 0 is tested only with the emulator, because a CUDA driver may accept it.
+  // These are tested only with the emulator, because a CUDA driver may accept them: a stride of 0, and a
+  // dimension of size 1 whose stride lies inside the next dimension.
   CHECK(map_error(in.data(), 3, sizes, none, extent) != nullptr);
+  CHECK(map_error(in.data(), 3, sizes, inside, extent) != nullptr);
 #else
-  static_cast<void>(none);
+  static_cast<void>(none), static_cast<void>(inside);
 #endif
 }

@@ -169,7 +169,8 @@ __global__ void copy_box(const __grid_constant__ TensorMap map, int column, int 
 // Encodes the tensor map of a matrix (outer, inner) with `rank` dimensions. The dimensions above two have
 // size 1.
 const char* encode(TensorMap* map, const void* matrix, int rank, int inner, int outer, int rows) {
-  const int64_t sizes[5] = {inner, outer, 1, 1, 1}, strides[4] = {inner * 2, 16, 16, 16};
+  const int64_t row = inner * 2, all = row * outer;
+  const int64_t sizes[5] = {inner, outer, 1, 1, 1}, strides[4] = {row, all, all, all};
   const int extent[5] = {64, rows, 1, 1, 1};
   return encode_tensor_map(map, matrix, rank, sizes, strides, extent);
 }

@@ -65,6 +65,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
       load(maps.v, foreign ? barriers.v_landed : barriers.v_full[stage], v_tile, at.first_key + key);
     }
     if (foreign) {  // only the last tile can contain keys of another sequence
+      __syncwarp();  // the other lanes wait only after lane 0 has started the copies
       mbarrier_wait(barriers.v_landed, 0);
       clear_rows<passing>(v_tile, at.keys - key);
       async_fence();

@@ -68,6 +68,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t,
     for (int i = lane(); i < tile::queries; i += kWarp)
       shared.stats[stage][i] = stats_of(t, g, row, at.queries, query + i);
     if (foreign) {  // only the last tile of each head can contain queries of another sequence
+      __syncwarp();  // the other lanes wait only after lane 0 has started the copies
       mbarrier_wait(shared.landed, nth & 1);
       clear_rows<passing>(q_tile, at.queries - query);
       clear_rows<passing>(grad_tile, at.queries - query);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <utility>
 
 #include "internal.h"
 #include "simt_hopper.h"
@@ -31,6 +32,9 @@ struct Mbarrier {
   // completed one.
   std::vector<uint32_t> published, completed;
   std::vector<int> waiting;  // ids of the threads that wait for the current phase to complete
+  // The arrivals of the current phase, and of the last completed one: thread, and its clock before.
+  using Arrivals = std::vector<std::pair<int, uint32_t>>;
+  Arrivals arrived, arrived_before;
 };
 std::deque<Mbarrier> barriers;
 
@@ -63,8 +67,17 @@ void finish_phase(Mbarrier& b) {
   b.published.resize(std::max<size_t>(b.published.size(), b.agent + 1));
   b.published[b.agent] = b.phase;
   b.completed = b.published;
+  b.arrived_before = std::exchange(b.arrived, {});
   for (int t : b.waiting) threads[t].waiting = false;
   b.waiting.clear();
+}
+
+// A lane that waits for an arrival of another lane of its warp keeps the warp apart, and the other lane may be
+// the slower for it. A __syncwarp between the arrival and the wait is missing.
+[[noreturn]] void waits_for_own_warp(int waiting, int arriving, const char* name, Where where) {
+  fail(std::string(name) + " (" + text_of(where) + "): lane " + std::to_string(waiting % 32) +
+       " waits for the arrival of lane " + std::to_string(arriving % 32) +
+       " of its own warp; expected a __syncwarp() after the arrival and before the wait");
 }
 
 void arrive(Mbarrier& b, const char* name, Where where) {
@@ -72,6 +85,10 @@ void arrive(Mbarrier& b, const char* name, Where where) {
     fail(std::string(name) + " (" + text_of(where) + "): more arrivals than the barrier's " +
          std::to_string(b.arrivals));
   }
+  for (int t : b.waiting) {
+    if (t / 32 == current->id / 32) waits_for_own_warp(t, current->id, name, where);
+  }
+  b.arrived.emplace_back(current->id, current->clock);
   learn_from(b.published, *current);
   b.published[current->id] = current->clock++;
   --b.pending;
@@ -129,7 +146,12 @@ void mbarrier_wait(void* p, int parity, Where where) {
   if (parity != 0 && parity != 1)
     fail("mbarrier_wait: expected a parity of 0 or 1, received " + std::to_string(parity));
   Mbarrier& b = barrier_at(p, "mbarrier_wait", where);
-  if (static_cast<int>(b.phase & 1) == parity) {
+  const bool over = static_cast<int>(b.phase & 1) != parity;
+  for (const auto& [thread, clock] : over ? b.arrived_before : b.arrived) {
+    if (thread / 32 == current->id / 32 && !current->knows(thread, clock))
+      waits_for_own_warp(current->id, thread, "mbarrier_wait", where);
+  }
+  if (!over) {
     const uint32_t before = b.phase;
     b.waiting.push_back(current->id);
     wait_at("mbarrier_wait", where);
@@ -152,6 +174,7 @@ const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int
   if (box[0] * element > 128) return "a row of the box has at most 128 bytes, which are swizzled";
   if (box[0] * element % 16 != 0) return "a row of the box is a multiple of 16 bytes";
   *map = {kMagic, static_cast<const unsigned char*>(address), rank, element, {}, {}, {}};
+  int64_t inside = sizes[0] * element;  // bytes over which the dimensions so far extend
   for (int i = 0; i < rank; ++i) {
     if (sizes[i] < 1 || sizes[i] > int64_t{1} << 32)
       return "a tensor map's dimensions have 1 to 2^32 elements";
@@ -159,6 +182,10 @@ const char* encode_tensor_map(TensorMap* map, const void* address, int rank, int
     if (i > 0 && (strides[i - 1] <= 0 || strides[i - 1] % 16 != 0 || strides[i - 1] >= int64_t{1} << 40)) {
       return "a tensor map's strides are multiples of 16, above 0 and below 2^40";
     }
+    // Of other dimensions this is documented as well, but transposed tensors are known to work.
+    if (i > 0 && sizes[i] == 1 && strides[i - 1] < inside)
+      return "the stride of a tensor map's dimension of size 1 steps over the dimensions inside of it";
+    if (i > 0) inside = std::max(inside, strides[i - 1] * sizes[i]);
     map->sizes[i] = sizes[i];
     map->strides[i] = i > 0 ? strides[i - 1] : element;
     map->box[i] = box[i];
@@ -174,7 +201,6 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
     fail("tma_load" + here + ": expected " + std::to_string(map.rank) + " coordinates, received " +
          std::to_string(rank));
   }
-  int64_t inside = sizes[0] * element;  // bytes over which the dimensions so far extend
   if (reinterpret_cast<uintptr_t>(to) % 1024 != 0) {
     bad_access("misaligned: the swizzle repeats every 1024 bytes", 16, true, false, place, "");
   }
@@ -182,10 +208,6 @@ void tensor_copy(void* to, const TensorMap& map, void* p, const int* at, int ran
   if (!b.fenced) fail("tma_load" + here + ": no mbarrier_init_fence() after the barrier's initialisation");
   Copy copy{&b, {}, 0};
   const int row_bytes = map.box[0] * map.element;
-    // Of other dimensions this is documented as well, but transposed tensors are known to work.
-    if (i > 0 && sizes[i] == 1 && strides[i - 1] < inside)
-      return "the stride of a tensor map's dimension of size 1 steps over the dimensions inside of it";
-    if (i > 0) inside = std::max(inside, strides[i - 1] * sizes[i]);
   int64_t rows = 1;
   for (int i = 1; i < rank; ++i) rows *= map.box[i];
   copy.bytes = rows * row_bytes;

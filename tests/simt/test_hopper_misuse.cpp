@@ -42,4 +42,8 @@ TEST_CASE("the emulator catches wrong use of mbarriers, tensor copies and wgmma"
   check_caught(HopperFlaw::no_barrier_after_write, "shared memory", written);
   check_caught(HopperFlaw::written_under_way, "race in shared memory: write to 2 bytes", written);
   check_caught(HopperFlaw::a_under_way, "a wgmma is still under way with this register", written);
+
+  DeviceArray<uint16_t> in(std::vector<uint16_t>(3 * 5 * 72)), out(std::vector<uint16_t>(2 * 4 * 64));
+  check_caught(HopperFlaw::waits_for_own_warp, "waits for the arrival of lane 0 of its own warp",
+               [&](HopperFlaw flaw) { return box(in.data(), 0, 0, 0, out.data(), flaw); });
 }

@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(128)
   }
 }
 
+template <HopperFlaw flaw>
 __global__ void copy_box(const __grid_constant__ TensorMap map, int column, int row, int slice,
                          unsigned short* out) {
   __shared__ Mbarrier full;
@@ -158,10 +159,13 @@ __global__ void copy_box(const __grid_constant__ TensorMap map, int column, int 
   if (threadIdx.x == 0) {
     mbarrier_init(full, 1);
     mbarrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
     mbarrier_arrive_expect(full, 2 * 4 * 128);
     tma_load<3>(tile, map, full, {column, row, slice});
   }
-  __syncthreads();
+  if (flaw != HopperFlaw::waits_for_own_warp) __syncwarp();
   mbarrier_wait(full, 0);
   for (int i = threadIdx.x; i < 2 * 4 * 64; i += 64) out[i] = *element(tile, i / 64, i % 64);
 }
@@ -245,12 +249,16 @@ const char* written_gemm(const void* a, const void* b, float* c, HopperFlaw flaw
                 static_cast<const unsigned short*>(b), c);
 }
 
-const char* box(const void* in, int column, int row, int slice, unsigned short* out) {
+const char* box(const void* in, int column, int row, int slice, unsigned short* out, HopperFlaw flaw) {
   const int64_t sizes[3] = {72, 5, 3}, strides[2] = {144, 5 * 144};
   const int extent[3] = {64, 4, 2};
   TensorMap map;
   if (const char* error = encode_tensor_map(&map, in, 3, sizes, strides, extent)) return error;
-  return launch(copy_box, 1, 64, 2048, nullptr, map, column, row, slice, out);
+  auto kernel = copy_box<HopperFlaw::none>;
+#if !defined(__CUDACC__)
+  if (flaw == HopperFlaw::waits_for_own_warp) kernel = copy_box<HopperFlaw::waits_for_own_warp>;
+#endif
+  return launch(kernel, 1, 64, 2048, nullptr, map, column, row, slice, out);
 }
 
 const char* map_error(const void* address, int rank, const int64_t* sizes, const int64_t* strides,

@@ -37,6 +37,8 @@ enum class HopperFlaw {
   no_barrier_after_write,
   written_under_way,
   a_under_way,
+  // mistakes that box() can make
+  waits_for_own_warp,
 };
 
 /// Computes c (m, n) = a (m, k) b in bf16 or fp16. b is (k, n) if b_is_kn, else (n, k) and used transposed.
@@ -58,7 +60,8 @@ const char* written_gemm(const void* a, const void* b, float* c, HopperFlaw flaw
 
 /// Copies a box of 2 slices, 4 rows and 64 columns, which starts at {column, row, slice} of `in`, to `out`
 /// (2, 4, 64). `in` has 3 slices, 5 rows and 72 columns of 16-bit elements.
-const char* box(const void* in, int column, int row, int slice, unsigned short* out);
+const char* box(const void* in, int column, int row, int slice, unsigned short* out,
+                HopperFlaw flaw = HopperFlaw::none);
 
 /// Tries to encode a tensor map of 16-bit elements, and returns the error or null.
 const char* map_error(const void* address, int rank, const int64_t* sizes, const int64_t* strides,

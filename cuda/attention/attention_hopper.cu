@@ -95,8 +95,10 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
     mbarrier_wait(barriers.k_full[n % tile::stages], n / tile::stages & 1);
     start_rows_times_rows<T, D>(s, q, k + wgmma_bytes(n % tile::stages * passing::bytes));
   };
-  const auto start_sums = [&](int n) {
+  const auto wait_for_v = [&](int n) {
     mbarrier_wait(barriers.v_full[n % tile::stages], n / tile::stages & 1);
+  };
+  const auto start_sums = [&](int n) {
     start_scores_times_rows<T>(out, probabilities, v + wgmma_bytes(n % tile::stages * passing::bytes));
   };
   const auto soften = [&](int n, float (&shrink)[2]) {
@@ -117,6 +119,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
     wgmma_wait<0>(s);
     release(barriers.k_empty[0]);
     soften(0, shrink);
+    wait_for_v(0);
     pack_scores<T>(probabilities, s);
     for (int n = 1; n < range.tiles; ++n) {
       if constexpr (tile::turns) mbarrier_wait(barriers.turn[group], n & 1 ^ 1);
@@ -126,8 +129,13 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
       wgmma_wait<1>(s);
       release(barriers.k_empty[n % tile::stages]);
       soften(n, shrink);
+      // ptxas moves wgmma_wait upwards as far as the last jump. So the wait for V, which is due for the next
+      // product, stands between the two: otherwise the exponentials of soften() would come after the products.
+      wait_for_v(n);
       wgmma_wait<0>(out);
       release(barriers.v_empty[(n - 1) % tile::stages]);
+      // keeps the compiler from moving the multiplications of scale_rows before the release, which is due first
+      wgmma_pin(out);
       scale_rows(out, shrink);
       pack_scores<T>(probabilities, s);
     }

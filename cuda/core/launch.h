@@ -25,7 +25,8 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
   error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 #else
-  return simt::launch(blocks, threads, shared_bytes, stream, [=]() SIMT_UNCHECKED { kernel(arguments...); });
+  return simt::launch(reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes, stream,
+                      [=]() SIMT_UNCHECKED { kernel(arguments...); });
 #endif
 }
 

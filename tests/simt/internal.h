@@ -73,6 +73,14 @@ inline bool in_kernel() {
   return current != nullptr && frame - reinterpret_cast<uintptr_t>(stacks) < kMaxThreads * kStack;
 }
 
+// A kernel: its name with template arguments, the name of its source file, and the size of its __shared__
+// variables. kernel_at() is defined in symbols.cpp.
+struct Kernel {
+  std::string name, file;
+  int shared_bytes;
+};
+const Kernel& kernel_at(const void* function);
+
 std::string relative(const std::string& file);  // returns the path relative to the project folder
 std::string text_of(Where where);
 

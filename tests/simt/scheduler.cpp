@@ -13,6 +13,7 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <utility>
 
 #include "internal.h"
 
@@ -36,6 +37,8 @@ jmp_buf scheduler;
 void (*kernel)(void*) = nullptr;
 void* kernel_arguments = nullptr;
 std::string error;
+std::vector<Launch> log;
+bool logged = false, only_logged = false;
 int fixed_order = [] {
   const char* text = std::getenv("SIMT_ORDER");
   return text ? std::atoi(text) : -1;
@@ -160,7 +163,8 @@ void failf(const char* format, ...) {
   fail(text);
 }
 
-const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)(void*), void* arguments) {
+const char* run(const void* function, int64_t blocks, int thread_count, int shared_bytes, void (*body)(void*),
+                void* arguments) {
   static int launches = 0;
   static uint32_t serial = 0;
   static std::string last_error;
@@ -168,7 +172,17 @@ const char* run(int64_t blocks, int thread_count, int shared_bytes, void (*body)
   const std::lock_guard lock(one_at_a_time);
   const auto refuse = [&](const std::string& text) { return (last_error = text).c_str(); };
   if (thread_count < 1 || thread_count > kMaxThreads) return refuse("a block has 1 to 1024 threads");
-  if (shared_bytes > 227 << 10) return refuse("a block has at most 227 KiB of shared memory");
+  const Kernel& called = kernel_at(function);
+  if (called.shared_bytes + shared_bytes > gpu().shared_bytes) {
+    return refuse(called.name + ": a block takes " + std::to_string(called.shared_bytes) +
+                  " bytes of static and " + std::to_string(shared_bytes) +
+                  " bytes of dynamic shared memory, and has at most " + std::to_string(gpu().shared_bytes) +
+                  " bytes on a GPU of compute capability " + std::to_string(gpu().capability / 10) + "." +
+                  std::to_string(gpu().capability % 10));
+  }
+  if (logged) log.push_back({called.name, called.file, thread_count, called.shared_bytes, shared_bytes});
+  block.threads = thread_count;
+  if (only_logged) return nullptr;
   if (stacks == nullptr) {
     stacks = static_cast<char*>(mmap(nullptr, kMaxThreads * kStack, PROT_READ | PROT_WRITE,
                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -214,21 +228,16 @@ Launcher launcher = nullptr;
 }  // namespace
 void set_launcher(Launcher to) { launcher = to; }
 
-const char* launch(int64_t blocks, int thread_count, int shared_bytes, void* stream, void (*body)(void*),
-                   void* arguments, size_t size) {
-  if (launcher != nullptr) return launcher(blocks, thread_count, shared_bytes, stream, body, arguments, size);
-  return run(blocks, thread_count, shared_bytes, body, arguments);
+const char* launch(const void* function, int64_t blocks, int thread_count, int shared_bytes, void* stream,
+                   void (*body)(void*), void* arguments, size_t size) {
+  if (launcher != nullptr)
+    return launcher(function, blocks, thread_count, shared_bytes, stream, body, arguments, size);
+  return run(function, blocks, thread_count, shared_bytes, body, arguments);
 }
 
-namespace {
-int emulated_capability = [] {
-  const char* text = std::getenv("SIMT_CAPABILITY");
-  return text ? std::atoi(text) : 80;
-}();
-}  // namespace
 int last_threads() { return block.threads; }
-int capability() { return emulated_capability; }
-void set_capability(int capability) { emulated_capability = capability; }
+void log_launches(bool on, bool only) { logged = on, only_logged = on && only; }
+std::vector<Launch> take_launches() { return std::exchange(log, {}); }
 
 void set_order(int order) { fixed_order = order; }
 

@@ -111,10 +111,30 @@ const bool kLoaded = [] {
 
 }  // namespace
 
-// Sets the compute capability that host code sees, so that tests can select the kernels for another GPU (see
-// simt.h).
-extern "C" __attribute__((visibility("default"))) void simt_set_capability(int capability) {
-  simt::set_capability(capability);
+// Functions for the tests in Python, which load this library with ctypes (see simt.h).
+#define SIMT_EXPORT extern "C" __attribute__((visibility("default")))
+SIMT_EXPORT bool simt_set_capability(int capability) { return simt::set_capability(capability); }
+SIMT_EXPORT bool simt_set_gpu(const char* name) { return simt::set_gpu(name); }
+// Returns a line for each GPU: name, compute capability, bytes of shared memory, multiprocessors.
+SIMT_EXPORT const char* simt_gpus() {
+  static std::string text;
+  text.clear();
+  for (const simt::Gpu& gpu : simt::gpus()) {
+    text += std::string(gpu.name) + "\t" + std::to_string(gpu.capability) + "\t" +
+            std::to_string(gpu.shared_bytes) + "\t" + std::to_string(gpu.multiprocessors) + "\n";
+  }
+  return text.c_str();
 }
 // Returns the number of threads per block in the last launch, by which tests recognise the kernel that ran.
-extern "C" __attribute__((visibility("default"))) int simt_last_threads() { return simt::last_threads(); }
+SIMT_EXPORT int simt_last_threads() { return simt::last_threads(); }
+SIMT_EXPORT void simt_log_launches(bool on, bool only) { simt::log_launches(on, only); }
+// Returns a line for each launch since the last call: kernel, file, threads, static and dynamic bytes.
+SIMT_EXPORT const char* simt_take_launches() {
+  static std::string text;
+  text.clear();
+  for (const simt::Launch& launch : simt::take_launches()) {
+    text += launch.kernel + "\t" + launch.file + "\t" + std::to_string(launch.threads) + "\t" +
+            std::to_string(launch.static_bytes) + "\t" + std::to_string(launch.dynamic_bytes) + "\n";
+  }
+  return text.c_str();
+}

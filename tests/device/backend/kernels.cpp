@@ -54,8 +54,8 @@ const char* refuse(const std::string& text) {
 }
 
 // `stream` is a stream's index plus one, since null would be a valid index.
-const char* launch(int64_t blocks, int threads, int shared_bytes, void* stream, void (*kernel)(void*),
-                   const void* arguments, size_t size) {
+const char* launch(const void* function, int64_t blocks, int threads, int shared_bytes, void* stream,
+                   void (*kernel)(void*), const void* arguments, size_t size) {
   const int index = static_cast<int>(reinterpret_cast<intptr_t>(stream)) - 1;
   if (index < 0) return refuse("the stream is null");
   const int device = device_of_stream(index);
@@ -70,7 +70,8 @@ const char* launch(int64_t blocks, int threads, int shared_bytes, void* stream, 
   enqueue(index, {"kernel",
                   [=] {
                     const std::lock_guard lock(emulator());
-                    const char* error = simt::run(blocks, threads, shared_bytes, kernel, copy->data);
+                    const char* error =
+                        simt::run(function, blocks, threads, shared_bytes, kernel, copy->data);
                     if (error != nullptr) throw std::runtime_error(error);
                   },
                   {}});

@@ -295,7 +295,8 @@ enum cudaError_t { cudaSuccess = 0 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
-  cudaDevAttrComputeCapabilityMinor = 76
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetDevice(int* device) {
@@ -303,8 +304,10 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  *value = which == cudaDevAttrComputeCapabilityMajor   ? simt::capability() / 10
-           : which == cudaDevAttrComputeCapabilityMinor ? simt::capability() % 10
-                                                        : 4;
+  const simt::Gpu& gpu = simt::gpu();
+  *value = which == cudaDevAttrComputeCapabilityMajor         ? gpu.capability / 10
+           : which == cudaDevAttrComputeCapabilityMinor       ? gpu.capability % 10
+           : which == cudaDevAttrMaxSharedMemoryPerBlockOptin ? gpu.shared_bytes
+                                                              : gpu.multiprocessors;
   return cudaSuccess;
 }

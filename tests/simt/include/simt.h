@@ -8,6 +8,7 @@
 #include <source_location>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 // Marks functions that access memory on behalf of the emulator. In files with kernels, all accesses outside
 // such functions are checked.
@@ -17,14 +18,17 @@ namespace simt {
 
 using Where = std::source_location;
 
-/// Runs a kernel: every thread of every block. Returns the text of the first error, or null. `shared_bytes`
-/// is the size of dynamic shared memory.
-const char* run(int64_t blocks, int threads, int shared_bytes, void (*kernel)(void*), void* arguments);
+/// Runs a kernel: every thread of every block. Returns the text of the first error, or null. `function` is
+/// the kernel, whose name and __shared__ variables are looked up. `shared_bytes` is the size of dynamic
+/// shared memory. `body` calls the kernel with its arguments.
+const char* run(const void* function, int64_t blocks, int threads, int shared_bytes, void (*body)(void*),
+                void* arguments);
 
 template <class Call>
-const char* run(int64_t blocks, int threads, int shared_bytes, Call call) {
+const char* run(const void* function, int64_t blocks, int threads, int shared_bytes, Call call) {
   return run(
-      blocks, threads, shared_bytes, [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); }, &call);
+      function, blocks, threads, shared_bytes, [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); },
+      &call);
 }
 
 /// Ends the launch with the error `text`. Must be called on a thread of a kernel.
@@ -36,19 +40,20 @@ const char* run(int64_t blocks, int threads, int shared_bytes, Call call) {
 
 /// Takes launches over from run(). `arguments` are `size` bytes to which `kernel` is applied; the launcher
 /// must copy them to run the kernel later. tests/device runs kernels in the threads of its streams.
-using Launcher = const char* (*)(int64_t blocks, int threads, int shared_bytes, void* stream,
-                                 void (*kernel)(void*), const void* arguments, size_t size);
+using Launcher = const char* (*)(const void* function, int64_t blocks, int threads, int shared_bytes,
+                                 void* stream, void (*kernel)(void*), const void* arguments, size_t size);
 void set_launcher(Launcher launcher);
 /// Launches a kernel in a stream: calls the launcher, or run() if there is none.
-const char* launch(int64_t blocks, int threads, int shared_bytes, void* stream, void (*kernel)(void*),
-                   void* arguments, size_t size);
+const char* launch(const void* function, int64_t blocks, int threads, int shared_bytes, void* stream,
+                   void (*kernel)(void*), void* arguments, size_t size);
 
 template <class Call>
-const char* launch(int64_t blocks, int threads, int shared_bytes, void* stream, Call call) {
+const char* launch(const void* function, int64_t blocks, int threads, int shared_bytes, void* stream,
+                   Call call) {
   static_assert(std::is_trivially_copyable_v<Call>, "arguments of kernels are copied byte by byte");
   return launch(
-      blocks, threads, shared_bytes, stream, [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); },
-      &call, sizeof call);
+      function, blocks, threads, shared_bytes, stream,
+      [](void* c) SIMT_UNCHECKED { (*static_cast<Call*>(c))(); }, &call, sizeof call);
 }
 
 struct Index {
@@ -110,11 +115,43 @@ bool knows_memory(void* address);
 /// use the orders 0 to 3 in turn.
 void set_order(int order);
 
-/// The compute capability that host code sees, as major * 10 + minor. Host code selects kernels by it; the
-/// emulator itself can run kernels for any GPU. It is 80 unless set_capability() or the environment variable
-/// SIMT_CAPABILITY sets it.
-int capability();
-void set_capability(int capability);
+/// How wrong approximate functions such as 2^x are. `exact`: as the C library's function. Otherwise they take
+/// and return zero instead of subnormal numbers, and are wrong by up to their bound: by an amount that
+/// depends on the argument (random), or by the whole bound (up, down). The environment variable
+/// SIMT_APPROXIMATE sets the mode of a process by these names.
+enum class Approximation { exact, random, up, down };
+void set_approximation(Approximation mode);
+/// Return the argument of an approximate function, and its result: `result` with an error of at most `ulps`
+/// units in the last place. A unit counts as at least `least`. Zero, infinity and results of the
+/// argument zero are exact.
+float argument_of(float x);
+float approximate(float result, float argument, int ulps, float least = 0);
+
+/// A GPU that the emulator stands for. Host code selects kernels by these properties, and no block may have
+/// more shared memory than `shared_bytes`, static and dynamic together. The emulator itself can run kernels
+/// for any GPU.
+struct Gpu {
+  const char* name;
+  int capability;  // major * 10 + minor
+  int shared_bytes;
+  int multiprocessors;
+};
+const std::vector<Gpu>& gpus();
+/// Returns the selected GPU: an A100, unless the environment variable SIMT_CAPABILITY or one of the functions
+/// below selects another one. They return false if they know no such GPU.
+const Gpu& gpu();
+bool set_gpu(const std::string& name);
+bool set_capability(int capability);
+
+/// What a launch asked for, for tests of the choice of kernels.
+struct Launch {
+  std::string kernel, file;  // such as "forward<float, 64>" and "attention.cu"
+  int threads, static_bytes, dynamic_bytes;
+};
+/// Returns the launches since the last call. Only launches after log_launches(true, ...) are logged. If
+/// `only`, kernels are logged and not run.
+void log_launches(bool on, bool only);
+std::vector<Launch> take_launches();
 
 /// Returns the number of threads per block in the last launch.
 int last_threads();

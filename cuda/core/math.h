@@ -7,7 +7,7 @@
 
 namespace shoestring::cuda {
 
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__)
 
 __device__ inline float fast_sqrt(float x) {
   float y;
@@ -32,10 +32,10 @@ __device__ inline float fast_log2(float x) {
 
 #else
 
-__device__ inline float fast_sqrt(float x) { return sqrtf(x); }
-__device__ inline float fast_reciprocal(float x) { return 1 / x; }
-__device__ inline float fast_exp2(float x) { return exp2f(x); }
-__device__ inline float fast_log2(float x) { return log2f(x); }
+__device__ inline float fast_sqrt(float x) { return simt_sqrt_approx(x); }
+__device__ inline float fast_reciprocal(float x) { return simt_rcp_approx(x); }
+__device__ inline float fast_exp2(float x) { return simt_ex2_approx(x); }
+__device__ inline float fast_log2(float x) { return simt_lg2_approx(x); }
 
 #endif
 

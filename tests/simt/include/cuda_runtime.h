@@ -239,13 +239,23 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float x) { return std::exp(x); }
-inline float __exp2f(float x) { return std::exp2(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float __log2f(float x) { return std::log2(x); }
+// Approximate functions, with the bounds that NVIDIA documents for them: see Approximation in simt.h.
+#define SIMT_APPROXIMATE(NAME, ULPS, LEAST, EXPRESSION)         \
+  inline float NAME(float argument) {                           \
+    const float x = simt::argument_of(argument);                \
+    return simt::approximate((EXPRESSION), x, ULPS, LEAST);     \
+  }
+SIMT_APPROXIMATE(simt_rcp_approx, 1, 0, 1 / x)
+SIMT_APPROXIMATE(simt_sqrt_approx, 1, 0, std::sqrt(x))
+SIMT_APPROXIMATE(simt_ex2_approx, 2, 0, x == 0 ? 1 : std::exp2(x))
+SIMT_APPROXIMATE(simt_lg2_approx, 2, 0x1p-23f, std::log2(x))
+SIMT_APPROXIMATE(rsqrtf, 2, 0, 1 / std::sqrt(x))
+SIMT_APPROXIMATE(__expf, 2 + static_cast<int>(std::fabs(1.173f * x)), 0, std::exp(x))
+SIMT_APPROXIMATE(__logf, 3, 0x1p-23f, std::log(x))
+inline float __exp2f(float x) { return simt_ex2_approx(x); }
+inline float __log2f(float x) { return simt_lg2_approx(x); }
+inline float __fdividef(float a, float b) { return simt::approximate(a / simt::argument_of(b), b, 2); }
 inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1) : 0; }
-inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 inline int __float2int_rz(float x) { return static_cast<int>(x); }

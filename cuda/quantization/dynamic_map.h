@@ -135,10 +135,7 @@ template <bool kSigned>
 __device__ uint2 encode(float (&x)[kPerLane], float scale, const SharedMap& map, float bend) {
   float inverse;
   if (scale >= 0x1p-100f && scale <= 0x1p100f) {
-    // The approximate reciprocal is within one unit in the last place, so one Newton step makes it correctly
-    // rounded.
-    inverse = fast_reciprocal(scale);
-    inverse = __fmaf_rn(inverse, -__fmaf_rn(inverse, scale, -1.f), inverse);
+    inverse = round_reciprocal(scale, fast_reciprocal(scale));
   } else if (scale > 0x1p100f && scale < __uint_as_float(0x7f800000)) {
     inverse = __frcp_rn(scale);
   } else if (scale > 0 && scale < 0x1p-100f) {

@@ -296,9 +296,13 @@ def test_a_large_cap_and_scores_beyond_it(capability: str) -> None:
         expected = gradients(attention_reference, inputs, upstream.double(), softcap=softcap)
         for name, a, b in zip("qkv", gradients(attention, inputs, upstream, softcap=softcap), expected):
             assert torch.isfinite(a).all()
-            # With the softcap 0.5, the exact gradients of q and k are below 1e-30, because tanh is flat
-            # there. The computed gradients must be tiny as well.
-            assert relative_error(a, b) < 1e-2 or (softcap == 0.5 and name != "v" and a.abs().max() < 1e-6), (
-                name,
-                softcap,
-            )
+            # With the softcap 0.5, the exact gradients of q and k are below 1e-30, because tanh is flat there. The
+            # derivative of the cap is then wrong by at most 2^-21, since the reciprocal in it is approximate. A
+            # gradient of a score is at most twice the largest product of upstream and v, a probability is at
+            # most 1, and the default scale is 1 / 8.
+            of_scores = 2 * (upstream.double() @ v.double().mT).abs().max()
+            others = inputs[1] if name == "q" else inputs[0]
+            flat = 2**-21 * of_scores / 8 * others.double().abs().sum((0, 1, 2)).max()
+            assert relative_error(a, b) < 1e-2 or (
+                softcap == 0.5 and name != "v" and a.abs().max() <= flat
+            ), (name, softcap)

@@ -64,7 +64,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
       mbarrier_wait(barriers.v_empty[stage], parity ^ 1);
       load(maps.v, foreign ? barriers.v_landed : barriers.v_full[stage], v_tile, at.first_key + key);
     }
-    if (foreign) {  // only the last tile can contain keys of another sequence
+    if (foreign) {   // only the last tile can contain keys of another sequence
       __syncwarp();  // the other lanes wait only after lane 0 has started the copies
       mbarrier_wait(barriers.v_landed, 0);
       clear_rows<passing>(v_tile, at.keys - key);
@@ -129,12 +129,12 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
       wgmma_wait<1>(s);
       release(barriers.k_empty[n % tile::stages]);
       soften(n, shrink);
-      // ptxas moves wgmma_wait upwards as far as the last jump. So the wait for V, which is due for the next
-      // product, stands between the two: otherwise the exponentials of soften() would come after the products.
+      // ptxas moves wgmma_wait upwards to the last jump. So the wait for V, a loop that the next product
+      // needs, stands here. Otherwise the exponentials of soften() would follow the products.
       wait_for_v(n);
       wgmma_wait<0>(out);
       release(barriers.v_empty[(n - 1) % tile::stages]);
-      // keeps the compiler from moving the multiplications of scale_rows before the release, which is due first
+      // keeps the multiplications of scale_rows behind the release
       wgmma_pin(out);
       scale_rows(out, shrink);
       pack_scores<T>(probabilities, s);

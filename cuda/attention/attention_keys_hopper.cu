@@ -67,7 +67,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t,
     const int64_t row = first_row(p, at, head);
     for (int i = lane(); i < tile::queries; i += kWarp)
       shared.stats[stage][i] = stats_of(t, g, row, at.queries, query + i);
-    if (foreign) {  // only the last tile of each head can contain queries of another sequence
+    if (foreign) {   // only the last tile of each head can contain queries of another sequence
       __syncwarp();  // the other lanes wait only after lane 0 has started the copies
       mbarrier_wait(shared.landed, nth & 1);
       clear_rows<passing>(q_tile, at.queries - query);

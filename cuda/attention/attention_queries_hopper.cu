@@ -67,7 +67,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
       mbarrier_arrive_expect(v_full, passing::bytes);
       load_tile<passing>(v_tile, maps.v, v_full, at.first_key + key, kv_head, sequence);
     }
-    if (foreign) {  // only the last tile can contain keys of another sequence
+    if (foreign) {   // only the last tile can contain keys of another sequence
       __syncwarp();  // the other lanes wait only after lane 0 has started the copies
       mbarrier_wait(barriers.landed, 0);
       clear_rows<passing>(k_tile, at.keys - key);

@@ -39,10 +39,10 @@ __device__ inline float fast_log2(float x) { return simt_lg2_approx(x); }
 
 #endif
 
-/// Returns 1 / x, correctly rounded, for x from 2^-100 to 2^100. `near` is within one unit in the last place of
-/// 1 / x, as fast_reciprocal(x) is. A Newton step from one unit below is wrong for one of the 2^23 mantissas,
-/// and from one unit above for 32, each time by one unit. So the neighbour on the other side of 1 / x is tried
-/// as well. Both remainders are exact.
+/// Returns 1 / x, correctly rounded, for x from 2^-100 to 2^100. `near` is within one unit in the last place
+/// of 1 / x, as fast_reciprocal(x) is. A Newton step from one unit below is wrong for one of the 2^23
+/// mantissas, and from one unit above for 32, each time by one unit. So the next number beyond the exact
+/// result is tried as well. Both remainders are exact.
 __device__ inline float round_reciprocal(float x, float near) {
   const float step = __fmaf_rn(near, -__fmaf_rn(near, x, -1.f), near), rest = __fmaf_rn(-step, x, 1.f);
   const float other = __uint_as_float(__float_as_uint(step) + (rest > 0 ? 1u : ~0u));

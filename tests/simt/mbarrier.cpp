@@ -72,8 +72,8 @@ void finish_phase(Mbarrier& b) {
   b.waiting.clear();
 }
 
-// A lane that waits for an arrival of another lane of its warp keeps the warp apart, and the other lane may be
-// the slower for it. A __syncwarp between the arrival and the wait is missing.
+// A lane that waits for an arrival of another lane of its warp keeps the warp apart, and the other lane may
+// be the slower for it. A __syncwarp between the arrival and the wait is missing.
 [[noreturn]] void waits_for_own_warp(int waiting, int arriving, const char* name, Where where) {
   fail(std::string(name) + " (" + text_of(where) + "): lane " + std::to_string(waiting % 32) +
        " waits for the arrival of lane " + std::to_string(arriving % 32) +

@@ -31,7 +31,8 @@ TEST_CASE("approximate functions are wrong by at most their bound, and flush sub
       CHECK(errors[0] <= 1);
       CHECK(errors[1] <= 1);
       CHECK(errors[2] <= 2);
-      CHECK(std::fabs(cuda::fast_log2(x) - std::log2(x)) <= 0x1p-22f * std::fmax(1.f, std::fabs(std::log2(x))));
+      CHECK(std::fabs(cuda::fast_log2(x) - std::log2(x)) <=
+            0x1p-22f * std::fmax(1.f, std::fabs(std::log2(x))));
       for (int64_t error : errors) wrong += error > 0;
     }
     CHECK(wrong > 3000);

@@ -51,8 +51,8 @@ struct Encoder {
            (count == highest || magnitude <= map.middle[count]);
   }
 
-  // Returns the number of wrong codes among elements beside the boundaries `first`, first + 1, ... of the map,
-  // in a block with this scale.
+  // Returns the number of wrong codes among elements beside the boundaries `first`, first + 1, ... of the
+  // map, in a block with this scale.
   int wrong(float scale, int first) const {
     float x[8];
     for (int i = 0; i < 8; ++i) {

@@ -240,10 +240,10 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __frcp_rn(float x) { return 1 / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 // Approximate functions, with the bounds that NVIDIA documents for them: see Approximation in simt.h.
-#define SIMT_APPROXIMATE(NAME, ULPS, LEAST, EXPRESSION)         \
-  inline float NAME(float argument) {                           \
-    const float x = simt::argument_of(argument);                \
-    return simt::approximate((EXPRESSION), x, ULPS, LEAST);     \
+#define SIMT_APPROXIMATE(NAME, ULPS, LEAST, EXPRESSION)     \
+  inline float NAME(float argument) {                       \
+    const float x = simt::argument_of(argument);            \
+    return simt::approximate((EXPRESSION), x, ULPS, LEAST); \
   }
 SIMT_APPROXIMATE(simt_rcp_approx, 1, 0, 1 / x)
 SIMT_APPROXIMATE(simt_sqrt_approx, 1, 0, std::sqrt(x))

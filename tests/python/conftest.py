@@ -21,12 +21,18 @@ from build_folder import EMULATOR
 from offload_faults import disturb_offload
 
 CAPABILITIES = ("plain", "avx2", "avx512", "amx")
-# Compute capabilities that the emulator can report. The host code of some operators selects different kernels
-# for each.
+# Compute capabilities that the emulator can report.
 GPUS = {
+    "sm_75": 75,
     "sm_80": 80,
+    "sm_86": 86,
+    "sm_89": 89,
     "sm_90a": 90,
+    "sm_100": 100,
+    "sm_120": 120,
 }
+# Of each set of kernels that host code selects, the GPU with the least shared memory. sm_75 has no attention.
+EACH_GPU = ("sm_86", "sm_90a")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,7 +133,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "capability" in metafunc.fixturenames:
         backend = metafunc.config.getoption("--backend")
         each = backend == "simt" and metafunc.definition.get_closest_marker("each_gpu")
-        params = CAPABILITIES if backend == "cpu" else GPUS if each else (backend,)
+        gpus = () if not each else GPUS if each.args == ("all",) else EACH_GPU
+        params = CAPABILITIES if backend == "cpu" else gpus or (backend,)
         metafunc.parametrize("capability", params, indirect=True)
 
 
@@ -137,7 +144,7 @@ def capability(request: pytest.FixtureRequest) -> Iterator[str]:
 
     On the CPU, the builds are for the CPU capabilities plain, avx2, avx512 and amx; builds that this machine
     cannot run are skipped. In the emulator, a test marked ``each_gpu`` runs once for each compute capability
-    in GPUS. All other tests run once.
+    in EACH_GPU, and one marked ``each_gpu("all")`` for each in GPUS. All other tests run once.
     """
     if request.param in GPUS:
         emulator = ctypes.CDLL(str(EMULATOR))

@@ -22,7 +22,15 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 # Tests run the libraries that users get in a wheel. SHOESTRING_PORTABLE needs g++ on x86-64.
 PORTABLE := $(if $(filter x86_64,$(shell uname -m)),$(if $(filter default,$(origin CXX)),-DSHOESTRING_PORTABLE=ON))
-CONFIGURE := cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) $(PORTABLE) \
+# The GPUs that kernels are built for (cmake/Cuda.cmake). A build for daily work makes one, `make test` one for each
+# kind of kernel, and a wheel all. GPUS_SUFFICE is what an existing build folder may have instead.
+GPUS := $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | sed "s/\\.//; s/^90$$/90a/"),90a)
+GPUS_SUFFICE := .*
+test nightly: GPUS := gates
+test nightly: GPUS_SUFFICE := gates|wheel
+wheel packages: GPUS := wheel
+wheel packages: GPUS_SUFFICE := wheel
+CONFIGURE = cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) $(PORTABLE) -DSHOESTRING_CUDA_ARCHITECTURES=$(GPUS) \
   $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CMAKE_ARGS)
 INSTALL := --prefix python/shoestring >/dev/null
 SEEDS ?= 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
@@ -38,6 +46,8 @@ $(BUILD)/build.ninja: | $(VENV)/.ready
 	$(CONFIGURE) -B $(BUILD) -DSHOESTRING_TESTS=ON
 
 build: $(VENV)/.ready $(BUILD)/build.ninja
+	grep -qE '^SHOESTRING_CUDA_ARCHITECTURES:STRING=($(GPUS_SUFFICE))$$' $(BUILD)/CMakeCache.txt || \
+	  cmake -DSHOESTRING_CUDA_ARCHITECTURES=$(GPUS) $(BUILD) >/dev/null
 	cmake --build $(BUILD) --target libraries
 	cmake --install $(BUILD) $(INSTALL)
 

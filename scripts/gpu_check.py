@@ -138,7 +138,7 @@ class Check:
                 "elsewhere"
             )
         capability = self.gpu["capability"].replace(".", "")
-        architecture = "90a-real" if capability == "90" else f"{capability}-real"
+        architecture = "90a" if capability == "90" else capability
         # Each compiler process needs up to 1.5 GiB of memory.
         jobs = max(1, min(self.gpu["cores"], self.gpu["ram_bytes"] // (3 << 29)))
         new = not (self.build_folder / "CMakeCache.txt").exists()

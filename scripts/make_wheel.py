@@ -6,6 +6,7 @@ built for. PyTorch's libraries, the CUDA runtime and OpenMP are not bundled: the
 
 import argparse
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -115,6 +116,7 @@ def describe(wheel: Path) -> str:
             if foreign:
                 stop(f"{library.name} searches {', '.join(foreign)}, which other machines lack")
         (metadata,) = Path(temporary).glob("*.dist-info/METADATA")
+        built = json.loads(next(Path(temporary).rglob("build.json")).read_text())
         required = re.search(r"^Requires-Dist: (torch.*)", metadata.read_text(), re.MULTILINE)
         size = sum(library.stat().st_size for library in libraries)
         return "\n".join(
@@ -122,6 +124,7 @@ def describe(wheel: Path) -> str:
                 f"{wheel}: {wheel.stat().st_size / 2**20:.1f} MiB, installed libraries {size / 2**20:.1f} MiB",
                 f"libraries: {', '.join(library.name for library in libraries)}",
                 f"newest symbols: {newest(libraries, 'GLIBC')}, {newest(libraries, 'GLIBCXX')}",
+                f"GPUs: {' '.join(built['gpus']) or 'none'}",
                 f"requires: {required[1] if required else 'no PyTorch'}",
             )
         )

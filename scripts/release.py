@@ -5,6 +5,7 @@ Everything is checked before anything is built. Results go to dist/, with SHA256
 
 import argparse
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -59,6 +60,13 @@ def tested(root: Path, build: Path) -> bool:
     return stamp.is_file() and stamp.read_text().strip() == git(root, "rev-parse", "HEAD")
 
 
+def missing_gpus(root: Path, build: Path) -> list[str]:
+    """Return the GPUs of a wheel (cmake/Cuda.cmake) that the build has no kernels for; none if it has no CUDA."""
+    described = json.loads((build / "build.json").read_text())
+    wanted = (read(root, "cmake/Cuda.cmake", r"^set\(_wheel (.+)\)$") or "").split()
+    return [gpu for gpu in wanted if described["cuda"] is not None and gpu not in described["gpus"]]
+
+
 def make(*targets: str) -> None:
     print(f"== make {' '.join(targets)}", flush=True)
     if subprocess.run(["make", *targets], cwd=ROOT).returncode != 0:
@@ -83,6 +91,12 @@ def main() -> None:
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)
     make("sdist", "wheel", "packages", "docs")
+    missing = missing_gpus(ROOT, options.build)
+    if missing:
+        sys.exit(
+            f"release.py: the kernels were not built for {', '.join(missing)}; configure {options.build} with "
+            "-DSHOESTRING_CUDA_ARCHITECTURES=wheel"
+        )
     html = ROOT / "build-docs/html"
     if not html.is_dir():
         sys.exit(f"release.py: `make docs` did not write {html.relative_to(ROOT)}")

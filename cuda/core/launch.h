@@ -6,6 +6,18 @@
 
 namespace shoestring::cuda {
 
+#if defined(__CUDACC__)
+/// Returns the text of an error, or null if there is none.
+inline const char* text_of(cudaError_t error) {
+  if (error == cudaErrorNoKernelImageForDevice) {
+    return "this build has no kernels for the GPU; build with -DSHOESTRING_CUDA_ARCHITECTURES=wheel, or with "
+           "the "
+           "GPU's number, such as 89";
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+#endif
+
 /// Launches a kernel and returns an error text or null. Every kernel of the library is launched by this
 /// function. shared_bytes is the size of the memory that dynamic_shared() returns. Sizes above 48 KiB need an
 /// attribute of the kernel, which is set first.
@@ -18,12 +30,11 @@ const char* launch(void (*kernel)(Parameters...), int64_t blocks, int threads, i
   cudaError_t error = cudaSuccess;
   if (shared_bytes > 48 << 10) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
+    if (error != cudaSuccess) return text_of(error);
   }
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(
       arguments...);
-  error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return text_of(cudaGetLastError());
 #else
   return simt::launch(reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes, stream,
                       [=]() SIMT_UNCHECKED { kernel(arguments...); });

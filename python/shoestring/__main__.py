@@ -14,7 +14,8 @@ def report() -> str:
     import torch
 
     build = shoestring.build
-    cuda = f"built with toolkit {build.cuda}" if build.cuda else f"not built ({build.cuda_note})"
+    gpus = " ".join("PTX" if gpu == "ptx" else f"sm_{gpu}" for gpu in build.gpus)
+    cuda = f"built with toolkit {build.cuda} for {gpus}" if build.cuda else f"not built ({build.cuda_note})"
     return "\n".join(
         (
             f"shoestring {build.version}, built by {build.compiler} for PyTorch {build.torch}",

@@ -12,12 +12,17 @@ LIBRARIES = PACKAGE / "lib"
 
 @dataclass(frozen=True)
 class Build:
-    """The versions of PyTorch and CUDA and the compiler with which the installed libraries were built."""
+    """The versions of PyTorch and CUDA, the GPUs and the compiler of the build of the installed libraries.
+
+    ``gpus`` names the architectures that have machine code, such as ``"80"`` for compute capability 8.0, and
+    ``"ptx"`` if newer GPUs are served as well.
+    """
 
     version: str
     torch: str
     cuda: str | None
     cuda_note: str
+    gpus: list[str]
     compiler: str
 
 

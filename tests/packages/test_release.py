@@ -80,3 +80,10 @@ def test_tests_count_for_their_commit_alone(tree: Path, tmp_path_factory: pytest
 def test_this_repository_agrees_with_itself() -> None:
     """Between releases the changelog may say "unreleased", and the tree may be changed; versions agree always."""
     assert not [problem for problem in release.problems(REPOSITORY) if "CITATION" in problem]
+
+
+def test_a_build_for_few_gpus_is_no_release(tmp_path: Path) -> None:
+    (tmp_path / "build.json").write_text('{"cuda": "13.0", "gpus": ["75", "80", "90a"]}')
+    assert release.missing_gpus(REPOSITORY, tmp_path) == ["86", "89", "100", "120", "ptx"]
+    (tmp_path / "build.json").write_text('{"cuda": null, "gpus": []}')
+    assert release.missing_gpus(REPOSITORY, tmp_path) == []

@@ -130,6 +130,33 @@ def test_cmake_without_libtorch(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc was found")
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("wheel", "75;80;86;89;90a;100;120;ptx"),
+        ("89-real;80-virtual", "89;ptx"),
+        ("sm_80", "expected wheel, gates, or a list of numbers and ptx such as 80;90a;ptx, received 'sm_80'"),
+    ],
+)
+def test_cmake_selects_gpus(value: str, expected: str, tmp_path: Path) -> None:
+    command = [
+        "cmake",
+        "-S",
+        REPOSITORY,
+        "-B",
+        tmp_path,
+        f"-DPython3_EXECUTABLE={sys.executable}",
+        "-DSHOESTRING_CUDA=1",
+        f"-DSHOESTRING_CUDA_ARCHITECTURES={value}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert expected in " ".join((done.stdout + done.stderr).split())
+    if value != "sm_80":
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "build.json").read_text())["gpus"] == expected.split(";")
+
+
 def test_make_wheel_without_set_up(tmp_path: Path) -> None:
     python = environment(tmp_path / "env", ["pip"])
     script = REPOSITORY / "scripts/make_wheel.py"

@@ -173,7 +173,7 @@ class Check:
             ]
         )
         self.runner.command(["cmake", "--install", self.build_folder, "--prefix", self.package])
-        return f"for {architecture.removesuffix('-real')}, {jobs} jobs"
+        return f"for {architecture}, {jobs} jobs"
 
     def _take(self, folder: Path) -> str:
         places = dict.fromkeys(LIBRARIES, self.package / "lib")

@@ -135,7 +135,9 @@ __device__ void wgmma_wait(float (&d)[tiles][4]) {
   }
 
 /// Starts d (64, n) = a b, or d += a b if `add`. a and b are wgmma descriptors. n is 8 * tiles: 48, 64, 96,
-/// 128, 192 or 256. If b_is_kn, the product sums over the rows of b's tile, otherwise over its columns.
+/// 128, 192 or 256. If b_is_kn, the product sums over the rows of b's tile, otherwise over its columns. With
+/// b_is_kn and n = 96, b has one and a half panels of 64 columns. The text of PTX does not cover that, and
+/// CUTLASS has no such product; on an H200 it is exact (tests/simt/test_hopper.cpp).
 template <class T, bool b_is_kn, int tiles>
 __device__ void wgmma(float (&d)[tiles][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (tiles == 6) {

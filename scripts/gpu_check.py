@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -348,6 +349,22 @@ class Check:
             raise Failed(f"it wrote no figures: {text.strip().splitlines()[-1]}")
         return f"{len(found['tables'])} tables"
 
+    def predictions(self, results: Path) -> str:
+        """Return the table of gpu_model.py for the measured benchmarks, or a line with the reason why there is none."""
+        command = [
+            sys.executable,
+            ROOT / "benchmarks/gpu_model.py",
+            *("--gpu", self.gpu["gpu"]),
+            *("--library", self.package / "lib/libshoestring_cuda.so"),
+            *("--results", results),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=25, check=False)
+        except subprocess.TimeoutExpired:
+            return "no predictions: gpu_model took more than 25 s"
+        reason = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
+        return done.stdout.rstrip() if done.returncode == 0 else f"no predictions: {reason}"
+
     def sanitizer(self, name: str) -> str:
         if shutil.which("compute-sanitizer") is None:
             raise Skipped("compute-sanitizer was not found")
@@ -465,7 +482,8 @@ def main() -> int:
         target.write_text(json.dumps(check.data, indent=1) + "\n")
 
     runner.run(steps, save)
-    print("", figures(check.data["benchmarks"]), runner.table(), target, sep="\n")
+    predicted = check.predictions(target) + "\n" if check.data["benchmarks"] else ""
+    print("", figures(check.data["benchmarks"]), predicted + runner.table(), target, sep="\n")
     return 1 if runner.failed else 0
 
 

@@ -122,7 +122,7 @@ def _width(i: Instruction) -> int:
     return 2 if wide or i.opcode in ("DADD", "DMUL", "DFMA") else 1
 
 
-def _successors(code: list[Instruction]) -> list[list[int]]:
+def successors(code: list[Instruction]) -> list[list[int]]:
     """Return the indices of the instructions that may follow each instruction, without calls."""
     at = {i.address: n for n, i in enumerate(code)}
     following = []
@@ -192,7 +192,7 @@ def touched_in_flight(code: list[Instruction]) -> list[str]:
     """
     if indirect := [i for i in code if i.opcode.startswith(("BRX", "JMX"))]:
         return [f"{indirect[0].text}: a jump whose target is not known"]
-    following = _successors(code)
+    following = successors(code)
     found: dict[str, None] = {}
     start: Pending = ((), frozenset())
     seen = {(0, start)}
@@ -213,7 +213,7 @@ def beyond_setmaxnreg(code: list[Instruction]) -> list[str]:
     The limit of an instruction is the number of the last setmaxnreg on a path to it.
     """
     at = {i.address: n for n, i in enumerate(code)}
-    following = _successors(code)
+    following = successors(code)
     found: dict[str, None] = {}
     for first, change in enumerate(code):
         if not change.opcode.startswith("USETMAXREG"):

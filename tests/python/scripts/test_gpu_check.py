@@ -398,3 +398,8 @@ def test_results_are_compared_in_units_in_the_last_place(tmp_path: Path) -> None
         ("dequantize_4bit", "flat 64 4096 float32"),
         ("optimizers", None),
     ]
+
+
+def test_predictions_are_left_out_in_one_line(check: gpu_check.Check, tmp_path: Path) -> None:
+    found = check.predictions(tmp_path / "results.json")
+    assert found.startswith("no predictions: gpu_model: --gpu: expected one of ") and found.count("\n") == 0

@@ -415,7 +415,8 @@ def _read(library: Path, device: Device, wanted: dict[str, Kernel]) -> dict[str,
         matching = [symbol for symbol in known if re.search(kernel.symbol, symbol)]
         if len(matching) > 1:
             raise RuntimeError(f"{kernel.symbol}: expected one kernel, found {matching}")
-        symbols |= {name: symbol for symbol in matching}
+        if matching:
+            symbols[name] = matching[0]
 
     def listing(symbol: str) -> list[sass.Instruction]:
         text = subprocess.run(

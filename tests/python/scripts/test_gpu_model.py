@@ -220,10 +220,11 @@ def streaming(case: Case) -> bool:
 
 
 def test_memory_bound_kernels_take_what_the_model_says() -> None:
-    """The measured time lies between the prediction, with perfect overlap, and no overlap at all.
+    """The measured time lies between perfect overlap at the published rates, and no overlap at all.
 
-    Without overlap, the time is that of the memory plus that of the next resource. Memory is slower if several
-    arrays stream than if one is copied, by a factor that the benchmark of AdamW has measured, too.
+    No kernel is faster than a copy of its bytes, of which the results vary by 5 %, nor issues instructions faster than
+    the published rates. Without overlap, the time is that of the memory plus that of the next resource. Memory is
+    slower if several arrays stream than if one is copied, by a factor that the benchmark of AdamW has measured, too.
     """
     cases = [c for c in gpu_kernels.catalogue() if streaming(c)]
     tables = model.tables_of(RESULTS)
@@ -238,7 +239,7 @@ def test_memory_bound_kernels_take_what_the_model_says() -> None:
         others = max(s for resource, s in row.seconds.items() if resource != "memory")
         most = streams * row.seconds["memory"] + others + row.case.launches * model.START
         what = (row.case.table, row.case.row, row.seconds, row.measured)
-        assert 0.95 * row.predicted < row.measured < most, what
+        assert max(0.95 * row.seconds["memory"], model.ISSUED * others) < row.measured < most, what
 
 
 def test_the_model_says_what_limits_the_others() -> None:
@@ -252,7 +253,7 @@ def test_the_model_says_what_limits_the_others() -> None:
         row.case.table.split(",")[0]: row
         for row in model.rows(H200, cases, read(cases), model.tables_of(RESULTS))
     }
-    assert found["quantise int4"].predicted > 5 * found["quantise int4"].least
+    assert found["quantise int4"].predicted > 2 * found["quantise int4"].least
     assert found["quantise int4"].bound == "issue" and "issue takes" in found["quantise int4"].marks
     assert found["AdamW"].bound == "memory" and found["AdamW"].marks == ""
     # per element: about 60 (cuda/optim/optimizer.h) at most, and nine fitting steps of about 40

@@ -1,8 +1,9 @@
-// Operator schemas of activation offloading.
+// Operator schemas of activation offloading, and the class that offloads weights.
 
 #include <torch/library.h>
 
 #include "offload/activation_store.h"
+#include "offload/weight_store.h"
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // _store_activation moves a tensor x that autograd saves to host memory or to a disk, and
@@ -11,5 +12,6 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   shoestring::offload::register_activation_store(m);
   m.def(R"(_store_activation(__torch__.torch.classes.shoestring.ActivationStore store,
       Tensor x) -> __torch__.torch.classes.shoestring.StoredActivation)");
+  shoestring::offload::register_weight_store(m);
   m.def("_reload_activation(__torch__.torch.classes.shoestring.StoredActivation activation) -> Tensor");
 }

@@ -12,10 +12,12 @@ cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 from shoestring import lora, nn, optim  # noqa: E402
 from shoestring.checkpoint import (  # noqa: E402
     CheckpointReport,
+    OffloadedWeights,
     checkpoint,
     checkpoint_model,
     checkpoint_sequential,
     offload_activations,
+    offload_weights,
     tag_activation,
     tiled,
     tiled_features,
@@ -73,6 +75,7 @@ __all__ = [
     "CheckpointReport",
     "HostAllocator",
     "HostAllocatorStats",
+    "OffloadedWeights",
     "PatchReport",
     "QuantizedTensor",
     "add_layer_norm",
@@ -107,6 +110,7 @@ __all__ = [
     "lora_weight_norm",
     "nn",
     "offload_activations",
+    "offload_weights",
     "optim",
     "patch",
     "prepare_quantized",

@@ -14,6 +14,7 @@
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>
 #include <shoestring/offload_activations.h>
+#include <shoestring/offload_weights.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 #include <shoestring/quantized_training.h>

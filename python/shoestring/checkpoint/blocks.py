@@ -45,12 +45,14 @@ class Treatment:
     pending: int = 0
 
 
-def find_blocks(model: nn.Module, blocks: Sequence[str | type | nn.Module] | None) -> dict[str, nn.Module]:
+def find_blocks(
+    model: nn.Module, blocks: Sequence[str | type | nn.Module] | None, caller: str = "checkpoint_model"
+) -> dict[str, nn.Module]:
     if blocks is None:
         found = _lists(model, "")
         if not found:
             raise ValueError(
-                "checkpoint_model: blocks: found no list of modules of one class; name the blocks, "
+                f"{caller}: blocks: found no list of modules of one class; name the blocks, "
                 'such as blocks=["encoder.layers.*"]'
             )
         return found
@@ -62,14 +64,12 @@ def find_blocks(model: nn.Module, blocks: Sequence[str | type | nn.Module] | Non
             name: module for name, module in model.named_modules() if name and _matches(name, module, wanted)
         }
         if not matching:
-            raise ValueError(
-                f"checkpoint_model: blocks: {wanted!r} matches no module of {type(model).__name__}"
-            )
+            raise ValueError(f"{caller}: blocks: {wanted!r} matches no module of {type(model).__name__}")
         found |= matching
     for name in found:
         outer = next((other for other in found if name.startswith(other + ".")), None)
         if outer is not None:
-            raise ValueError(f"checkpoint_model: blocks: {name} is inside {outer}: name only one of them")
+            raise ValueError(f"{caller}: blocks: {name} is inside {outer}: name only one of them")
     return found
 
 

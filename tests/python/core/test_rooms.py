@@ -73,6 +73,7 @@ HEADERS = {
     "checkpoint_plan.h": "checkpoint",
     "checkpoint_sequence.h": "checkpoint",
     "offload_activations.h": "checkpoint",
+    "offload_weights.h": "checkpoint",
     "model_files.h": "integrations",
     "quantized_training.h": "integrations",
     "data.h": "data",

@@ -1,0 +1,467 @@
+#include "offload/weight_store.h"
+
+// Moves the weights of blocks between their device and host memory or a file.
+//
+// A block's storages lie one after the other in one piece of memory, which is the same in the file, in host
+// memory and on the device. Storages of trained weights come first, so that they go back in one write.
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "core/device.h"
+#include "offload/copy_lane.h"
+#include "offload/host_memory.h"
+#include "offload/swap_file.h"
+
+namespace shoestring::offload {
+namespace {
+
+constexpr const char* kOffloadWeights = "offload_weights";
+constexpr int64_t kPage = SwapFile::kAlignment;
+// Storages begin at multiples of this many bytes, as those of PyTorch's CUDA allocator do.
+constexpr int64_t kAlignment = 512;
+// Size of one read or write. Several are under way at a time, since one alone does not use a disk fully.
+constexpr int64_t kPiece = int64_t{4} << 20;
+constexpr int kNoPass = -1;  // what PyTorch returns as the number of the backward pass outside of one
+
+int64_t rounded_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
+at::Tensor bytes_at(void* memory, int64_t size, c10::Device device = c10::kCPU) {
+  return at::from_blob(memory, {size}, at::TensorOptions().dtype(at::kByte).device(device));
+}
+
+// Gives access to a private member of StorageImpl, which says that a read of the storage is an error. PyTorch
+// can set it, and has no function that clears it. Explicit instantiations may name private members.
+bool& throws_on_read(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::* member>
+struct ThrowsOnRead {
+  friend bool& throws_on_read(c10::StorageImpl& storage) { return storage.*member; }
+};
+template struct ThrowsOnRead<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+}  // namespace
+
+// One storage of a block, and its place in the memory of the block.
+struct WeightPiece {
+  c10::Storage storage;
+  int64_t at, size;
+};
+
+struct WeightBlock {
+  std::string name;
+  std::vector<WeightPiece> pieces;
+  int64_t size = 0, trained = 0;  // bytes of all storages, and of those of trained weights at the start
+  bool stays = false;             // whether the weights never leave
+  at::Tensor home;                // the weights in host memory, unless there is a file
+  int64_t at = -1;                // the offset of the weights in the file
+
+  at::Tensor memory;   // on the device, from the start of a copy to it until the weights have left
+  at::Tensor staging;  // host memory between file and device
+  FencePtr in;         // the copy to `memory`
+  bool here = false;   // whether the storages point into `memory`
+
+  int64_t changed = 0;  // bytes from the start that differ from those away
+  at::Tensor leaving;   // the former `memory`, while it is written
+  FencePtr out;         // the write
+
+  int uses = 0;        // number of enter() and open() that have not ended
+  int pass = kNoPass;  // the backward pass that uses the block
+  int64_t next = -1;   // the block whose input was the output of this block in the last forward
+  bool is_idle() const { return uses == 0 && pass == kNoPass; }
+};
+
+struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
+  WeightStoreCore(c10::Device on, const std::string& folder, int64_t keep)
+      : device(on), keep(keep), host(kOffloadWeights, on), reading(on), in(on), out(on) {
+    if (!folder.empty()) file = std::make_unique<SwapFile>(kOffloadWeights, folder);
+  }
+
+  WeightBlock& block(int64_t index) {
+    process.check(kOffloadWeights);
+    TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(blocks.size()), kOffloadWeights,
+                ": block: expected one of ", blocks.size(), " blocks, received ", index);
+    return *blocks[static_cast<size_t>(index)];
+  }
+
+  // Reads or writes a part of the file, and returns when it is done.
+  void transfer(bool is_write, int64_t at, const at::Tensor& memory) const {
+    std::vector<SwapFile::Ticket> tickets;
+    std::exception_ptr error;
+    char* const begin = static_cast<char*>(memory.data_ptr());
+    for (int64_t i = 0; i < memory.numel(); i += kPiece) {
+      const int64_t count = std::min(kPiece, memory.numel() - i);
+      tickets.push_back(is_write ? file->write(at + i, begin + i, count)
+                                 : file->read(at + i, begin + i, count));
+    }
+    for (const auto ticket : tickets) {
+      try {
+        file->wait(ticket);
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
+  }
+
+  void add(const std::string& name, const std::vector<at::Tensor>& frozen,
+           const std::vector<at::Tensor>& trained) {
+    auto b = std::make_unique<WeightBlock>();
+    b->name = name;
+    for (const auto* tensors : {&trained, &frozen}) {
+      for (const at::Tensor& t : *tensors) {
+        TORCH_CHECK(t.device() == device && t.has_storage(), kOffloadWeights, ": ", name,
+                    ": expected weights with storages on ", device, ", received one on ", t.device());
+        const auto size = static_cast<int64_t>(t.storage().nbytes());
+        if (size == 0 || has(*b, t.storage())) continue;
+        for (const auto& other : blocks) {
+          TORCH_CHECK(!has(*other, t.storage()), kOffloadWeights, ": ", name,
+                      ": expected weights of its own, received one "
+                      "that ",
+                      other->name, " has, too");
+        }
+        b->pieces.push_back({t.storage(), b->size, size});
+        b->size = rounded_up(b->size + size, kAlignment);
+      }
+      b->size = rounded_up(b->size, kPage);
+      if (tensors == &trained) b->trained = b->size;
+    }
+    if (b->size <= keep) {
+      b->stays = true;
+      keep -= b->size;
+    } else if (b->size > 0) {
+      take_away(*b);
+    }
+    blocks.push_back(std::move(b));
+  }
+
+  static bool has(const WeightBlock& b, const c10::Storage& storage) {
+    return std::any_of(b.pieces.begin(), b.pieces.end(), [&](const WeightPiece& p) {
+      return p.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+    });
+  }
+
+  void take_away(WeightBlock& b) {
+    const at::NoGradGuard no_grad;
+    if (file) b.at = file->allocate(b.size);
+    try {
+      const at::Tensor copy = host.empty({b.size}, at::kByte, b.size);
+      for (const WeightPiece& p : b.pieces) {
+        copy.narrow(0, p.at, p.size)
+            .copy_(bytes_at(p.storage.unsafeGetStorageImpl()->mutable_data(), p.size, device));
+      }
+      if (file) {
+        transfer(true, b.at, copy);
+      } else {
+        b.home = copy;
+      }
+    } catch (...) {
+      if (file) file->free(b.at, b.size);
+      throw;
+    }
+    place(b, nullptr);
+  }
+
+  // Lets the storages of a block point into `memory`, or nowhere.
+  void place(WeightBlock& b, const at::Tensor* memory) {
+    for (const WeightPiece& p : b.pieces) {
+      auto* const impl = p.storage.unsafeGetStorageImpl();
+      if (memory == nullptr) {
+        impl->set_data_ptr_noswap(at::DataPtr(nullptr, device));
+        impl->release_data_and_set_meta_custom_data_ptr_error_msg_(c10::str(
+            kOffloadWeights, ": ", b.name, ": expected weights on ", device, ", received some that are ",
+            file ? "in a file" : "in host memory", ": read or change them within present()"));
+      } else {
+        char* const begin = static_cast<char*>(memory->data_ptr());
+        throws_on_read(*impl) = false;
+        impl->set_data_ptr_noswap({begin + p.at, new at::Tensor(*memory),
+                                   [](void* owner) { delete static_cast<at::Tensor*>(owner); }, device});
+      }
+    }
+    b.here = memory != nullptr;
+  }
+
+  // Starts to bring a block's weights, after all blocks that nobody uses have begun to leave.
+  void begin_in(WeightBlock& b) {
+    const at::NoGradGuard no_grad;
+    const c10::OptionalDeviceGuard guard(device);
+    for (const auto& other : blocks) {
+      if (other.get() != &b && other->is_idle()) evict(*other);
+    }
+    release_retired();
+    if (b.leaving.defined()) {  // the weights are still there
+      b.memory = std::exchange(b.leaving, at::Tensor());
+      b.in = b.out;
+      return;
+    }
+    std::vector<FencePtr> after{Fence::now(device)};
+    if (device.is_cpu()) {
+      b.memory = host.empty({b.size}, at::kByte, b.size);
+      b.in = reading.run(std::move(after), [this, at = b.at, to = b.memory] { transfer(false, at, to); });
+    } else {
+      b.memory = at::empty({b.size}, at::TensorOptions().dtype(at::kByte).device(device));
+      at::Tensor from = b.home;
+      if (file) {
+        from = b.staging = host.empty({b.size}, at::kByte, b.size);
+        after.push_back(reading.run({}, [this, at = b.at, to = from] { transfer(false, at, to); }));
+      }
+      b.in = in.run(std::move(after), [from, to = b.memory] { to.copy_(from, /*non_blocking=*/true); });
+    }
+    fetched += b.size;
+  }
+
+  void fetch(WeightBlock& b) {
+    if (b.stays || b.here || b.size == 0) return;
+    if (!b.memory.defined()) begin_in(b);
+    try {
+      b.in->block(current_stream(device));
+    } catch (...) {
+      forget(b);
+      throw;
+    }
+    place(b, &b.memory);
+  }
+
+  void prefetch(int64_t index) {
+    if (index < 0 || index >= static_cast<int64_t>(blocks.size())) return;
+    WeightBlock& b = block(index);
+    if (!b.stays && b.size > 0 && !b.memory.defined()) begin_in(b);
+  }
+
+  // Takes a block's memory on the device away, after a copy to it has ended.
+  void forget(WeightBlock& b) {
+    try {
+      if (b.in) b.in->block(current_stream(device));
+    } catch (...) {
+    }
+    if (b.here) place(b, nullptr);
+    if (b.staging.defined()) retired.emplace_back(std::move(b.staging), b.in);
+    b.memory = b.staging = at::Tensor();
+    b.in = nullptr;
+  }
+
+  // Lets a block's weights leave the device. Changed weights are written meanwhile; one block at a time.
+  void evict(WeightBlock& b) {
+    if (b.stays || !b.memory.defined()) return;
+    if (b.changed == 0) return forget(b);
+    settle();
+    const at::NoGradGuard no_grad;
+    const at::Tensor from = b.memory.narrow(0, 0, b.changed);
+    if (device.is_cpu()) {
+      b.out = out.run({}, [this, at = b.at, from] { transfer(true, at, from); });
+    } else {
+      const at::Tensor to =
+          file ? host.empty({b.changed}, at::kByte, b.changed) : b.home.narrow(0, 0, b.changed);
+      b.out = out.run({Fence::now(device)}, [from, to] { to.copy_(from, /*non_blocking=*/true); });
+      if (file) {
+        b.out = reading.run({}, [this, at = b.at, to, copied = b.out] {
+          copied->synchronize();
+          transfer(true, at, to);
+        });
+      }
+    }
+    written += b.changed;
+    place(b, nullptr);
+    b.leaving = std::exchange(b.memory, at::Tensor());
+    if (b.staging.defined()) retired.emplace_back(std::move(b.staging), b.in);
+    b.staging = at::Tensor();
+    b.in = nullptr;
+    leaves = &b;
+  }
+
+  // Waits until the changed weights that leave are written. If that fails, they come back and stay changed.
+  void settle() {
+    WeightBlock* const b = std::exchange(leaves, nullptr);
+    if (b == nullptr) return;
+    try {
+      b->out->synchronize();
+    } catch (...) {
+      if (b->leaving.defined()) b->memory = std::exchange(b->leaving, at::Tensor());
+      b->in = Fence::now(device);
+      throw;
+    }
+    b->changed = 0;
+    b->leaving = at::Tensor();
+  }
+
+  void release_retired() {
+    std::erase_if(retired, [](const auto& r) { return r.second == nullptr || r.second->is_done(); });
+  }
+
+  void begin_backward(int64_t index) {
+    const std::lock_guard lock(mutex);
+    const int pass = torch::autograd::get_current_graph_task_id();
+    WeightBlock& b = block(index);
+    if (b.next >= 0) end_backward(b.next);
+    b.pass = pass;
+    fetch(b);
+    prefetch(index - 1);
+    if (pass == kNoPass || std::find(passes.begin(), passes.end(), pass) != passes.end()) return;
+    passes.push_back(pass);
+    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), pass] {
+      if (const auto core = weak.lock()) core->end_pass(pass);
+    });
+  }
+
+  void end_backward(int64_t index) {
+    const std::lock_guard lock(mutex);
+    WeightBlock& b = block(index);
+    if (b.pass == kNoPass) return;
+    b.pass = kNoPass;
+    b.changed = std::max(b.changed, b.trained);
+  }
+
+  void end_pass(int pass) {
+    const std::lock_guard lock(mutex);
+    std::erase(passes, pass);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      if (blocks[i]->pass == pass) end_backward(static_cast<int64_t>(i));
+    }
+  }
+
+  const OwnProcess process;
+  const c10::Device device;
+  // recursive, because a hook may run while this thread brings weights
+  mutable std::recursive_mutex mutex;
+  int64_t keep, fetched = 0, written = 0;
+  std::vector<std::unique_ptr<WeightBlock>> blocks;
+  std::vector<int> passes;  // the backward passes whose end is awaited
+  // the first output of the block that ran last, and the index of this block
+  c10::weak_intrusive_ptr<c10::TensorImpl> output{c10::intrusive_ptr<c10::TensorImpl>()};
+  int64_t output_of = -1;
+  WeightBlock* leaves = nullptr;                         // the block whose changed weights are being written
+  std::vector<std::pair<at::Tensor, FencePtr>> retired;  // host memory that a copy may still read
+  HostMemory host;
+  std::unique_ptr<SwapFile> file;
+  // C++ destroys these members first, and each destructor waits for its copies.
+  CopyLane reading, in, out;
+};
+
+WeightStore::WeightStore(c10::Device device, const std::string& folder, int64_t keep) {
+  device = with_index(device);
+  TORCH_CHECK(!folder.empty() || !device.is_cpu(), kOffloadWeights,
+              ": to: expected nvme:DIR for weights on the CPU, received "
+              "cpu: they are in host memory already");
+  TORCH_CHECK(keep >= 0, kOffloadWeights, ": keep: expected a number of bytes of at least 0, received ",
+              keep);
+  core_ = std::make_shared<WeightStoreCore>(device, folder, keep);
+}
+
+WeightStore::~WeightStore() = default;
+
+int64_t WeightStore::add(const std::string& name, const std::vector<at::Tensor>& frozen,
+                         const std::vector<at::Tensor>& trained) {
+  core_->process.check(kOffloadWeights);
+  const std::lock_guard lock(core_->mutex);
+  core_->add(name, frozen, trained);
+  return static_cast<int64_t>(core_->blocks.size()) - 1;
+}
+
+void WeightStore::enter(int64_t index, const std::vector<at::Tensor>& inputs) {
+  const std::lock_guard lock(core_->mutex);
+  WeightBlock& b = core_->block(index);
+  core_->fetch(b);
+  ++b.uses;
+  const auto count = static_cast<int64_t>(core_->blocks.size());
+  if (torch::autograd::get_current_graph_task_id() != kNoPass) {
+    core_->prefetch(index - 1);
+  } else if (index + 1 < count || !at::GradMode::is_enabled()) {
+    core_->prefetch((index + 1) % count);  // without backward, the next forward follows
+  }
+  if (!at::GradMode::is_enabled()) return;
+  // Backward computes the gradient of the first input last. The hooks of a leaf would stay with it.
+  const auto first = std::find_if(inputs.begin(), inputs.end(), [](auto& x) { return x.requires_grad(); });
+  if (first == inputs.end() || first->is_leaf()) return;
+  if (core_->output_of >= 0 && core_->output.lock().get() == first->unsafeGetTensorImpl()) {
+    core_->block(core_->output_of).next = index;  // backward of the block before begins where this one's ends
+    return;
+  }
+  first->register_hook([weak = std::weak_ptr(core_), index](const at::Tensor&) {
+    if (const auto core = weak.lock()) core->end_backward(index);
+  });
+}
+
+void WeightStore::leave(int64_t index, const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard lock(core_->mutex);
+  WeightBlock& b = core_->block(index);
+  b.uses = std::max(0, b.uses - 1);
+  b.next = -1;
+  core_->output_of = -1;
+  if (!at::GradMode::is_enabled()) return;
+  for (const at::Tensor& y : outputs) {
+    if (!y.requires_grad() || y.is_leaf()) continue;
+    if (core_->output_of < 0) {
+      core_->output = c10::weak_intrusive_ptr<c10::TensorImpl>(y.getIntrusivePtr());
+      core_->output_of = index;
+    }
+    y.register_hook([weak = std::weak_ptr(core_), index](const at::Tensor&) {
+      if (const auto core = weak.lock()) core->begin_backward(index);
+    });
+  }
+}
+
+void WeightStore::open(int64_t index) {
+  const std::lock_guard lock(core_->mutex);
+  WeightBlock& b = core_->block(index);
+  core_->fetch(b);
+  ++b.uses;
+}
+
+void WeightStore::close(int64_t index, bool changed) {
+  const std::lock_guard lock(core_->mutex);
+  WeightBlock& b = core_->block(index);
+  b.uses = std::max(0, b.uses - 1);
+  if (changed) b.changed = b.size;
+}
+
+void WeightStore::restore() {
+  const std::lock_guard lock(core_->mutex);
+  core_->process.check(kOffloadWeights);
+  core_->settle();
+  for (const auto& b : core_->blocks) {
+    ++b->uses;  // the next fetch must not evict the block
+    core_->fetch(*b);
+  }
+  core_->blocks.clear();
+}
+
+c10::Dict<std::string, int64_t> WeightStore::statistics() const {
+  const std::lock_guard lock(core_->mutex);
+  core_->process.check(kOffloadWeights);
+  int64_t away = 0, on_device = 0;
+  for (const auto& b : core_->blocks) {
+    if (!b->stays) away += b->size;
+    if (b->memory.defined() || b->leaving.defined()) on_device += b->size;
+  }
+  c10::Dict<std::string, int64_t> result;
+  result.insert("fetched", core_->fetched);
+  result.insert("written", core_->written);
+  result.insert("away", away);
+  result.insert("device", on_device);
+  result.insert("host", core_->host.bytes());
+  result.insert("disk", core_->file ? core_->file->size() : 0);
+  return result;
+}
+
+void register_weight_store(torch::Library& library) {
+  library.class_<WeightStore>("WeightStore")
+      .def(torch::init<c10::Device, std::string, int64_t>())
+      .def("add", &WeightStore::add)
+      .def("enter", &WeightStore::enter)
+      .def("leave", &WeightStore::leave)
+      .def("open", &WeightStore::open)
+      .def("close", &WeightStore::close)
+      .def("restore", &WeightStore::restore)
+      .def("statistics", &WeightStore::statistics);
+}
+
+}  // namespace shoestring::offload

@@ -1,0 +1,139 @@
+// Tests OffloadWeights: training with weights in a file gives the same bits as training with weights in
+// memory.
+#include "catch.h"
+
+#include <torch/nn/modules/linear.h>
+
+#include <ATen/ATen.h>
+
+#include "folder.h"
+
+#include <shoestring/offload_weights.h>
+#include <shoestring/optim.h>
+
+using at::Tensor;
+using Catch::Contains;
+using shoestring::OffloadWeights;
+using shoestring::OffloadWeightsOptions;
+using shoestring::optim::AdamW;
+using shoestring::optim::AdamWOptions;
+
+namespace {
+
+struct Model {
+  explicit Model(int depth = 5) {
+    at::manual_seed(3);
+    first = torch::nn::Linear(24, 24);
+    for (int i = 0; i < depth; ++i) blocks.emplace_back(torch::nn::Linear(24, 24));
+  }
+  Tensor operator()(const Tensor& batch, OffloadWeights* offload = nullptr) {
+    Tensor x = first->forward(batch);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const auto forward = [&](const Tensor& y) { return y + at::gelu(blocks[i]->forward(y)); };
+      x = offload == nullptr ? forward(x) : offload->run(static_cast<int64_t>(i), x, forward);
+    }
+    return x.pow(2).mean();
+  }
+  std::vector<Tensor> parameters() const {
+    std::vector<Tensor> all = first->parameters();
+    for (const auto& block : blocks) {
+      for (const Tensor& p : block->parameters()) all.push_back(p);
+    }
+    return all;
+  }
+  void freeze() {
+    for (auto& block : blocks) {
+      for (Tensor& p : block->parameters()) p.requires_grad_(false);
+    }
+  }
+  torch::nn::Linear first{nullptr};
+  std::vector<torch::nn::Linear> blocks;
+};
+
+std::vector<Tensor> train(Model& model, OffloadWeights* offload, bool in_backward) {
+  std::vector<Tensor> trained;
+  for (const Tensor& p : model.parameters()) {
+    if (p.requires_grad()) trained.push_back(p);
+  }
+  AdamW optimizer(trained, AdamWOptions(1e-2).step_in_backward(in_backward));
+  std::vector<Tensor> losses;
+  at::manual_seed(5);
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    const Tensor loss = model(at::randn({8, 24}), offload);
+    loss.backward();
+    optimizer.step();
+    losses.push_back(loss.detach());
+  }
+  return losses;
+}
+
+bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.equal(y); });
+}
+
+}  // namespace
+
+TEST_CASE("weights in a file train to the same bits", "[offload_weights]") {
+  const bool full = GENERATE(false, true);
+  const auto folder = Folder();
+  Model plain, model;
+  if (!full) plain.freeze(), model.freeze();
+  const auto expected = train(plain, nullptr, full);
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  for (const auto& block : model.blocks) {
+    full ? offload.add({}, block->parameters()) : offload.add(block->parameters());
+  }
+  CHECK(same(train(model, &offload, full), expected));
+  const auto figures = offload.statistics();
+  CHECK(figures.at("away") == 5 * 4096);
+  CHECK((figures.at("written") > 0) == full);
+  // forward and backward fetch all blocks but two, and the first forward fetches all
+  CHECK(figures.at("fetched") >= (2 + 3 * 2 * 3) * 4096);
+  offload.restore();
+  CHECK(same(model.parameters(), plain.parameters()));
+}
+
+TEST_CASE("weights that are away are present on demand", "[offload_weights]") {
+  const auto folder = Folder();
+  Model model(3);
+  model.freeze();
+  const Tensor before = model.blocks[1]->weight.clone();
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  for (const auto& block : model.blocks) offload.add(block->parameters());
+  CHECK_THROWS_WITH(model.blocks[1]->weight.sum(),
+                    Contains("offload_weights: block 1: expected weights on cpu"));
+  offload.present(1, [&] { model.blocks[1]->weight.mul_(2); });
+  CHECK_THROWS_WITH(offload.present(3, [] {}), Contains("block: expected one of 3 blocks, received 3"));
+  CHECK_THROWS_AS(offload.present(1, [] { throw std::runtime_error("mine"); }), std::runtime_error);
+  offload.restore();
+  CHECK(model.blocks[1]->weight.equal(before * 2));
+}
+
+TEST_CASE("a fetched block may throw", "[offload_weights]") {
+  const auto folder = Folder();
+  Model model(3);
+  model.freeze();
+  const at::NoGradGuard no_grad;
+  const Tensor batch = at::randn({2, 24}), expected = model(batch);
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path).keep(4096));
+  for (const auto& block : model.blocks) offload.add(block->parameters());
+  CHECK(offload.statistics().at("away") == 2 * 4096);
+  const auto fail = [](const Tensor&) -> Tensor { throw std::runtime_error("mine"); };
+  CHECK_THROWS_AS(offload.run(2, batch, fail), std::runtime_error);
+  CHECK(model(batch, &offload).equal(expected));
+}
+
+TEST_CASE("offload_weights refuses what it cannot do", "[offload_weights]") {
+  CHECK_THROWS_WITH(OffloadWeights(OffloadWeightsOptions()),
+                    Contains("to: expected nvme:DIR for weights on the CPU"));
+  CHECK_THROWS_WITH(OffloadWeights(OffloadWeightsOptions().folder("/nowhere")), Contains("/nowhere"));
+  const auto folder = Folder();
+  CHECK_THROWS_WITH(OffloadWeights(OffloadWeightsOptions().folder(folder.path).keep(-1)),
+                    Contains("keep: expected"));
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  const Tensor weight = at::ones({4, 4});
+  offload.add({weight});
+  CHECK_THROWS_WITH(offload.add({weight.view({16})}),
+                    Contains("block 1: expected weights of its own, received one"));
+}

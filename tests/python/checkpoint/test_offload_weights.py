@@ -1,0 +1,348 @@
+"""Test that models whose weights are in a file compute, train and save the same bits as models in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shoestring
+from offload_faults import disturb_offload
+from shoestring import offload_weights
+from shoestring.optim import AdamW
+
+LAYERS = 5
+
+
+@pytest.fixture(autouse=True)
+def undisturbed() -> Any:
+    yield
+    disturb_offload()
+
+
+def llama(dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(step))
+
+
+def adapters(quantize: str | None) -> Callable[[nn.Module], None]:
+    def prepare(model: nn.Module) -> None:
+        shoestring.lora.apply(model, rank=4, quantize=quantize)
+
+    return prepare
+
+
+def patched(model: nn.Module) -> None:
+    shoestring.patch(model)
+
+
+def checkpointed(reentrant: bool) -> Callable[[nn.Module], None]:
+    def prepare(model: nn.Module) -> None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+
+    return prepare
+
+
+def together(*prepare: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    return lambda model: [one(model) for one in prepare] and None
+
+
+CASES: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any] | None]] = {
+    "lora": (adapters(None), None),
+    "qlora nf4": (adapters("nf4"), None),
+    "qlora int4, patched": (together(adapters("int4"), patched), None),
+    "qlora int8": (adapters("int8"), None),
+    "qlora, checkpoints": (together(adapters("nf4"), patched, checkpointed(False)), None),
+    "qlora, reentrant": (together(adapters("nf4"), checkpointed(True)), None),
+    "full": (lambda model: None, {"state_format": "8bit"}),
+    "full, patched": (patched, {"state_format": "4bit", "weight_rounding": "remainder"}),
+    "full, checkpoints": (together(patched, checkpointed(False)), {"weight_rounding": "stochastic"}),
+    "full, streamed state": (patched, {"offload": "stream", "weight_rounding": "remainder"}),
+}
+
+
+def train(case: str, dtype: torch.dtype, to: str | None, keep: int = 0, steps: int = 3) -> tuple[Any, ...]:
+    prepare, options = CASES[case]
+    model = llama(dtype)
+    prepare(model)
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer = AdamW(params, lr=1e-3, step_in_backward=options is not None, **(options or {}))
+    handle = None
+    if to is not None:
+        handle = offload_weights(model, to, keep=keep, optimizer=optimizer if options is not None else None)
+    losses = []
+    for step in range(steps):
+        x = batch(step)
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(model.eval()(input_ids=x, labels=x).loss.item())
+    state = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    return losses, state, handle
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for key in one:
+        assert torch.equal(one[key], two[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_training_has_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if dtype == torch.float32 and "weight_rounding" in (CASES[case][1] or {}):
+        pytest.skip("weight_rounding is for 16-bit weights")
+    losses, state, _ = train(case, dtype, None)
+    received, weights, handle = train(case, dtype, f"nvme:{tmp_path}")
+    assert received == losses
+    assert_same(weights, state)
+    figures = handle.statistics()
+    assert (figures["written"] > 0) == case.startswith("full")
+    assert figures["fetched"] > 0 and figures["device"] <= 3 * figures["away"] / LAYERS
+
+
+def test_two_blocks_are_on_the_device(tmp_path: Path) -> None:
+    sizes = []
+    for layers in (4, 12):
+        model = llama(layers=layers).requires_grad_(False)
+        handle = offload_weights(model, f"nvme:{tmp_path}")
+        block = handle.statistics()["away"] // layers
+        most = 0
+
+        def watch(*_: Any) -> None:
+            nonlocal most
+            most = max(most, handle.statistics()["device"])
+
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(watch)
+        x = batch(0)
+        for _ in range(2):
+            model(input_ids=x)
+        assert most == 2 * block
+        sizes.append(handle.statistics()["host"])
+    assert sizes[0] == sizes[1] == 2 * block
+
+
+def test_blocks_that_stay_are_never_fetched(tmp_path: Path) -> None:
+    model = llama().requires_grad_(False)
+    x = batch(0)
+    expected = model(input_ids=x).logits
+    one = sum(p.untyped_storage().nbytes() for p in model.model.layers[0].parameters())
+    handle = offload_weights(model, f"nvme:{tmp_path}", keep=3 * (one + 4096))
+    away = handle.statistics()["away"]
+    assert away == 2 * (one + 4095) // 4096 * 4096 or away <= 2 * (one + 4096)
+    assert model.model.layers[2].mlp.up_proj.weight.data_ptr() and not handle.statistics()["fetched"]
+    assert torch.equal(model(input_ids=x).logits, expected)
+    handle.undo()
+    handle = offload_weights(model, f"nvme:{tmp_path}", keep=1 << 40)
+    assert handle.statistics()["away"] == 0
+    assert torch.equal(model(input_ids=x).logits, expected) and handle.statistics()["fetched"] == 0
+
+
+def test_the_last_two_blocks_stay_where_the_direction_turns(tmp_path: Path) -> None:
+    """Forward and backward fetch all blocks but two each, also in the micro-batches of one step."""
+    model = llama()
+    adapters("nf4")(model)
+    handle = offload_weights(model, f"nvme:{tmp_path}")
+    block = handle.statistics()["away"] // LAYERS
+    for micro in range(3):
+        x = batch(micro)
+        model(input_ids=x, labels=x).loss.backward()
+        assert handle.statistics()["fetched"] == block * (2 + (micro + 1) * 2 * (LAYERS - 2))
+
+
+def test_evaluation_and_generation(tmp_path: Path) -> None:
+    model = llama().eval()
+    model.config.use_cache = True
+    x = batch(0)[:1]
+    expected = model.generate(x, max_new_tokens=8, do_sample=False)
+    offload_weights(model.requires_grad_(False), f"nvme:{tmp_path}")
+    assert torch.equal(model.generate(x, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_undo_gives_the_model_back(tmp_path: Path) -> None:
+    model, x = llama(), batch(0)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    handle = offload_weights(model.requires_grad_(False), f"nvme:{tmp_path}")
+    model(input_ids=x)
+    handle.undo()
+    del handle
+    gc.collect()
+    assert_same(dict(model.state_dict()), before)
+    model.requires_grad_(True)
+    model(input_ids=x, labels=x).loss.backward()
+    with pytest.raises(
+        ValueError, match="model: expected blocks with frozen weights, received weights that all"
+    ):
+        offload_weights(model, f"nvme:{tmp_path}")
+
+
+def test_a_weight_that_is_away_cannot_be_read(tmp_path: Path) -> None:
+    model = llama().requires_grad_(False)
+    handle = offload_weights(model, f"nvme:{tmp_path}")
+    weight = model.model.layers[3].mlp.up_proj.weight
+    with pytest.raises(
+        RuntimeError,
+        match=r"offload_weights: model.layers.3: expected weights on cpu, received .* in a file: .* present",
+    ):
+        weight.sum()
+    x = batch(0)
+    before = model(input_ids=x).logits
+    with handle.present(model.model.layers[3]):
+        weight.mul_(2)
+    after = model(input_ids=x).logits
+    assert not torch.equal(before, after)
+    with handle.present(model.model.layers[3]):
+        weight.div_(2)
+    assert torch.equal(model(input_ids=x).logits, before)
+    with pytest.raises(
+        ValueError, match="present: block: expected one of the 5 offloaded blocks, received a Embedding"
+    ):
+        handle.present(model.model.embed_tokens).__enter__()
+
+
+def test_a_state_dict_is_loaded_where_weights_are(tmp_path: Path) -> None:
+    one, two = llama(), llama()
+    for p in two.parameters():
+        p.data.normal_()
+    offload_weights(one.requires_grad_(False), f"nvme:{tmp_path}")
+    one.load_state_dict(two.state_dict())
+    x = batch(0)
+    assert torch.equal(one(input_ids=x).logits, two(input_ids=x).logits)
+    assert_same(dict(one.state_dict()), dict(two.state_dict()))
+
+
+def test_weights_that_blocks_share_stay(tmp_path: Path) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(3)))
+    layers[0][1].weight = layers[2][1].weight
+    head = nn.Linear(16, 16)
+    head.weight = layers[1][0].weight
+    model = nn.ModuleDict({"layers": layers, "head": head}).requires_grad_(False)
+    offload_weights(model, f"nvme:{tmp_path}", blocks=["layers.*"])
+    x = torch.randn(4, 16)
+    assert model["head"](x).isfinite().all() and layers[0][1].weight.sum().isfinite()
+    assert model["layers"](x).isfinite().all()
+
+
+def test_checkpoint_of_a_part_of_a_block(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + checkpoint(lambda y: self.two(self.one(y).relu()), x, use_reentrant=False)
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(*(Block() for _ in range(4))))
+    model[1].requires_grad_(False)
+    x = torch.randn(8, 32)
+    model(x).sum().backward()
+    expected = model[0].weight.grad.clone()
+    model.zero_grad()
+    offload_weights(model, f"nvme:{tmp_path}")
+    model(x).sum().backward()
+    assert torch.equal(model[0].weight.grad, expected)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_delays_and_short_transfers_change_nothing(short: bool, tmp_path: Path) -> None:
+    losses, state, _ = train("full, patched", torch.bfloat16, None)
+    disturb_offload(2000, short_transfers=short)
+    received, weights, _ = train("full, patched", torch.bfloat16, f"nvme:{tmp_path}")
+    assert received == losses
+    assert_same(weights, state)
+
+
+def test_a_failed_read_is_an_error_and_the_step_can_be_repeated(tmp_path: Path) -> None:
+    model, x = llama(), batch(0)
+    expected = model(input_ids=x).logits
+    offload_weights(model.requires_grad_(False), f"nvme:{tmp_path}")
+    disturb_offload(0, 2, 5)
+    with pytest.raises(
+        RuntimeError, match=rf"offload_weights: {tmp_path}/.* cannot read \d+ bytes at \d+: Input/output"
+    ):
+        for _ in range(2):
+            model(input_ids=x)
+    disturb_offload()
+    assert torch.equal(model(input_ids=x).logits, expected)
+
+
+def test_a_failed_write_loses_no_weight(tmp_path: Path) -> None:
+    _, state, _ = train("full", torch.float32, None)
+    model = llama()
+    optimizer = AdamW(model.parameters(), lr=1e-3, step_in_backward=True)
+    handle = offload_weights(model, f"nvme:{tmp_path}", optimizer=optimizer)
+    for step in range(3):
+        x = batch(step)
+        model(input_ids=x, labels=x).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = model.state_dict()
+    # Two blocks are in memory and count as changed. Room for a third one needs a write, and a read of its weights. One
+    # of the two fails.
+    for layer in model.model.layers[:2]:
+        with handle.present(layer):
+            pass
+    disturb_offload(0, 1, 28)
+    with pytest.raises(RuntimeError, match="cannot (read|write) .* bytes at .*: No space left on device; free some"):
+        for layer in model.model.layers[2:]:
+            with handle.present(layer):
+                pass
+    disturb_offload()
+    assert_same(dict(model.state_dict()), dict(before))
+    assert_same(dict(model.state_dict()), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "disk"}, "to: expected cpu or nvme:DIR, received 'disk'"),
+        ({"to": "nvme:"}, "to: expected cpu or nvme:DIR, received 'nvme:'"),
+        ({"to": "cpu"}, "to: expected nvme:DIR for weights on the CPU, received cpu"),
+        ({"keep": -1}, "keep: expected a number of bytes of at least 0, received -1"),
+        ({"to": "nvme:/nowhere"}, "/nowhere/.*No such file"),
+        ({"blocks": ["no.*"]}, "blocks: 'no.*' matches no module of LlamaForCausalLM"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = llama().requires_grad_(False)
+    with pytest.raises((ValueError, RuntimeError), match=f"offload_weights: {message}"):
+        offload_weights(model, **({"to": f"nvme:{tmp_path}"} | options))
+    assert model.lm_head.weight.isfinite().all() and model(input_ids=batch(0)).logits.isfinite().all()
+
+
+def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
+    model = llama()
+    for optimizer, message in [
+        (torch.optim.AdamW(model.parameters()), "step_in_backward=True, received AdamW without it"),
+        (AdamW(model.parameters()), "step_in_backward=True, received AdamW without it"),
+        (AdamW(model.parameters(), step_in_backward=True, offload="cpu"), "expected offload=None"),
+    ]:
+        with pytest.raises(ValueError, match=f"offload_weights: optimizer: .*{message}"):
+            offload_weights(model, f"nvme:{tmp_path}", optimizer=optimizer)
+    offload_weights(model.requires_grad_(False), f"nvme:{tmp_path}")
+    with pytest.raises(ValueError, match=r"offloaded already; call undo\(\) first"):
+        offload_weights(model, f"nvme:{tmp_path}")

@@ -203,12 +203,13 @@ struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
       b.in = b.out;
       return;
     }
-    std::vector<FencePtr> after{Fence::now(device)};
     if (device.is_cpu()) {
       b.memory = host.empty({b.size}, at::kByte, b.size);
-      b.in = reading.run(std::move(after), [this, at = b.at, to = b.memory] { transfer(false, at, to); });
+      b.in = reading.run({}, [this, at = b.at, to = b.memory] { transfer(false, at, to); });
     } else {
       b.memory = at::empty({b.size}, at::TensorOptions().dtype(at::kByte).device(device));
+      // The memory may still be in use in the current stream, up to this point.
+      std::vector<FencePtr> after{Fence::now(device)};
       at::Tensor from = b.home;
       if (file) {
         from = b.staging = host.empty({b.size}, at::kByte, b.size);

@@ -64,17 +64,19 @@ def compare(
     *,
     batches: list[Any] | None = None,
     device: str = "simdev",
+    finish: Callable[[], object] = lambda: None,
     **how: Any,
 ) -> list[str]:
     """Train copies of a model on both devices; return what the host waited for on the device.
 
-    Asserts that losses and parameters are equal, bit for bit.
+    Asserts that losses and parameters are equal, bit for bit. ``finish`` is called before parameters are compared.
     """
     if batches is None:
         batches = [rows(step, next(model.parameters()).dtype) for step in range(STEPS)]
     model, on_device = copy.deepcopy(model), copy.deepcopy(model).to(device)
     losses, waited = train(on_device, device, make_optimizer, batches=batches, **how)
     expected, _ = train(model, "cpu", make_optimizer, batches=batches, **how)
+    finish()
     assert torch.equal(losses.cpu(), expected)
     for (name, p), q in zip(model.named_parameters(), on_device.parameters(), strict=True):
         assert not p.requires_grad or torch.equal(p, q.cpu()), name

@@ -307,7 +307,9 @@ def test_a_failed_write_loses_no_weight(tmp_path: Path) -> None:
         with handle.present(layer):
             pass
     disturb_offload(0, 1, 28)
-    with pytest.raises(RuntimeError, match="cannot (read|write) .* bytes at .*: No space left on device; free some"):
+    with pytest.raises(
+        RuntimeError, match="cannot (read|write) .* bytes at .*: No space left on device; free some"
+    ):
         for layer in model.model.layers[2:]:
             with handle.present(layer):
                 pass

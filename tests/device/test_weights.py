@@ -1,0 +1,58 @@
+"""Weights that are away from the device: in pinned host memory, or in a file."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simdev import device as simdev
+from torch import Tensor, nn
+
+import shoestring
+from training import compare
+
+
+def deep(layers: int = 5) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)) for _ in range(layers)]
+    return nn.ModuleDict({"first": nn.Linear(64, 64), "blocks": nn.ModuleList(blocks)})
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    x = model["first"](batch)
+    for block in model["blocks"]:
+        x = x + block(x)
+    loss: Tensor = x.square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+@pytest.mark.parametrize("full", [False, True], ids=["frozen", "trained"])
+def test_training_equals_cpu(mode: simdev.Mode, full: bool, to: str, tmp_path: Path) -> None:
+    model = deep()
+    model["blocks"].requires_grad_(full)
+    optimizers: dict[str, Any] = {}
+
+    def make(model: nn.Module, device: str) -> torch.optim.Optimizer:
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer: torch.optim.Optimizer = shoestring.optim.AdamW(params, lr=1e-2, step_in_backward=full)
+        optimizers[device] = optimizer
+        return optimizer
+
+    handles = []
+
+    def surround(model: nn.Module, device: str) -> AbstractContextManager[Any]:
+        if device != "cpu":
+            place = "cpu" if to == "cpu" else f"nvme:{tmp_path}"
+            handles.append(
+                shoestring.offload_weights(model, place, optimizer=optimizers[device] if full else None)
+            )
+        return nullcontext()
+
+    waited = compare(
+        model, make, loss_of=loss_of, surround=surround, finish=lambda: [h.undo() for h in handles]
+    )
+    assert full or waited == []
+    figures = handles[0].statistics()
+    assert (figures["written"] > 0) == full

@@ -10,7 +10,13 @@ from simdev import device as simdev
 from torch import Tensor, nn
 
 import shoestring
+from shoestring.checkpoint import weights
 from training import compare
+
+
+@pytest.fixture(autouse=True)
+def small_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "LEAST", 0)
 
 
 def deep(layers: int = 5) -> nn.ModuleDict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
+from shoestring.core.presence import PRESENT
 
 OWNER = "_shoestring_offloaded_weights"
+# Storages of fewer bytes stay on the device. Among them are the weights of norms, which the block before may read.
+LEAST = 1 << 16
 
 
 def offload_weights(
@@ -29,7 +33,8 @@ def offload_weights(
     The weights of a block arrive while the block before it runs, in forward and in backward, and leave when a
     later block needs the room. Two blocks are on the device at a time, besides those that stay, and a third
     one while changed weights are written. Results are bitwise the same as without offloading. All other
-    weights, such as the embedding and the output layer, stay on the device.
+    weights stay on the device: the embedding, the output layer, and weights of less than 64 KiB, such as
+    those of norms.
 
     Frozen weights travel one way: dense ones and the codes and scales of nf4, fp4, int4 and int8. Weights
     that require gradients stay, unless ``optimizer`` is given. It steps each weight within backward, while
@@ -57,18 +62,16 @@ def offload_weights(
         RuntimeError: the folder has no room for the weights. Nothing has changed then.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
-        >>> offloaded = shoestring.offload_weights(model.requires_grad_(False), "nvme:.")
+        >>> blocks = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 128), blocks).requires_grad_(False)
+        >>> offloaded = shoestring.offload_weights(model, "nvme:.")
         >>> model(torch.randn(2, 8)).shape
-        torch.Size([2, 8])
+        torch.Size([2, 128])
         >>> offloaded.statistics()["away"]
-        16384
+        262144
         >>> offloaded.undo()
     """
-    if to != "cpu" and (not to.startswith("nvme:") or to == "nvme:"):
-        raise InputError(f"offload_weights: to: expected cpu or nvme:DIR, received {to!r}")
-    if keep < 0:
-        raise InputError(f"offload_weights: keep: expected a number of bytes of at least 0, received {keep}")
+    check_place(to, keep)
     _check_optimizer(optimizer)
     if hasattr(model, OWNER):
         raise InputError(
@@ -90,26 +93,45 @@ def offload_weights(
             "offload_weights: model: expected blocks on one device, received some on "
             f"{' and '.join(sorted(map(str, devices)))}"
         )
-    store = torch.classes.shoestring.WeightStore(devices.pop(), to.partition(":")[2], keep)
-    handle = OffloadedWeights(model, store)
+    handle = OffloadedWeights(model, devices.pop(), to, keep)
     try:
         for name, (frozen, trained) in weights.items():
             own = [[t for t in group if everywhere[_key(t)] == {name}] for group in (frozen, trained)]
-            handle._hook(found[name], store.add(name, *own))
+            handle._add(name, found[name], *own)
     except BaseException:
         handle.undo()
         raise
-    setattr(model, OWNER, handle)
     return handle
 
 
-class OffloadedWeights:
-    """The handle that ``offload_weights`` returns."""
+def check_place(to: str, keep: int) -> None:
+    if to != "cpu" and (not to.startswith("nvme:") or to == "nvme:"):
+        raise InputError(f"offload_weights: to: expected cpu or nvme:DIR, received {to!r}")
+    if keep < 0:
+        raise InputError(f"offload_weights: keep: expected a number of bytes of at least 0, received {keep}")
 
-    def __init__(self, model: nn.Module, store: Any) -> None:
-        self._model, self._store = model, store
+
+class OffloadedWeights:
+    """The weights of a model that are away from its device; ``offload_weights`` returns it."""
+
+    def __init__(self, model: nn.Module, device: torch.device, to: str, keep: int) -> None:
+        self._model = model
+        self._store = torch.classes.shoestring.WeightStore(device, to.partition(":")[2], keep)
         self._indices: dict[nn.Module, int] = {}
         self._hooks: list[Any] = []
+        setattr(model, OWNER, self)
+
+    @staticmethod
+    def of(model: nn.Module) -> OffloadedWeights:
+        """Return the object that belongs to a model, for example to one from ``load_quantized(to=...)``."""
+        found = getattr(model, OWNER, None)
+        if found is None:
+            raise InputError(
+                f"OffloadedWeights: model: expected one with offloaded weights, received a {type(model).__name__} "
+                "without"
+            )
+        handle: OffloadedWeights = found
+        return handle
 
     @contextmanager
     def present(self, block: nn.Module, changed: bool = True) -> Iterator[None]:
@@ -143,15 +165,29 @@ class OffloadedWeights:
         """Bring all weights back to the device, and leave the model as it was."""
         for hook in self._hooks:
             hook.remove()
+        for block in self._indices:
+            for module in block.modules():
+                module.__dict__.pop(PRESENT, None)
         self._hooks.clear()
         self._store.restore()
         self._indices.clear()
         if getattr(self._model, OWNER, None) is self:
             delattr(self._model, OWNER)
 
-    def _hook(self, block: nn.Module, index: int) -> None:
+    def take(self, name: str, block: nn.Module) -> None:
+        """Let the frozen weights of one more block leave, which runs after the blocks so far.
+
+        A loader calls it as soon as it has read the weights of the block. So they are never all in memory.
+        """
+        frozen, _ = _weights_of({name: block}, with_trained=False)[name]
+        self._add(name, block, frozen, [])
+
+    def _add(self, name: str, block: nn.Module, frozen: list[Tensor], trained: list[Tensor]) -> None:
+        """Let the weights of the next block leave, and call the store when the block runs."""
         store = self._store
-        self._indices[block] = index
+        index = self._indices[block] = store.add(name, frozen, trained)
+        for module in block.modules():
+            module.__dict__[PRESENT] = functools.partial(self.present, block, changed=False)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             store.enter(index, _tensors((args, kwargs)))
@@ -228,7 +264,7 @@ def _weights_of(
             if tensor.requires_grad and not with_trained:
                 continue
             for inner in _inner(tensor.detach() if tensor.requires_grad else tensor):
-                if inner.device.type != "meta" and inner.untyped_storage().nbytes():
+                if inner.device.type != "meta" and inner.untyped_storage().nbytes() >= LEAST:
                     (trained if tensor.requires_grad else frozen)[_key(inner)] = inner
         found[name] = (list(frozen.values()), list(trained.values()))
     return found

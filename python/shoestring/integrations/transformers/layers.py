@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoestring.core.presence import weights_present
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
 from shoestring.integrations.transformers.head_norms import JOINT, TURNS, joint, made
 from shoestring.integrations.transformers.names import claim, renamed
@@ -327,7 +328,7 @@ def _gated(module: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], str] | None
     training = module.training
     module.eval()
     try:
-        with torch.no_grad():
+        with weights_present(module), torch.no_grad():
             tokens = torch.randn(8, module.gate_proj.in_features, generator=draw).to(
                 weight.device, _floating(weight)
             )

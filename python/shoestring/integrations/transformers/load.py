@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shoestring.checkpoint.blocks import find_blocks
+from shoestring.checkpoint.weights import OffloadedWeights, check_place
 from shoestring.files.read_file import check_regular, is_integer
 from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
 from shoestring.integrations.transformers.remote_code import why_not_loaded
@@ -51,6 +53,8 @@ def load_quantized(
     skip_modules: Sequence[str] = (),
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    to: str | None = None,
+    keep: int = 0,
 ) -> nn.Module:
     """Load a transformers causal language model and quantise its linear weights one by one.
 
@@ -78,9 +82,13 @@ def load_quantized(
         device: the device of the model; tensors are moved there one by one.
         trust_remote_code: whether to run the Python code that ``auto_map`` in the directory's config.json
             names.
+        to: None, or where the weights of the model's blocks are while no block needs them, as for
+            :func:`shoestring.offload_weights`: "cpu" or "nvme:DIR". The weights of a block leave as soon as they
+            are read and quantised, so two blocks are in memory at most. ``requires_grad`` is False for them.
+        keep: with ``to``, bytes of weights of blocks that stay in memory.
 
     Returns:
-        The model in evaluation mode. Each linear layer except the output head and ``skip_modules`` is a
+        The model in evaluation mode. With ``to``, ``OffloadedWeights.of(model)`` has the statistics. Each linear layer except the output head and ``skip_modules`` is a
         :class:`shoestring.nn.QuantizedLinear`.
 
     Raises:
@@ -97,6 +105,10 @@ def load_quantized(
         QuantizedLinear(in_features=64, out_features=64, bias=False, nf4, block_size=64, double_quant=True)
     """
     _check(quant_type, block_size, double_quant, dtype)
+    if to is not None:
+        check_place(to, keep)
+    elif keep:
+        raise ValueError(f"{METHOD}: keep: expected 0 without to, received {keep}")
     folder = Path(directory)
     ready = _quantized_already(folder)
     if ready and (double_quant or block_size is not None or quant_type not in (None, *ready)):
@@ -109,8 +121,11 @@ def load_quantized(
     parts = {name: _parts(stored, name) for name in layers} if ready else {}
     tensors = _tensors(model)
     _check_tensors(model, tensors, stored, parts, folder)
+    leaving = None if to is None else LeavingBlocks(model, torch.device(device), to, keep)
     with TensorReader(stored) as reader:
         for names, like in tensors:
+            if leaving is not None:
+                leaving.begin(names[0])
             module_name = names[0].removesuffix(".weight")
             layer = layers.get(module_name) if len(names) == 1 else None
             stored_name = next(name for name in names if name in stored)
@@ -122,9 +137,28 @@ def load_quantized(
                 _make_quantized(layer)
             else:
                 _set(model, names, reader.read(stored_name).to(device, like.dtype))
+    if leaving is not None:
+        leaving.begin("")
     _recreate_buffers(model, device)
     result: nn.Module = model.eval()
     return result
+
+
+class LeavingBlocks:
+    """Lets the weights of each block of a model leave as soon as they are all read."""
+
+    def __init__(self, model: nn.Module, device: torch.device, to: str, keep: int) -> None:
+        self._blocks = find_blocks(model, None, METHOD)
+        self._weights = OffloadedWeights(model, device, to, keep)
+        self._current = ""
+
+    def begin(self, tensor: str) -> None:
+        """The tensor with this name comes next; "" stands for the end."""
+        name = next((block for block in self._blocks if tensor.startswith(block + ".")), "")
+        if self._current not in ("", name):
+            block = self._blocks[self._current]
+            self._weights.take(self._current, block.requires_grad_(False))
+        self._current = name
 
 
 def load_dense(

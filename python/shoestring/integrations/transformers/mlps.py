@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring.core.presence import weights_present
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
 from shoestring.gemm.linear import PRODUCTS, library_sum
 from shoestring.integrations.transformers.elementwise import approximation
@@ -61,7 +62,7 @@ def _is_mlp(module: nn.Module, names: Names, approximate: str) -> bool:
     tokens = torch.randn(8, first.in_features, generator=torch.Generator().manual_seed(0))
     module.eval()
     try:
-        with torch.no_grad():
+        with weights_present(module), torch.no_grad():
             x = tokens.to(weight.device, weight.dtype)
             h = gelu(first(x), approximate)
             return within_rounding(module(x), second(h), second(shaken(h)))

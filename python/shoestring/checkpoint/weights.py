@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
-from shoestring.core.presence import PRESENT
+from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
 
 OWNER = "_shoestring_offloaded_weights"
 # Storages of fewer bytes stay on the device. Among them are the weights of norms, which the block before may read.
@@ -166,6 +166,7 @@ class OffloadedWeights:
         for hook in self._hooks:
             hook.remove()
         for block in self._indices:
+            block.__dict__.pop(BRINGS_WEIGHTS, None)
             for module in block.modules():
                 module.__dict__.pop(PRESENT, None)
         self._hooks.clear()
@@ -186,8 +187,10 @@ class OffloadedWeights:
         """Let the weights of the next block leave, and call the store when the block runs."""
         store = self._store
         index = self._indices[block] = store.add(name, frozen, trained)
+        block.__dict__[BRINGS_WEIGHTS] = True
+        presence = Presence(functools.partial(self.present, block, changed=False))
         for module in block.modules():
-            module.__dict__[PRESENT] = functools.partial(self.present, block, changed=False)
+            module.__dict__[PRESENT] = presence
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             store.enter(index, _tensors((args, kwargs)))

@@ -9,9 +9,22 @@ from torch import nn
 
 # Attribute of each module of a block with offloaded weights: returns a context in which they are on the device.
 PRESENT = "_shoestring_weights_present"
+# Attribute of a block with offloaded weights. One hook before its forward and one after it bring the weights and
+# change no tensor.
+BRINGS_WEIGHTS = "_shoestring_brings_weights"
+
+
+class Presence:
+    """Makes a context in which weights are on the device. A copy of a module does not get it."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make = make
+
+    def __deepcopy__(self, memo: object) -> Presence:
+        return Presence(nullcontext)
 
 
 def weights_present(module: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which the weights of a module are on its device; weights are only read in it."""
-    present: Callable[[], AbstractContextManager[None]] = module.__dict__.get(PRESENT, nullcontext)
-    return present()
+    presence: Presence | None = module.__dict__.get(PRESENT)
+    return nullcontext() if presence is None else presence.make()

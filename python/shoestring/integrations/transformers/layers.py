@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoestring.core.presence import weights_present
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
+from shoestring.core.presence import weights_present
 from shoestring.integrations.transformers.head_norms import JOINT, TURNS, joint, made
 from shoestring.integrations.transformers.names import claim, renamed
 from shoestring.integrations.transformers.next_norms import PENDING, keep, take

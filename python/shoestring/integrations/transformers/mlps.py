@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.core.presence import weights_present
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
+from shoestring.core.presence import weights_present
 from shoestring.gemm.linear import PRODUCTS, library_sum
 from shoestring.integrations.transformers.elementwise import approximation
 from shoestring.integrations.transformers.products import is_plain

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive, has_only
+from shoestring.core.presence import BRINGS_WEIGHTS
 from shoestring.integrations.transformers.layers import ADD, ADD_EARLY, ROUNDS
 from shoestring.integrations.transformers.next_norms import NEXT, may_defer, next_norms
 from shoestring.integrations.transformers.trial import shaken, within_rounding
@@ -298,9 +299,11 @@ def _forward(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of a module may see or change its inputs and outputs."""
+    own = 1 if BRINGS_WEIGHTS in module.__dict__ else 0
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
+        len(module._forward_hooks) > own
+        or len(module._forward_pre_hooks) > own
         or module._backward_hooks
         or "forward" in module.__dict__
     )

@@ -10,7 +10,8 @@ architecture and for every instantiation::
 
 Registers per thread and static shared memory per block are upper bounds. "no spills" marks a hot kernel;
 without these words, spills are allowed. A kernel that keeps an array in local memory adds ", 64 bytes stack"
-before ", no spills"; without this part, no stack is allowed.
+before ", no spills"; without this part, no stack is allowed. Instantiations whose first template argument is
+float may spill into some stack, if the budget ends in "; in fp32 80 bytes stack".
 
 Files named *_hopper.cu are compiled for sm_90a only. If ptxas reports that it serialised wgmma instructions
 in such a file, the check fails. A header next to the .cu files may define kernels too. Their budgets are
@@ -31,6 +32,8 @@ what must be in it; ``--write`` renews the lists.
   products are exact says so, with the largest numbers of fusions in a kernel.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import re
@@ -50,7 +53,9 @@ SERIALISED = re.compile(
     r"wgmma\.mma_async instructions are serialized due to (.*) in (?:the )?function '?([^'\s]+)"
 )
 
-BUDGET = re.compile(r"(\d+) registers, (\d+) bytes shared(?:, (\d+) bytes stack)?(, no spills)?\.")
+BUDGET = re.compile(
+    r"(\d+) registers, (\d+) bytes shared(?:, (\d+) bytes stack)?(, no spills)?(?:; in fp32 (\d+) bytes stack)?\."
+)
 ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(sm_\d+\w?)'")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
@@ -66,10 +71,19 @@ class Budget:
     shared: int
     stack: int
     spills: bool
+    fp32_stack: int = 0
 
     def __str__(self) -> str:
         stack = f", {self.stack} bytes stack" if self.stack else ""
-        return f"{self.registers} registers, {self.shared} bytes shared{stack}{'' if self.spills else ', no spills'}"
+        fp32 = f"; in fp32 {self.fp32_stack} bytes stack" if self.fp32_stack else ""
+        spills = "" if self.spills else ", no spills"
+        return f"{self.registers} registers, {self.shared} bytes shared{stack}{spills}{fp32}"
+
+    def of(self, kernel: str) -> Budget:
+        """Return the budget of an instantiation, such as forward<float, 64>."""
+        if not self.fp32_stack or "<float," not in kernel.replace(">", ","):
+            return self
+        return Budget(self.registers, self.shared, max(self.stack, self.fp32_stack), spills=True)
 
 
 @dataclass
@@ -110,7 +124,7 @@ def budgets(source: str) -> tuple[list[Kernel], list[str]]:
             found = BUDGET.fullmatch(lines[-1].split("// Budget:")[1].strip())
             if found:
                 registers, shared, stack = (int(found[i] or 0) for i in (1, 2, 3))
-                budget = Budget(registers, shared, stack, spills=not found[4])
+                budget = Budget(registers, shared, stack, not found[4], int(found[5] or 0))
         kernels.append(Kernel(name, source.count("\n", 0, match.end()) + 1, budget))
     lone = [
         f"{n}: a budget that stands directly above no kernel: {line.strip()}"
@@ -226,6 +240,7 @@ def check(
     for usage in found:
         name = names[usage.symbol]
         budget = named.get(name.split("<")[0])
+        budget = budget and budget.of(name)
         rows.append((name, usage, budget))
         if name.split("<")[0] not in named:
             failures.append(f"{source.name}: {name}: ptxas compiled it, and the file defines no such kernel")

@@ -137,7 +137,7 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
 // Dynamic shared memory holds two tiles of 64 features: 18 KiB with 16-bit elements, 34 KiB in fp32. In
 // registers, a lane holds 32 elements of each of three tiles: the sums, the scores and the gradients of the
 // scores.
-// Budget: 255 registers, 0 bytes shared, 32 bytes stack.
+// Budget: 255 registers, 0 bytes shared, 40 bytes stack.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
     bias_gradient(AttentionProblem p, AttentionTensors t, AttentionGradients g, BackwardAccess access,

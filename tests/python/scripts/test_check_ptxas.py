@@ -187,3 +187,19 @@ ptxas info    : Function properties for _Z1gv
     24 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
 """
     assert list(gate.usages(log)) == [gate.Usage("_Z1fv", "sm_80", 32, 64, 24, 20)]
+
+
+def test_fp32_instantiations_may_have_a_stack_of_their_own() -> None:
+    line = "// Budget: 255 registers, 0 bytes shared, no spills; in fp32 80 bytes stack."
+    (kernel,), wrong = gate.budgets(
+        f"\n{line}\ntemplate <class T, int D>\n__global__ void forward(T* x) {{}}\n"
+    )
+    assert wrong == [] and kernel.budget is not None and line.endswith(f"{kernel.budget}.")
+    for name, stack, spills in [
+        ("forward<float, 64>", 80, True),
+        ("forward<float>", 80, True),
+        ("forward<__nv_bfloat16, 64>", 0, False),
+        ("forward<double, float>", 0, False),
+    ]:
+        budget = kernel.budget.of(name)
+        assert (budget.stack, budget.spills, budget.registers) == (stack, spills, 255)

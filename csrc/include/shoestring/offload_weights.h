@@ -50,9 +50,9 @@ class SHOESTRING_API OffloadWeights {
   OffloadWeights& operator=(const OffloadWeights&) = delete;
 
   /// Adds the next block and returns its index. Its weights leave the device. `frozen` are weights that the
-  /// caller does not change. `trained` are weights that an optimizer with step_in_backward(true) steps within
-  /// backward. Weights that must stay on the device, such as adapters, are not passed. Throws c10::Error if
-  /// the folder has no room; the weights then stay on the device.
+  /// caller does not change. `trained` are weights that an optimizer with set_step_in_backward(true) steps
+  /// within backward. Weights that must stay on the device, such as adapters, are not passed. Throws
+  /// c10::Error if the folder has no room; the weights then stay on the device.
   int64_t add(const std::vector<at::Tensor>& frozen, const std::vector<at::Tensor>& trained = {});
 
   /// Returns forward(x), with the weights of the block on the device. Blocks run in the order of their

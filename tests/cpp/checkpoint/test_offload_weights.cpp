@@ -20,8 +20,8 @@ using shoestring::optim::AdamWOptions;
 
 namespace {
 
-struct Model {
-  explicit Model(int depth = 5) {
+struct WeightedModel {
+  explicit WeightedModel(int depth = 5) {
     at::manual_seed(3);
     first = torch::nn::Linear(24, 24);
     for (int i = 0; i < depth; ++i) blocks.emplace_back(torch::nn::Linear(24, 24));
@@ -50,12 +50,13 @@ struct Model {
   std::vector<torch::nn::Linear> blocks;
 };
 
-std::vector<Tensor> train(Model& model, OffloadWeights* offload, bool in_backward) {
+std::vector<Tensor> train_weights(WeightedModel& model, OffloadWeights* offload, bool in_backward) {
   std::vector<Tensor> trained;
   for (const Tensor& p : model.parameters()) {
     if (p.requires_grad()) trained.push_back(p);
   }
-  AdamW optimizer(trained, AdamWOptions(1e-2).step_in_backward(in_backward));
+  AdamW optimizer(trained, AdamWOptions(1e-2));
+  optimizer.set_step_in_backward(in_backward);
   std::vector<Tensor> losses;
   at::manual_seed(5);
   for (int step = 0; step < 3; ++step) {
@@ -68,7 +69,7 @@ std::vector<Tensor> train(Model& model, OffloadWeights* offload, bool in_backwar
   return losses;
 }
 
-bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+bool same_weights(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](auto& x, auto& y) { return x.equal(y); });
 }
 
@@ -77,26 +78,26 @@ bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
 TEST_CASE("weights in a file train to the same bits", "[offload_weights]") {
   const bool full = GENERATE(false, true);
   const auto folder = Folder();
-  Model plain, model;
+  WeightedModel plain, model;
   if (!full) plain.freeze(), model.freeze();
-  const auto expected = train(plain, nullptr, full);
+  const auto expected = train_weights(plain, nullptr, full);
   OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
   for (const auto& block : model.blocks) {
     full ? offload.add({}, block->parameters()) : offload.add(block->parameters());
   }
-  CHECK(same(train(model, &offload, full), expected));
+  CHECK(same_weights(train_weights(model, &offload, full), expected));
   const auto figures = offload.statistics();
   CHECK(figures.at("away") == 5 * 4096);
   CHECK((figures.at("written") > 0) == full);
   // forward and backward fetch all blocks but two, and the first forward fetches all
   CHECK(figures.at("fetched") >= (2 + 3 * 2 * 3) * 4096);
   offload.restore();
-  CHECK(same(model.parameters(), plain.parameters()));
+  CHECK(same_weights(model.parameters(), plain.parameters()));
 }
 
 TEST_CASE("weights that are away are present on demand", "[offload_weights]") {
   const auto folder = Folder();
-  Model model(3);
+  WeightedModel model(3);
   model.freeze();
   const Tensor before = model.blocks[1]->weight.clone();
   OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
@@ -112,7 +113,7 @@ TEST_CASE("weights that are away are present on demand", "[offload_weights]") {
 
 TEST_CASE("a fetched block may throw", "[offload_weights]") {
   const auto folder = Folder();
-  Model model(3);
+  WeightedModel model(3);
   model.freeze();
   const at::NoGradGuard no_grad;
   const Tensor batch = at::randn({2, 24}), expected = model(batch);

@@ -386,7 +386,10 @@ def test_an_unknown_architecture_has_no_activations(
         ),
         (["--offload", "ram"], "--offload: expected none | cpu | stream | nvme:DIR, got ram"),
         (["--offload", "nvme:"], "--offload: expected none | cpu | stream | nvme:DIR, got nvme:"),
-        (["--device", "tpu"], "--device: expected auto, cpu, cuda or cuda:N, got tpu"),
+        (
+            ["--device", "tpu"],
+            "--device: expected auto, cpu, cuda, cuda:N or the name of an installed backend of PyTorch, got tpu",
+        ),
         (["--precision", "fp8"], "--precision: expected fp32 | tf32 | bf16 | fp16, got fp8"),
         (["--batch-size", "0"], "--batch-size: expected at least 1, got 0"),
         (["--memory-budget", "2 cows"], "--memory-budget: expected a number of bytes, or a string such as"),

@@ -28,7 +28,17 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     "offload": ("core", "quantization"),
     "optim": ("core", "files", "gemm", "offload", "quantization"),
     "checkpoint": ("core", "offload"),
-    "integrations": ("adapters", "attention", "core", "files", "gemm", "layers", "losses", "quantization"),
+    "integrations": (
+        "adapters",
+        "attention",
+        "checkpoint",
+        "core",
+        "files",
+        "gemm",
+        "layers",
+        "losses",
+        "quantization",
+    ),
     "data": ("core", "files", "integrations", "offload"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room

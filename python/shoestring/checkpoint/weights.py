@@ -112,7 +112,17 @@ def check_place(to: str, keep: int) -> None:
 
 
 class OffloadedWeights:
-    """The weights of a model that are away from its device; ``offload_weights`` returns it."""
+    """The weights of a model that are away from its device; ``offload_weights`` returns it.
+
+    Example:
+        >>> blocks = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(3)))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 128), blocks).requires_grad_(False)
+        >>> offloaded = shoestring.offload_weights(model, "nvme:.")
+        >>> with offloaded.present(blocks[2]):
+        ...     _ = blocks[2].weight.mul_(0.5)
+        >>> shoestring.OffloadedWeights.of(model) is offloaded
+        True
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, to: str, keep: int) -> None:
         self._model = model
@@ -175,7 +185,7 @@ class OffloadedWeights:
         if getattr(self._model, OWNER, None) is self:
             delattr(self._model, OWNER)
 
-    def take(self, name: str, block: nn.Module) -> None:
+    def _take(self, name: str, block: nn.Module) -> None:
         """Let the frozen weights of one more block leave, which runs after the blocks so far.
 
         A loader calls it as soon as it has read the weights of the block. So they are never all in memory.

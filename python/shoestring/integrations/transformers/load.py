@@ -157,7 +157,7 @@ class LeavingBlocks:
         name = next((block for block in self._blocks if tensor.startswith(block + ".")), "")
         if self._current not in ("", name):
             block = self._blocks[self._current]
-            self._weights.take(self._current, block.requires_grad_(False))
+            self._weights._take(self._current, block.requires_grad_(False))
         self._current = name
 
 

@@ -138,7 +138,7 @@ struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
     if (b->size <= keep) {
       b->stays = true;
       keep -= b->size;
-    } else if (b->size > 0) {
+    } else {
       take_away(*b);
     }
     blocks.push_back(std::move(b));
@@ -198,9 +198,15 @@ struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
       if (other.get() != &b && other->is_idle()) evict(*other);
     }
     release_retired();
-    if (b.leaving.defined()) {  // the weights are still there
+    if (b.leaving.defined()) {
+      // The weights are still there. They count as changed, so that a write that has failed is repeated, and
+      // later changes are written, too.
+      leaves = nullptr;
       b.memory = std::exchange(b.leaving, at::Tensor());
-      b.in = b.out;
+      try {
+        b.out->block(current_stream(device));
+      } catch (...) {
+      }
       return;
     }
     if (device.is_cpu()) {
@@ -221,10 +227,10 @@ struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
   }
 
   void fetch(WeightBlock& b) {
-    if (b.stays || b.here || b.size == 0) return;
+    if (b.stays || b.here) return;
     if (!b.memory.defined()) begin_in(b);
     try {
-      b.in->block(current_stream(device));
+      if (b.in) b.in->block(current_stream(device));
     } catch (...) {
       forget(b);
       throw;
@@ -235,7 +241,7 @@ struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
   void prefetch(int64_t index) {
     if (index < 0 || index >= static_cast<int64_t>(blocks.size())) return;
     WeightBlock& b = block(index);
-    if (!b.stays && b.size > 0 && !b.memory.defined()) begin_in(b);
+    if (!b.stays && !b.memory.defined()) begin_in(b);
   }
 
   // Takes a block's memory on the device away, after a copy to it has ended.
@@ -286,8 +292,7 @@ struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
     try {
       b->out->synchronize();
     } catch (...) {
-      if (b->leaving.defined()) b->memory = std::exchange(b->leaving, at::Tensor());
-      b->in = Fence::now(device);
+      b->memory = std::exchange(b->leaving, at::Tensor());
       throw;
     }
     b->changed = 0;

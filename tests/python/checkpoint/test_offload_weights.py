@@ -268,6 +268,27 @@ def test_a_weight_that_is_away_cannot_be_read(tmp_path: Path) -> None:
         handle.present(model.model.embed_tokens).__enter__()
 
 
+def test_a_block_that_changes_again_while_it_is_written(tmp_path: Path) -> None:
+    """Changes are kept if the block comes back before they are in the file, and changes once more."""
+    model = llama().requires_grad_(False)
+    handle = offload_weights(model, f"nvme:{tmp_path}")
+    one, two, *rest = model.model.layers
+    with handle.present(one):
+        expected = one.mlp.up_proj.weight.clone()
+    disturb_offload(5000)
+    for _ in range(4):
+        with handle.present(one):
+            one.mlp.up_proj.weight.add_(1)
+            expected.add_(1)
+        with handle.present(two, changed=False):
+            pass
+    for layer in rest:
+        with handle.present(layer):
+            pass
+    with handle.present(one, changed=False):
+        assert torch.equal(one.mlp.up_proj.weight, expected)
+
+
 def test_a_state_dict_is_loaded_where_weights_are(tmp_path: Path) -> None:
     one, two = llama(), llama()
     for p in two.parameters():

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/ceil_div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
@@ -17,9 +18,7 @@ constexpr const char* kOp = "offload_activations";
 // single slab as large as all slabs of the first step.
 constexpr int64_t kGrowth = int64_t{16} << 20;
 
-int64_t pages(int64_t bytes) {
-  return (bytes + SwapFile::kAlignment - 1) / SwapFile::kAlignment * SwapFile::kAlignment;
-}
+int64_t pages(int64_t bytes) { return at::round_up(bytes, SwapFile::kAlignment); }
 
 // Returns a flat tensor over the elements of a storage. The caller must keep the storage alive as long as the
 // tensor.

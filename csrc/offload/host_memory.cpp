@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/ceil_div.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/accumulate.h>
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int64_t kHostAlignment = 4096;
 
-int64_t aligned(int64_t size) { return (size + kHostAlignment - 1) / kHostAlignment * kHostAlignment; }
+int64_t aligned(int64_t size) { return at::round_up(size, kHostAlignment); }
 
 }  // namespace
 

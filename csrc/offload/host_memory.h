@@ -16,9 +16,9 @@ namespace shoestring::offload {
 
 /// Allocates host memory for tensors that leave a device. The memory comes in slabs of the requested size,
 /// whereas PyTorch's allocator rounds pinned memory up to powers of two. Slabs are aligned for direct I/O, in
-/// huge pages, and pinned if the
-/// backend of `device` can pin memory, as CUDA can. Freed memory is reused. A tensor keeps its slab alive and
-/// may outlive this object. Thread-safe. A forked child may read the tensors, but empty() raises there.
+/// huge pages, and pinned if the backend of `device` can pin memory, as CUDA can. Freed memory is reused. A
+/// tensor keeps its slab alive and may outlive this object. Thread-safe. A forked child may read the tensors,
+/// but empty() raises there.
 class SHOESTRING_API HostMemory {
  public:
   HostMemory(std::string caller, c10::Device device);

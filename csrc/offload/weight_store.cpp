@@ -10,6 +10,7 @@
 #include <mutex>
 #include <utility>
 
+#include <ATen/ceil_div.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -33,8 +34,6 @@ constexpr int64_t kAlignment = 512;
 // Size of one read or write. Several are under way at a time, since one alone does not use a disk fully.
 constexpr int64_t kPiece = int64_t{4} << 20;
 constexpr int kNoPass = -1;  // what PyTorch returns as the number of the backward pass outside of one
-
-int64_t rounded_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
 
 at::Tensor bytes_at(void* memory, int64_t size, c10::Device device = c10::kCPU) {
   return at::from_blob(memory, {size}, at::TensorOptions().dtype(at::kByte).device(device));
@@ -130,9 +129,9 @@ struct WeightStoreCore : std::enable_shared_from_this<WeightStoreCore> {
                       other->name, " has, too");
         }
         b->pieces.push_back({t.storage(), b->size, size});
-        b->size = rounded_up(b->size + size, kAlignment);
+        b->size = at::round_up(b->size + size, kAlignment);
       }
-      b->size = rounded_up(b->size, kPage);
+      b->size = at::round_up(b->size, kPage);
       if (tensors == &trained) b->trained = b->size;
     }
     if (b->size <= keep) {

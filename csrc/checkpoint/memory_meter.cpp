@@ -1,5 +1,6 @@
 #include "checkpoint/memory_meter.h"
 
+#include <ATen/ATen.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/library.h>
@@ -32,17 +33,29 @@ struct MemoryMeter::Counter : torch::profiler::impl::ProfilerStateBase {
 MemoryMeter::MemoryMeter() : counter_(std::make_shared<Counter>()) {}
 MemoryMeter::~MemoryMeter() { end(); }
 
-void MemoryMeter::begin() {
+void MemoryMeter::begin(c10::Device device) {
   TORCH_CHECK(guard_ == nullptr, "MemoryMeter: begin: expected a meter that does not run");
   TORCH_CHECK(c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PROFILER_STATE) == nullptr,
               "checkpoint plan: expected no profiler on this thread while blocks are measured, received one; "
               "stop it first");
-  counter_->current = counter_->peak = 0;
   // Log only errors while the meter runs. Otherwise the allocator would warn about every freed block that was
   // allocated before begin().
   log_level_ = FLAGS_caffe2_log_level;
   FLAGS_caffe2_log_level = std::max(log_level_, kErrorsAlone);
+  counter_->current = 0;
   guard_ = std::make_unique<c10::DebugInfoGuard>(c10::DebugInfoKind::PROFILER_STATE, counter_);
+  // An allocator that does not report would make every block look free of cost.
+  const bool reports = [&] {
+    const at::Tensor probe = at::empty({1}, at::TensorOptions(device).dtype(at::kByte));
+    return counter_->current != 0;
+  }();
+  counter_->current = counter_->peak = 0;
+  if (reports) return;
+  end();
+  TORCH_CHECK_VALUE(false,
+                    "checkpoint plan: expected a device whose allocator reports its allocations to PyTorch's "
+                    "profiler, such as cpu or cuda, since a plan needs the bytes of each block; received ",
+                    device, "; name the blocks to checkpoint, without a budget");
 }
 
 void MemoryMeter::end() {

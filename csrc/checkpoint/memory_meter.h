@@ -18,7 +18,8 @@ class SHOESTRING_API MemoryMeter : public torch::CustomClassHolder {
  public:
   MemoryMeter();
   ~MemoryMeter() override;
-  void begin();
+  // Throws a ValueError if the allocator of `device` reports nothing.
+  void begin(c10::Device device);
   void end();
   // Bytes allocated since begin() and not yet freed, minus bytes freed that were allocated before begin().
   int64_t current() const;

@@ -103,7 +103,7 @@ Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& 
              OffloadActivations* offload = nullptr) {
   const Tensor anchor = at::zeros({}, at::kFloat).set_requires_grad(true);
   const auto meter = c10::make_intrusive<MemoryMeter>();
-  meter->begin();
+  meter->begin(given.device());
   Cost cost{};
   Tensor x = differentiable ? Source::apply(anchor, given) : given.clone();
   auto began = std::chrono::steady_clock::now();
@@ -118,7 +118,8 @@ Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& 
     const int64_t gradient = meter->current() - before;
     x.reset();
     y.reset();
-    cost.held = meter->current() - gradient;
+    // The function may free what it allocated in an earlier call.
+    cost.held = std::max<int64_t>(0, meter->current() - gradient);
     meter->reset_peak();
     began = std::chrono::steady_clock::now();
     torch::autograd::Engine::get_default_engine().execute({edge}, {std::move(upstream)}, /*keep_graph=*/false,

@@ -138,3 +138,30 @@ def test_everything_at_once(mode: simdev.Mode, tmp_path: Path) -> None:
         return optimizer
 
     compare(deep(), make, surround=offloading(folder=str(tmp_path), host_bytes=100000))
+
+
+def test_a_budget_is_kept(mode: simdev.Mode) -> None:
+    """A plan knows the bytes of the device, and its choice keeps the budget."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+    )
+    model, x = blocks.to("simdev"), torch.randn(512, 64, device="simdev", requires_grad=True)
+
+    def peak() -> int:
+        model.zero_grad()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        model(x).square().mean().backward()
+        return int(torch.accelerator.max_memory_allocated() - before)
+
+    weights = sum(p.nbytes for p in model.parameters())
+    plain = peak()
+    budget = plain // 2
+    report = shoestring.checkpoint_model(
+        model, [nn.Sequential], budget=budget, example=lambda: model(x).square().mean()
+    )
+    assert report.plan is not None and {choice for _, choice in report.blocks} != {"keep"}
+    assert report.held_bytes is not None and report.held_bytes > 0
+    assert peak() <= budget + weights  # gradients of weights are not part of the budget
+    report.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -81,13 +82,26 @@ class _Source(torch.autograd.Function):
 
 
 @contextmanager
-def metered() -> Iterator[Any]:
+def metered(device: torch.device) -> Iterator[Any]:
     meter = torch.classes.shoestring.MemoryMeter()
-    meter.begin()
+    meter.begin(device)
     try:
         yield meter
     finally:
         meter.end()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector from freeing older tensors inside the ``with`` block."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -172,7 +186,7 @@ def measure_offloaded(run: Forward, call: Call, device: torch.device, offload: o
 def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
     leaves, spec = tree_flatten((call.args, call.kwargs))
     anchor = torch.zeros((), requires_grad=True)
-    with metered() as meter:
+    with metered(device) as meter:
 
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or call.own.isdisjoint(storages([leaf])):
@@ -194,7 +208,8 @@ def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
         upstream = [torch.ones_like(output) for output in outputs]
         gradient_bytes = meter.current() - before
         del args, kwargs, result, outputs
-        held = meter.current() - gradient_bytes
+        # The block may free what it allocated in an earlier call.
+        held = max(0, meter.current() - gradient_bytes)
         meter.reset_peak()
         synchronize(device)
         began = time.perf_counter()
@@ -274,7 +289,7 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in modules]
     hooks += [module.register_forward_hook(leave) for module in modules]
     try:
-        with metered() as meter:
+        with metered(device) as meter:
             began = time.perf_counter()
             loss = step()
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

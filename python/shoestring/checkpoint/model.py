@@ -21,6 +21,7 @@ from shoestring.checkpoint.measure import (
     gradients_aside,
     measure,
     measure_offloaded,
+    no_collection,
     run_step,
     sharded_modules,
 )
@@ -141,7 +142,8 @@ def checkpoint_model(
 
     Raises:
         ValueError: ``blocks`` matches no module, contains a block inside another, or has a block with a
-            checkpoint already; or there is a budget without an example.
+            checkpoint already; or there is a budget without an example, or with a model on a device whose
+            allocator reports nothing to PyTorch's profiler.
         RuntimeError: the budget is too small for any plan; the message gives the smallest possible budget.
 
     Example:
@@ -188,7 +190,7 @@ def checkpoint_model(
                 "or shard blocks as a whole"
             )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with gradients_aside(model):
+    with no_collection(), gradients_aside(model):
         step, costs = _measure(model, list(modules.values()), _step(model, example), device, offload)
     planned = {kind: _block(cost) for kind, cost in costs.items()}
     held = step.before.held + sum(costs[kind]["recompute"].held for kind in step.kinds)

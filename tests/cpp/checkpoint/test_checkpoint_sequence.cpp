@@ -93,7 +93,7 @@ TEST_CASE("a sequence that offloads keeps to its budget, however slow copies are
     x.mutable_grad() = at::zeros_like(x);
     torch::manual_seed(5);
     const auto meter = c10::make_intrusive<shoestring::activations::MemoryMeter>();
-    meter->begin();
+    meter->begin(at::kCPU);
     shoestring::checkpoint_sequential(layers.functions, plan, x, offload).backward();
     meter->end();
     return meter->peak();

@@ -142,7 +142,7 @@ TEST_CASE("profilers see the host allocator's memory", "[host_allocator]") {
   const Enabled enabled;
   const at::Tensor old = bytes(70000);
   shoestring::activations::MemoryMeter meter;
-  meter.begin();
+  meter.begin(at::kCPU);
   for (const int64_t size : kSizes) {
     const at::Tensor t = bytes(size);
     CHECK(meter.current() == size);

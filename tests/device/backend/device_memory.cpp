@@ -45,6 +45,16 @@ auto& free_blocks = *new std::map<std::pair<int, size_t>, std::vector<char*>>;  
 auto& waiting = *new std::vector<char*>;                                        // freed, but still recorded
 auto& devices = *new std::array<Device, kDevices>;
 
+// Adds bytes to the counts of a device, and reports them as PyTorch's allocators do.
+void count_bytes(char* begin, int64_t bytes) {
+  const int device = device_of(begin);
+  Device& on = devices[device];
+  on.counts.bytes += bytes;
+  on.counts.peak_bytes = std::max(on.counts.peak_bytes, on.counts.bytes);
+  c10::reportMemoryUsageToProfiler(begin, bytes, static_cast<size_t>(on.counts.bytes), on.top,
+                                   c10::Device(kType, static_cast<c10::DeviceIndex>(device)));
+}
+
 Block* block_of(const void* p) {
   auto after = blocks.upper_bound(static_cast<char*>(const_cast<void*>(p)));
   if (after == blocks.begin()) return nullptr;
@@ -99,7 +109,7 @@ void release(void* p) {
   prepare_stack();
   const std::lock_guard lock(records());
   Block& block = blocks.at(static_cast<char*>(p));
-  devices[device_of(p)].counts.bytes -= static_cast<int64_t>(block.size);
+  count_bytes(block.begin, -static_cast<int64_t>(block.size));
   for (const int stream : block.recorded) block.pending.push_back({stream, clock_locked(stream)[stream]});
   if (block.pending.empty()) {
     free_in_stream(block);
@@ -133,8 +143,6 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     collect_waiting();
     MemoryCounts& counts = devices[device].counts;
     ++counts.allocations;
-    counts.bytes += static_cast<int64_t>(size);
-    counts.peak_bytes = std::max(counts.peak_bytes, counts.bytes);
     auto& ready = free_blocks[{stream, capacity}];
     char* begin = nullptr;
     if (ready.empty()) {
@@ -153,6 +161,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
     block.is_free = false;
     block.recorded.clear();
     allocate_in_stream(block);
+    count_bytes(begin, static_cast<int64_t>(size));
     return {begin, begin, &release, on};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

@@ -199,6 +199,11 @@ def test_errors() -> None:
         plan(budget="1GiB", example=[TOKENS], keep=["attention"])
     with pytest.raises(RuntimeError, match="budget"):
         plan(budget=1000, example=[TOKENS])
+    away = Model(2).to("meta")
+    with pytest.raises(
+        ValueError, match="a device whose allocator reports .* received meta; name the blocks"
+    ):
+        shoestring.checkpoint_model(away, budget="1GiB", example=[TOKENS.to("meta")])
     # The failed call of checkpoint_model has changed no block.
     assert type(model.layers[0]) is Layer
     with pytest.raises(ValueError, match="expected each of the 2 blocks to be called once, received 1 calls"):

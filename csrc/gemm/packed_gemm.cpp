@@ -243,13 +243,14 @@ struct Round {
   int64_t shared_size = 0, own_panel_size = 0;  // own_panel_size: of one own panel over all pieces
 };
 
-// Divides the depth of all terms into pieces of about equal size, and the pieces into rounds.
+// Divides the depth of all terms into pieces, and the pieces into rounds. All pieces of a term but the last
+// have the same size whatever the depth is, so a product whose depth arrives in parts that are multiples of
+// this size has the bits of the whole product.
 std::vector<Round> rounds_of(const kernels::GemmProduct& product, const std::vector<Sides>& terms) {
   std::vector<Round> rounds(1);
   for (const Sides& sides : terms) {
     if (sides.depth == 0) continue;
-    const int64_t even = parts_of(sides.depth, parts_of(sides.depth, product.most_depth)),
-                  step = parts_of(even, product.depth_multiple) * product.depth_multiple;
+    const int64_t step = product.most_depth;
     for (int64_t begin = 0; begin < sides.depth; begin += step) {
       const int64_t depth = std::min(step, sides.depth - begin);
       const int64_t size = sides.shared().panels * sides.shared().packed(depth);

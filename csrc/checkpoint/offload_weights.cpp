@@ -10,51 +10,66 @@ namespace shoestring {
 
 struct OffloadWeights::Store {
   c10::intrusive_ptr<offload::WeightStore> store;
-  int64_t blocks = 0;
+  int64_t index(int64_t block) const {
+    TORCH_CHECK(block >= 0 && block < static_cast<int64_t>(blocks.size()),
+                "OffloadWeights: block: expected one of ", blocks.size(), " blocks, received ", block);
+    return blocks[static_cast<size_t>(block)];
+  }
+  std::vector<int64_t> blocks;  // the index in `store` of each block
 };
 
 OffloadWeights::OffloadWeights(const OffloadWeightsOptions& o)
     : store_(new Store{
-          c10::make_intrusive<offload::WeightStore>(c10::Device(o.device()), o.folder(), o.keep())}) {}
+          c10::make_intrusive<offload::WeightStore>(c10::Device(o.device()), o.folder(), o.keep()), {}}) {}
 
 OffloadWeights::~OffloadWeights() = default;
 
 int64_t OffloadWeights::add(const std::vector<at::Tensor>& frozen, const std::vector<at::Tensor>& trained) {
-  const int64_t index = store_->store->add("block " + std::to_string(store_->blocks), frozen, trained);
-  ++store_->blocks;
-  return index;
+  const auto block = static_cast<int64_t>(store_->blocks.size());
+  store_->blocks.push_back(store_->store->add("block " + std::to_string(block), frozen, trained));
+  return block;
+}
+
+void OffloadWeights::add_table(const at::Tensor& weight) {
+  store_->store->add_table(c10::str("table ", weight.sizes()), weight.detach());
+}
+
+at::Tensor OffloadWeights::embedding(const at::Tensor& weight, const at::Tensor& indices) const {
+  return store_->store->embedding(weight, indices);
 }
 
 at::Tensor OffloadWeights::run(int64_t block, const at::Tensor& x,
                                const std::function<at::Tensor(const at::Tensor&)>& forward) {
   auto& store = *store_->store;
-  store.enter(block, {x});
+  const int64_t index = store_->index(block);
+  store.enter(index, {x});
   at::Tensor y;
   try {
     y = forward(x);
   } catch (...) {
-    store.leave(block, {});
+    store.leave(index, {});
     throw;
   }
-  store.leave(block, {y});
+  store.leave(index, {y});
   return y;
 }
 
 void OffloadWeights::present(int64_t block, const std::function<void()>& function, bool changed) {
   auto& store = *store_->store;
-  store.open(block);
+  const int64_t index = store_->index(block);
+  store.open(index);
   try {
     function();
   } catch (...) {
-    store.close(block, changed);
+    store.close(index, changed);
     throw;
   }
-  store.close(block, changed);
+  store.close(index, changed);
 }
 
 void OffloadWeights::restore() {
   store_->store->restore();
-  store_->blocks = 0;
+  store_->blocks.clear();
 }
 
 std::map<std::string, int64_t> OffloadWeights::statistics() const {

@@ -81,7 +81,7 @@ void Head::check_mask(const char* op, const Mask& mask) const {
 }
 
 quantization::BaseWeight Head::base(Backend backend, const char* op, at::ScalarType product) const {
-  if (!absmax) return quantization::BaseWeight::dense(weight, product);
+  if (!absmax) return quantization::BaseWeight::dense(weight, product, hidden.scalar_type());
   return quantization::BaseWeight::quantized(
       quantization::PackedReader(backend, op, weight, *absmax, nested, quant_type, block_size),
       vocab.expect_int(), hidden.size(-1), hidden.options().dtype(product));

@@ -9,6 +9,7 @@
 #include <shoestring/ops.h>
 
 #include "core/autograd.h"
+#include "core/row_source.h"
 #include "core/tensors.h"
 
 namespace shoestring::losses {
@@ -41,6 +42,10 @@ LinearCrossEntropyProblem::LinearCrossEntropyProblem(const LinearCrossEntropyRow
   TORCH_CHECK(filter_eps == 0 || !absmax, kLinearCrossEntropyOp,
               ": filter_eps: expected 0 with a quantised weight, received ", filter_eps);
   check_workspace(kLinearCrossEntropyOp, workspace_mb);
+  if (row_source_of(weight) == nullptr) return;
+  TORCH_CHECK(!mask[kWeight], kLinearCrossEntropyOp, ": weight: expected a frozen weight, or one on ",
+              hidden.device(), ", received one that is away and requires a gradient");
+  filter_eps = 0;  // the filter would gather rows of classes from all over the weight
 }
 
 void run_linear_cross_entropy_rows(torch::jit::Stack* stack, LinearCrossEntropyRun run) {

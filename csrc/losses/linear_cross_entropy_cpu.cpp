@@ -114,7 +114,7 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
       weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
   // On a CPU with bf16 instructions, the matrix products that compute gradients take bf16 operands. The
   // logits are always fp32.
-  narrow_ = gradient_ && p_.weight.scalar_type() == at::kBFloat16 &&
+  narrow_ = gradient_ && !p_.absmax && p_.hidden.scalar_type() == at::kBFloat16 &&
             gemm::product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
   const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
   const int64_t workspace = given - std::min(gemm::gemm_workspace(p_.hidden.scalar_type()), given / 2);
@@ -289,10 +289,12 @@ void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tenso
 LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyProblem& given) {
   std::vector<int64_t> rows = rows_that_count(kLinearCrossEntropyOp, given.hidden.size(0), given.target,
                                               given.ignore_index, given.vocab.expect_int());
-  if (fits_tiles(given, static_cast<int64_t>(rows.size()))) return linear_cross_entropy_by_tiles(given, rows);
+  const bool away = row_source_of(given.weight) != nullptr;
+  if (!away && fits_tiles(given, static_cast<int64_t>(rows.size())))
+    return linear_cross_entropy_by_tiles(given, rows);
   const auto type = given.weight.scalar_type();
   LinearCrossEntropyProblem p = given;
-  if (!p.absmax) p.weight = p.weight.to(p.hidden.scalar_type());
+  if (!p.absmax && !away) p.weight = p.weight.to(p.hidden.scalar_type());
   return compute_type(p.hidden) == at::kDouble ? LinearCrossEntropyOnCpu<double>(p, std::move(rows))(type)
                                                : LinearCrossEntropyOnCpu<float>(p, std::move(rows))(type);
 }

@@ -38,6 +38,13 @@ class WeightStore : public torch::CustomClassHolder {
   int64_t add(const std::string& name, const std::vector<at::Tensor>& frozen,
               const std::vector<at::Tensor>& trained);
 
+  /// Adds a table: a frozen weight (rows, columns) that operators read a few rows at a time, and returns its
+  /// index. linear_cross_entropy() and linear_distillation() read it as the weight of an output layer. If the
+  /// module of the table runs, enter() and leave() bring it as a whole.
+  int64_t add_table(const std::string& name, const at::Tensor& weight);
+  /// Returns embedding(weight, indices) for the weight of a table. The host waits for the indices.
+  at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices);
+
   /// Forward of a block begins: brings its weights, and starts to bring those of the next block. `inputs` are
   /// the block's inputs. When backward has computed their gradients, the block's backward has ended.
   void enter(int64_t block, const std::vector<at::Tensor>& inputs);

@@ -32,14 +32,30 @@ int64_t panel_rows(Backend backend, int64_t rows, int64_t columns, int64_t eleme
   return std::max<int64_t>(1, std::min(rows, ((rows + panels - 1) / panels + 15) / 16 * 16));
 }
 
+// Returns the number of rows of a weight that is away which arrive at a time: about 16 MiB, so that a read is
+// large and the memory is small. On the CPU the sums of a product over the rows restart where they do in a
+// product of the whole weight, since the number is a multiple of the depth of every kernel (192, 384, 512).
+int64_t panel_of_rows(const Tensor& weight) {
+  constexpr int64_t kBytes = int64_t{16} << 20, kDepth = 1536;
+  const int64_t row = std::max<int64_t>(1, weight.size(1) * weight.element_size());
+  return std::max<int64_t>(1, kBytes / row / kDepth) * kDepth;
+}
+
 }  // namespace
 
-BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product) {
+BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product,
+                             std::optional<at::ScalarType> rounded) {
   BaseWeight base;
   base.rows_ = weight.size(0);
   base.columns_ = weight.size(1);
   base.dense_ = weight;
   base.product_ = weight.options().dtype(product);
+  base.source_ = row_source_of(weight);
+  if (base.source_ != nullptr) {
+    base.rounded_ = rounded.value_or(weight.scalar_type());
+    base.step_ = panel_of_rows(weight);
+    return base;
+  }
   const bool widen = weight.scalar_type() != product && !gemm::gemm_widens(product);
   base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
                      : std::max<int64_t>(base.rows_, 1);
@@ -60,10 +76,12 @@ BaseWeight BaseWeight::quantized(PackedReader reader, int64_t rows, int64_t colu
 BaseWeight::Buffers BaseWeight::make_buffers() const {
   Buffers buffers;
   const auto type = product_.dtype().toScalarType();
-  const auto make = [&](at::ScalarType dtype) { return at::empty({step_, columns_}, product_.dtype(dtype)); };
+  const int64_t rows = source_ != nullptr ? std::min(rows_, step_ + RowSource::kLeast) : step_;
+  const auto make = [&](at::ScalarType dtype) { return at::empty({rows, columns_}, product_.dtype(dtype)); };
   if (quantized_.has_value()) buffers.dequantized = make(type == at::kDouble ? at::kFloat : type);
-  if (quantized_.has_value() ? type == at::kDouble
-                             : dense_.scalar_type() != type && !gemm::gemm_widens(type)) {
+  if (quantized_.has_value()
+          ? type == at::kDouble
+          : (source_ != nullptr ? rounded_ : dense_.scalar_type()) != type && !gemm::gemm_widens(type)) {
     buffers.converted = make(type);
   }
   return buffers;
@@ -77,7 +95,11 @@ Tensor BaseWeight::panel(const Buffers& buffers, int64_t begin, int64_t size) co
   } else {
     part = dense_.narrow(0, begin, size);
   }
-  return buffers.converted.defined() ? buffers.converted.narrow(0, 0, size).copy_(part) : part;
+  return converted(buffers, part);
+}
+
+Tensor BaseWeight::converted(const Buffers& buffers, const Tensor& part) const {
+  return buffers.converted.defined() ? buffers.converted.narrow(0, 0, part.size(0)).copy_(part) : part;
 }
 
 namespace {

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "core/row_source.h"
 #include "gemm/packed_gemm.h"
 #include "gemm/products.h"
 #include "quantization/packed.h"
@@ -45,10 +47,12 @@ class QuantizedMatrix final : public gemm::ComputedMatrix {
 /// A frozen weight (rows, columns), dense or quantised. On the CPU it is an operand of gemm::gemm_sum().
 /// Other products read it as row panels in the GEMM's dtype. Panels are views if the GEMM reads the weight
 /// directly; otherwise they are converted into one reused buffer (about 4 MiB on the CPU, up to 64 MiB on
-/// CUDA).
+/// CUDA). If the weight is away from its device, its panels arrive from its RowSource.
 class BaseWeight {
  public:
-  static BaseWeight dense(const at::Tensor& weight, at::ScalarType product);
+  /// If the weight is away, its elements are rounded to the dtype `rounded` first.
+  static BaseWeight dense(const at::Tensor& weight, at::ScalarType product,
+                          std::optional<at::ScalarType> rounded = std::nullopt);
   static BaseWeight quantized(PackedReader reader, int64_t rows, int64_t columns, at::TensorOptions product);
 
   int64_t rows() const { return rows_; }
@@ -70,6 +74,12 @@ class BaseWeight {
   template <class Body>
   void for_each_panel(Body body) const {
     const Buffers buffers = make_buffers();
+    if (source_ != nullptr) {
+      source_->for_each(dense_, step_, [&](int64_t begin, const at::Tensor& rows) {
+        body(begin, converted(buffers, rows.to(rounded_)));
+      });
+      return;
+    }
     for (int64_t begin = 0; begin < rows_; begin += step_) {
       body(begin, panel(buffers, begin, std::min(step_, rows_ - begin)));
     }
@@ -81,9 +91,12 @@ class BaseWeight {
   };
   Buffers make_buffers() const;
   at::Tensor panel(const Buffers& buffers, int64_t begin, int64_t size) const;
+  at::Tensor converted(const Buffers& buffers, const at::Tensor& part) const;
 
   int64_t rows_ = 0, columns_ = 0, step_ = 0;
   at::Tensor dense_;
+  std::shared_ptr<RowSource> source_;  // null unless dense_ is away
+  at::ScalarType rounded_ = at::ScalarType::Undefined;
   at::TensorOptions product_;  // of a panel
   std::optional<QuantizedMatrix> quantized_;
 };

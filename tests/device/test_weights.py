@@ -62,3 +62,38 @@ def test_training_equals_cpu(mode: simdev.Mode, full: bool, to: str, tmp_path: P
     assert full or waited == []
     figures = handles[0].statistics()
     assert (figures["written"] > 0) == full
+
+
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+def test_tables_equal_weights_on_the_device(mode: simdev.Mode, to: str, tmp_path: Path) -> None:
+    """Rows and panels of a weight that is away are those of the weight on the device."""
+    classes, features = 5_000, 64
+    torch.manual_seed(0)
+    model = deep(3)
+    model["table"] = nn.Embedding(classes, features)
+    model.requires_grad_(False).to("simdev")
+    table = model["table"]
+    ids = torch.randint(classes, (2, 9)).to("simdev")
+    x = torch.randn(7, features, device="simdev")
+
+    def run() -> tuple[Tensor, ...]:
+        y = model["first"](table(ids))
+        for block in model["blocks"]:
+            y = y + block(y)
+        return y, torch.ops.simdev_panels.linear(x, table.weight, 700), table(ids * 0)
+
+    with torch.no_grad():
+        expected = torch.cat([x @ part.t() for part in table.weight.split(700)], 1).cpu()
+        embedded = table(ids).cpu()
+        place = "cpu" if to == "cpu" else f"nvme:{tmp_path}"
+        handle = shoestring.offload_weights(model, place, blocks=["blocks.*"])
+        first, second = run(), run()
+        assert torch.equal(table(ids).cpu(), embedded)
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one.cpu(), two.cpu())
+    torch.testing.assert_close(first[1].cpu(), expected)
+    rows = len(ids.cpu().unique()) * 3 + 2
+    assert handle.statistics()["fetched"] >= 2 * classes * features * 4 + rows * features * 4
+    before = embedded[0, 0]
+    handle.undo()
+    assert torch.equal(table(ids)[0, 0].cpu(), before)

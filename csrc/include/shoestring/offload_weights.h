@@ -40,6 +40,16 @@ struct SHOESTRING_API OffloadWeightsOptions {
 /// a later block needs the room. Two blocks are on the device at a time, besides those that stay, and a third
 /// one while changed weights are written. Results are bitwise the same as without offloading.
 ///
+/// The weights of an embedding and of an output layer can be tables. embedding() reads rows of a table, and
+/// linear_cross_entropy() and linear_distillation() read it about 16 MiB at a time:
+///
+///     offload.add_table(embedding->weight);
+///     offload.add_table(head->weight);
+///     ...
+///     x = offload.embedding(embedding->weight, tokens);
+///     ...
+///     linear_cross_entropy(x, head->weight, target).backward();
+///
 /// A weight that is read while it is away raises c10::Error. Errors of the disk name the file and the offset;
 /// the step can then be repeated.
 class SHOESTRING_API OffloadWeights {
@@ -54,6 +64,13 @@ class SHOESTRING_API OffloadWeights {
   /// within backward. Weights that must stay on the device, such as adapters, are not passed. Throws
   /// c10::Error if the folder has no room; the weights then stay on the device.
   int64_t add(const std::vector<at::Tensor>& frozen, const std::vector<at::Tensor>& trained = {});
+
+  /// Adds a table: a frozen, contiguous weight (rows, columns) of at least one row. It leaves the device.
+  void add_table(const at::Tensor& weight);
+
+  /// Returns embedding(weight, indices) for the weight of a table, and for any other weight. The host waits
+  /// for the indices if they are on another device. Throws c10::IndexError for an index that is out of range.
+  at::Tensor embedding(const at::Tensor& weight, const at::Tensor& indices) const;
 
   /// Returns forward(x), with the weights of the block on the device. Blocks run in the order of their
   /// indices. A block may run again in backward, within a checkpoint.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,15 +26,24 @@ def offload_weights(
     *,
     keep: int = 0,
     blocks: Sequence[str | type | nn.Module] | None = None,
+    tables: Sequence[str | nn.Module] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    param_init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> OffloadedWeights:
     """Keep the weights of a model's blocks away from the device while no block needs them.
 
     The weights of a block arrive while the block before it runs, in forward and in backward, and leave when a
     later block needs the room. Two blocks are on the device at a time, besides those that stay, and a third
-    one while changed weights are written. Results are bitwise the same as without offloading. All other
-    weights stay on the device: the embedding, the output layer, and weights of less than 64 KiB, such as
-    those of norms.
+    one while changed weights are written. Results are bitwise the same as without offloading. Weights of less
+    than 64 KiB, such as those of norms, stay on the device.
+
+    Frozen embeddings and the output layer are *tables*. An embedding reads only the rows that it needs. The
+    loss of a patched model, :func:`shoestring.linear_cross_entropy` and ``linear_distillation`` read the
+    weight of the output layer about 16 MiB at a time, once in forward and once more for the gradients, for each
+    chunk of tokens (``workspace_mb``). On the CPU their results are bitwise those of a weight in memory, if
+    no chunk has fewer than 8 tokens and AMX does not take the tiles of small models; on a GPU, sums over the
+    classes are rounded in another order. An output layer whose module runs, as in generation, is on the
+    device as a whole meanwhile.
 
     Frozen weights travel one way: dense ones and the codes and scales of nf4, fp4, int4 and int8. Weights
     that require gradients stay, unless ``optimizer`` is given. It steps each weight within backward, while
@@ -51,8 +60,14 @@ def offload_weights(
         keep: bytes of weights of blocks that stay on the device. The first blocks stay.
         blocks: the blocks, as for ``checkpoint_model``; None: all modules of the model's lists of modules of
             one class. They must run in this order.
+        tables: names or modules of the tables; None: all frozen embeddings outside of the blocks, and the output
+            layer that ``get_output_embeddings()`` returns. They leave whatever ``keep`` is; ``tables=()`` lets
+            them stay.
         optimizer: an optimizer of shoestring with ``step_in_backward=True``. Its ``offload`` may be None,
             "stream" or "nvme:DIR", since with "cpu" weights are stepped outside of backward.
+        param_init_fn: for a model of which blocks and tables are on the meta device: a function that gives one
+            block or table, its argument, its weights. It is called just before these weights leave, so they are
+            never all in memory. If it raises an error, the weights so far are lost.
 
     Returns:
         A handle with statistics, and with ``undo()``.
@@ -79,6 +94,10 @@ def offload_weights(
             "whose weights are offloaded already; call undo() first"
         )
     found = find_blocks(model, blocks, "offload_weights")
+    found_tables = find_tables(model, tables, found)
+    if param_init_fn is not None:
+        units = [*found.items(), *found_tables.items()]
+        return _offload_while_made(model, units, to, keep, optimizer is not None, param_init_fn)
     weights = _weights_of(found, optimizer is not None)
     everywhere = _storages(model, found)
     tensors = [t for frozen, trained in weights.values() for t in (*frozen, *trained)]
@@ -98,10 +117,85 @@ def offload_weights(
         for name, (frozen, trained) in weights.items():
             own = [[t for t in group if everywhere[_key(t)] == {name}] for group in (frozen, trained)]
             handle._add(name, found[name], *own)
+        for name, table in found_tables.items():
+            # A block that has the weight, too, would need all of it.
+            if everywhere[_key(table.weight)] == {""}:  # type: ignore[arg-type]
+                handle._add_table(name, table)
     except BaseException:
         handle.undo()
         raise
     return handle
+
+
+def _offload_while_made(
+    model: nn.Module,
+    units: list[tuple[str, nn.Module]],
+    to: str,
+    keep: int,
+    with_trained: bool,
+    param_init_fn: Callable[[nn.Module], Any],
+) -> OffloadedWeights:
+    """Let the weights of each block and table leave as soon as ``param_init_fn`` has made them."""
+    handle: OffloadedWeights | None = None
+    try:
+        for name, module in units:
+            param_init_fn(module)
+            left = next((key for key, p in module.named_parameters() if p.device.type == "meta"), None)
+            if left is not None:
+                raise InputError(
+                    f"offload_weights: param_init_fn: expected weights for {name}, received none for {left}, which "
+                    "is still on the meta device"
+                )
+            if handle is None:
+                handle = OffloadedWeights(model, next(module.parameters()).device, to, keep)
+            if is_table(module):
+                handle._add_table(name, module)
+            else:
+                handle._add(name, module, *_weights_of({name: module}, with_trained)[name])
+    except BaseException:
+        if handle is not None:
+            handle._detach()  # the weights so far need not fit into memory, so they do not come back
+        raise
+    if handle is None:
+        raise InputError("offload_weights: blocks: expected at least one block, received none")
+    return handle
+
+
+def is_table(module: nn.Module) -> bool:
+    """Return whether a module can be a table: a frozen embedding or linear layer with a dense weight."""
+    weight: Any = getattr(module, "weight", None)
+    return (
+        isinstance(module, (nn.Embedding, nn.Linear))
+        and type(weight) in (Tensor, nn.Parameter)
+        and not weight.requires_grad
+        and weight.numel() * weight.element_size() >= LEAST
+        and getattr(module, "max_norm", None) is None  # it would change the weight in forward
+    )
+
+
+def find_tables(
+    model: nn.Module, tables: Sequence[str | nn.Module] | None, blocks: dict[str, nn.Module]
+) -> dict[str, nn.Module]:
+    """Return the modules of a model that are tables, by name, in the order of the model."""
+    inside = {module for block in blocks.values() for module in block.modules()}
+    outside = {name: module for name, module in model.named_modules() if module not in inside}
+    if tables is None:
+        of_model: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = of_model()
+        found = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding) or m is head}
+        return {name: module for name, module in found.items() if is_table(module)}
+    names = {module: name for name, module in outside.items()}
+    chosen = {}
+    for given in tables:
+        module = outside.get(given) if isinstance(given, str) else given if given in names else None
+        if module is None or not is_table(module):
+            raise InputError(
+                "offload_weights: tables: expected frozen embeddings or linear layers outside of the blocks, with "
+                f"a dense weight of at least {LEAST} bytes, received "
+                f"{repr(given) if isinstance(given, str) else type(given).__name__}"
+            )
+        chosen[names[module]] = module
+    return chosen
 
 
 def check_place(to: str, keep: int) -> None:
@@ -128,6 +222,7 @@ class OffloadedWeights:
         self._model = model
         self._store = torch.classes.shoestring.WeightStore(device, to.partition(":")[2], keep)
         self._indices: dict[nn.Module, int] = {}
+        self._tables: dict[int, int] = {}  # key of a table's storage -> index
         self._hooks: list[Any] = []
         setattr(model, OWNER, self)
 
@@ -153,8 +248,8 @@ class OffloadedWeights:
         """
         if block not in self._indices:
             raise InputError(
-                f"OffloadedWeights: present: block: expected one of the {len(self._indices)} offloaded blocks, "
-                f"received a {type(block).__name__}"
+                f"OffloadedWeights: present: block: expected one of the {len(set(self._indices.values()))} offloaded "
+                f"blocks and tables, received a {type(block).__name__}"
             )
         self._store.open(self._indices[block])
         try:
@@ -173,6 +268,13 @@ class OffloadedWeights:
 
     def undo(self) -> None:
         """Bring all weights back to the device, and leave the model as it was."""
+        self._detach()
+        self._store.restore()
+        self._indices.clear()
+        self._tables.clear()
+
+    def _detach(self) -> None:
+        """Remove everything from the model that calls the store."""
         for hook in self._hooks:
             hook.remove()
         for block in self._indices:
@@ -180,8 +282,6 @@ class OffloadedWeights:
             for module in block.modules():
                 module.__dict__.pop(PRESENT, None)
         self._hooks.clear()
-        self._store.restore()
-        self._indices.clear()
         if getattr(self._model, OWNER, None) is self:
             delattr(self._model, OWNER)
 
@@ -193,10 +293,35 @@ class OffloadedWeights:
         frozen, _ = _weights_of({name: block}, with_trained=False)[name]
         self._add(name, block, frozen, [])
 
+    def _take_table(self, name: str, table: nn.Module) -> None:
+        """Let the weight of a table leave as soon as a loader has read it, if the module can be a table."""
+        weight: Any = table.weight
+        if weight.numel() * weight.element_size() >= LEAST and is_table(table.requires_grad_(False)):
+            self._add_table(name, table)
+
+    def _add_table(self, name: str, table: nn.Module) -> None:
+        """Let the weight of a table leave. Tied modules share one table."""
+        weight: Any = table.weight
+        key = _key(weight)
+        if key not in self._tables:
+            self._tables[key] = self._store.add_table(name, weight.detach())
+        index = self._tables[key]
+        if isinstance(table, nn.Embedding):
+            self._indices[table] = index
+            self._hooks += _embedding_hooks(self._store, table, weight.detach())
+            table.__dict__[PRESENT] = Presence(functools.partial(self.present, table, changed=False))
+            self._hooks += self._files_hooks(table, index)
+        else:
+            self._bring(index, table)
+
     def _add(self, name: str, block: nn.Module, frozen: list[Tensor], trained: list[Tensor]) -> None:
         """Let the weights of the next block leave, and call the store when the block runs."""
+        self._bring(self._store.add(name, frozen, trained), block)
+
+    def _bring(self, index: int, block: nn.Module) -> None:
+        """Call the store when a block runs, or is read or changed as a whole."""
         store = self._store
-        index = self._indices[block] = store.add(name, frozen, trained)
+        self._indices[block] = index
         block.__dict__[BRINGS_WEIGHTS] = True
         presence = Presence(functools.partial(self.present, block, changed=False))
         for module in block.modules():
@@ -207,6 +332,16 @@ class OffloadedWeights:
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             store.leave(index, _tensors(output))
+
+        self._hooks += [
+            block.register_forward_pre_hook(enter, with_kwargs=True),
+            block.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            *self._files_hooks(block, index),
+        ]
+
+    def _files_hooks(self, block: nn.Module, index: int) -> list[Any]:
+        """Let ``state_dict()`` and ``load_state_dict`` bring the weights of a block."""
+        store = self._store
 
         def before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             store.open(index)
@@ -223,14 +358,36 @@ class OffloadedWeights:
         def after_loading(*_: Any) -> None:
             store.close(index, True)
 
-        self._hooks += [
-            block.register_forward_pre_hook(enter, with_kwargs=True),
-            block.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        return [
             block.register_state_dict_pre_hook(before_saving),
             block._register_state_dict_hook(after_saving),
             block._register_load_state_dict_pre_hook(before_loading),
             block.register_load_state_dict_post_hook(after_loading),
         ]
+
+
+def _embedding_hooks(store: Any, table: nn.Embedding, weight: Tensor) -> list[Any]:
+    """Let an embedding compute with the rows of its weight that a call needs, and with their numbers."""
+    kept: list[tuple[Any, int | None]] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        indices = args[0] if args else kwargs["input"]
+        distinct, numbers = indices.cpu().unique(return_inverse=True)
+        numbers = numbers.to(indices.device)
+        kept.append((module._parameters["weight"], table.padding_idx))
+        # The padding index matters for gradients only.
+        module._parameters["weight"] = nn.Parameter(store.embedding(weight, distinct), requires_grad=False)
+        table.padding_idx = None
+        return ((numbers, *args[1:]), kwargs) if args else (args, kwargs | {"input": numbers})
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if kept:
+            module._parameters["weight"], table.padding_idx = kept.pop()
+
+    return [
+        table.register_forward_pre_hook(enter, with_kwargs=True),
+        table.register_forward_hook(leave, with_kwargs=True, always_call=True),
+    ]
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:

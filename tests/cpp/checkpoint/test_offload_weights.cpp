@@ -9,6 +9,7 @@
 #include "folder.h"
 
 #include <shoestring/offload_weights.h>
+#include <shoestring/ops.h>
 #include <shoestring/optim.h>
 
 using at::Tensor;
@@ -137,4 +138,35 @@ TEST_CASE("offload_weights refuses what it cannot do", "[offload_weights]") {
   offload.add({weight});
   CHECK_THROWS_WITH(offload.add({weight.view({16})}),
                     Contains("block 1: expected weights of its own, received one"));
+}
+
+TEST_CASE("an embedding and a head that are away give the same bits", "[offload_weights]") {
+  const auto folder = Folder();
+  at::manual_seed(7);
+  const Tensor table = at::randn({66001, 64}), head = at::randn({3000, 64}),
+               tokens = at::randint(66001, {2, 5});
+  const Tensor target = at::randint(3000, {2, 5});
+  const auto run = [&](const OffloadWeights* offload) {
+    const Tensor x = (offload == nullptr ? at::embedding(table, tokens) : offload->embedding(table, tokens))
+                         .clone()
+                         .requires_grad_(true);
+    const Tensor loss = shoestring::linear_cross_entropy(x, head, target) +
+                        shoestring::linear_cross_entropy(x, table, tokens);
+    loss.backward();
+    return std::vector<Tensor>{x.detach(), loss.detach(), x.grad()};
+  };
+  const auto expected = run(nullptr);
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  offload.add_table(table);
+  offload.add_table(head);
+  CHECK_THROWS_WITH(head.sum(), Contains("offload_weights: table [3000, 64]: expected weights on cpu"));
+  CHECK(same_weights(run(&offload), expected));
+  CHECK_THROWS_AS(offload.embedding(table, at::full({1}, -1, at::kLong)), c10::IndexError);
+  CHECK_THROWS_WITH(offload.add_table(at::ones({2, 3, 4})),
+                    Contains("expected a contiguous weight (rows, columns)"));
+  CHECK_THROWS_WITH(offload.add_table(head), Contains("expected a weight of its own, received one"));
+  const Tensor other = at::randn({4, 3});
+  CHECK(offload.embedding(other, at::ones({2}, at::kLong)).equal(other.narrow(0, 1, 1).expand({2, 3})));
+  offload.restore();
+  CHECK(same_weights(run(nullptr), expected));
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,14 +125,14 @@ def test_training_has_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Pat
     assert_same(trained, state)
     figures = handle.statistics()
     assert (figures["written"] > 0) == case.startswith("full")
-    assert figures["fetched"] > 0 and figures["device"] <= 3 * figures["away"] / LAYERS
+    assert figures["fetched"] > 0 and figures["device"] < figures["away"]
 
 
 def test_two_blocks_are_on_the_device(tmp_path: Path) -> None:
     sizes = []
     for layers in (4, 12):
         model = llama(layers=layers).requires_grad_(False)
-        handle = offload_weights(model, f"nvme:{tmp_path}")
+        handle = offload_weights(model, f"nvme:{tmp_path}", tables=())
         block = handle.statistics()["away"] // layers
         most = 0
 
@@ -146,22 +147,23 @@ def test_two_blocks_are_on_the_device(tmp_path: Path) -> None:
             model(input_ids=x)
         assert most == 2 * block
         sizes.append(handle.statistics()["host"])
-    assert sizes[0] == sizes[1] == 2 * block
+    # The file is written through memory of at most 16 MiB.
+    assert sizes[0] == sizes[1] <= 3 * block
 
 
 def test_blocks_that_stay_are_never_fetched(tmp_path: Path) -> None:
     model = llama().requires_grad_(False)
     x = batch(0)
     expected = model(input_ids=x).logits
-    handle = offload_weights(model, f"nvme:{tmp_path}")
+    handle = offload_weights(model, f"nvme:{tmp_path}", tables=())
     one = handle.statistics()["away"] // LAYERS
     handle.undo()
-    handle = offload_weights(model, f"nvme:{tmp_path}", keep=3 * one + 4095)
+    handle = offload_weights(model, f"nvme:{tmp_path}", keep=3 * one + 4095, tables=())
     assert handle.statistics()["away"] == 2 * one
     assert model.model.layers[2].mlp.up_proj.weight.data_ptr() and not handle.statistics()["fetched"]
     assert torch.equal(model(input_ids=x).logits, expected)
     handle.undo()
-    handle = offload_weights(model, f"nvme:{tmp_path}", keep=1 << 40)
+    handle = offload_weights(model, f"nvme:{tmp_path}", keep=1 << 40, tables=())
     assert handle.statistics()["away"] == 0
     assert torch.equal(model(input_ids=x).logits, expected) and handle.statistics()["fetched"] == 0
 
@@ -170,7 +172,7 @@ def test_the_last_two_blocks_stay_where_the_direction_turns(tmp_path: Path) -> N
     """Forward and backward fetch all blocks but two each, also in the micro-batches of one step."""
     model = llama()
     adapters("nf4")(model)
-    handle = offload_weights(model, f"nvme:{tmp_path}")
+    handle = offload_weights(model, f"nvme:{tmp_path}", tables=())
     block = handle.statistics()["away"] // LAYERS
     for micro in range(3):
         x = batch(micro)
@@ -190,10 +192,7 @@ def test_evaluation_and_generation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("patch", [False, True], ids=["", "patched"])
 @pytest.mark.parametrize("quant_type", ["nf4", "int4", "int8"])
 def test_a_model_is_loaded_into_the_file(quant_type: str, patch: bool, tmp_path: Path) -> None:
-    """Adapters on a model that was never in memory train to the bits of those on a model in memory.
-
-    patch() leaves residual sums alone if weights are away, which rounds other sums.
-    """
+    """Adapters on a model that was never in memory train to the bits of those on a model in memory."""
     llama(torch.bfloat16).save_pretrained(tmp_path / "model")
     results = []
     for to in (None, f"nvme:{tmp_path}"):
@@ -212,13 +211,10 @@ def test_a_model_is_loaded_into_the_file(quant_type: str, patch: bool, tmp_path:
             optimizer.zero_grad()
             losses.append(loss.item())
         results.append((losses, {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}))
-    if patch:
-        assert results[0][0] == pytest.approx(results[1][0], rel=1e-3)
-    else:
-        assert results[0][0] == results[1][0]
-        assert_same(results[0][1], results[1][1])
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1])
     figures = OffloadedWeights.of(model).statistics()
-    assert figures["away"] > 0 and figures["host"] <= 3 * figures["away"] // LAYERS
+    assert figures["device"] < figures["away"]
     with pytest.raises(ValueError, match="load_quantized: keep: expected 0 without to, received 5"):
         shoestring.load_quantized(tmp_path / "model", keep=5)
     with pytest.raises(
@@ -263,9 +259,16 @@ def test_a_weight_that_is_away_cannot_be_read(tmp_path: Path) -> None:
         weight.div_(2)
     assert torch.equal(model(input_ids=x).logits, before)
     with pytest.raises(
-        ValueError, match="present: block: expected one of the 5 offloaded blocks, received a Embedding"
+        ValueError,
+        match="present: block: expected one of the 7 offloaded blocks and tables, received a LlamaRMSNorm",
     ):
-        handle.present(model.model.embed_tokens).__enter__()
+        handle.present(model.model.norm).__enter__()
+    with pytest.raises(
+        RuntimeError, match="model.embed_tokens: expected weights on cpu, received some that are"
+    ):
+        model.model.embed_tokens.weight.sum()
+    with handle.present(model.model.embed_tokens):
+        assert model.model.embed_tokens.weight.isfinite().all()
 
 
 def test_a_block_that_changes_again_while_it_is_written(tmp_path: Path) -> None:
@@ -413,3 +416,242 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     offload_weights(model.requires_grad_(False), f"nvme:{tmp_path}")
     with pytest.raises(ValueError, match=r"offloaded already; call undo\(\) first"):
         offload_weights(model, f"nvme:{tmp_path}")
+
+
+# ---- tables: embeddings and output layers ----
+
+CLASSES, FEATURES = 66_001, 64  # two panels in fp32
+
+
+def table_of(weight: Tensor, folder: Path) -> Any:
+    store = torch.classes.shoestring.WeightStore(weight.device, str(folder), 0)
+    store.add_table("head", weight)
+    return store
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 10.0, "z_loss": 1e-4, "label_smoothing": 0.1, "logit_scale": 0.5},
+    "bias": {"bias": torch.randn(CLASSES, generator=torch.Generator().manual_seed(2))},
+    "none": {"reduction": "none"},
+    "chunks": {"workspace_mb": 4},
+    "lora": {"lora_A": torch.randn(4, FEATURES) / 8, "lora_B": torch.randn(CLASSES, 4) / 8, "scaling": 2.0},
+}
+
+
+@pytest.mark.skipif(
+    torch.ops.shoestring._cpu_capability() == "plain", reason="PyTorch's library computes the products"
+)
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_losses_read_a_head_that_is_away(
+    case: str, dtype: torch.dtype, of_weight: torch.dtype, tmp_path: Path
+) -> None:
+    options = {
+        key: value.to(dtype) if isinstance(value, Tensor) else value for key, value in HEADS[case].items()
+    }
+    weight = (torch.randn(CLASSES, FEATURES) / 8).to(of_weight)
+    target = torch.randint(CLASSES, (48,)).index_fill_(0, torch.tensor([5]), -100)
+    hidden = torch.randn(48, FEATURES).to(dtype).requires_grad_()
+    here = shoestring.linear_cross_entropy(hidden, weight, target, **options)
+    here.sum().backward()
+    expected, hidden.grad = hidden.grad, None
+    store = table_of(weight, tmp_path)
+    with pytest.raises(RuntimeError, match="offload_weights: head: expected weights on cpu, received some"):
+        weight.sum()
+    away = shoestring.linear_cross_entropy(hidden, weight, target, **options)
+    away.sum().backward()
+    assert torch.equal(here, away)
+    if dtype == torch.float64:  # PyTorch's library computes these products, and sums in an order of its own
+        torch.testing.assert_close(hidden.grad, expected, rtol=1e-12, atol=1e-15)
+    else:
+        assert torch.equal(hidden.grad, expected)  # type: ignore[arg-type]
+    assert store.statistics()["fetched"] % weight.nbytes == 0
+
+
+def test_other_losses_of_a_head_that_is_away(tmp_path: Path) -> None:
+    weight = torch.randn(CLASSES, FEATURES) / 8
+    hidden = torch.randn(48, FEATURES, requires_grad=True)
+    teacher, target = torch.randn(48, FEATURES), torch.randint(CLASSES, (48,))
+
+    def losses() -> list[Tensor]:
+        hidden.grad = None
+        stats = shoestring.linear_cross_entropy_with_stats(hidden, weight, target)
+        distilled = shoestring.linear_distillation(hidden, weight, teacher, weight)
+        (stats.loss + stats.entropy.sum() + distilled).backward()
+        # Filtered losses read the whole head, so their gradients have no error.
+        filtered = shoestring.linear_cross_entropy(hidden, weight, target, filter_eps=0.0)
+        return [stats.loss, stats.entropy, distilled, filtered, hidden.grad]  # type: ignore[list-item]
+
+    expected = losses()
+    store = table_of(weight, tmp_path)
+    received = losses()
+    for one, two in zip(received[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(one, two)
+    torch.testing.assert_close(received[-1], expected[-1])
+    with pytest.raises(
+        RuntimeError, match="weight: expected a frozen weight, or one on cpu, received one that is away"
+    ):
+        shoestring.linear_cross_entropy(hidden, weight.requires_grad_(), target)
+    del store
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("patch", [False, True], ids=["", "patched"])
+def test_models_with_tables_have_the_same_bits(tied: bool, patch: bool, tmp_path: Path) -> None:
+    results = []
+    for to in (None, f"nvme:{tmp_path}"):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=2000,
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            tie_word_embeddings=tied,
+            pad_token_id=1999,
+        )
+        model: Any = LlamaForCausalLM(config).train()
+        shoestring.lora.apply(model, rank=4)
+        if to is not None:
+            handle = offload_weights(model, to)
+        if patch:
+            shoestring.patch(model)
+        x = torch.randint(2000, (2, 24), generator=torch.Generator().manual_seed(1))
+        x[0, :3] = 1999
+        loss = model(input_ids=x, labels=x, use_cache=False).loss
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.eval()
+        logits = model(input_ids=x).logits
+        made = model.generate(x[1:], max_new_tokens=4, do_sample=False)
+        state = model.state_dict()
+        results.append(
+            [loss, *gradients, logits, made, *(v for v in state.values() if isinstance(v, Tensor))]
+        )
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+    weights_of_tables = 2000 * 64 * 4 * (1 if tied else 2)
+    blocks = sum(p.numel() for n, p in model.named_parameters() if "layers" in n and "_proj.weight" in n) * 4
+    assert handle.statistics()["away"] == pytest.approx(blocks + weights_of_tables, rel=0.01)
+    assert model.model.embed_tokens.padding_idx == 1999
+    handle.undo()
+    assert model.model.embed_tokens.weight.isfinite().all()
+
+
+def test_rows_of_an_embedding(tmp_path: Path) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * 3
+
+    for size, features, dtype in [
+        (700, 33, torch.float32),
+        (5000, 5, torch.bfloat16),
+        (64, 4096, torch.float32),
+    ]:
+        plain = Scaled(size, features, padding_idx=size - 1, dtype=dtype).requires_grad_(False)
+        blocks = nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))).requires_grad_(False)
+        model = nn.ModuleDict({"embed": plain, "blocks": blocks})
+        x = torch.randint(size, (3, 257))
+        expected = plain(x), plain(x[:0]), plain(x[0, 0])
+        handle = offload_weights(model, f"nvme:{tmp_path}", blocks=["blocks.*"])
+        before = handle.statistics()["fetched"]
+        for one, two in zip((plain(x), plain(x[:0]), plain(x[0, 0])), expected, strict=True):
+            assert torch.equal(one, two)
+        rows = (len(x.unique()) + 1) * features * dtype.itemsize
+        assert handle.statistics()["fetched"] - before == rows
+        with pytest.raises(IndexError, match=rf"embed: expected indices in \[0, {size}\), received {size}"):
+            plain(torch.tensor([size]))
+        assert torch.equal(plain(x), expected[0])
+
+
+@pytest.mark.parametrize("where", ["block", "rows", "head"])
+def test_a_changed_byte_in_the_file_is_noticed(where: str, tmp_path: Path) -> None:
+    model = llama().requires_grad_(False)
+    shoestring.patch(model)
+    x = batch(0)
+    before = model(input_ids=x, labels=x).loss
+    handle = offload_weights(model, f"nvme:{tmp_path}", keep=0)
+    assert torch.equal(model(input_ids=x, labels=x).loss, before)
+    size = handle.statistics()["disk"]
+    layer = (size - 2 * 512 * 64 * 4) // LAYERS
+    # The file holds the blocks, the embedding and the output layer, in this order.
+    token = int(x[0, 0])
+    at = {"block": 3 * layer + 77, "rows": LAYERS * layer + token * 256 + 5, "head": size - 9}[where]
+    for descriptor in Path("/proc/self/fd").iterdir():
+        if str(descriptor.readlink() if descriptor.is_symlink() else "").startswith(str(tmp_path)):
+            with descriptor.open("r+b", buffering=0) as file:
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 16]))
+            break
+    else:
+        pytest.fail("the file was not found")
+    with pytest.raises(
+        RuntimeError,
+        match=rf"offload_weights: {tmp_path}/.*: expected the \d+ bytes at \d+ that were written",
+    ) as caught:
+        for _ in range(2):
+            model(input_ids=x, labels=x)
+    count, begin = (int(word) for word in re.findall(r"the (\d+) bytes at (\d+)", str(caught.value))[0])
+    assert begin <= at < begin + count
+
+
+def test_weights_that_are_made_as_they_leave(tmp_path: Path) -> None:
+    x = batch(0)
+
+    def draw(module: nn.Module) -> None:
+        made.append(module)
+        module.to_empty(device="cpu").requires_grad_(False)
+        for weight in module.parameters():
+            nn.init.uniform_(weight, -0.1, 0.1)
+
+    logits = []
+    for to in (None, f"nvme:{tmp_path}"):
+        made: list[nn.Module] = []
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = llama()
+        model.model.norm.to_empty(device="cpu").weight.detach().fill_(1)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+        units = [*model.model.layers, model.model.embed_tokens, model.lm_head]
+        model.requires_grad_(False)
+        torch.manual_seed(3)
+        if to is None:
+            for unit in units:
+                draw(unit)
+        else:
+            offload_weights(model, to, param_init_fn=draw)
+        assert made == units
+        logits.append(model(input_ids=x).logits)
+    assert torch.equal(*logits)
+    with torch.device("meta"):
+        model = llama().requires_grad_(False)
+    with pytest.raises(
+        ValueError, match="param_init_fn: expected weights for model.layers.0, received none for self_attn"
+    ):
+        offload_weights(model, f"nvme:{tmp_path}", param_init_fn=lambda module: None)
+
+
+def test_tables_that_do_not_fit(tmp_path: Path) -> None:
+    model = llama()
+    for tables in (["lm_head"], ["no"], [model.model.layers[0].mlp.up_proj], [nn.Embedding(4, 4)]):
+        with pytest.raises(ValueError, match="tables: expected frozen embeddings or linear layers outside"):
+            offload_weights(model, f"nvme:{tmp_path}", tables=tables)  # type: ignore[arg-type]
+    model.requires_grad_(False)
+    handle = offload_weights(model, f"nvme:{tmp_path}", tables=["lm_head"])
+    assert model.model.embed_tokens.weight.isfinite().all()
+    with pytest.raises(RuntimeError, match="lm_head: expected weights on cpu"):
+        model.lm_head.weight.sum()
+    handle.undo()

@@ -84,7 +84,8 @@ def load_quantized(
             names.
         to: None, or where the weights of the model's blocks are while no block needs them, as for
             :func:`shoestring.offload_weights`: "cpu" or "nvme:DIR". The weights of a block leave as soon as they
-            are read and quantised, so two blocks are in memory at most. ``requires_grad`` is False for them.
+            are read and quantised, so two blocks are in memory at most. So do the embedding and the output
+            layer. ``requires_grad`` is False for them.
         keep: with ``to``, bytes of weights of blocks that stay in memory.
 
     Returns:
@@ -145,20 +146,35 @@ def load_quantized(
 
 
 class LeavingBlocks:
-    """Lets the weights of each block of a model leave as soon as they are all read."""
+    """Lets the weights of each block and table of a model leave as soon as they are all read."""
 
-    def __init__(self, model: nn.Module, device: torch.device, to: str, keep: int) -> None:
+    def __init__(self, model: Any, device: torch.device, to: str, keep: int) -> None:
         self._blocks = find_blocks(model, None, METHOD)
+        # On the meta device, the parameters still require gradients, and a size decides later.
+        self._tables = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
+        }
         self._weights = OffloadedWeights(model, device, to, keep)
         self._current = ""
 
     def begin(self, tensor: str) -> None:
         """The tensor with this name comes next; "" stands for the end."""
-        name = next((block for block in self._blocks if tensor.startswith(block + ".")), "")
+        units = (*self._blocks, *self._tables)
+        name = next((unit for unit in units if tensor.startswith(unit + ".")), "")
         if self._current not in ("", name):
-            block = self._blocks[self._current]
-            self._weights._take(self._current, block.requires_grad_(False))
+            if self._current in self._blocks:
+                self._weights._take(self._current, self._blocks[self._current].requires_grad_(False))
+            else:
+                self._take_tables(self._tables[self._current].weight)
         self._current = name
+
+    def _take_tables(self, weight: Any) -> None:
+        """Let a weight leave, and let all modules that have it read it from where it is."""
+        for name, module in self._tables.items():
+            if module.weight is weight:
+                self._weights._take_table(name, module)
 
 
 def load_dense(

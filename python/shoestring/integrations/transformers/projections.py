@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.together import adapted_swiglu, together
 from shoestring.core.instances import Found, Left, derive
+from shoestring.core.presence import weights_present
 from shoestring.integrations.transformers.layers import MLP, is_bare_mlp
 from shoestring.integrations.transformers.products import Products, is_plain
 from shoestring.layers.swiglu import swiglu
@@ -148,7 +149,7 @@ def _is_swiglu(module: Any) -> bool:
     training = module.training
     module.eval()
     try:
-        with torch.no_grad():
+        with weights_present(module), torch.no_grad():
             x = tokens.to(weight.device, weight.dtype)
             x = x * (2 / module.gate_proj(x).float().std()).to(x.dtype)
             expected, ours = module(x), module.down_proj(swiglu(module.gate_proj(x), module.up_proj(x)))

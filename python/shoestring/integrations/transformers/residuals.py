@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive, has_only
-from shoestring.core.presence import BRINGS_WEIGHTS
+from shoestring.core.presence import BRINGS_WEIGHTS, weights_present
 from shoestring.integrations.transformers.layers import ADD, ADD_EARLY, ROUNDS
 from shoestring.integrations.transformers.next_norms import NEXT, may_defer, next_norms
 from shoestring.integrations.transformers.trial import shaken, within_rounding
@@ -237,7 +237,7 @@ def _output(layer: nn.Module, forward: Callable[..., Any], call: _Call) -> Tenso
     training = layer.training
     layer.train()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with weights_present(layer), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             result: Tensor = forward(layer, *call[0], **call[1])
             return result

@@ -27,6 +27,7 @@ from shoestring.checkpoint.measure import (
 )
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.checkpoint.planner import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
+from shoestring.core.presence import weights_present
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -238,7 +239,7 @@ def _measure(
     costs: dict[Any, dict[str, Cost]] = {}
     for kind, call in whole.calls.items():
         module = whole.modules[whole.kinds.index(kind)]
-        with gathered(model, module):
+        with gathered(model, module), weights_present(module):
             costs[kind] = _measure_block(module, call, device, offload)
     return whole, costs
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.device import default_device
+from shoestring.core.storages import parts
 
 
 class offload_activations(torch.autograd.graph.saved_tensors_hooks):
@@ -100,7 +101,8 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         """Keep the storages of these tensors on the device from now on."""
         if isinstance(tensors, nn.Module):
             tensors = [*tensors.parameters(), *tensors.buffers()]
-        self._store.exclude(list(tensors))
+        # Operators save the codes of a quantised weight, not the weight.
+        self._store.exclude(list(parts(tensors)))
 
     def mark(self) -> None:
         """End a layer and begin the next one. If ``mark`` is never called, each saved storage is a layer."""

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
 from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
+from shoestring.core.storages import parts
 
 OWNER = "_shoestring_offloaded_weights"
 # Storages of fewer bytes stay on the device. Among them are the weights of norms, which the block before may read.
@@ -104,8 +105,9 @@ def offload_weights(
     devices = {t.device for t in tensors}
     if not devices:
         raise InputError(
-            "offload_weights: model: expected blocks with frozen weights, received weights that all require "
-            "gradients; call requires_grad_(False), or pass an optimizer with step_in_backward=True"
+            f"offload_weights: model: expected blocks with frozen weights of at least {LEAST} bytes, received weights "
+            "that all require gradients or are smaller; call requires_grad_(False), or pass an optimizer with "
+            "step_in_backward=True"
         )
     if len(devices) > 1:
         raise InputError(
@@ -409,14 +411,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _inner(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold the data of a tensor: itself, or those inside a subclass."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in _inner(getattr(tensor, name))]
-    return [tensor]
-
-
 def _key(tensor: Tensor) -> int:
     key: int = tensor.untyped_storage()._cdata
     return key
@@ -433,7 +427,7 @@ def _weights_of(
         for tensor in (*block.parameters(), *block.buffers()):
             if tensor.requires_grad and not with_trained:
                 continue
-            for inner in _inner(tensor.detach() if tensor.requires_grad else tensor):
+            for inner in parts([tensor.detach() if tensor.requires_grad else tensor]):
                 if inner.device.type != "meta" and inner.untyped_storage().nbytes() >= LEAST:
                     (trained if tensor.requires_grad else frozen)[_key(inner)] = inner
         found[name] = (list(frozen.values()), list(trained.values()))
@@ -447,6 +441,6 @@ def _storages(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[s
     for module in model.modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         for tensor in own:
-            for inner in _inner(tensor):
+            for inner in parts([tensor]):
                 owners.setdefault(_key(inner), set()).add(owner_of.get(module, ""))
     return owners

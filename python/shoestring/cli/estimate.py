@@ -21,6 +21,7 @@ from shoestring.training.estimate import Estimate, estimate
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.memory import parse_budget
 from shoestring.training.models import build_llama
+from shoestring.training.offloaded_weights import check_weights_place, kept_bytes
 from shoestring.training.optimizers import conflicts
 from shoestring.training.options import refuse_together
 
@@ -46,6 +47,7 @@ def check(config: EstimateConfig) -> None:
         "both",
     )
     parse_budget(config.memory_budget)
+    check_weights_place(config, torch.device(config.device))
     refuse_together(conflicts(config))
 
 
@@ -123,7 +125,9 @@ def report(found: Estimate, config: EstimateConfig) -> dict[str, Any]:
     model = {name: options.pop(name) for name in MODEL_OPTIONS}
     return {
         "model": model | {"target_modules": config.targets},
-        "options": options | {"offload": config.place, "memory_budget": parse_budget(config.memory_budget)},
+        "options": options
+        | {"offload": config.place, "memory_budget": parse_budget(config.memory_budget)}
+        | {"offload_weights": config.weights_place, "keep": kept_bytes(config)},
         "parameters": found.parameters,
         "trained": found.trained,
         "memory": {place: [asdict(item) for item in items] for place, items in found.memory.items()},

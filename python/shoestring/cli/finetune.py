@@ -31,6 +31,7 @@ from shoestring.training.models import (
     locate_model,
     plain_loss,
 )
+from shoestring.training.offloaded_weights import check_weights_folder, check_weights_place, kept_bytes
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, file_list, run_folder
 
@@ -38,6 +39,7 @@ from shoestring.training.run import check_run, execute, file_list, run_folder
 def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
     """Fine-tune and return the summary; raise InputError for input that cannot be used."""
     check_run(config, out)
+    check_weights_place(config, find_device(config.device))
     if config.merge and config.full:
         raise InputError(
             "--merge: there is no adapter to merge with --full, which saves the whole model anyway"
@@ -49,6 +51,7 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
         )
+    check_weights_folder(config)
     tokenizer = load_tokenizer(folder, trust)
     files = find_files(source.data, source.glob)
     kind = kind_of(files)
@@ -68,7 +71,8 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
         memory.import_models()
         baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
-        model = load_model(folder, dtype, None if config.baseline else config.frozen_format, trust, device)
+        quantize = None if config.baseline else config.frozen_format
+        model = load_model(folder, dtype, quantize, trust, device, config.weights_place, kept_bytes(config))
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"

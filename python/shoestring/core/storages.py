@@ -12,7 +12,27 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
     A tensor of a wrapper subclass, such as a quantised weight, has several storages.
     """
-    return dict(pair for tensor in tensors for pair in _storages(tensor))
+    # A storage on the meta device has no data pointer; its attribute _cdata identifies it instead.
+    found = (part.untyped_storage() for part in parts(tensors))
+    return {storage.data_ptr() or storage._cdata: storage.nbytes() for storage in found}
+
+
+def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that hold the data of ``tensors``: themselves, or those inside a wrapper subclass."""
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            yield from parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return a dict from an identifier of each distinct storage of the tensors to its size in bytes.
+
+    Unlike an address, the identifier stays the same when ``offload_weights`` moves a weight.
+    """
+    found = (part.untyped_storage() for part in parts(tensors))
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
@@ -22,17 +42,3 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     """
     same_storage: bool = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same_storage and a.storage_offset() == b.storage_offset()
-
-
-def _storages(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        for name in flatten()[0]:
-            yield from _storages(getattr(tensor, name))
-    else:
-        storage = tensor.untyped_storage()
-        # A storage on the meta device has no data pointer; its attribute _cdata identifies it instead.
-        yield (
-            storage.data_ptr() or storage._cdata,
-            storage.nbytes(),
-        )

@@ -21,6 +21,7 @@ from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.training.device import CPU
+from shoestring.training.offloaded_weights import copies_in_host_memory
 
 KEEP = 2  # number of checkpoints kept: the newest one and the one before it
 # Name of the JSON file that maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints
@@ -57,17 +58,22 @@ def save_checkpoint(
     *,
     scaler: GradScaler | None = None,
     device: torch.device = CPU,
+    away: bool = False,
 ) -> Path:
     """Write the checkpoint folder ``run/checkpoints/step-N`` and keep the newest two checkpoints.
 
     The checkpoint holds the trained weights, the optimizer state, the state of the loss scaling, the random
-    states of the CPU and of ``device``, and ``state`` as JSON.
+    states of the CPU and of ``device``, and ``state`` as JSON. If trained weights may be ``away`` from the device,
+    they are all copied to host memory first.
     The files are written to a temporary folder and synced to disk, and then the folder is renamed. If the
     process is killed meanwhile, the previous checkpoint stays intact.
     """
     folder = run / "checkpoints" / f"step-{step:08d}"
     with atomic_directory(folder) as partial:
-        save_safetensors(partial / "weights.safetensors", trained_tensors(model), {})
+        tensors = trained_tensors(model)
+        tensors = copies_in_host_memory(model, tensors) if away else tensors
+        save_safetensors(partial / "weights.safetensors", tensors, {})
+        del tensors
         # Pass an open file, because torch.save with a path hides the error message of the file system.
         with open(partial / "optimizer.pt", "wb") as file:
             torch.save(

@@ -22,10 +22,12 @@ from shoestring.training.options import (
     BatchSize,
     Device,
     HostAllocator,
+    Keep,
     LearningRate,
     MemoryBudget,
     Model,
     Offload,
+    OffloadWeights,
     OptimizerArg,
     OptimizerName,
     OptimizerState,
@@ -188,6 +190,19 @@ class LoopConfig(StepConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """Options that decide where the weights of a model's blocks lie, for `finetune` and `estimate`."""
+
+    offload_weights: OffloadWeights = field(default="none", metadata=MAY_CHANGE)
+    keep: Keep = field(default="0", metadata=MAY_CHANGE)
+
+    @property
+    def weights_place(self) -> str | None:
+        """The value of --offload-weights: where weights lie; None if they stay on the device."""
+        return None if self.offload_weights == "none" else self.offload_weights
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
     """Options of `shoestring train`, which trains a model from scratch."""
 
@@ -208,7 +223,7 @@ class TrainConfig(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(LoopConfig):
+class FinetuneConfig(LoopConfig, WeightsConfig):
     """Options of `shoestring finetune`: LoRA, QLoRA or full fine-tuning of an existing model.
 
     Raises:

@@ -11,6 +11,7 @@ from shoestring.core.errors import InputError
 from shoestring.optim.offload import BUCKET_BYTES
 from shoestring.training import formulas, memory
 from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.estimate_weights import away_blocks, away_tables, offloaded_weights
 from shoestring.training.formulas import State, StateArena
 from shoestring.training.optimizers import Own, build, described
 
@@ -50,6 +51,11 @@ class Estimate:
         """Add an item to the memory of a location, unless its size is zero."""
         if size != 0:
             self.memory[place].append(Item(name, size, note))
+
+    def move(self, direction: str, size: int) -> None:
+        """Add bytes to the traffic of a step in one direction, such as "host to device"."""
+        if size:
+            self.traffic[direction] = self.traffic.get(direction, 0) + size
 
     def totals(self) -> dict[str, int]:
         """Return for each location (device, host, disk) the sum of all known sizes, in bytes."""
@@ -96,14 +102,19 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     chunk of optimizer state may end inside a parameter.
 
     Raises:
-        InputError: the memory budget is too small even if all blocks are recomputed.
+        InputError: the memory budget is too small even if all blocks are recomputed, or --offload-weights needs
+            blocks that the model does not have.
     """
     trained = formulas.trained(model)
     found = Estimate(_elements(model), sum(p.numel() for p in trained))
     on_host = config.place == "cpu"
     states = [formulas.optimizer_state(optimizer) for optimizer in _optimizers(model, config)]
     arenas = [arena for state in states for arena in state.arenas]
-    found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
+    leaves = config.weights_place is not None
+    blocks, tables = (away_blocks(model, config), away_tables(model)) if leaves else ([], [])
+    away = sum(block.weights for block in blocks) + sum(table.weights for table in tables)
+    note = "parameters, scales and buffers" + ", of what stays" * (away > 0)
+    found.add("device", "weights", memory.weight_bytes(model) - away, note)
     _gradients(found, trained, config)
     if config.place is None or on_host:
         for name, size in formulas.total(*(state.bytes() for state in states)).items():
@@ -116,6 +127,8 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
         sums = sum(sum(arena.blocks) for arena in arenas) * 256 * 4
         found.add("host" if on_host else "device", "sums of gradients", sums, "fp32, over micro-batches")
     _activations(found, model, config)
+    if away:
+        offloaded_weights(found, blocks, tables, config)
     return found
 
 

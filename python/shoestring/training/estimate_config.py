@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shoestring.training.config import QUANTIZE, StepConfig
+from shoestring.training.config import QUANTIZE, StepConfig, WeightsConfig
 from shoestring.training.options import (
     RANK,
     BatchSize,
@@ -20,7 +20,7 @@ from shoestring.training.options import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(StepConfig):
+class EstimateConfig(StepConfig, WeightsConfig):
     """The model and the training options that decide the memory of a step.
 
     Without ``rank``, all parameters that require gradients are trained.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree
 
+from shoestring.checkpoint.weights import OffloadedWeights
 from shoestring.core.errors import InputError
 from shoestring.data.batches import BatchOrder, Empty, Examples, Rows, in_host_memory, labelled
 from shoestring.data.packing import PackedOrder
@@ -26,6 +27,7 @@ from shoestring.training.checkpoint import checkpoints, save_checkpoint
 from shoestring.training.config import LoopConfig
 from shoestring.training.metrics import MetricsLog
 from shoestring.training.models import Loss
+from shoestring.training.offloaded_weights import trained_leave
 from shoestring.training.readings import Readings
 from shoestring.training.schedule import learning_rate
 
@@ -70,6 +72,7 @@ class Trainer:
     pack: str = "none"
     # context of each forward, which offloads activations for --activations offload
     offload: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    offloaded: OffloadedWeights | None = None  # the weights that --offload-weights moves
     # bytes that autograd saved for backward in the first micro-batch of this process
     saved_activations: int = 0
     # bytes of saved activations that the plan for --memory-budget predicts
@@ -244,10 +247,11 @@ class Trainer:
                 raise InputError(
                     f"step {step}: the {name} is {row[key]}; training stopped "
                     f"{'after' if changed else 'before'} the weights changed; "
-                    f"lower --lr ({self.config.lr:g}) or set --clip{self._kept()}"
+                    f"lower --lr ({self.config.lr:g}) or set --clip{self.kept()}"
                 )
 
-    def _kept(self) -> str:
+    def kept(self) -> str:
+        """Return the end of an error message, which names the last checkpoint if there is one."""
         return f"; the last checkpoint in {self.run} is kept" if checkpoints(self.run) else ""
 
     def _tell_wait(self, what: str, seconds: float) -> None:
@@ -300,8 +304,9 @@ class Trainer:
             "fingerprint": self.fingerprint,
         }
         save_checkpoint(
-            self.run, step, self.model, self.optimizers, state, scaler=self.scaler, device=self.device
-        )
+            self.run, step, self.model, self.optimizers, state, scaler=self.scaler, device=self.device,
+            away=trained_leave(self.config),
+        )  # fmt: skip
         self.saved = step
 
     def evaluate(self) -> float:
@@ -330,7 +335,7 @@ class Trainer:
             total += loss
         value = total / max(1, count)
         if not math.isfinite(value):
-            raise InputError(f"the validation loss is {value}; lower --lr ({self.config.lr:g}){self._kept()}")
+            raise InputError(f"the validation loss is {value}; lower --lr ({self.config.lr:g}){self.kept()}")
         return value
 
     def _set_mode(self, training: bool) -> None:

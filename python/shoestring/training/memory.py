@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoestring.checkpoint.model import parse_bytes
 from shoestring.core.device import is_asynchronous, is_cuda
 from shoestring.core.errors import InputError
-from shoestring.core.storages import storages
+from shoestring.core.storages import storage_sizes, storages
 
 
 def _status(key: str) -> int | None:
@@ -105,24 +105,26 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters, buffers and, for bitsandbytes layers, quantisation scales."""
+    """Return the bytes of parameters, buffers and, for bitsandbytes layers, quantisation scales.
+
+    Weights that are away from the device count, too.
+    """
     states = [getattr(p, "quant_state", None) for p in model.parameters()]
     scales = [state.absmax for state in states if state is not None]
-    return storage_bytes([*model.parameters(), *model.buffers(), *scales])
+    return sum(storage_sizes([*model.parameters(), *model.buffers(), *scales]).values())
 
 
 class SavedActivations:
     """Count the bytes that autograd saves for backward inside the ``with`` block, without weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = storages([*model.parameters(), *model.buffers()])
+        self._weights = storage_sizes([*model.parameters(), *model.buffers()])
         self._seen: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._seen |= {
-            address: size for address, size in storages([tensor]).items() if address not in self._weights
-        }
+        if self._weights.keys().isdisjoint(storage_sizes([tensor])):
+            self._seen |= storages([tensor])
         return tensor
 
     def __enter__(self) -> SavedActivations:

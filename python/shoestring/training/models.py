@@ -22,6 +22,7 @@ from shoestring.integrations.transformers.reader import read_config, stored_tens
 from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.training.config import Preset
 from shoestring.training.device import CPU
+from shoestring.training.offloaded_weights import weights_errors
 
 # function (inputs, labels, **model_arguments) -> sum of the losses of all labelled positions
 Loss = Callable[..., Tensor]
@@ -113,18 +114,22 @@ def load_model(
     quantize: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device = CPU,
+    to: str | None = None,
+    keep: int = 0,
 ) -> Any:
     """Load a causal language model from a directory; every weight must be present and fit config.json.
 
-    Tensors are read one by one and copied to ``device``. With ``quantize``, or for a checkpoint that is already quantised, each linear weight is quantised as soon
-    as it is read. If the tensor names in the files differ from the model's, so that only transformers can map
-    them, the whole model is loaded into host memory first and stays dense. Code in the directory runs only with
+    Tensors are read one by one and copied to ``device``. With ``quantize``, or for a checkpoint that is already
+    quantised, each linear weight is quantised as soon as it is read, and the weights of each block then leave
+    for ``to``, as in ``load_quantized``. If the tensor names in the files differ from the model's, so that only
+    transformers can map them, the whole model is loaded into host memory first and stays dense. A dense model
+    stays on the device; ``offload_weights`` may follow. Code in the directory runs only with
     ``trust_remote_code``.
     """
     stored = check_model_directory(folder)
     quiet_transformers()
-    with working(f"loading {folder}"):
-        return _load(folder, dtype, quantize, trust_remote_code, device, stored)
+    with working(f"loading {folder}"), weights_errors(to):
+        return _load(folder, dtype, quantize, trust_remote_code, device, to, keep, stored)
 
 
 def _load(
@@ -133,13 +138,16 @@ def _load(
     quantize: str | None,
     trust_remote_code: bool,
     device: torch.device,
+    to: str | None,
+    keep: int,
     stored: dict[str, tuple[int, ...]],
 ) -> Any:
     if quantize is not None or is_quantized(folder):
         try:
             return load_quantized(
-                folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-            )
+                folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
+                to=to, keep=keep,
+            )  # fmt: skip
         except OtherTensorsError as error:
             if is_quantized(folder):
                 raise InputError(error) from None

@@ -149,6 +149,16 @@ MemoryBudget = Annotated[
 Offload = Annotated[
     str, typer.Option(help="none, cpu, stream or nvme:DIR: where the optimizer's state lies.")
 ]
+OffloadWeights = Annotated[
+    str,
+    typer.Option(
+        help="none, cpu or nvme:DIR: where the weights of the model's blocks lie while no block needs them. "
+        "Trained weights also need --step-in-backward."
+    ),
+]
+Keep = Annotated[
+    str, typer.Option(help="With --offload-weights: weights of the first blocks that stay, such as 1GiB.")
+]
 HostAllocator = Annotated[
     bool | None,
     typer.Option(

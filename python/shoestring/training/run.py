@@ -29,6 +29,7 @@ from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
 from shoestring.training.device import check_precision, find_device
 from shoestring.training.loop import Progress, Trainer
 from shoestring.training.models import Loss
+from shoestring.training.offloaded_weights import let_weights_leave, place_of_weights, weights_errors
 from shoestring.training.optimizers import check_optimizer, make_optimizers
 from shoestring.training.optimizers import conflicts as optimizer_conflicts
 from shoestring.training.options import refuse_together
@@ -58,7 +59,9 @@ def check_run(config: LoopConfig, out: Path) -> None:
 
 def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
     """Yield the pairs of given options that cannot be combined."""
+    weights = f"--offload-weights {place_of_weights(config)}"
     given_options = {
+        weights: place_of_weights(config) is not None,
         f"--offload {config.offload}": config.offload != "none",
         f"--memory-budget {config.memory_budget}": config.memory_budget is not None,
         f"--activations {config.activations}": config.activations == "offload",
@@ -269,15 +272,18 @@ def execute(
             state.get("val_loss"),
             state.get("best_val_loss"),
         )
+    # The plan, the optimizer and a checkpoint may read or change all weights, so weights leave after that.
+    trainer.offloaded = let_weights_leave(model, config, trainer.optimizers)
     began = time.time()
-    trainer.fit(start)
+    with weights_errors(place_of_weights(config), trainer.kept):
+        trainer.fit(start)
     used = memory.usage(device)
     peak = used.get("device_peak", used["peak"])
     if recomputes and config.baseline:
         model.gradient_checkpointing_disable()
     if report is not None:
         report.undo()
-    with atomic_directory(run / result) as folder:
+    with weights_errors(place_of_weights(config), trainer.kept), atomic_directory(run / result) as folder:
         save(folder)
     summary = summarise(trainer, baseline, peak, time.time() - began)
     write_json(run / "summary.json", summary)

@@ -16,6 +16,7 @@ from shoestring.training.config import LoopConfig
 from shoestring.training.device import weight_dtype
 from shoestring.training.memory import Part
 from shoestring.training.metrics import read_metrics
+from shoestring.training.offloaded_weights import place_of_weights
 
 if TYPE_CHECKING:
     from shoestring.training.loop import Trainer
@@ -76,6 +77,12 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     trained = formulas.trained(model)
     count = sum(p.numel() for p in trained)
     weights, expected_weights, weights_formula = _weights(model)
+    if trainer.offloaded is not None:
+        figures = trainer.offloaded.statistics()
+        away = figures["away"] - figures["device"]
+        weights, expected_weights = weights - away, expected_weights - away
+        where = "host memory" if place_of_weights(config) == "cpu" else "a file"
+        weights_formula += f": {away / 1e6:.2f} MB of them in {where}"
     if config.baseline:
         # PyTorch's AdamW keeps two fp32 moments per trained element, and a 4-byte step counter per tensor.
         optimizer_formula, expected_optimizer = (

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import shoestring
 from activation_offload_steps import assert_same, gradients, model, offload
 from offload_faults import disturb_offload
 
@@ -374,3 +375,14 @@ def test_several_threads(offload_device: str, delay: int, tmp_path: Path) -> Non
             thread.join()
         assert not failures
         assert store.statistics()["entries"] == 0
+
+
+def test_codes_of_quantised_weights_stay() -> None:
+    """A model that is excluded keeps the codes of its quantised weights on the device, which operators save."""
+    linear = shoestring.nn.QuantizedLinear(256, 256, bias=False)
+    x = torch.randn(8, 256, requires_grad=True)
+    offload = shoestring.offload_activations(exclude=linear, device="cpu", min_bytes=0)
+    with offload:
+        y = linear(linear(x))
+    y.sum().backward()
+    assert offload.statistics()["stored"] == 0

@@ -70,7 +70,11 @@ def test_a_resumed_run_shares_all_settings_but_those_marked() -> None:
     free = {"activations", "checkpoint_every", "device", "log_every", "memory_budget", "offload", "resume"}
     free |= {"host_allocator", "threads", "trust_remote_code"}
     config = FinetuneConfig(model="m")
-    assert {each.name for each in fields(config)} - config.fixed().keys() == free | {"merge"}
+    assert {each.name for each in fields(config)} - config.fixed().keys() == free | {
+        "merge",
+        "offload_weights",
+        "keep",
+    }
     assert {each.name for each in fields(TrainConfig)} - TrainConfig().fixed().keys() == free
     before = Fingerprint.of(config).values
     Fingerprint.of(replace(config, merge=True, offload="cpu", threads=2)).require_equal(before, "run")

@@ -79,9 +79,13 @@ def keep(norm: nn.Module, total: Tensor, normed: Tensor, rounded: torch.dtype | 
 
 
 def take(norm: nn.Module, x: Tensor, rounded: torch.dtype | None) -> Tensor | None:
-    """Return the norm of x if the layer before has computed it, else None."""
+    """Return the norm of x if the layer before has computed it, else None.
+
+    A checkpoint computes the norm itself, because its recomputation has to do the same.
+    """
     if torch.compiler.is_compiling() or PENDING not in norm.__dict__:
         return None
     total, version, normed, dtype = norm.__dict__.pop(PENDING)
-    fits = total is x and version == x._version and dtype == rounded and torch.is_grad_enabled()
+    alone = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    fits = total is x and version == x._version and dtype == rounded and torch.is_grad_enabled() and not alone
     return normed if fits else None

@@ -112,8 +112,8 @@ class Plan {
     }
   }
 
-  // Returns one Step for each tensor to load, by the name of the tensor in the files.
-  const std::map<std::string, Step>& steps() const { return steps_; }
+  // Returns one Step for each tensor to load, in the order of the module.
+  const std::vector<Step>& steps() const { return steps_; }
 
  private:
   // Adds the Steps that load a tensor, which the module may store under several names. Returns false if the
@@ -144,7 +144,7 @@ class Plan {
       } else {
         continue;
       }
-      if (!found) steps_.emplace(slot.name, step);
+      if (!found) steps_.push_back(step);
       found = true;
     }
     return found;
@@ -165,7 +165,7 @@ class Plan {
 
   const files::SafetensorsFiles& files_;
   const LoadOptions& options_;
-  std::map<std::string, Step> steps_;
+  std::vector<Step> steps_;
   std::set<std::string> taken_;  // names of the tensors in the files that load_model reads
 };
 
@@ -243,15 +243,13 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
   // All dense weights that are quantised while loading use one common buffer. Memory that is freed after each
   // weight would not always be returned to the system.
   int64_t largest = 0;
-  for (const auto& [name, step] : plan.steps()) {
-    if (!step.keys && step.quantize)
-      largest = std::max(largest, files.entry(name).end - files.entry(name).begin);
+  for (const integrations::Step& step : plan.steps()) {
+    if (step.keys || !step.quantize) continue;
+    const auto& entry = files.entry(step.slot.name);
+    largest = std::max(largest, entry.end - entry.begin);
   }
   const Tensor scratch = at::empty({largest}, at::kByte);
-  for (const auto& name : files.names()) {
-    const auto found = plan.steps().find(name);
-    if (found == plan.steps().end()) continue;
-    const integrations::Step& step = found->second;
+  for (const integrations::Step& step : plan.steps()) {
     if (step.keys) {
       integrations::load_quantized(files, step);
     } else if (step.quantize) {
@@ -259,6 +257,7 @@ void load_model(torch::nn::Module& module, const std::string& path, const LoadOp
     } else {
       integrations::load_dense(files, step);
     }
+    if (options.loaded()) options.loaded()(step.slot.name);
   }
 }
 

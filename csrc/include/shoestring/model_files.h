@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,6 +32,10 @@ struct LoadOptions {
   /// Tensors that the files may contain although the module does not: full names, or the last components of a
   /// name.
   TORCH_ARG(std::vector<std::string>, ignore) = {};
+  /// Called with the name of each tensor as soon as it is loaded, in the order in which the module registers
+  /// its parameters, buffers and children. OffloadWeights can take a layer away once its last tensor is
+  /// there. If the function throws, the rest of the module stays as it was.
+  TORCH_ARG(std::function<void(const std::string&)>, loaded) = nullptr;
 };
 
 /// Loads a module's parameters and buffers by name from a safetensors file or a Hugging Face model directory,

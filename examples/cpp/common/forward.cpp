@@ -1,5 +1,7 @@
 #include "forward.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/linear.h>
 #include <shoestring/checkpoint.h>
@@ -18,13 +20,28 @@ Tensor inputs_of(const Tensor& rows) { return rows.narrow(1, 0, rows.size(1) - 1
 
 }  // namespace
 
-Forward::Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device)
-    : model_(model), options_(options), device_(device) {}
+Forward::Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device,
+                 shoestring::OffloadWeights* weights)
+    : model_(model), options_(options), device_(device), weights_(weights) {}
 
 // Returns the whole forward pass as functions to run one after the other. The last function returns the loss.
 std::vector<shoestring::BlockFunction> Forward::functions(const Tensor& rows) {
   const int64_t tokens = rows.size(1) - 1;
   auto all = model_->model->functions(tokens);
+  if (weights_ != nullptr) {
+    all.front() = [this](const Tensor& tokens) {
+      return weights_->embedding(model_->model->embed_tokens->weight, tokens);
+    };
+    for (int64_t i = 0; i < model_->config.layers; ++i) {
+      auto& layer = all[static_cast<size_t>(i) + 1];
+      layer = [this, i, forward = layer](const Tensor& x) {
+        // The checkpoint is inside, so that backward brings the weights before it recomputes the layer.
+        return weights_->run(i, x, [&](const Tensor& y) {
+          return options_.activations == "recompute" ? shoestring::checkpoint(forward, y) : forward(y);
+        });
+      };
+    }
+  }
   all.emplace_back([weight = model_->output_weight(), target = rows.narrow(1, 1, tokens),
                     baseline = options_.baseline, workspace = options_.workspace_mb](const Tensor& hidden) {
     if (baseline) {
@@ -83,8 +100,8 @@ Tensor Forward::run_layers(const std::vector<shoestring::BlockFunction>& functio
   const bool trains = at::GradMode::is_enabled();
   for (size_t i = 0; i < functions.size(); ++i) {
     const bool is_layer = i > 0 && i <= static_cast<size_t>(model_->config.layers);
-    x = is_layer && options_.activations == "recompute" ? shoestring::checkpoint(functions[i], x)
-                                                        : functions[i](x);
+    const bool recomputed = is_layer && options_.activations == "recompute" && weights_ == nullptr;
+    x = recomputed ? shoestring::checkpoint(functions[i], x) : functions[i](x);
     if (trains && offload_ && is_layer) offload_->mark();
   }
   return x;
@@ -93,7 +110,19 @@ Tensor Forward::run_layers(const std::vector<shoestring::BlockFunction>& functio
 Tensor Forward::logits(const Tensor& tokens) {
   const torch::NoGradGuard no_grad;
   const auto guard = autocast(options_, device_);
-  return at::linear(model_(tokens.to(device_)), model_->output_weight());
+  const Tensor& weight = model_->output_weight();
+  const Tensor moved = tokens.to(device_);
+  if (weights_ == nullptr) return at::linear(model_(moved), weight);
+  auto all = functions(at::cat({moved, moved.narrow(1, 0, 1)}, 1));
+  all.pop_back();  // the loss
+  const Tensor hidden = run_layers(all, moved);
+  constexpr int64_t kRows = 4096;
+  std::vector<Tensor> parts;
+  for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {
+    const Tensor rows = at::arange(begin, std::min(begin + kRows, weight.size(0)));
+    parts.push_back(at::linear(hidden, weights_->embedding(weight, rows)));
+  }
+  return at::cat(parts, -1);
 }
 
 double Forward::validate(const Blocks& blocks) {

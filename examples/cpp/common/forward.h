@@ -2,6 +2,7 @@
 
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/offload_activations.h>
+#include <shoestring/offload_weights.h>
 
 #include <memory>
 #include <optional>
@@ -15,7 +16,9 @@
 /// layer are kept, recomputed or offloaded, as --activations and --memory-budget say.
 class Forward {
  public:
-  Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device);
+  /// weights: where the model's frozen weights are while no layer needs them, or null if they are here.
+  Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device,
+          shoestring::OffloadWeights* weights = nullptr);
 
   /// Prepares training. Call it when the parameters are final. With --memory-budget, plans for each layer
   /// whether its activations are kept, recomputed or offloaded, and prints the plan. rows: tokens of a
@@ -38,6 +41,7 @@ class Forward {
   LlamaForCausalLM model_;
   const LoopOptions& options_;
   at::Device device_;
+  shoestring::OffloadWeights* weights_;
   std::unique_ptr<shoestring::OffloadActivations> offload_;
   std::optional<shoestring::SequencePlan> plan_;
 };

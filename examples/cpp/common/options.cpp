@@ -12,7 +12,13 @@ namespace {
 
 constexpr int64_t kMostSteps = 1'000'000'000;
 
-// Returns the number of bytes that a text such as "6GiB" or "500 MB" means, or 0 if it is no such text.
+bool is_place(const std::string& offload) {
+  return offload == "none" || offload == "cpu" || offload == "stream" ||
+         (offload.starts_with("nvme:") && offload.size() > 5);
+}
+
+}  // namespace
+
 int64_t bytes_of(const std::string& text) {
   double number = 0;
   const char* const end = text.data() + text.size();
@@ -32,13 +38,6 @@ int64_t bytes_of(const std::string& text) {
   const double bytes = number * factor;
   return bytes < 0x1p63 ? static_cast<int64_t>(bytes) : 0;
 }
-
-bool is_place(const std::string& offload) {
-  return offload == "none" || offload == "cpu" || offload == "stream" ||
-         (offload.starts_with("nvme:") && offload.size() > 5);
-}
-
-}  // namespace
 
 int64_t LoopOptions::budget_bytes() const { return memory_budget.empty() ? 0 : bytes_of(memory_budget); }
 

@@ -31,6 +31,9 @@ struct LoopOptions {
   bool scales_loss() const { return precision == "fp16"; }
 };
 
+/// Returns the number of bytes that a text such as "6GiB" or "500 MB" means, or 0 if it is no such text.
+int64_t bytes_of(const std::string& text);
+
 /// Adds the shared options. least_steps: smallest value of --steps.
 void add_loop_options(CommandLine& line, LoopOptions& options, int64_t least_steps);
 

@@ -9,6 +9,7 @@
 #include <shoestring/host_allocator.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
+#include <shoestring/offload_weights.h>
 #include <shoestring/safetensors.h>
 #include <torch/utils.h>
 
@@ -16,6 +17,8 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "config.h"
 #include "data.h"
@@ -39,9 +42,50 @@ struct Result {
   // Peak memory of the process in bytes: at its start, after the model is loaded, and at the end.
   int64_t libtorch = 0, loaded = 0, peak = 0;
   std::map<std::string, int64_t> device;  // memory of the device at the end, in bytes
+  std::map<std::string, int64_t>
+      weights;  // with --offload-weights: bytes that were read, and where weights are
 };
 
-LlamaForCausalLM load(const FinetuneOptions& options, const TokenFile& file, at::Device device) {
+// Lets the weights of a model leave while it is loaded: the embedding and the output layer as soon as they
+// are read, and each decoder layer as soon as its last tensor is.
+class LeavingWeights {
+ public:
+  LeavingWeights(LlamaForCausalLM& model, shoestring::OffloadWeights& weights)
+      : model_(model), weights_(weights) {}
+
+  void loaded(const std::string& name) {
+    constexpr std::string_view kLayers = "model.layers.";
+    const int64_t layer = name.starts_with(kLayers) ? std::stoll(name.substr(kLayers.size())) : -1;
+    if (layer != layer_) finish();
+    layer_ = layer;
+    if (name == "model.embed_tokens.weight") take_table(model_->model->embed_tokens->weight);
+    if (name == "lm_head.weight")
+      take_table(model_->config.tied ? model_->output_weight() : model_->lm_head->weight);
+  }
+  // Lets the layer leave whose tensors came last.
+  void finish() {
+    if (layer_ < 0) return;
+    std::vector<Tensor> leaving;
+    auto& layer = *model_->model->layers[static_cast<size_t>(layer_)];
+    for (Tensor& p : layer.parameters()) leaving.push_back(p.requires_grad_(false));
+    for (const Tensor& buffer : layer.buffers()) leaving.push_back(buffer);
+    // Small weights, such as those of norms, stay.
+    std::erase_if(leaving, [](const Tensor& t) { return !t.has_storage() || t.nbytes() < kLeast; });
+    weights_.add(leaving);
+    layer_ = -1;
+  }
+
+ private:
+  static constexpr size_t kLeast = 64 << 10;
+  void take_table(Tensor weight) { weights_.add_table(weight.requires_grad_(false)); }
+
+  LlamaForCausalLM& model_;
+  shoestring::OffloadWeights& weights_;
+  int64_t layer_ = -1;
+};
+
+LlamaForCausalLM load(const FinetuneOptions& options, const TokenFile& file, at::Device device,
+                      shoestring::OffloadWeights* weights) {
   const LlamaConfig config = read_config(options.model);
   if (file.vocab_size() > config.vocab_size) {
     throw InputError("--data " + options.data + ": expected a vocabulary of at most the model's " +
@@ -57,7 +101,14 @@ LlamaForCausalLM load(const FinetuneOptions& options, const TokenFile& file, at:
                           .ignore({"inv_freq"});
   if (options.quantize != "int8") load_options.block_size(options.block_size);
   if (config.tied) load_options.ignore({"inv_freq", "lm_head.weight"});
+  if (weights == nullptr) {
+    shoestring::load_model(*model, options.model, load_options);
+    return model;
+  }
+  LeavingWeights leaving(model, *weights);
+  load_options.loaded([&](const std::string& name) { leaving.loaded(name); });
   shoestring::load_model(*model, options.model, load_options);
+  leaving.finish();
   return model;
 }
 
@@ -112,6 +163,8 @@ void write_json(const std::string& path, const Result& result) {
   std::string device;
   for (const auto& [name, bytes] : result.device)
     device += c10::str(", \"device_", name, "_bytes\": ", bytes);
+  for (const auto& [name, bytes] : result.weights)
+    device += c10::str(", \"weights_", name, "_bytes\": ", bytes);
   std::fprintf(file,
                "{\"validation_loss_before\": %s, \"validation_loss\": %s, \"losses\": [%s], "
                "\"tokens_per_second\": %.6g, \"data_seconds\": %.6g, "
@@ -141,10 +194,21 @@ void run(const FinetuneOptions& options) {
   const Split data = split(file, options.seq_len, options.val_fraction);
   std::optional<FolderLock> lock;
   if (options.steps > 0) lock.emplace(options.out);
-  LlamaForCausalLM model = load(options, file, device);
+  std::optional<shoestring::OffloadWeights> weights;
+  if (options.weights_leave()) {
+    if (options.weights_folder().empty() && device.is_cpu()) {
+      throw InputError(
+          "--offload-weights cpu: expected nvme:DIR on the CPU, whose weights are in host memory already");
+    }
+    weights.emplace(shoestring::OffloadWeightsOptions()
+                        .device(device.str())
+                        .folder(options.weights_folder())
+                        .keep(options.keep.empty() ? 0 : bytes_of(options.keep)));
+  }
+  LlamaForCausalLM model = load(options, file, device, weights ? &*weights : nullptr);
   result.loaded = peak_memory();
   torch::manual_seed(static_cast<uint64_t>(options.seed));
-  Forward forward(model, options, device);
+  Forward forward(model, options, device, weights ? &*weights : nullptr);
   if (data.validation.count > 0) {
     result.validation_before = result.validation_after = forward.validate(data.validation);
     std::printf("validation loss %.7f, ", *result.validation_before);
@@ -160,6 +224,7 @@ void run(const FinetuneOptions& options) {
   if (!options.logits.empty()) write_logits(options.logits, forward, data.validation);
   result.peak = peak_memory();
   result.device = device_memory(device);
+  if (weights) result.weights = weights->statistics();
   std::printf("%s\n", memory_text(device).c_str());
   if (!options.json.empty()) write_json(options.json, result);
 }

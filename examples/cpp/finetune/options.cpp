@@ -20,6 +20,15 @@ void check(const FinetuneOptions& o) {
   refuse_together("--steps 0", o.steps == 0, "--val-fraction 0", o.val_fraction == 0);
   refuse_together("--logits", !o.logits.empty(), "--val-fraction 0", o.val_fraction == 0);
   refuse_together("--keep-memory", o.keep_memory, "--step-in-backward", o.step_in_backward);
+  require(!o.weights_leave() || o.offload_weights == "cpu" ||
+              (o.offload_weights.starts_with("nvme:") && o.offload_weights.size() > 5),
+          "--offload-weights: expected none, cpu or nvme:DIR, got " + o.offload_weights);
+  require(o.keep.empty() || o.keep == "0" || bytes_of(o.keep) > 0,
+          "--keep: expected a number of bytes, or a size such as 6GiB or 500MB, got " + o.keep);
+  require(o.keep.empty() || o.weights_leave(), "--keep: expected --offload-weights, got none");
+  // These initial values are computed from the weights of each layer.
+  refuse_together("--init " + o.init, o.init == "pissa" || o.init == "olora" || o.init == "loftq",
+                  "--offload-weights", o.weights_leave());
 }
 
 }  // namespace
@@ -50,6 +59,9 @@ FinetuneOptions parse_options(int argc, const char* const* argv) {
   line.add("target-modules", o.target_modules, kDecides, "all-linear, or names separated by commas");
   line.add("init", o.init, kDecides, "of the adapters", {"default", "gaussian", "pissa", "olora", "loftq"});
   line.add("lr-ratio", o.lr_ratio, 1, 1e6, kDecides, "how much faster than lora_A lora_B learns (LoRA+)");
+  line.add("offload-weights", o.offload_weights, kMayChange,
+           "where frozen weights lie while no layer needs them: none, cpu or nvme:DIR");
+  line.add("keep", o.keep, kMayChange, "with --offload-weights: size of the layers that stay, such as 1GiB");
   line.add("keep-memory", o.keep_memory, kMayChange,
            "keep what is freed for the next step: faster on the CPU, and more memory");
   line.add("json", o.json, kMayChange, "also write losses, speed and memory to this file");

@@ -18,8 +18,13 @@ struct FinetuneOptions : LoopOptions {
   int64_t block_size = 64, rank = 16;
   double alpha = 32, lr_ratio = 1;
   bool no_double_quant = false, keep_memory = false;
+  std::string offload_weights = "none", keep;
 
   bool double_quant() const { return !no_double_quant && (quantize == "nf4" || quantize == "fp4"); }
+  /// Returns whether frozen weights are away while no layer needs them, and the folder of their file, which
+  /// is empty for host memory.
+  bool weights_leave() const { return offload_weights != "none"; }
+  std::string weights_folder() const { return offload_weights == "cpu" ? "" : offload_weights.substr(5); }
   /// Returns the names of the layers that get an adapter. An empty list selects all linear layers.
   std::vector<std::string> targets() const;
 };

@@ -151,6 +151,28 @@ TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_
   }
 }
 
+TEST_CASE("load_model calls a function for each tensor, in the order of the module", "[model_files]") {
+  const Folder folder;
+  save_shards(folder, tensors(false));
+  Net net(false);
+  std::vector<std::string> names;
+  shoestring::load_model(*net, folder.path,
+                         LoadOptions().quantize("nf4").loaded([&](const std::string& name) {
+                           names.push_back(name);
+                           if (name == "up.bias") CHECK(net->up->is_quantized());
+                           if (name == "embed.weight")
+                             CHECK(net->embed->weight.sum().isfinite().item<bool>());
+                         }));
+  CHECK(names == std::vector<std::string>{"norm", "steps", "embed.weight", "up.weight", "up.bias",
+                                          "down.weight", "head.weight"});
+  Net other(false);
+  const auto stop = [](const std::string& name) {
+    if (name == "up.weight") throw std::runtime_error("mine");
+  };
+  CHECK_THROWS_AS(shoestring::load_model(*other, folder.path, LoadOptions().loaded(stop)),
+                  std::runtime_error);
+}
+
 TEST_CASE("load_model fills a QuantizedLinear of the model's own", "[model_files]") {
   const Folder folder, saved;
   const std::string path = folder / "model.safetensors";

@@ -190,6 +190,38 @@ def test_recomputed_layers_train_the_same(
         assert all(torch.equal(tensor, adapter[name]) for name, tensor in runs[0][1].items())
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_weights_in_a_file_train_the_same(program: Path, data: Path, tied: bool, tmp_path: Path) -> None:
+    """Losses, adapters and logits have the bits of a run whose weights are in memory."""
+    shape = {**SHAPE, "hidden_size": 256, "intermediate_size": 320, "num_hidden_layers": 4}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=tied)).save_pretrained(tmp_path / "model")
+    place = ["--offload-weights", f"nvme:{tmp_path}"]
+    for options in ([], ["--quantize", "none", "--activations", "recompute"], ["--memory-budget", "3MB"]):
+        runs = []
+        for name, more in (("here", []), ("away", place), ("kept", [*place, "--keep", "200KB"])):
+            out = tmp_path / name
+            train = [
+                "--steps",
+                "3",
+                "--batch-size",
+                "4",
+                "--rank",
+                "4",
+                "--precision",
+                "bf16",
+                *options,
+                *more,
+            ]
+            figures, logits, _ = results(finetune(program, tmp_path / "model", data, out, *train), out)
+            runs.append((figures, [logits, *load_file(out / "adapter_model.safetensors").values()]))
+        for figures, tensors in runs[1:]:
+            assert figures["losses"] == runs[0][0]["losses"]
+            assert all(map(torch.equal, tensors, runs[0][1]))
+            assert figures["weights_fetched_bytes"] > figures["weights_away_bytes"] > 0
+        assert runs[2][0]["weights_away_bytes"] <= runs[1][0]["weights_away_bytes"]
+
+
 def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     expected = loss(LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32))
     for options in (
@@ -406,6 +438,11 @@ def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
             "target_modules: expected names of modules, received 'w1', which matches nothing; the module has ",
         ),
         (["--data", "/none"], "--data /none: cannot open"),
+        (["--offload-weights", "cpu"], "--offload-weights cpu: expected nvme:DIR on the CPU"),
+        (["--offload-weights", "disk"], "--offload-weights: expected none, cpu or nvme:DIR, got disk"),
+        (["--offload-weights", "nvme:/none"], "/none/"),
+        (["--keep", "1GB"], "--keep: expected --offload-weights, got none"),
+        (["--offload-weights", "nvme:.", "--init", "pissa"], "--init pissa: expected no --offload-weights"),
         (["--out", "/proc/none/run", "--steps", "1"], "cannot make the folder"),
         (["--lr", "1e30", "--clip", "0", "--steps", "3"], "; training stopped before the weights changed"),
     ],

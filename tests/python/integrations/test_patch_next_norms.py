@@ -146,3 +146,13 @@ def test_a_norm_that_is_not_called() -> None:
     report.undo()
     private = (next_norms.PENDING, next_norms.NEXT)
     assert not any(name in m.__dict__ for m in patched.modules() for name in private)
+
+
+@pytest.mark.parametrize("recomputed", [[0], [1], [0, 2]])
+def test_a_kept_layer_before_a_recomputed_one(recomputed: list[int]) -> None:
+    """The layer that is recomputed computes its first norm itself, in forward as in its recomputation."""
+    patched, plain = pair(num_hidden_layers=3)
+    expected = step(plain)
+    assert_same(step(patched), expected)
+    shoestring.checkpoint_model(patched, [f"model.layers.{i}" for i in recomputed])
+    assert_same(step(patched), expected)

@@ -23,8 +23,9 @@ class SHOESTRING_API RowSource {
   using Body = std::function<void(int64_t first, const at::Tensor& rows)>;
   virtual void for_each(const at::Tensor& weight, int64_t step, const Body& body) = 0;
 
-  // Fewer rows than this at the end join the rows before them, since other kernels multiply few columns.
-  static constexpr int64_t kLeast = 64;
+  // Fewer rows than this at the end join the rows before them. Then each part has 8 pieces of the depth of a
+  // product on the CPU, as the whole weight has, and sums over the rows have the same order.
+  static constexpr int64_t kLeast = 4096;
 };
 
 /// Returns the source of a weight that is away, or null if the weight is on its device.

@@ -243,14 +243,20 @@ struct Round {
   int64_t shared_size = 0, own_panel_size = 0;  // own_panel_size: of one own panel over all pieces
 };
 
-// Divides the depth of all terms into pieces, and the pieces into rounds. All pieces of a term but the last
-// have the same size whatever the depth is, so a product whose depth arrives in parts that are multiples of
-// this size has the bits of the whole product.
+// With fewer pieces than this, equal sizes give smaller rounding errors.
+constexpr int64_t kManyPieces = 8;
+
+// Divides the depth of all terms into pieces, and the pieces into rounds. Of many pieces, all pieces of a
+// term but the last have the same size whatever the depth is, so a product whose depth arrives in parts that
+// are multiples of this size has the bits of the whole product.
 std::vector<Round> rounds_of(const kernels::GemmProduct& product, const std::vector<Sides>& terms) {
   std::vector<Round> rounds(1);
   for (const Sides& sides : terms) {
     if (sides.depth == 0) continue;
-    const int64_t step = product.most_depth;
+    const int64_t parts = parts_of(sides.depth, product.most_depth),
+                  even =
+                      parts_of(parts_of(sides.depth, parts), product.depth_multiple) * product.depth_multiple;
+    const int64_t step = parts < kManyPieces ? even : product.most_depth;
     for (int64_t begin = 0; begin < sides.depth; begin += step) {
       const int64_t depth = std::min(step, sides.depth - begin);
       const int64_t size = sides.shared().panels * sides.shared().packed(depth);

@@ -76,8 +76,9 @@ class Lent {
     }
     if (!value.isTensor() || !value.toTensor().has_storage()) return;
     const auto& storage = value.toTensor().storage();
-    void* begin = storage.mutable_data();
-    if (storage.nbytes() == 0 || simt::knows_memory(begin)) return;
+    // A storage whose weight is away has no memory, and its checked accessors raise an error.
+    void* begin = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().mutable_get();
+    if (begin == nullptr || storage.nbytes() == 0 || simt::knows_memory(begin)) return;
     simt::add_memory(begin, storage.nbytes());
     memory_.push_back(begin);
   }

@@ -82,7 +82,7 @@ class _Source(torch.autograd.Function):
 
 
 @contextmanager
-def metered(device: torch.device) -> Iterator[Any]:
+def metered(device: torch.device = torch.device("cpu")) -> Iterator[Any]:
     meter = torch.classes.shoestring.MemoryMeter()
     meter.begin(device)
     try:

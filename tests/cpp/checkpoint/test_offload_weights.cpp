@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include "emulated.h"
 #include "folder.h"
 
 #include <shoestring/offload_weights.h>
@@ -143,8 +144,8 @@ TEST_CASE("offload_weights refuses what it cannot do", "[offload_weights]") {
 TEST_CASE("an embedding and a head that are away give the same bits", "[offload_weights]") {
   const auto folder = Folder();
   at::manual_seed(7);
-  const Tensor table = at::randn({66001, 64}), head = at::randn({3000, 64}),
-               tokens = at::randint(66001, {2, 5});
+  const Tensor table = at::randn({70001, 64}), head = at::randn({3000, 64}),
+               tokens = at::randint(70001, {2, 5});
   const Tensor target = at::randint(3000, {2, 5});
   const auto run = [&](const OffloadWeights* offload) {
     const Tensor x = (offload == nullptr ? at::embedding(table, tokens) : offload->embedding(table, tokens))
@@ -160,7 +161,12 @@ TEST_CASE("an embedding and a head that are away give the same bits", "[offload_
   offload.add_table(table);
   offload.add_table(head);
   CHECK_THROWS_WITH(head.sum(), Contains("offload_weights: table [3000, 64]: expected weights on cpu"));
-  CHECK(same_weights(run(&offload), expected));
+  const auto away = run(&offload);
+  if (is_emulated()) {  // products of panels are rounded one after the other there
+    for (size_t i = 0; i < expected.size(); ++i) CHECK(at::allclose(away[i], expected[i], 1e-4, 1e-5));
+  } else {
+    CHECK(same_weights(away, expected));
+  }
   CHECK_THROWS_AS(offload.embedding(table, at::full({1}, -1, at::kLong)), c10::IndexError);
   CHECK_THROWS_WITH(offload.add_table(at::ones({2, 3, 4})),
                     Contains("expected a contiguous weight (rows, columns)"));

@@ -31,6 +31,13 @@ SIZES = {
 Shapes = dict[str, tuple[int, ...]]
 
 
+def linear_shapes(shape: dict[str, int]) -> list[tuple[int, int]]:
+    """Return (rows, columns) of each linear layer of a block: q, o, k, v, gate, up and down."""
+    hidden, wide = shape["hidden"], shape["intermediate"]
+    narrow = hidden // shape["heads"] * shape["kv_heads"]
+    return [(hidden, hidden)] * 2 + [(narrow, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
+
+
 def write_random_llama(
     directory: Path,
     *,

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.random_llama import SIZES, write_random_llama
+from benchmarks.random_llama import SIZES, linear_shapes, write_random_llama
 
 RANK = 16
+NF4_BYTES = 0.5 + 1 / 64 + 4 / 64 / 256  # of a weight with nested scales
 MIB = 2**20
 # By default, glibc's malloc raises its mmap threshold. It then keeps freed blocks of up to 32 MiB in its
 # heap, in between blocks that are in use. With a fixed threshold, malloc returns all larger blocks to the
@@ -35,7 +36,7 @@ def predicted_bytes(shape: dict[str, int], tokens: int, workspace: int) -> dict[
     """
     hidden, wide, layers = shape["hidden"], shape["intermediate"], shape["layers"]
     narrow = hidden // shape["heads"] * shape["kv_heads"]
-    linear = [(hidden, hidden)] * 2 + [(narrow, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
+    linear = linear_shapes(shape)
     adapter = layers * sum(RANK * (rows + columns) for rows, columns in linear)
     # bf16 activations of the one layer that backward recomputes. These activations are the inputs of both
     # norms and of all linear layers, and the tensors q, k, v, attention output, gate and up. The projections
@@ -43,7 +44,7 @@ def predicted_bytes(shape: dict[str, int], tokens: int, workspace: int) -> dict[
     # gradients of the widest tensors.
     of_layer = tokens * 2 * (6 * hidden + 3 * narrow + 4 * wide)
     return {
-        "linear weights, 4.127 bits": layers * sum(map(math.prod, linear)) * (0.5 + 1 / 64 + 4 / 64 / 256),
+        "linear weights, 4.127 bits": layers * sum(map(math.prod, linear)) * NF4_BYTES,
         "embedding and head, bf16": 2 * 2 * shape["vocab_size"] * hidden,
         "adapters, fp32, and their gradients": adapter * (4 + 4),
         "AdamW's 8-bit state": adapter * 2.03,

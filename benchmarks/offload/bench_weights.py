@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.adapters.qlora_memory import MIB, SYSTEM, status
+from benchmarks.adapters.qlora_memory import MIB, NF4_BYTES, SYSTEM, status
 from benchmarks.common import Report, arguments
-from benchmarks.random_llama import write_random_llama
+from benchmarks.random_llama import SIZES, linear_shapes, write_random_llama
 
 STEPS = 3
 SHAPES: dict[str, dict[str, int]] = {
@@ -57,14 +57,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "kv_heads": 52,
         "vocab_size": 32_000,
     },
-    "full-1b": {
-        "hidden": 2048,
-        "intermediate": 5632,
-        "layers": 22,
-        "heads": 32,
-        "kv_heads": 4,
-        "vocab_size": 32_000,
-    },
+    "full-1b": SIZES["1b"],
     # of the table of depths
     "depth": {
         "hidden": 1024,
@@ -96,17 +89,10 @@ def own(parser: argparse.ArgumentParser) -> None:
 # ---- formulas ----
 
 
-def linear_sizes(shape: dict[str, int]) -> list[tuple[int, int]]:
-    """Return the shapes (rows, columns) of the linear layers of a block."""
-    hidden, wide = shape["hidden"], shape["intermediate"]
-    narrow = hidden // shape["heads"] * shape["kv_heads"]
-    return [(hidden, hidden)] * 2 + [(narrow, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
-
-
 def block_bytes(kind: str, shape: dict[str, int]) -> float:
     """Return the bytes of a block's weights that leave; norms stay."""
-    each = 0.5 + 1 / 64 + 4 / 64 / 256 if kind == "qlora-8b" else 2
-    return sum(map(math.prod, linear_sizes(shape))) * each
+    each = NF4_BYTES if kind == "qlora-8b" else 2
+    return sum(map(math.prod, linear_shapes(shape))) * each
 
 
 def predicted_parts(kind: str, shape: dict[str, int], tokens: int, keep: int) -> dict[str, float]:
@@ -123,7 +109,7 @@ def predicted_parts(kind: str, shape: dict[str, int], tokens: int, keep: int) ->
         parts["gradient of the output layer, fp32 and bf16"] = 1.5 * 2 * table
     else:
         rank = RANKS[kind]
-        sizes = linear_sizes(shape) if kind == "qlora-8b" else linear_sizes(shape)[:1] * 2
+        sizes = linear_shapes(shape) if kind == "qlora-8b" else linear_shapes(shape)[:1] * 2
         adapter = layers * sum(rank * (rows + columns) for rows, columns in sizes)
         parts["panels of the output layer"] = min(PANELS, table)
         parts["adapters and their gradients, fp32"] = adapter * 8

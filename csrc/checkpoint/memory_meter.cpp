@@ -1,6 +1,6 @@
 #include "checkpoint/memory_meter.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/library.h>

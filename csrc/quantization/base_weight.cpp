@@ -51,14 +51,12 @@ BaseWeight BaseWeight::dense(const Tensor& weight, at::ScalarType product,
   base.dense_ = weight;
   base.product_ = weight.options().dtype(product);
   base.source_ = row_source_of(weight);
-  if (base.source_ != nullptr) {
-    base.rounded_ = rounded.value_or(weight.scalar_type());
-    base.step_ = panel_of_rows(weight);
-    return base;
-  }
-  const bool widen = weight.scalar_type() != product && !gemm::gemm_widens(product);
-  base.step_ = widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
-                     : std::max<int64_t>(base.rows_, 1);
+  const bool away = base.source_ != nullptr;
+  base.panel_type_ = away ? rounded.value_or(weight.scalar_type()) : weight.scalar_type();
+  const bool widen = base.panel_type_ != product && !gemm::gemm_widens(product);
+  base.step_ = away    ? panel_of_rows(weight)
+               : widen ? panel_rows(Backend::kCpu, base.rows_, base.columns_, sizeof(float))
+                       : std::max<int64_t>(base.rows_, 1);
   return base;
 }
 
@@ -79,9 +77,7 @@ BaseWeight::Buffers BaseWeight::make_buffers() const {
   const int64_t rows = source_ != nullptr ? std::min(rows_, step_ + RowSource::kLeast) : step_;
   const auto make = [&](at::ScalarType dtype) { return at::empty({rows, columns_}, product_.dtype(dtype)); };
   if (quantized_.has_value()) buffers.dequantized = make(type == at::kDouble ? at::kFloat : type);
-  if (quantized_.has_value()
-          ? type == at::kDouble
-          : (source_ != nullptr ? rounded_ : dense_.scalar_type()) != type && !gemm::gemm_widens(type)) {
+  if (quantized_.has_value() ? type == at::kDouble : panel_type_ != type && !gemm::gemm_widens(type)) {
     buffers.converted = make(type);
   }
   return buffers;

@@ -76,7 +76,7 @@ class BaseWeight {
     const Buffers buffers = make_buffers();
     if (source_ != nullptr) {
       source_->for_each(dense_, step_, [&](int64_t begin, const at::Tensor& rows) {
-        body(begin, converted(buffers, rows.to(rounded_)));
+        body(begin, converted(buffers, rows.to(panel_type_)));
       });
       return;
     }
@@ -95,9 +95,9 @@ class BaseWeight {
 
   int64_t rows_ = 0, columns_ = 0, step_ = 0;
   at::Tensor dense_;
-  std::shared_ptr<RowSource> source_;  // null unless dense_ is away
-  at::ScalarType rounded_ = at::ScalarType::Undefined;
-  at::TensorOptions product_;  // of a panel
+  std::shared_ptr<RowSource> source_;                      // null unless dense_ is away
+  at::ScalarType panel_type_ = at::ScalarType::Undefined;  // of a dense panel before it is converted
+  at::TensorOptions product_;                              // of a panel
   std::optional<QuantizedMatrix> quantized_;
 };
 

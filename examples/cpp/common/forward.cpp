@@ -24,24 +24,31 @@ Forward::Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::
                  shoestring::OffloadWeights* weights)
     : model_(model), options_(options), device_(device), weights_(weights) {}
 
-// Returns the whole forward pass as functions to run one after the other. The last function returns the loss.
-std::vector<shoestring::BlockFunction> Forward::functions(const Tensor& rows) {
-  const int64_t tokens = rows.size(1) - 1;
+// Returns the model's steps from tokens to hidden states, with each layer under its checkpoint, and with its
+// weights on the device.
+std::vector<shoestring::BlockFunction> Forward::layers(int64_t tokens) {
   auto all = model_->model->functions(tokens);
   if (weights_ != nullptr) {
     all.front() = [this](const Tensor& tokens) {
       return weights_->embedding(model_->model->embed_tokens->weight, tokens);
     };
-    for (int64_t i = 0; i < model_->config.layers; ++i) {
-      auto& layer = all[static_cast<size_t>(i) + 1];
-      layer = [this, i, forward = layer](const Tensor& x) {
-        // The checkpoint is inside, so that backward brings the weights before it recomputes the layer.
-        return weights_->run(i, x, [&](const Tensor& y) {
-          return options_.activations == "recompute" ? shoestring::checkpoint(forward, y) : forward(y);
-        });
-      };
-    }
   }
+  for (int64_t i = 0; i < model_->config.layers; ++i) {
+    auto& layer = all[static_cast<size_t>(i) + 1];
+    if (options_.activations == "recompute") {
+      layer = [forward = layer](const Tensor& x) { return shoestring::checkpoint(forward, x); };
+    }
+    // The checkpoint is inside, so that backward brings the weights before it recomputes the layer.
+    if (weights_ != nullptr)
+      layer = [this, i, forward = layer](const Tensor& x) { return weights_->run(i, x, forward); };
+  }
+  return all;
+}
+
+// Returns the whole forward pass as functions to run one after the other. The last function returns the loss.
+std::vector<shoestring::BlockFunction> Forward::functions(const Tensor& rows) {
+  const int64_t tokens = rows.size(1) - 1;
+  auto all = layers(tokens);
   all.emplace_back([weight = model_->output_weight(), target = rows.narrow(1, 1, tokens),
                     baseline = options_.baseline, workspace = options_.workspace_mb](const Tensor& hidden) {
     if (baseline) {
@@ -100,8 +107,7 @@ Tensor Forward::run_layers(const std::vector<shoestring::BlockFunction>& functio
   const bool trains = at::GradMode::is_enabled();
   for (size_t i = 0; i < functions.size(); ++i) {
     const bool is_layer = i > 0 && i <= static_cast<size_t>(model_->config.layers);
-    const bool recomputed = is_layer && options_.activations == "recompute" && weights_ == nullptr;
-    x = recomputed ? shoestring::checkpoint(functions[i], x) : functions[i](x);
+    x = functions[i](x);
     if (trains && offload_ && is_layer) offload_->mark();
   }
   return x;
@@ -111,11 +117,8 @@ Tensor Forward::logits(const Tensor& tokens) {
   const torch::NoGradGuard no_grad;
   const auto guard = autocast(options_, device_);
   const Tensor& weight = model_->output_weight();
-  const Tensor moved = tokens.to(device_);
-  if (weights_ == nullptr) return at::linear(model_(moved), weight);
-  auto all = functions(at::cat({moved, moved.narrow(1, 0, 1)}, 1));
-  all.pop_back();  // the loss
-  const Tensor hidden = run_layers(all, moved);
+  const Tensor hidden = run_layers(layers(tokens.size(1)), tokens.to(device_));
+  if (weights_ == nullptr) return at::linear(hidden, weight);
   constexpr int64_t kRows = 4096;
   std::vector<Tensor> parts;
   for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {

@@ -35,6 +35,7 @@ class Forward {
   at::Device device() const { return device_; }
 
  private:
+  std::vector<shoestring::BlockFunction> layers(int64_t tokens);
   std::vector<shoestring::BlockFunction> functions(const at::Tensor& rows);
   at::Tensor run_layers(const std::vector<shoestring::BlockFunction>& functions, at::Tensor x);
 

@@ -13,8 +13,7 @@ namespace {
 constexpr int64_t kMostSteps = 1'000'000'000;
 
 bool is_place(const std::string& offload) {
-  return offload == "none" || offload == "cpu" || offload == "stream" ||
-         (offload.starts_with("nvme:") && offload.size() > 5);
+  return offload == "none" || offload == "cpu" || offload == "stream" || is_on_disk(offload);
 }
 
 }  // namespace
@@ -38,6 +37,8 @@ int64_t bytes_of(const std::string& text) {
   const double bytes = number * factor;
   return bytes < 0x1p63 ? static_cast<int64_t>(bytes) : 0;
 }
+
+bool is_on_disk(const std::string& place) { return place.starts_with("nvme:") && place.size() > 5; }
 
 int64_t LoopOptions::budget_bytes() const { return memory_budget.empty() ? 0 : bytes_of(memory_budget); }
 

@@ -34,6 +34,9 @@ struct LoopOptions {
 /// Returns the number of bytes that a text such as "6GiB" or "500 MB" means, or 0 if it is no such text.
 int64_t bytes_of(const std::string& text);
 
+/// Returns whether a value of --offload or --offload-weights is nvme:DIR with a folder.
+bool is_on_disk(const std::string& place);
+
 /// Adds the shared options. least_steps: smallest value of --steps.
 void add_loop_options(CommandLine& line, LoopOptions& options, int64_t least_steps);
 

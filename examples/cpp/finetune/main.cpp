@@ -59,8 +59,7 @@ class LeavingWeights {
     if (layer != layer_) finish();
     layer_ = layer;
     if (name == "model.embed_tokens.weight") take_table(model_->model->embed_tokens->weight);
-    if (name == "lm_head.weight")
-      take_table(model_->config.tied ? model_->output_weight() : model_->lm_head->weight);
+    if (name == "lm_head.weight") take_table(model_->output_weight());
   }
   // Lets the layer leave whose tensors came last.
   void finish() {
@@ -203,7 +202,7 @@ void run(const FinetuneOptions& options) {
     weights.emplace(shoestring::OffloadWeightsOptions()
                         .device(device.str())
                         .folder(options.weights_folder())
-                        .keep(options.keep.empty() ? 0 : bytes_of(options.keep)));
+                        .keep(bytes_of(options.keep)));
   }
   LlamaForCausalLM model = load(options, file, device, weights ? &*weights : nullptr);
   result.loaded = peak_memory();

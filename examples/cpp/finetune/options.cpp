@@ -20,8 +20,7 @@ void check(const FinetuneOptions& o) {
   refuse_together("--steps 0", o.steps == 0, "--val-fraction 0", o.val_fraction == 0);
   refuse_together("--logits", !o.logits.empty(), "--val-fraction 0", o.val_fraction == 0);
   refuse_together("--keep-memory", o.keep_memory, "--step-in-backward", o.step_in_backward);
-  require(!o.weights_leave() || o.offload_weights == "cpu" ||
-              (o.offload_weights.starts_with("nvme:") && o.offload_weights.size() > 5),
+  require(!o.weights_leave() || o.offload_weights == "cpu" || is_on_disk(o.offload_weights),
           "--offload-weights: expected none, cpu or nvme:DIR, got " + o.offload_weights);
   require(o.keep.empty() || o.keep == "0" || bytes_of(o.keep) > 0,
           "--keep: expected a number of bytes, or a size such as 6GiB or 500MB, got " + o.keep);

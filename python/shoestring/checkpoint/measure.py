@@ -44,7 +44,7 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # addresses of storages of arguments that no other block receives
+    # identifiers of storages of arguments that no other block receives
     own: set[int] = field(default_factory=set)
 
 
@@ -82,9 +82,9 @@ class _Source(torch.autograd.Function):
 
 
 @contextmanager
-def metered(device: torch.device = torch.device("cpu")) -> Iterator[Any]:
+def metered(device: torch.device | str = "cpu") -> Iterator[Any]:
     meter = torch.classes.shoestring.MemoryMeter()
-    meter.begin(device)
+    meter.begin(torch.device(device))
     try:
         yield meter
     finally:

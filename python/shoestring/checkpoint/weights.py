@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
 from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
-from shoestring.core.storages import parts
+from shoestring.core.storages import parts, storages
 
 OWNER = "_shoestring_offloaded_weights"
 # Storages of fewer bytes stay on the device. Among them are the weights of norms, which the block before may read.
@@ -97,10 +97,9 @@ def offload_weights(
     found = find_blocks(model, blocks, "offload_weights")
     found_tables = find_tables(model, tables, found)
     if param_init_fn is not None:
-        units = [*found.items(), *found_tables.items()]
-        return _offload_while_made(model, units, to, keep, optimizer is not None, param_init_fn)
+        return _offload_while_made(model, found, found_tables, to, keep, optimizer is not None, param_init_fn)
     weights = _weights_of(found, optimizer is not None)
-    everywhere = _storages(model, found)
+    everywhere = owners_of_storages(model, found)
     tensors = [t for frozen, trained in weights.values() for t in (*frozen, *trained)]
     devices = {t.device for t in tensors}
     if not devices:
@@ -131,7 +130,8 @@ def offload_weights(
 
 def _offload_while_made(
     model: nn.Module,
-    units: list[tuple[str, nn.Module]],
+    blocks: dict[str, nn.Module],
+    tables: dict[str, nn.Module],
     to: str,
     keep: int,
     with_trained: bool,
@@ -140,7 +140,7 @@ def _offload_while_made(
     """Let the weights of each block and table leave as soon as ``param_init_fn`` has made them."""
     handle: OffloadedWeights | None = None
     try:
-        for name, module in units:
+        for name, module in (blocks | tables).items():
             param_init_fn(module)
             left = next((key for key, p in module.named_parameters() if p.device.type == "meta"), None)
             if left is not None:
@@ -150,7 +150,7 @@ def _offload_while_made(
                 )
             if handle is None:
                 handle = OffloadedWeights(model, next(module.parameters()).device, to, keep)
-            if is_table(module):
+            if name in tables:
                 handle._add_table(name, module)
             else:
                 handle._add(name, module, *_weights_of({name: module}, with_trained)[name])
@@ -175,6 +175,13 @@ def is_table(module: nn.Module) -> bool:
     )
 
 
+def embeddings_and_head(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all embeddings of a model, and the output layer that it names, in the order of the model."""
+    of_model: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = of_model()
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) or m is head}
+
+
 def find_tables(
     model: nn.Module, tables: Sequence[str | nn.Module] | None, blocks: dict[str, nn.Module]
 ) -> dict[str, nn.Module]:
@@ -182,10 +189,8 @@ def find_tables(
     inside = {module for block in blocks.values() for module in block.modules()}
     outside = {name: module for name, module in model.named_modules() if module not in inside}
     if tables is None:
-        of_model: Any = getattr(model, "get_output_embeddings", lambda: None)
-        head = of_model()
-        found = {n: m for n, m in outside.items() if isinstance(m, nn.Embedding) or m is head}
-        return {name: module for name, module in found.items() if is_table(module)}
+        found = embeddings_and_head(model)
+        return {name: module for name, module in found.items() if name in outside and is_table(module)}
     names = {module: name for name, module in outside.items()}
     chosen = {}
     for given in tables:
@@ -200,8 +205,13 @@ def find_tables(
     return chosen
 
 
+def is_place(to: str) -> bool:
+    """Return whether ``to`` says where weights can be: "cpu", or "nvme:DIR" with a folder."""
+    return to == "cpu" or (to.startswith("nvme:") and to != "nvme:")
+
+
 def check_place(to: str, keep: int) -> None:
-    if to != "cpu" and (not to.startswith("nvme:") or to == "nvme:"):
+    if not is_place(to):
         raise InputError(f"offload_weights: to: expected cpu or nvme:DIR, received {to!r}")
     if keep < 0:
         raise InputError(f"offload_weights: keep: expected a number of bytes of at least 0, received {keep}")
@@ -434,13 +444,11 @@ def _weights_of(
     return found
 
 
-def _storages(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[str]]:
+def owners_of_storages(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[str]]:
     """Return for each storage of the model the blocks that have it; "" stands for the rest of the model."""
     owner_of = {module: name for name, block in blocks.items() for module in block.modules()}
     owners: dict[int, set[str]] = {}
     for module in model.modules():
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        for tensor in own:
-            for inner in parts([tensor]):
-                owners.setdefault(_key(inner), set()).add(owner_of.get(module, ""))
+        for key in storages((*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            owners.setdefault(key, set()).add(owner_of.get(module, ""))
     return owners

@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return a dict from the address of each distinct storage of the tensors to its size in bytes.
+    """Return a dict from an identifier of each distinct storage of the tensors to its size in bytes.
 
-    A tensor of a wrapper subclass, such as a quantised weight, has several storages.
+    A tensor of a wrapper subclass, such as a quantised weight, has several storages. Unlike an address, the
+    identifier also exists on the meta device, and stays the same when ``offload_weights`` moves a weight.
     """
-    # A storage on the meta device has no data pointer; its attribute _cdata identifies it instead.
     found = (part.untyped_storage() for part in parts(tensors))
-    return {storage.data_ptr() or storage._cdata: storage.nbytes() for storage in found}
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -24,15 +24,6 @@ def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor
-
-
-def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return a dict from an identifier of each distinct storage of the tensors to its size in bytes.
-
-    Unlike an address, the identifier stays the same when ``offload_weights`` moves a weight.
-    """
-    found = (part.untyped_storage() for part in parts(tensors))
-    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from shoestring.checkpoint import weights
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
-from shoestring.core.storages import storage_sizes
+from shoestring.core.storages import storages
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.offloaded_weights import kept_bytes, trained_leave
 
@@ -84,17 +84,12 @@ def away_blocks(model: nn.Module, config: EstimateConfig) -> list[AwayBlock]:
             f"--offload-weights {config.offload_weights}: expected a model with a list of blocks, received a "
             f"{type(model).__name__} without one"
         ) from None
-    inside = {module: name for name, block in blocks.items() for module in block.modules()}
-    owners: dict[int, set[str]] = {}
-    for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        for key in storage_sizes(tensors):
-            owners.setdefault(key, set()).add(inside.get(module, ""))
+    owners = weights.owners_of_storages(model, blocks)
     keep, found = kept_bytes(config), []
     for name, block in blocks.items():
         tensors = [*block.parameters(), *block.buffers()]
-        trained = storage_sizes(t for t in tensors if t.requires_grad)
-        frozen = storage_sizes(t for t in tensors if not t.requires_grad)
+        trained = storages(t for t in tensors if t.requires_grad)
+        frozen = storages(t for t in tensors if not t.requires_grad)
         groups = [
             [size for key, size in group.items() if size >= weights.LEAST and owners[key] == {name}]
             for group in (trained if trained_leave(config) else {}, frozen)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoestring.checkpoint.model import parse_bytes
 from shoestring.core.device import is_asynchronous, is_cuda
 from shoestring.core.errors import InputError
-from shoestring.core.storages import storage_sizes, storages
+from shoestring.core.storages import storages
 
 
 def _status(key: str) -> int | None:
@@ -111,20 +111,19 @@ def weight_bytes(model: nn.Module) -> int:
     """
     states = [getattr(p, "quant_state", None) for p in model.parameters()]
     scales = [state.absmax for state in states if state is not None]
-    return sum(storage_sizes([*model.parameters(), *model.buffers(), *scales]).values())
+    return storage_bytes([*model.parameters(), *model.buffers(), *scales])
 
 
 class SavedActivations:
     """Count the bytes that autograd saves for backward inside the ``with`` block, without weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._weights = storage_sizes([*model.parameters(), *model.buffers()])
+        self._weights = storages([*model.parameters(), *model.buffers()])
         self._seen: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if self._weights.keys().isdisjoint(storage_sizes([tensor])):
-            self._seen |= storages([tensor])
+        self._seen |= {key: size for key, size in storages([tensor]).items() if key not in self._weights}
         return tensor
 
     def __enter__(self) -> SavedActivations:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.checkpoint.model import parse_bytes
-from shoestring.checkpoint.weights import OWNER, OffloadedWeights, offload_weights
+from shoestring.checkpoint.weights import OWNER, OffloadedWeights, is_place, offload_weights
 from shoestring.core.errors import InputError
 from shoestring.core.presence import weights_present
 from shoestring.training.config import FinetuneConfig, StepConfig, WeightsConfig
@@ -39,7 +39,7 @@ def check_weights_place(config: FinetuneConfig | EstimateConfig, device: torch.d
         if kept:
             raise InputError(f"--keep {config.keep}: expected --offload-weights as well, got none; add it")
         return
-    if place != "cpu" and (not place.startswith("nvme:") or place == "nvme:"):
+    if not is_place(place):
         raise InputError(f"--offload-weights: expected {PLACES}, got {place}")
     if place == "cpu" and device.type == "cpu":
         raise InputError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoestring.checkpoint.blocks import find_blocks
-from shoestring.checkpoint.weights import OffloadedWeights, check_place
+from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddings_and_head
 from shoestring.files.read_file import check_regular, is_integer
 from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
 from shoestring.integrations.transformers.remote_code import why_not_loaded
@@ -148,14 +148,10 @@ def load_quantized(
 class LeavingBlocks:
     """Lets the weights of each block and table of a model leave as soon as they are all read."""
 
-    def __init__(self, model: Any, device: torch.device, to: str, keep: int) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, to: str, keep: int) -> None:
         self._blocks = find_blocks(model, None, METHOD)
         # On the meta device, the parameters still require gradients, and a size decides later.
-        self._tables = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
-        }
+        self._tables: dict[str, Any] = {**embeddings_and_head(model)}
         self._weights = OffloadedWeights(model, device, to, keep)
         self._current = ""
 

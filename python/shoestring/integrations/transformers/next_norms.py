@@ -54,6 +54,11 @@ def next_norms(
     return found
 
 
+def _in_checkpoint() -> bool:
+    """Return whether saved tensors go through hooks, as in a checkpoint, which computes its part by itself."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def may_defer(layer: nn.Module, residual: Tensor) -> bool:
     """Return whether a layer may compute the next norm.
 
@@ -66,7 +71,7 @@ def may_defer(layer: nn.Module, residual: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
         and torch._C._current_graph_task_id() == -1
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and not _in_checkpoint()
         and not getattr(layer, "_is_replica", False)
         and isinstance(weight, nn.Parameter)
         and not hasattr(weight, "device_mesh")
@@ -86,6 +91,5 @@ def take(norm: nn.Module, x: Tensor, rounded: torch.dtype | None) -> Tensor | No
     if torch.compiler.is_compiling() or PENDING not in norm.__dict__:
         return None
     total, version, normed, dtype = norm.__dict__.pop(PENDING)
-    alone = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    fits = total is x and version == x._version and dtype == rounded and torch.is_grad_enabled() and not alone
-    return normed if fits else None
+    same = total is x and version == x._version and dtype == rounded
+    return normed if same and torch.is_grad_enabled() and not _in_checkpoint() else None

@@ -1,4 +1,4 @@
-// Chooses between this package's products and PyTorch's for trainable dense layers.
+// Chooses between this package's products and PyTorch's for dense layers.
 
 #include "gemm/choice.h"
 
@@ -36,6 +36,9 @@ constexpr int64_t kFewestTokens = 256, kMostTokens = 2048;
 // prepares kernels.
 constexpr double kSeconds = 0.02;
 constexpr int kLeastTurns = 2, kMostTurns = 6;
+// A group is ours without more turns if ours is so many times faster than PyTorch is with few tokens.
+constexpr int64_t kFew = 8;
+constexpr double kFarSlower = 16;
 // Batches of fewer tokens, as in generation, are left to PyTorch.
 constexpr int64_t kLeastTokens = 32;
 
@@ -96,6 +99,22 @@ double measured_ratio(const LayerGroup& group) {
     }
     grad_x.to(dtype);
   };
+  const auto time_of_second = [](const auto& function) {
+    function();  // prepares kernels
+    const auto before = Clock::now();
+    function();
+    return seconds_since(before);
+  };
+  // On CPUs without AVX-512, PyTorch computes the gradient of x in bf16 without a library, and one turn may
+  // take minutes. Where there is a library, a product of few tokens reads the weights at a rate far above the
+  // limit.
+  if (compute == at::kBFloat16) {
+    const Tensor weight = weights[0].to(compute), few = ones(kFew, weight.size(0), compute);
+    const double flop = 2.0 * kFew * static_cast<double>(weight.numel());
+    const double rate = flop / time_of_second([&] { at::mm(few, weight); });
+    const double own = 6.0 * static_cast<double>(tokens * group.weights()) / time_of_second(ours);
+    if (rate * kFarSlower < own) return 0;
+  }
   std::array<double, 2> least{std::numeric_limits<double>::infinity(),
                               std::numeric_limits<double>::infinity()};
   const auto start = Clock::now();
@@ -122,7 +141,7 @@ std::optional<at::ScalarType> dtype_of_products(const Tensor& x, at::TensorList 
 bool is_own(const Tensor& x, at::TensorList weights) {
   if (weights.empty() || !x.is_cpu() || x.dim() == 0 || x.numel() < kLeastTokens * x.size(-1)) return false;
   for (const Tensor& weight : weights) {
-    if (!weight.is_cpu() || !weight.requires_grad() || weight.dim() != 2 || weight.size(1) != x.size(-1) ||
+    if (!weight.is_cpu() || weight.dim() != 2 || weight.size(1) != x.size(-1) ||
         weight.scalar_type() != weights[0].scalar_type())
       return false;
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-// The rule by which trainable dense layers are computed by this package or by PyTorch.
+// The rule by which dense layers are computed by this package or by PyTorch.
 
 #include <cstdint>
 #include <optional>

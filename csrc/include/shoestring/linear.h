@@ -40,7 +40,7 @@ SHOESTRING_API std::vector<at::Tensor> linear_group(const at::Tensor& x, at::Ten
                                                     const LinearOptions& options = {});
 
 /// Compute dense layers of any device as torch::nn::functional::linear does: by linear or linear_group if
-/// these are faster for trainable layers of this shape and dtype on this CPU, else by PyTorch's linear. The
+/// these are faster for layers of this shape and dtype on this CPU, else by PyTorch's linear. The
 /// results differ within rounding.
 ///
 /// On CPUs with AMX, products in bf16 are computed by this package, also under autocast. On other CPUs, a

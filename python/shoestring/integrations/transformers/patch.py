@@ -139,7 +139,7 @@ def patch(
     Dropout: modules of ``nn.Dropout`` use ``shoestring.seeded_dropout``, which stores no mask. Its random
     numbers differ from PyTorch's, so a run with dropout drops other elements than an unpatched run.
 
-    Linear layers: trainable dense ``nn.Linear`` layers become the operators :func:`shoestring.linear` and
+    Linear layers: dense ``nn.Linear`` layers, trainable or frozen, become the operators :func:`shoestring.linear` and
     :func:`shoestring.linear_group`. Query, key and value share one call, and so do gate and up. Under
     autocast, weights and activations are rounded while they are multiplied, and gradients are computed in
     the dtypes of the weights. The layers stay ``nn.Linear`` modules; their parents call the operators
@@ -171,7 +171,7 @@ def patch(
         attention: False leaves the attention implementation unchanged.
         norms, rope, mlp, dropout, embedding: False leaves norms, rotary embeddings, the activations of MLPs,
             dropout or embeddings unchanged.
-        linear: whether trainable dense layers use shoestring's operators. False: none. True: measures each
+        linear: whether dense layers use shoestring's operators. False: none. True: measures each
             product of this model's layers, chooses the faster library for each, and leaves a layer to PyTorch
             if PyTorch is faster over all. None: uses them where whole training steps were measured faster.
             On CPUs with AMX these are products in bf16, autocast included, and nothing is measured. On other

@@ -2,7 +2,7 @@
 
 - The query, key and value projections become one operator, with adapters or without.
 - SwiGLU MLPs with an adapter save neither silu(gate) nor silu(gate) * up for backward.
-- Trainable dense layers become the operators ``linear`` and ``linear_group``.
+- Dense layers, trainable or frozen, become the operators ``linear`` and ``linear_group``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fuse(
     Args:
         model: the model. Its direct linear layers, such as the output layer, are left unchanged.
         adapters: whether to fuse projections and MLPs that have adapters, or frozen or quantised weights.
-        products: the choice of products for trainable dense layers. None leaves these layers unchanged.
+        products: the choice of products for dense layers. None leaves these layers unchanged.
         head: path of the output layer if the loss computes it.
 
     Returns:
@@ -94,19 +94,18 @@ def _has_linears(module: nn.Module, names: Sequence[str]) -> bool:
 def _dense_groups(
     module: nn.Module, products: Products, output: nn.Module | None
 ) -> tuple[list[tuple[str, ...]], list[Left]]:
-    """Return the names of a module's trainable dense layers, grouped by input, for which ours is chosen.
+    """Return the names of a module's dense layers, grouped by input, for which ours is chosen.
 
-    Also return the trainable layers that are left unchanged, with the reason. An empty name stands for the
+    Also return the dense layers that are left unchanged, with the reason. An empty name stands for the
     module itself.
     """
     plain: dict[str, nn.Module] = {}
     left: list[Left] = []
     for name, layer in module._modules.items():
-        if (
-            not isinstance(layer, nn.Linear)
-            or layer is output
-            or not (type(layer.weight) is nn.Parameter and layer.weight.requires_grad)
-        ):
+        if not isinstance(layer, nn.Linear) or layer is output or type(layer.weight) is not nn.Parameter:
+            continue
+        # Frozen layers of other classes, and those within PEFT's layers, have operators of their own.
+        if not layer.weight.requires_grad and (type(layer) is not nn.Linear or name == "base_layer"):
             continue
         if "forward" in module.__dict__:
             return [], [("", "a forward of its own, another library's")]

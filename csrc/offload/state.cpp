@@ -77,8 +77,18 @@ std::shared_ptr<Region> map(const c10::intrusive_ptr<Offload>& offload, int64_t 
   if (memory == MAP_FAILED) file.free(offset, size);
   TORCH_CHECK(memory != MAP_FAILED, offload->caller, ": ", file.path(), ": cannot map ", size,
               " bytes: ", std::strerror(errno));
-  // If the extent was used before, fill it with zeros. New space in the file is zero already.
-  if (offset < before) std::memset(memory, 0, static_cast<size_t>(size));
+  // If the extent was used before, or reserved, fill it with zeros. New space in the file is zero already.
+  // Mapped pages count as memory of the process, so the pages of each piece are dropped from the mapping; the
+  // file keeps them.
+  if (offset < before) {
+    constexpr int64_t kPiece = int64_t{16} << 20;
+    for (int64_t at = 0; at < size; at += kPiece) {
+      char* piece = static_cast<char*>(memory) + at;
+      const auto length = static_cast<size_t>(std::min(kPiece, size - at));
+      std::memset(piece, 0, length);
+      ::madvise(piece, length, MADV_DONTNEED);
+    }
+  }
   return std::shared_ptr<Region>(new Region{offload, offset, size, memory});
 }
 

@@ -144,6 +144,7 @@ class StateDicts(Optimizer):
                 if group is not None and entry:
                     self._check_entry(param, entry, group)
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # PyTorch adds it; no option here has this name
         if own:
             for group in self.param_groups:
                 self._add_to_core(group)

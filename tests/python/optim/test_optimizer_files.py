@@ -230,6 +230,19 @@ def test_schedulers_tensors_and_norms_survive(tmp_path: Path) -> None:
     assert same(state_of(other), state_of(optimizer))
 
 
+def test_a_loaded_optimizer_is_saved_again(tmp_path: Path) -> None:
+    """PyTorch adds a default while it loads a state, which a file does not have."""
+    params = [[torch.ones(300).requires_grad_()]]
+    optimizer = AdamW(params[0])
+    params[0][0].grad = torch.ones(300)
+    optimizer.step()
+    save_optimizer(optimizer, tmp_path / "first")
+    again = AdamW(params[0])
+    load_optimizer(again, tmp_path / "first")
+    save_optimizer(again, tmp_path / "second")
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     def params() -> list[Tensor]:
         return [torch.randn(300), torch.randn(3)]

@@ -35,6 +35,7 @@ MODULES = (
     "shoestring.nn",
     "shoestring.ops",
     "shoestring.optim",
+    "shoestring.optim.schedules",
 )
 DOXYGEN = """
 INPUT = {root}/csrc/include/shoestring

@@ -1,7 +1,8 @@
 #pragma once
 
-// Includes the headers of all optimizers.
+// Includes the headers of all optimizers and schedules.
 
 #include <shoestring/optim/grad_scaler.h>
 #include <shoestring/optim/rules.h>
+#include <shoestring/optim/schedules.h>
 #include <shoestring/optim_wrappers.h>

@@ -4,10 +4,8 @@
 #include <torch/optim/adamw.h>
 
 #include <algorithm>
-#include <cmath>
 #include <concepts>
 #include <limits>
-#include <numbers>
 
 #include "input_error.h"
 
@@ -16,8 +14,6 @@ using at::Tensor;
 using shoestring::lora::ParameterGroup;
 
 namespace {
-
-constexpr double kDecayShare = 0.2;  // of the schedule "wsd"
 
 template <class Optimizer, class Options>
 std::unique_ptr<torch::optim::Optimizer> make(const std::vector<ParameterGroup>& groups, const LoopOptions& o,
@@ -75,22 +71,21 @@ std::vector<std::pair<std::string, std::vector<ParameterGroup>>> split_for_muon(
   return split;
 }
 
-}  // namespace
-
-double learning_rate(int64_t step, const LoopOptions& options, double highest) {
-  const auto [steps, warmup] = std::pair(options.steps, options.warmup);
-  if (step < warmup) return highest * static_cast<double>(step + 1) / static_cast<double>(warmup);
-  if (options.schedule == "constant") return highest;
-  const double progress =
-      static_cast<double>(step - warmup) / static_cast<double>(std::max<int64_t>(1, steps - warmup));
-  if (options.schedule == "linear") return highest * (1 - progress);
-  if (options.schedule == "wsd") return highest * std::min(1.0, (1 - progress) / kDecayShare);
-  return highest * 0.5 * (1 + std::cos(std::numbers::pi * progress));
+// Returns the schedule of --schedule, with the warm-up, as factors of the highest learning rate.
+optim::Schedule learning_rate(const LoopOptions& o) {
+  std::string name = o.schedule;
+  std::replace(name.begin(), name.end(), '-', '_');
+  auto options = optim::ScheduleOptions().warmup(std::min(o.warmup, o.steps));
+  if (name != "constant" && name != "inverse_sqrt") options.steps(o.steps);
+  return optim::schedules::by_name(name, options);
 }
+
+}  // namespace
 
 Optimizers::Optimizers(const std::vector<ParameterGroup>& groups, const std::vector<Tensor>& ends,
                        const LoopOptions& options)
-    : options_(options), scaler_(optim::GradScalerOptions().enabled(options.scales_loss())) {
+    : options_(options), schedule_(learning_rate(options)),
+      scaler_(optim::GradScalerOptions().enabled(options.scales_loss())) {
   if (options.optimizer == "muon") {
     for (const auto& [name, own] : split_for_muon(groups, ends)) all_.push_back(make(name, own, options));
   } else {
@@ -105,7 +100,7 @@ Optimizers::Optimizers(const std::vector<ParameterGroup>& groups, const std::vec
 }
 
 void Optimizers::begin_step(int64_t step) {
-  for (const auto& [options, highest] : highest_) options->set_lr(learning_rate(step, options_, highest));
+  for (const auto& [options, highest] : highest_) options->set_lr(highest * schedule_(step));
 }
 
 void Optimizers::step_in_backward() {

@@ -2,6 +2,7 @@
 
 #include <shoestring/lora.h>
 #include <shoestring/optim/grad_scaler.h>
+#include <shoestring/optim/schedules.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
@@ -51,11 +52,7 @@ class Optimizers {
  private:
   const LoopOptions& options_;
   std::vector<std::unique_ptr<torch::optim::Optimizer>> all_;
+  shoestring::optim::Schedule schedule_;
   shoestring::optim::GradScaler scaler_;
   std::vector<std::pair<torch::optim::OptimizerOptions*, double>> highest_;  // highest learning rates
 };
-
-/// Returns the learning rate of a step, counted from 0: linear warm-up, then the schedule. "cosine" falls to
-/// 0 (Loshchilov & Hutter 2017), "linear" as well. "wsd" is constant, and falls linearly to 0 in the last
-/// fifth of the steps after warm-up (Hu et al. 2024).
-double learning_rate(int64_t step, const LoopOptions& options, double highest);

@@ -72,7 +72,7 @@ void add_loop_options(CommandLine& line, LoopOptions& o, int64_t least_steps) {
   line.add("lr", o.lr, 0, 1e38, kDecides, "highest learning rate");
   line.add("warmup", o.warmup, 0, kMostSteps, kDecides, "steps of linear warm-up");
   line.add("schedule", o.schedule, kDecides, "of the learning rate after warm-up",
-           {"constant", "linear", "cosine", "wsd"});
+           {"constant", "linear", "cosine", "wsd", "flat-cos", "inverse-sqrt"});
   line.add("weight-decay", o.weight_decay, 0, 1000, kDecides, "decoupled weight decay of matrices");
   line.add("clip", o.clip, 0, 1e30, kDecides, "largest gradient norm; 0 does not clip");
   line.add("seed", o.seed, 0, 0xffffffff, kDecides, "of the initial weights and the order of the data");

@@ -1,5 +1,6 @@
 """Optimizers with low-memory state, as drop-in replacements for ``torch.optim``."""
 
+from shoestring.optim import schedules
 from shoestring.optim.adafactor import Adafactor
 from shoestring.optim.adamw import AdamW
 from shoestring.optim.ademamix import AdEMAMix
@@ -30,4 +31,5 @@ __all__ = [
     "ScheduleFreeAdamW",
     "load_optimizer",
     "save_optimizer",
+    "schedules",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -46,6 +46,9 @@ from shoestring.training.options import (
     within,
 )
 
+if TYPE_CHECKING:
+    from shoestring.optim.schedules import Schedule
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -73,7 +76,7 @@ PRESETS = {
 
 # Allowed values of command-line options. This module does not import PyTorch, so that parsing of options is
 # fast.
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
+SCHEDULES = ("constant", "linear", "cosine", "wsd", "flat-cos", "inverse-sqrt")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
 QUANTIZE = ("nf4", "int4", "int8", "none")
 # --weights -> how an optimizer updates the trained weights (its option `weight_rounding`)
@@ -134,7 +137,10 @@ class LoopConfig(StepConfig):
         int, typer.Option(help="Steps of linear warm-up.", callback=within(0, COUNT, "0 or more"))
     ] = 10
     schedule: Annotated[
-        str, typer.Option(help="constant, linear, cosine or wsd.", callback=one_of(*SCHEDULES))
+        str,
+        typer.Option(
+            help="constant, linear, cosine, wsd, flat-cos or inverse-sqrt.", callback=one_of(*SCHEDULES)
+        ),
     ] = "cosine"
     clip: Annotated[
         float,
@@ -180,6 +186,14 @@ class LoopConfig(StepConfig):
         typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
     ] = field(default=None, metadata=MAY_CHANGE)
     host_allocator: HostAllocator = field(default=None, metadata=MAY_CHANGE)
+
+    def learning_rates(self) -> Schedule:
+        """Return the learning rate as a function of the step."""
+        from shoestring.optim.schedules import Schedule
+
+        name = self.schedule.replace("-", "_")
+        steps = None if name in ("constant", "inverse_sqrt") else self.steps
+        return Schedule(name, steps=steps, warmup=min(self.warmup, self.steps), peak=self.lr)
 
     def fixed(self) -> dict[str, Any]:
         """Return the settings that must be equal when a run is resumed, as JSON values."""

@@ -29,7 +29,6 @@ from shoestring.training.metrics import MetricsLog
 from shoestring.training.models import Loss
 from shoestring.training.offloaded_weights import trained_leave
 from shoestring.training.readings import Readings
-from shoestring.training.schedule import learning_rate
 
 LOG_EVERY = 10  # steps between reads from a device other than the CPU
 
@@ -96,6 +95,7 @@ class Trainer:
                 checkpoint.
         """
         config = self.config
+        schedule = config.learning_rates()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         readings = Readings(self.device, self._interval(), config.accumulate, not self.scaler.is_enabled())
         self._set_mode(training=True)
@@ -111,9 +111,7 @@ class Trainer:
                 )
             readings.restart_clock()
             for step in range(start, config.steps):
-                lr = learning_rate(
-                    step, lr=config.lr, steps=config.steps, warmup=config.warmup, schedule=config.schedule
-                )
+                lr = schedule(step)
                 for optimizer in self.optimizers:
                     for group in optimizer.param_groups:
                         group["lr"] = lr

@@ -234,7 +234,10 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
         (["--lr", "-1"], "--lr: expected a positive number, got -1.0"),
         (["--lr", "nan"], "--lr: expected a positive number, got nan"),
         (["--steps", "0"], "--steps: expected at least 1, got 0"),
-        (["--schedule", "step"], "--schedule: expected constant | linear | cosine | wsd, got step"),
+        (
+            ["--schedule", "step"],
+            "--schedule: expected constant | linear | cosine | wsd | flat-cos | inverse-sqrt, got step",
+        ),
         (["--precision", "fp8"], "--precision: expected fp32 | tf32 | bf16 | fp16, got fp8"),
         (["--preset", "huge"], "--preset: expected tiny | mini"),
         (["--vocab-size", "10"], "--vocab-size: expected at least 257"),

@@ -18,22 +18,28 @@ from shoestring.training import memory
 from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from shoestring.training.config import Fingerprint, LoopConfig
 from shoestring.training.metrics import COLUMNS, MetricsLog, read_metrics
-from shoestring.training.schedule import learning_rate
 
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        ("constant", [0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.9, 0.5, 0.1]),
-        ("cosine", [0.5, 1, 1, 0.5 + 0.5 * math.cos(math.pi / 10), 0.5, 0.5 + 0.5 * math.cos(0.9 * math.pi)]),
-        ("wsd", [0.5, 1, 1, 1, 1, 0.5]),
+        ("constant", [1, 1, 1, 1]),
+        ("linear", [1, 0.9, 0.5, 0.1]),
+        ("cosine", [1, 0.5 + 0.5 * math.cos(math.pi / 10), 0.5, 0.5 + 0.5 * math.cos(0.9 * math.pi)]),
+        ("wsd", [1, 1, 1, 0.5]),
+        ("flat-cos", [1, 1, 1, 0.5 + 0.5 * math.cos((0.9 - 0.72) / 0.28 * math.pi)]),
+        ("inverse-sqrt", [1, math.sqrt(2 / 3), math.sqrt(2 / 7), math.sqrt(2 / 11)]),
     ],
 )
 def test_learning_rate(schedule: str, expected: list[float]) -> None:
-    steps = [0, 1, 2, 3, 7, 11]
-    rates = [learning_rate(step, lr=2.0, steps=12, warmup=2, schedule=schedule) for step in steps]
-    assert rates == pytest.approx([2 * value for value in expected])
+    config = LoopConfig(lr=2.0, steps=12, warmup=2, schedule=schedule)
+    rates = [config.learning_rates()(step) for step in (0, 1, 2, 3, 7, 11)]
+    assert rates == pytest.approx([2 * value for value in [1 / 3, 2 / 3, *expected]])
+
+
+def test_a_warmup_may_be_longer_than_the_run() -> None:
+    config = LoopConfig(lr=1.0, steps=4, warmup=100)
+    assert [config.learning_rates()(step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "files/atomic_file.h"
+#include "files/content_checksum.h"
 
 namespace shoestring::files {
 namespace {
@@ -28,27 +29,43 @@ struct BoundFile : torch::CustomClassHolder {
     return found;
   }
   at::Tensor load(const std::string& name) const { return file.load(name); }
+  std::string checksum() const { return content_checksum(file); }
   void load_into(const std::string& name, const at::Tensor& out) const { file.load_into(name, out); }
 
   SafetensorsFile file;
 };
+
+Metadata metadata_of(const Texts& texts) {
+  Metadata metadata;
+  for (const auto& item : texts) metadata.emplace(item.key(), item.value());
+  return metadata;
+}
 
 // Returns errno, for which Python raises OSError.
 int64_t save_for_python(const std::string& path, const std::vector<std::string>& names,
                         const std::vector<at::Tensor>& tensors, const Texts& metadata) {
   TensorDict named;
   for (size_t i = 0; i < names.size(); ++i) named.insert(names[i], tensors.at(i));
-  Metadata texts;
-  for (const auto& item : metadata) texts.emplace(item.key(), item.value());
   try {
-    save_safetensors(path, named, texts);
+    save_safetensors(path, named, metadata_of(metadata));
   } catch (const FileError& error) {
     return error.code;
   }
   return 0;
 }
 
-TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_save_safetensors", save_for_python); }
+std::string checksum_for_python(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
+                                const Texts& metadata) {
+  std::map<std::string, at::Tensor> named;
+  for (size_t i = 0; i < names.size(); ++i) named.emplace(names[i], tensors.at(i));
+  return content_checksum(metadata_of(metadata), names,
+                          [&](const std::string& name) { return named.at(name); });
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("_content_checksum", checksum_for_python);
+  m.impl("_save_safetensors", save_for_python);
+}
 
 }  // namespace
 
@@ -58,6 +75,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("tensors", &BoundFile::tensors)
       .def("metadata", &BoundFile::metadata)
       .def("load", &BoundFile::load)
+      .def("checksum", &BoundFile::checksum)
       .def("load_into", &BoundFile::load_into);
 }
 

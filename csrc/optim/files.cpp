@@ -3,21 +3,20 @@
 #include <cstdio>
 #include <type_traits>
 
-#include <nlohmann/json.hpp>
-
+#include <ATen/Functions.h>
 #include <shoestring/safetensors.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+#include <nlohmann/json.hpp>
 
 #include "files/read_file.h"
 #include "files/safetensors_format.h"
 #include "optim/saved.h"
+#include "optim/stored.h"
 
-// Format of the safetensors file that save_optimizer writes. Tensors are called "<parameter group>.<index of
-// the parameter in the group>.<name>". The metadata has the keys:
-// - format: "shoestring.optimizer";
-// - format_version;
-// - optimizer: the name of the class;
-// - groups: JSON, a list of {"size": number of parameters, "options": {...}}. Python may add "extra", in
-//   which learning rate schedulers keep their values.
+// The metadata of the file that save_optimizer writes has the key format, "shoestring.optimizer", beside
+// those of Stored.
 
 namespace shoestring::optim {
 namespace {
@@ -120,12 +119,22 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
   return groups;
 }
 
-}  // namespace
+// Returns the value of a key, or "none".
+std::string value_of(const Metadata& metadata, const char* key) {
+  const auto found = metadata.find(key);
+  return found == metadata.end() ? "none" : found->second;
+}
 
-void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
+void expect_value(const Metadata& metadata, const char* key, const std::string& expected,
+                  const std::string& name, const std::string& where) {
+  const std::string value = value_of(metadata, key);
+  expect(value == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), brief(value));
+}
+
+Stored store_own(const LowMemoryOptimizer& optimizer) {
   Core& core = Access::core(optimizer);
   core.settle();
-  TensorDict tensors;
+  Stored stored;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     const auto& params = optimizer.param_groups()[g].params();
@@ -133,59 +142,240 @@ void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path
     for (size_t i = 0; i < params.size(); ++i) {
       const ParamState* state = core.state(params[i]);
       if (state == nullptr) continue;
-      for (const auto& [name, tensor] : state->tensors()) tensors.insert(entry(g, i, name), tensor);
+      for (const auto& [name, tensor] : state->tensors()) stored.tensors.insert(entry(g, i, name), tensor);
     }
   }
-  if (core.step_in_backward && core.grad_norm.defined()) tensors.insert("grad_norm", core.grad_norm);
-  save_safetensors(path, tensors,
-                   {{"format", kFormat},
-                    {"format_version", std::to_string(kFormatVersion)},
-                    {"optimizer", core.name()},
-                    {"groups", groups.dump()}});
+  if (core.step_in_backward && core.grad_norm.defined()) stored.tensors.insert("grad_norm", core.grad_norm);
+  stored.metadata = {{"format_version", std::to_string(kFormatVersion)},
+                     {"optimizer", core.name()},
+                     {"groups", groups.dump()}};
+  return stored;
+}
+
+// The tensors of each parameter by group, index and name.
+using StatesByGroup = std::vector<std::vector<std::map<std::string, Tensor>>>;
+
+// Sorts tensors by their names. `sizes` has the number of parameters of each group.
+StatesByGroup states_by_group(const TensorDict& tensors, const std::vector<size_t>& sizes, const char* name,
+                              const char* where) {
+  StatesByGroup states;
+  for (const size_t size : sizes) states.emplace_back(size);
+  for (const auto& item : tensors) {
+    size_t g = 0, i = 0;
+    int length = 0;
+    const bool parsed = std::sscanf(item.key().c_str(), "%zu.%zu.%n", &g, &i, &length) == 2 && length > 0;
+    const std::string part = parsed ? item.key().substr(static_cast<size_t>(length)) : "";
+    const bool fits = parsed && g < states.size() && i < states[g].size() && entry(g, i, part) == item.key();
+    expect(fits, name, where, "tensors called <group>.<index>.<name>, of the file's groups",
+           brief(item.key()));
+    states[g][i][part] = item.value();
+  }
+  return states;
+}
+
+void restore_own(LowMemoryOptimizer& optimizer, const Stored& stored, const std::string& where) {
+  const std::string name = Access::core(optimizer).name();
+  expect_value(stored.metadata, "format_version", std::to_string(kFormatVersion), name, where);
+  expect_value(stored.metadata, "optimizer", name, name, where);
+  Saved saved;
+  try {
+    saved.groups = read_groups(files::parse_json(where + ": groups", value_of(stored.metadata, "groups")),
+                               optimizer, where.c_str());
+  } catch (const Json::exception& error) {
+    expect(false, name.c_str(), where.c_str(), "groups with this optimizer's options", error.what());
+  }
+  TensorDict tensors;
+  for (const auto& item : stored.tensors) {
+    if (item.key() == "grad_norm") {
+      saved.grad_norm = item.value();
+    } else {
+      tensors.insert(item.key(), item.value());
+    }
+  }
+  std::vector<size_t> sizes;
+  for (const auto& group : saved.groups) sizes.push_back(group.states.size());
+  StatesByGroup states = states_by_group(tensors, sizes, name.c_str(), where.c_str());
+  for (size_t g = 0; g < sizes.size(); ++g) {
+    for (size_t i = 0; i < sizes[g]; ++i) saved.groups[g].states[i] = ParamState(std::move(states[g][i]));
+  }
+  restore(optimizer, std::move(saved));
+}
+
+// ---- LibTorch's optimizers
+
+namespace libtorch = torch::optim;
+
+std::string name_of(const libtorch::Optimizer& optimizer) {
+  if (dynamic_cast<const libtorch::AdamW*>(&optimizer) != nullptr) return "torch.AdamW";
+  if (dynamic_cast<const libtorch::Adam*>(&optimizer) != nullptr) return "torch.Adam";
+  if (dynamic_cast<const libtorch::SGD*>(&optimizer) != nullptr) return "torch.SGD";
+  return "";
+}
+
+// Calls visit(name, option) for the options that a file has.
+template <class Options, class Visit>
+void visit_adam(Options& o, const Visit& visit) {
+  visit("lr", o.lr());
+  visit("betas", o.betas());
+  visit("eps", o.eps());
+  visit("weight_decay", o.weight_decay());
+  visit("amsgrad", o.amsgrad());
+}
+template <class Visit>
+void visit_options(libtorch::OptimizerOptions& options, const Visit& visit) {
+  if (auto* adamw = dynamic_cast<libtorch::AdamWOptions*>(&options)) return visit_adam(*adamw, visit);
+  if (auto* adam = dynamic_cast<libtorch::AdamOptions*>(&options)) return visit_adam(*adam, visit);
+  auto& sgd = dynamic_cast<libtorch::SGDOptions&>(options);
+  visit("lr", sgd.lr());
+  visit("momentum", sgd.momentum());
+  visit("dampening", sgd.dampening());
+  visit("weight_decay", sgd.weight_decay());
+  visit("nesterov", sgd.nesterov());
+}
+
+// Calls visit(name, tensor) for the tensors of a parameter's state.
+template <class State, class Visit>
+void visit_adam_state(State& state, const Visit& visit) {
+  visit("exp_avg", state.exp_avg());
+  visit("exp_avg_sq", state.exp_avg_sq());
+  visit("max_exp_avg_sq", state.max_exp_avg_sq());
+}
+template <class Visit>
+void visit_state(libtorch::OptimizerParamState& state, const Visit& visit) {
+  if (auto* adamw = dynamic_cast<libtorch::AdamWParamState*>(&state)) return visit_adam_state(*adamw, visit);
+  if (auto* adam = dynamic_cast<libtorch::AdamParamState*>(&state)) return visit_adam_state(*adam, visit);
+  visit("momentum_buffer", dynamic_cast<libtorch::SGDParamState&>(state).momentum_buffer());
+}
+
+// The number of steps, which SGD does not have.
+int64_t* steps_of(libtorch::OptimizerParamState& state) {
+  if (auto* adamw = dynamic_cast<libtorch::AdamWParamState*>(&state)) return &adamw->step();
+  if (auto* adam = dynamic_cast<libtorch::AdamParamState*>(&state)) return &adam->step();
+  return nullptr;
+}
+
+Stored store_libtorch(const std::string& name, const libtorch::Optimizer& optimizer) {
+  Stored stored;
+  Json groups = Json::array();
+  for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    const auto& group = optimizer.param_groups()[g];
+    Json options = Json::object();
+    visit_options(*group.options().clone(),
+                  [&](const char* option, const auto& value) { options[option] = json_of(value); });
+    groups.push_back({{"size", group.params().size()}, {"options", options}});
+    for (size_t i = 0; i < group.params().size(); ++i) {
+      const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
+      if (found == optimizer.state().end()) continue;
+      if (const int64_t* steps = steps_of(*found->second))
+        stored.tensors.insert(entry(g, i, "step"), at::scalar_tensor(*steps, at::kFloat));
+      visit_state(*found->second, [&](const char* part, const Tensor& tensor) {
+        if (tensor.defined()) stored.tensors.insert(entry(g, i, part), tensor);
+      });
+    }
+  }
+  stored.metadata = {
+      {"format_version", std::to_string(kFormatVersion)}, {"optimizer", name}, {"groups", groups.dump()}};
+  return stored;
+}
+
+std::unique_ptr<libtorch::OptimizerParamState> new_state(const std::string& name) {
+  if (name == "torch.AdamW") return std::make_unique<libtorch::AdamWParamState>();
+  if (name == "torch.Adam") return std::make_unique<libtorch::AdamParamState>();
+  return std::make_unique<libtorch::SGDParamState>();
+}
+
+void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, const Stored& stored,
+                      const std::string& where) {
+  expect_value(stored.metadata, "format_version", std::to_string(kFormatVersion), name, where);
+  expect_value(stored.metadata, "optimizer", name, name, where);
+  const Json groups = files::parse_json(where + ": groups", value_of(stored.metadata, "groups"));
+  auto& ours = optimizer.param_groups();
+  expect(groups.is_array() && groups.size() == ours.size(), name.c_str(), where.c_str(),
+         c10::str(ours.size(), " groups of parameters"), groups.size());
+  std::vector<std::unique_ptr<libtorch::OptimizerOptions>> options;
+  std::vector<size_t> sizes;
+  try {
+    for (size_t g = 0; g < ours.size(); ++g) {
+      const auto expected = static_cast<int64_t>(ours[g].params().size());
+      const int64_t size = integer(groups.at(g).at("size"));
+      expect(size == expected, name.c_str(), where.c_str(), c10::str(expected, " parameters in group ", g),
+             size);
+      sizes.push_back(static_cast<size_t>(size));
+      const Json& values = groups.at(g).at("options");
+      // Python's optimizers can maximise, and LibTorch's cannot.
+      expect(!values.value("maximize", false), name.c_str(), where.c_str(), "maximize=False", "True");
+      options.push_back(ours[g].options().clone());
+      visit_options(*options.back(),
+                    [&](const char* option, auto& value) { read_field(values.at(option), value); });
+    }
+  } catch (const Json::exception& error) {
+    expect(false, name.c_str(), where.c_str(), "groups with this optimizer's options", error.what());
+  }
+  StatesByGroup tensors = states_by_group(stored.tensors, sizes, name.c_str(), where.c_str());
+  std::vector<std::pair<void*, std::unique_ptr<libtorch::OptimizerParamState>>> states;
+  for (size_t g = 0; g < sizes.size(); ++g) {
+    for (size_t i = 0; i < sizes[g]; ++i) {
+      auto& parts = tensors[g][i];
+      if (parts.empty()) continue;
+      const Tensor& param = ours[g].params()[i];
+      auto state = new_state(name);
+      if (int64_t* steps = steps_of(*state)) {
+        expect(parts.count("step") > 0 && parts["step"].numel() == 1, name.c_str(), where.c_str(),
+               "the number of steps of " + entry(g, i, "step"), "none");
+        *steps = static_cast<int64_t>(parts["step"].item<double>());
+        parts.erase("step");
+      }
+      visit_state(*state, [&](const char* part, auto&& get) {
+        const auto found = parts.find(part);
+        if (found == parts.end()) return;
+        expect(found->second.sizes() == param.sizes(), name.c_str(), where.c_str(),
+               c10::str(entry(g, i, part), " of shape ", param.sizes()), found->second.sizes());
+        get = found->second.to(param.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/true);
+        parts.erase(found);
+      });
+      expect(parts.empty(), name.c_str(), where.c_str(), "the state of this optimizer",
+             parts.empty() ? "" : brief(entry(g, i, parts.begin()->first)));
+      states.emplace_back(param.unsafeGetTensorImpl(), std::move(state));
+    }
+  }
+  for (size_t g = 0; g < ours.size(); ++g) ours[g].set_options(std::move(options[g]));
+  optimizer.state().clear();
+  for (auto& [key, state] : states) optimizer.state()[key] = std::move(state);
+}
+
+}  // namespace
+
+Stored detail::store(const torch::optim::Optimizer& optimizer) {
+  if (const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer)) return store_own(*own);
+  const std::string name = name_of(optimizer);
+  TORCH_CHECK_VALUE(!name.empty(),
+                    "save: optimizer: expected an optimizer of shoestring with a rule of its own, or ",
+                    "LibTorch's Adam, AdamW or SGD, received another class");
+  return store_libtorch(name, optimizer);
+}
+
+void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, const std::string& where) {
+  if (auto* own = dynamic_cast<LowMemoryOptimizer*>(&optimizer)) return restore_own(*own, stored, where);
+  const std::string name = name_of(optimizer);
+  TORCH_CHECK_VALUE(!name.empty(),
+                    "load: optimizer: expected an optimizer of shoestring with a rule of its own, or ",
+                    "LibTorch's Adam, AdamW or SGD, received another class");
+  restore_libtorch(name, optimizer, stored, where);
+}
+
+void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
+  Stored stored = store_own(optimizer);
+  stored.metadata["format"] = kFormat;
+  save_safetensors(path, stored.tensors, stored.metadata);
 }
 
 void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
   const SafetensorsFile file(path);
-  const std::string name = Access::core(optimizer).name(), where = "load_optimizer: " + path;
-  const auto metadata = [&](const char* key) {
-    const auto found = file.metadata().find(key);
-    return found == file.metadata().end() ? "none" : found->second;
-  };
-  const auto check = [&](const char* key, const std::string& expected) {
-    expect(metadata(key) == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected),
-           brief(metadata(key)));
-  };
-  check("format", kFormat);
-  check("format_version", std::to_string(kFormatVersion));
-  check("optimizer", name);
-  Saved saved;
-  try {
-    saved.groups =
-        read_groups(files::parse_json(where + ": groups", metadata("groups")), optimizer, where.c_str());
-  } catch (const Json::exception& error) {
-    expect(false, name.c_str(), where.c_str(), "groups with this optimizer's options", error.what());
-  }
-  std::vector<std::vector<std::map<std::string, Tensor>>> tensors;
-  for (const auto& group : saved.groups) tensors.emplace_back(group.states.size());
-  for (const auto& item : file.entries()) {
-    if (item.name == "grad_norm") {
-      saved.grad_norm = file.load(item.name);
-      continue;
-    }
-    size_t g = 0, i = 0;
-    int length = 0;
-    const bool parsed = std::sscanf(item.name.c_str(), "%zu.%zu.%n", &g, &i, &length) == 2 && length > 0;
-    const std::string part = parsed ? item.name.substr(static_cast<size_t>(length)) : "";
-    const bool fits = parsed && g < tensors.size() && i < tensors[g].size() && entry(g, i, part) == item.name;
-    expect(fits, name.c_str(), where.c_str(), "tensors called <group>.<index>.<name>, of the file's groups",
-           brief(item.name));
-    tensors[g][i][part] = file.load(item.name);
-  }
-  for (size_t g = 0; g < tensors.size(); ++g) {
-    for (size_t i = 0; i < tensors[g].size(); ++i)
-      saved.groups[g].states[i] = ParamState(std::move(tensors[g][i]));
-  }
-  restore(optimizer, std::move(saved));
+  const std::string where = "load_optimizer: " + path;
+  expect_value(file.metadata(), "format", kFormat, Access::core(optimizer).name(), where);
+  Stored stored{{}, file.metadata()};
+  for (const auto& item : file.entries()) stored.tensors.insert(item.name, file.load(item.name));
+  restore_own(optimizer, stored, where);
 }
 
 }  // namespace shoestring::optim

@@ -70,6 +70,7 @@ from shoestring.ops import (  # noqa: E402
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
+from shoestring.runs import TrainingPosition, load_training, save_training  # noqa: E402
 
 __all__ = [
     "CheckpointReport",
@@ -78,6 +79,7 @@ __all__ = [
     "OffloadedWeights",
     "PatchReport",
     "QuantizedTensor",
+    "TrainingPosition",
     "add_layer_norm",
     "add_rms_norm",
     "attention",
@@ -104,6 +106,7 @@ __all__ = [
     "linear_distillation",
     "linear_group",
     "load_quantized",
+    "load_training",
     "lora",
     "lora_linear",
     "lora_linear_group",
@@ -121,6 +124,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "save_quantized",
+    "save_training",
     "seeded_dropout",
     "swiglu",
     "tag_activation",

@@ -19,5 +19,6 @@
 #include <shoestring/optim.h>
 #include <shoestring/quantized_training.h>
 #include <shoestring/safetensors.h>
+#include <shoestring/training.h>
 #include <shoestring/version.h>
 #include <shoestring/vocab_parallel.h>

@@ -44,6 +44,12 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         >>> os.path.exists("optimizer.safetensors")
         True
     """
+    tensors, metadata = store(optimizer, "save_optimizer")
+    save_safetensors(path, tensors, {"format": FORMAT, **metadata})
+
+
+def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the state of an optimizer as tensors and metadata of a safetensors file. ``what`` begins errors."""
     groups = []
     tensors: dict[str, Tensor] = {}
     for g, group in enumerate(optimizer.param_groups):
@@ -52,20 +58,20 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         try:
             json.dumps([options, extra], allow_nan=False)
         except (TypeError, ValueError) as error:
-            message = f"save_optimizer: group {g}: expected options that JSON can hold, received {error}"
+            message = f"{what}: group {g}: expected options that JSON can hold, received {error}"
             raise ValueError(message) from None
         groups.append({"size": len(group["params"]), "options": options, "extra": extra})
         for i, p in enumerate(group["params"]):
             if hasattr(p, "to_local"):
                 raise ValueError(
-                    f"save_optimizer: group {g}, parameter {i}: expected a whole tensor, received a DTensor; use "
+                    f"{what}: group {g}, parameter {i}: expected a whole tensor, received a DTensor; use "
                     "torch.distributed.checkpoint"
                 )
             tensors |= {f"{g}.{i}.{name}": value for name, value in optimizer.state.get(p, {}).items()}
     if optimizer.step_in_backward and optimizer.grad_norm is not None:
         tensors["grad_norm"] = optimizer.grad_norm
-    metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
-    save_safetensors(path, tensors, {**metadata, "groups": json.dumps(groups)})
+    metadata = {"format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
+    return tensors, {**metadata, "groups": json.dumps(groups)}
 
 
 def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
@@ -94,12 +100,22 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     where = f"{type(optimizer).__name__}: load_optimizer: {os.fspath(path)}"
     file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")
     metadata = file.metadata()
-    tensors = {name: file.load(name) for name in file.tensors()}
-    expected = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
+    if metadata.get("format") != FORMAT:
+        raise ValueError(
+            f"{where}: expected format {FORMAT}, received {_brief(metadata.get('format', 'none'))}"
+        )
+    restore(optimizer, {name: file.load(name) for name in file.tensors()}, metadata, where)
+
+
+def restore(
+    optimizer: LowMemoryOptimizer, tensors: dict[str, Tensor], metadata: dict[str, str], where: str
+) -> None:
+    """Load what ``store`` has returned, in Python or in C++. ``where`` begins errors."""
+    expected = {"format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
     for key, value in expected.items():
         if metadata.get(key) != value:
             raise ValueError(f"{where}: expected {key} {value}, received {_brief(metadata.get(key, 'none'))}")
-
+    tensors = dict(tensors)
     norm = tensors.pop("grad_norm", None)
     saved, groups, first = _groups(metadata, optimizer, where), [], 0
     # The position of each parameter in the optimizer. The keys are (group, index in the group).
@@ -110,7 +126,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
             raise ValueError(f"{where}: expected {size} parameters in group {g}, received {theirs['size']}")
         kept = {name: value for name, value in ours.items() if name != "params"}
         values = theirs.get("extra", {}) | theirs["options"]
-        loaded = {name: _like(ours.get(name), value, f"{where}: {name}") for name, value in values.items()}
+        loaded = {name: like(ours.get(name), value, f"{where}: {name}") for name, value in values.items()}
         try:
             optimizer._check_options(kept | loaded)
         # An option is None in the optimizer and of another type than its values in the file.
@@ -159,7 +175,7 @@ def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _like(ours: object, value: Any, where: str) -> object:
+def like(ours: object, value: Any, where: str) -> object:
     """Convert an option's JSON value to the type that the option has in the optimizer's group.
 
     A JSON list becomes a tuple if the option is a tuple. A learning rate stays a tensor.
@@ -173,7 +189,7 @@ def _like(ours: object, value: Any, where: str) -> object:
         assert isinstance(value, list)
         if len(value) != len(ours):
             raise ValueError(f"{where}: expected {len(ours)} values, received {shown(value)}")
-        return tuple(_like(one, other, where) for one, other in zip(ours, value, strict=True))
+        return tuple(like(one, other, where) for one, other in zip(ours, value, strict=True))
     if isinstance(value, (list, dict)) or value is None:
         return value
     kind: type | tuple[type, ...] = (

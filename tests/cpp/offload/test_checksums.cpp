@@ -8,7 +8,7 @@
 
 #include "offload/checksums.h"
 
-using shoestring::offload::checksum;
+using shoestring::checksum;
 using shoestring::offload::Checksums;
 
 TEST_CASE("a checksum notices each single bit", "[checksums]") {

@@ -40,6 +40,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
         "quantization",
     ),
     "data": ("core", "files", "integrations", "offload"),
+    "runs": ("core", "files", "optim"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
 # of the library uses them.
@@ -77,6 +78,7 @@ HEADERS = {
     "optim/grad_scaler.h": "optim",
     "optim/low_rank.h": "optim",
     "optim/rules.h": "optim",
+    "optim/schedules.h": "optim",
     "optim_wrappers.h": "optim",
     "autograd.h": "checkpoint",
     "checkpoint.h": "checkpoint",
@@ -87,6 +89,7 @@ HEADERS = {
     "model_files.h": "integrations",
     "quantized_training.h": "integrations",
     "data.h": "data",
+    "training.h": "runs",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
 # Python modules that belong to no room (folder such as python/shoestring/gemm). PUBLIC modules only collect

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <string>
+
+#include <shoestring/safetensors.h>
+#include <torch/optim/optimizer.h>
+
+namespace shoestring::optim::detail {
+
+/// The state of an optimizer as tensors, and its class and the options of its groups as metadata of a
+/// safetensors file. Tensors are called "<parameter group>.<index of the parameter in the group>.<name>". The
+/// metadata has the keys:
+/// - optimizer: the name of the class; "torch." begins those of LibTorch;
+/// - format_version;
+/// - groups: JSON, a list of {"size": number of parameters, "options": {...}}. Python may add "extra", in
+/// which
+///   learning rate schedulers keep their values.
+struct Stored {
+  TensorDict tensors;
+  Metadata metadata;
+};
+
+/// Returns the state of one of our optimizers, or of LibTorch's Adam, AdamW or SGD. The tensors share the
+/// memory of the state.
+Stored store(const torch::optim::Optimizer& optimizer);
+
+/// Restores what store has returned, in C++ or in Python. `where` begins messages. Raises c10::Error before
+/// anything has changed.
+void restore(torch::optim::Optimizer& optimizer, const Stored& stored, const std::string& where);
+
+}  // namespace shoestring::optim::detail

@@ -1,0 +1,344 @@
+"""Save a whole training run to one file, and restore it, in the format of ``shoestring::save_training`` in C++."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoestring.files.read_file import parse_json, shown
+from shoestring.files.safetensors_file import open_safetensors, save_safetensors
+from shoestring.optim import files as own_files
+from shoestring.optim import torch_files
+from shoestring.optim.base import LowMemoryOptimizer
+
+FORMAT, VERSION = "shoestring.training", "1"
+
+
+class Stateful(Protocol):
+    """An object whose state a run saves: a scheduler, a GradScaler, a callback."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+@dataclass(frozen=True)
+class TrainingPosition:
+    """Where a run that has been restored stands.
+
+    Attributes:
+        step: the number of steps that have been taken.
+        position: the numbers that ``save_training`` got as ``position``.
+    """
+
+    step: int
+    position: dict[str, int] = field(default_factory=dict)
+
+
+def save_training(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    step: int = 0,
+    position: Mapping[str, int] | None = None,
+    facts: Mapping[str, str] | None = None,
+    frozen: bool = False,
+    **parts: Stateful,
+) -> None:
+    """Save a training run to the safetensors file ``path``, so that it can be continued bit for bit.
+
+    The file has the trained weights and the buffers of the model, the state of the optimizers, the states of the
+    generators of random numbers (of PyTorch on the CPU and on all accelerators, of Python and of NumPy), and the state
+    of each part. C++ reads and writes the same file. An existing file is replaced once the new one is complete and on
+    disk, so a process that is killed meanwhile leaves the old file.
+
+    Args:
+        path: the file to write.
+        model: the model. Tied weights are saved once.
+        optimizers: one optimizer or several, of ``shoestring.optim``, ``torch.optim`` or elsewhere.
+        step: the number of steps that have been taken.
+        position: whole numbers that say where in the data the run is, such as the epoch.
+        facts: texts that must be the same when the run is resumed, such as a digest of the data.
+        frozen: also save the weights that are not trained. A run that freezes weights later needs it.
+        parts: other objects with ``state_dict`` and ``load_state_dict``, by a name that you choose: a scheduler, a
+            GradScaler, averages, callbacks.
+
+    Raises:
+        ValueError: a state cannot be held by the file: a DTensor, an optimizer whose state has other values than
+            tensors, numbers, texts and None, or a part of which JSON cannot hold a value.
+        OSError: the file cannot be written. An existing file is unchanged then.
+
+    Example:
+        >>> from shoestring.optim import schedules
+        >>> model = torch.nn.Linear(8, 2)
+        >>> optimizer = shoestring.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> scheduler = schedules.Scheduler(optimizer, lr=schedules.cosine(100))
+        >>> shoestring.save_training("run.safetensors", model, optimizer, step=3, schedule=scheduler)
+        >>> shoestring.load_training("run.safetensors", model, optimizer, schedule=scheduler).step
+        3
+    """
+    tensors = {
+        f"model.{name}": tensor for name, tensor in _tensors_of(model, frozen, "save_training").items()
+    }
+    descriptions = []
+    for number, optimizer in enumerate(_several(optimizers)):
+        state, metadata = _files_of(optimizer).store(optimizer, "save_training")
+        tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
+        descriptions.append(metadata)
+    values: dict[str, dict[str, Any]] = {}
+    for name, part in parts.items():
+        own, values[name] = _split(part.state_dict(), f"save_training: {name}")
+        tensors |= {f"part.{name}.{key}": tensor for key, tensor in own.items()}
+    states, numbers = _random_states()
+    metadata = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "step": str(int(step)),
+        "position": json.dumps({key: int(value) for key, value in (position or {}).items()}),
+        "facts": json.dumps(dict(facts or {})),
+        "optimizers": json.dumps(descriptions),
+        "parts": json.dumps(values),
+        "random": json.dumps(numbers),
+    }
+    tensors |= states
+    metadata["checksum"] = torch.ops.shoestring._content_checksum(
+        list(tensors), list(tensors.values()), metadata
+    )
+    save_safetensors(path, tensors, metadata)
+
+
+def load_training(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    *,
+    facts: Mapping[str, str] | None = None,
+    frozen: bool = False,
+    **parts: Stateful,
+) -> TrainingPosition:
+    """Restore a run from a file that ``save_training`` has written, in Python or in C++.
+
+    Args:
+        path: the file to read.
+        model: as in ``save_training``; also optimizers, frozen and parts.
+        optimizers: see ``model``.
+        facts: texts that the file must have. Each is compared with the one that was saved.
+        frozen: see ``model``.
+        parts: see ``model``.
+
+    Returns:
+        The number of steps that have been taken, and the position in the data.
+
+    Raises:
+        ValueError: the file is damaged, or belongs to another model, optimizer or set of facts, or the parts are not
+            those of the file. Everything is as it was then.
+        OSError: the file cannot be read.
+    """
+    where = f"load_training: {os.fspath(path)}"
+    file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")
+    metadata, entries = file.metadata(), file.tensors()
+    if metadata.get("format") != FORMAT or metadata.get("format_version") != VERSION:
+        raise ValueError(
+            f"{where}: expected a file of save_training, format_version {VERSION}, received another file"
+        )
+    found = file.checksum()
+    if metadata.get("checksum") != found:
+        raise ValueError(
+            f"{where}: expected the checksum {metadata.get('checksum')}, received {found}: it is damaged"
+        )
+    saved = {key: _json(metadata, key, where) for key in ("position", "facts", "optimizers", "parts", "step")}
+    for name, now in (facts or {}).items():
+        before = saved["facts"].get(name)
+        if before != now:
+            raise ValueError(
+                f"{where}: expected {name} {now}, received {before}: the file belongs to another run"
+            )
+    tensors = _tensors_of(model, frozen, "load_training")
+    _check_tensors(tensors, entries, where)
+    if saved["parts"].keys() != parts.keys():
+        raise ValueError(
+            f"{where}: expected the parts {sorted(parts)}, received a file with the parts {sorted(saved['parts'])}"
+        )
+    all_optimizers = _several(optimizers)
+    if len(saved["optimizers"]) != len(all_optimizers):
+        raise ValueError(
+            f"{where}: expected {len(all_optimizers)} optimizers, received a file with {len(saved['optimizers'])}"
+        )
+
+    def load_all(prefix: str) -> dict[str, Tensor]:
+        return {name[len(prefix) :]: file.load(name) for name in entries if name.startswith(prefix)}
+
+    undo: list[Callable[[], object]] = []
+    try:
+        for number, optimizer in enumerate(all_optimizers):
+            undo.append(_restorer(optimizer))
+            state = load_all(f"optimizer.{number}.")
+            _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where)
+        for name, part in parts.items():
+            undo.append(_restorer(part))
+            part.load_state_dict(_joined(load_all(f"part.{name}."), saved["parts"][name], part.state_dict()))
+        undo.append(_random_restorer())
+        _set_random_states(
+            load_all("random."), _json(metadata, "random", where) if "random" in metadata else {}
+        )
+        # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
+        for name, tensor in tensors.items():
+            file.load_into(f"model.{name}", tensor)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+    return TrainingPosition(int(saved["step"]), {key: int(value) for key, value in saved["position"].items()})
+
+
+def _several(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _files_of(optimizer: Optimizer) -> Any:
+    return own_files if isinstance(optimizer, LowMemoryOptimizer) else torch_files
+
+
+def _tensors_of(model: nn.Module, frozen: bool, what: str) -> dict[str, Tensor]:
+    """Return the tensors of a model that a run saves, by name."""
+    tensors = {n: p.detach() for n, p in model.named_parameters() if frozen or p.requires_grad}
+    persistent = model.state_dict(keep_vars=True).keys()
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    for name, tensor in tensors.items():
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
+            kind = "on the meta device" if tensor.device.type == "meta" else type(tensor).__name__
+            raise ValueError(f"{what}: model: {name}: expected a dense tensor, received one that is {kind}")
+    return tensors
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], entries: Mapping[str, Tensor], where: str) -> None:
+    names = {name.removeprefix("model.") for name in entries if name.startswith("model.")}
+    if names != tensors.keys():
+        first = min(names ^ tensors.keys())
+        which = "the file" if first in names else "this model"
+        raise ValueError(
+            f"{where}: expected the tensors of this model, received {shown(first)} in {which} alone"
+        )
+    for name, tensor in tensors.items():
+        stored = entries[f"model.{name}"]
+        if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
+            raise ValueError(
+                f"{where}: {name}: expected {tuple(tensor.shape)} {tensor.dtype}, "
+                f"received {tuple(stored.shape)} {stored.dtype}"
+            )
+
+
+def _json(metadata: Mapping[str, str], key: str, where: str) -> Any:
+    return parse_json(
+        metadata.get(key, "").encode(), f"{where}: expected JSON called {key}, received another value"
+    )
+
+
+def _restorer(part: Any) -> Callable[[], object]:
+    before = part.state_dict()
+    return lambda: part.load_state_dict(before)
+
+
+# ---- parts
+
+
+def _as_tensor(value: object) -> Tensor | None:
+    """Return a value as the tensor that a file has for it; None if the file has it as JSON."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool):
+        return torch.tensor(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return torch.tensor(value, dtype=torch.int64)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, (list, tuple)) and value and all(type(number) is float for number in value):
+        return torch.tensor(value, dtype=torch.float64)
+    return None
+
+
+def _split(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the entries of a part's state that are tensors or numbers, and the others, which JSON can hold."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, value in state.items():
+        tensor = _as_tensor(value)
+        if tensor is None:
+            values[key] = value
+        else:
+            tensors[key] = tensor
+    try:
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: expected a state of tensors and of values that JSON can hold, received {error}"
+        ) from None
+    return tensors, values
+
+
+def _joined(
+    tensors: Mapping[str, Tensor], values: Mapping[str, Any], now: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a part's state from a file. A number is a number again if the part's present state has one there."""
+    state: dict[str, Any] = dict(values)
+    for key, tensor in tensors.items():
+        state[key] = tensor if isinstance(now.get(key), Tensor) else tensor.tolist()
+    return state
+
+
+# ---- random numbers
+
+
+def _devices() -> Iterable[tuple[str, Any, int]]:
+    """Return the name, the module of PyTorch and the index of each accelerator that this process uses."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return []
+    return [(f"{accelerator.type}.{i}", module, i) for i in range(torch.accelerator.device_count())]
+
+
+def _random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the states of all generators: tensors by their names in the file, and values for JSON."""
+    tensors = {"random.cpu": torch.get_rng_state()}
+    tensors |= {f"random.{name}": module.get_rng_state(i) for name, module, i in _devices()}
+    version, words, gauss = random.getstate()
+    tensors["random.python"] = torch.tensor(words, dtype=torch.int64)
+    values: dict[str, Any] = {"python": [version, gauss]}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        tensors["random.numpy"] = torch.from_numpy(keys.astype("int64"))
+        values["numpy"] = [name, *(value.item() if hasattr(value, "item") else value for value in rest)]
+    return tensors, values
+
+
+def _set_random_states(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    if "cpu" in tensors:
+        torch.set_rng_state(tensors["cpu"])
+    for name, module, i in _devices():
+        if name in tensors:
+            module.set_rng_state(tensors[name], i)
+    if "python" in tensors and "python" in values:
+        version, gauss = values["python"]
+        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in tensors and "numpy" in values:
+        name, *rest = values["numpy"]
+        numpy.random.set_state((name, tensors["numpy"].numpy().astype("uint32"), *rest))
+
+
+def _random_restorer() -> Callable[[], object]:
+    tensors, values = _random_states()
+    return lambda: _set_random_states({n.removeprefix("random."): t for n, t in tensors.items()}, values)

@@ -160,13 +160,19 @@ def draw(module: nn.Module) -> None:
 
 
 def dense_model(shape: dict[str, int], to: str, keep: int) -> nn.Module:
-    """Build a frozen Llama whose weights were never all in memory."""
+    """Build a frozen Llama whose weights were never all in memory, with our products."""
     from transformers import LlamaForCausalLM
 
     import shoestring
 
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config_of(shape)).to(torch.bfloat16)
+        for name, layer in list(model.model.named_modules()):
+            if isinstance(layer, nn.Linear):
+                own = shoestring.nn.Linear(
+                    layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16
+                )
+                model.model.set_submodule(name, own)
     model.requires_grad_(False)
     model.model.norm.to_empty(device="cpu").weight.fill_(1)
     rotary = type(model.model.rotary_emb)
@@ -224,14 +230,15 @@ def work(spec: dict[str, Any]) -> None:
     else:
         chosen = {} if kind == "qlora-8b" else {"target_modules": ["q_proj", "v_proj"]}
         shoestring.lora.apply(model, rank=RANKS[kind], **chosen)
-    if kind != "dense-30b":
-        shoestring.patch(model, workspace_mb=WORKSPACES[kind])
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = shoestring.optim.AdamW(trained, lr=1e-4, state_format="8bit", **options)
     if kind == "full-1b":
         shoestring.offload_weights(model, to, keep=keep, optimizer=optimizer)
+    # Weights that have left are not in memory while patch() runs the model.
+    if kind != "dense-30b":
+        shoestring.patch(model, workspace_mb=WORKSPACES[kind])
     handle = OffloadedWeights.of(model)
     phases["ready"] = status()
     generator = torch.Generator().manual_seed(0)

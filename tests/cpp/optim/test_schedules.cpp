@@ -109,7 +109,7 @@ TEST_CASE("Scheduler has a state") {
   resumed.step();
   for (size_t g = 0; g < 2; ++g)
     CHECK(other.param_groups()[g].options().get_lr() == optimizer.param_groups()[g].options().get_lr());
-  CHECK_THROWS_WITH(resumed.load_state({}),
+  CHECK_THROWS_WITH(resumed.load_state(shoestring::TensorDict()),
                     Contains("load_state: expected a tensor with one element called step"));
   CHECK(resumed.current_step() == 4);
 }

@@ -4,6 +4,7 @@ from shoestring.optim.adafactor import Adafactor
 from shoestring.optim.adamw import AdamW
 from shoestring.optim.ademamix import AdEMAMix
 from shoestring.optim.apollo import APOLLO, APOLLOMini
+from shoestring.optim.average_checkpoints import average_checkpoints
 from shoestring.optim.came import CAME
 from shoestring.optim.files import load_optimizer, save_optimizer
 from shoestring.optim.galore import GaLore
@@ -28,6 +29,7 @@ __all__ = [
     "Lion",
     "Muon",
     "ScheduleFreeAdamW",
+    "average_checkpoints",
     "load_optimizer",
     "save_optimizer",
 ]

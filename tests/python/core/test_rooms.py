@@ -57,6 +57,7 @@ HEADERS = {
     "host_allocator.h": "core",
     "placeholder.h": "core",
     "version.h": "core",
+    "average_checkpoints.h": "files",
     "safetensors.h": "files",
     "embedding.h": "layers",
     "linear.h": "gemm",

@@ -5,6 +5,7 @@ from shoestring.optim.adamw import AdamW
 from shoestring.optim.ademamix import AdEMAMix
 from shoestring.optim.apollo import APOLLO, APOLLOMini
 from shoestring.optim.average_checkpoints import average_checkpoints
+from shoestring.optim.batch_norm import update_batch_norm
 from shoestring.optim.came import CAME
 from shoestring.optim.files import load_optimizer, save_optimizer
 from shoestring.optim.galore import GaLore
@@ -32,4 +33,5 @@ __all__ = [
     "average_checkpoints",
     "load_optimizer",
     "save_optimizer",
+    "update_batch_norm",
 ]

@@ -75,6 +75,7 @@ HEADERS = {
     "nn/attention.h": "blocks",
     "nn/gated_mlp.h": "blocks",
     "optim/base.h": "optim",
+    "optim/batch_norm.h": "optim",
     "optim/grad_scaler.h": "optim",
     "optim/low_rank.h": "optim",
     "optim/rules.h": "optim",

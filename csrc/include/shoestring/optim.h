@@ -2,6 +2,7 @@
 
 // Includes the headers of all optimizers.
 
+#include <shoestring/optim/averages.h>
 #include <shoestring/optim/batch_norm.h>
 #include <shoestring/optim/grad_scaler.h>
 #include <shoestring/optim/rules.h>

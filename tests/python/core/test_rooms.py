@@ -74,6 +74,7 @@ HEADERS = {
     "vocab_parallel.h": "losses",
     "nn/attention.h": "blocks",
     "nn/gated_mlp.h": "blocks",
+    "optim/averages.h": "optim",
     "optim/base.h": "optim",
     "optim/batch_norm.h": "optim",
     "optim/grad_scaler.h": "optim",

@@ -9,11 +9,11 @@
 #include <memory>
 
 #include "core/huge_pages.h"
-#include "files/atomic_file.h"
 #include "files/read_file.h"
 #include "files/safetensors_files.h"
 #include "files/safetensors_format.h"
 #include "files/safetensors_header.h"
+#include "files/safetensors_writer.h"
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are little-endian");
 
@@ -102,68 +102,18 @@ TensorDict load_safetensors(const std::string& path) {
   return tensors;
 }
 
-namespace {
-
-size_t dtype_rank(const std::string& path, const std::string& name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path,
-                    ": tensor ", quote(name), ": expected a dense tensor, received ",
-                    tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
-  for (size_t i = 0; i < std::size(files::kDTypes); ++i) {
-    if (files::kDTypes[i].type == tensor.scalar_type()) return i;
-  }
-  TORCH_CHECK_VALUE(false, "save_safetensors: ", path, ": tensor ", quote(name),
-                    ": safetensors has no dtype for ", tensor.scalar_type());
-}
-
-}  // namespace
-
 void save_safetensors(const std::string& path, const TensorDict& tensors, const Metadata& metadata) {
-  struct Item {
-    size_t rank;
-    const std::string* name;
-    const at::Tensor* tensor;
-  };
-  std::vector<Item> items;
+  std::vector<files::TensorInfo> infos;
   for (const auto& item : tensors) {
-    TORCH_CHECK_VALUE(item.key() != "__metadata__", "save_safetensors: ", path,
-                      ": a tensor cannot be called __metadata__");
-    items.push_back({dtype_rank(path, item.key(), item.value()), &item.key(), &item.value()});
+    const at::Tensor& tensor = item.value();
+    TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path,
+                      ": tensor ", quote(item.key()), ": expected a dense tensor, received ",
+                      tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+    infos.push_back({item.key(), tensor.scalar_type(), tensor.sizes().vec()});
   }
-  std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-    return std::tie(a.rank, *a.name) < std::tie(b.rank, *b.name);
-  });
-
-  std::string text;
-  try {
-    text = metadata.empty() ? "{" : "{\"__metadata__\":" + nlohmann::json(metadata).dump() + ",";
-    int64_t end = 0;
-    for (const auto& [rank, name, tensor] : items) {
-      const int64_t begin = end;
-      end += static_cast<int64_t>(tensor->nbytes());
-      const nlohmann::ordered_json entry = {{"dtype", files::kDTypes[rank].name},
-                                            {"shape", tensor->sizes().vec()},
-                                            {"data_offsets", {begin, end}}};
-      text += nlohmann::json(*name).dump() + ":" + entry.dump() + ",";
-    }
-  } catch (const nlohmann::json::exception&) {
-    TORCH_CHECK_VALUE(false, "save_safetensors: ", path, ": expected names and metadata in UTF-8");
-  }
-  if (text.size() > 1) text.pop_back();  // removes the comma after the last tensor's entry
-  text += "}";
-  // pads the header, so that tensor data starts at a multiple of 8 bytes
-  text.resize((text.size() + 7) / 8 * 8, ' ');
-  TORCH_CHECK_VALUE(text.size() <= static_cast<size_t>(files::kMaxHeader), "save_safetensors: ", path,
-                    ": the header has ", text.size(), " bytes, and the format allows ", files::kMaxHeader);
-
-  files::AtomicFile file("save_safetensors", path);
-  const uint64_t length = text.size();
-  file.write(&length, sizeof length);
-  file.write(text.data(), text.size());
-  for (const auto& item : items) {
-    const at::Tensor data = item.tensor->detach().resolve_conj().resolve_neg().cpu().contiguous();
-    file.write(data.const_data_ptr(), data.nbytes());
-  }
-  file.commit();
+  files::SafetensorsWriter writer("save_safetensors", path, std::move(infos), metadata);
+  for (const files::TensorInfo& info : writer.order()) writer.write(tensors[info.name]);
+  writer.commit();
 }
 
 }  // namespace shoestring

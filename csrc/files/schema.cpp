@@ -9,4 +9,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Saves tensors as save_safetensors of shoestring/safetensors.h does. Returns 0, or errno if a system call
   // failed.
   m.def("_save_safetensors(str path, str[] names, Tensor[] tensors, Dict(str, str) metadata) -> int");
+  // Averages checkpoints as average_checkpoints of shoestring/average_checkpoints.h does. Returns 0, or errno
+  // if a system call failed.
+  m.def("_average_checkpoints(str[] paths, str out, float[]? weights) -> int");
 }

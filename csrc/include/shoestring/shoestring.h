@@ -3,6 +3,7 @@
 /// Includes the whole public API: operators, modules, optimizers and files.
 #include <shoestring/amp.h>
 #include <shoestring/autograd.h>
+#include <shoestring/average_checkpoints.h>
 #include <shoestring/checkpoint.h>
 #include <shoestring/checkpoint_plan.h>
 #include <shoestring/checkpoint_sequence.h>

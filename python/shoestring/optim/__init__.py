@@ -1,10 +1,13 @@
-"""Optimizers with low-memory state, as drop-in replacements for ``torch.optim``."""
+"""Optimizers with low-memory state, as drop-in replacements for ``torch.optim``, and averages of weights."""
 
 from shoestring.optim import schedules
 from shoestring.optim.adafactor import Adafactor
 from shoestring.optim.adamw import AdamW
 from shoestring.optim.ademamix import AdEMAMix
 from shoestring.optim.apollo import APOLLO, APOLLOMini
+from shoestring.optim.average_checkpoints import average_checkpoints
+from shoestring.optim.averages import Averages
+from shoestring.optim.batch_norm import update_batch_norm
 from shoestring.optim.came import CAME
 from shoestring.optim.files import load_optimizer, save_optimizer
 from shoestring.optim.galore import GaLore
@@ -25,11 +28,14 @@ __all__ = [
     "AdEMAMix",
     "Adafactor",
     "AdamW",
+    "Averages",
     "GaLore",
     "Lion",
     "Muon",
     "ScheduleFreeAdamW",
+    "average_checkpoints",
     "load_optimizer",
     "save_optimizer",
     "schedules",
+    "update_batch_norm",
 ]

@@ -228,7 +228,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     if (is_upload) sleep(copy_seconds);
     to.copy_(from);
   });
-  if (!non_blocking || to.is_cpu()) synchronize();
+  if (!non_blocking) synchronize();
   return to;
 }
 

@@ -1,0 +1,94 @@
+#include "files/safetensors_writer.h"
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string_view>
+#include <utility>
+
+#include "files/safetensors_format.h"
+
+namespace shoestring::files {
+namespace {
+
+size_t dtype_rank(const std::string& caller, const std::string& path, const TensorInfo& tensor) {
+  for (size_t i = 0; i < std::size(kDTypes); ++i) {
+    if (kDTypes[i].type == tensor.dtype) return i;
+  }
+  TORCH_CHECK_VALUE(false, caller, ": ", path, ": tensor ", quote(tensor.name),
+                    ": safetensors has no dtype for ", tensor.dtype);
+}
+
+/// Returns the tensors in the order of the format: by dtype, then by name.
+std::vector<TensorInfo> sorted(const std::string& caller, const std::string& path,
+                               std::vector<TensorInfo> tensors) {
+  for (const TensorInfo& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.name != "__metadata__", caller, ": ", path,
+                      ": a tensor cannot be called __metadata__");
+    dtype_rank(caller, path, tensor);
+  }
+  std::sort(tensors.begin(), tensors.end(), [&](const TensorInfo& a, const TensorInfo& b) {
+    return std::pair(dtype_rank(caller, path, a), std::string_view(a.name)) <
+           std::pair(dtype_rank(caller, path, b), std::string_view(b.name));
+  });
+  return tensors;
+}
+
+int64_t bytes_of(const TensorInfo& tensor) {
+  auto bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  for (const int64_t size : tensor.shape) bytes *= size;
+  return bytes;
+}
+
+std::string header_of(const std::string& caller, const std::string& path,
+                      const std::vector<TensorInfo>& tensors, const Metadata& metadata) {
+  std::string text;
+  try {
+    text = metadata.empty() ? "{" : "{\"__metadata__\":" + nlohmann::json(metadata).dump() + ",";
+    int64_t end = 0;
+    for (const TensorInfo& tensor : tensors) {
+      const int64_t begin = end;
+      end += bytes_of(tensor);
+      const nlohmann::ordered_json entry = {{"dtype", kDTypes[dtype_rank(caller, path, tensor)].name},
+                                            {"shape", tensor.shape},
+                                            {"data_offsets", {begin, end}}};
+      text += nlohmann::json(tensor.name).dump() + ":" + entry.dump() + ",";
+    }
+  } catch (const nlohmann::json::exception&) {
+    TORCH_CHECK_VALUE(false, caller, ": ", path, ": expected names and metadata in UTF-8");
+  }
+  if (text.size() > 1) text.pop_back();  // removes the comma after the last tensor's entry
+  text += "}";
+  // pads the header, so that tensor data starts at a multiple of 8 bytes
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  TORCH_CHECK_VALUE(text.size() <= static_cast<size_t>(kMaxHeader), caller, ": ", path, ": the header has ",
+                    text.size(), " bytes, and the format allows ", kMaxHeader);
+  return text;
+}
+
+}  // namespace
+
+SafetensorsWriter::SafetensorsWriter(const std::string& caller, const std::string& path,
+                                     std::vector<TensorInfo> tensors, const Metadata& metadata)
+    : order_(sorted(caller, path, std::move(tensors))), file_(caller, path) {
+  const std::string text = header_of(caller, path, order_, metadata);
+  const uint64_t length = text.size();
+  file_.write(&length, sizeof length);
+  file_.write(text.data(), static_cast<int64_t>(text.size()));
+}
+
+void SafetensorsWriter::write(const at::Tensor& tensor) {
+  const TensorInfo& next = order_.at(written_++);
+  TORCH_INTERNAL_ASSERT(tensor.scalar_type() == next.dtype && tensor.sizes() == next.shape);
+  const at::Tensor data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
+  file_.write(data.const_data_ptr(), static_cast<int64_t>(data.nbytes()));
+}
+
+void SafetensorsWriter::commit() {
+  TORCH_INTERNAL_ASSERT(written_ == order_.size());
+  file_.commit();
+}
+
+}  // namespace shoestring::files

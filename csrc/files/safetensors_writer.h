@@ -1,0 +1,45 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <shoestring/safetensors.h>
+
+#include "files/atomic_file.h"
+
+namespace shoestring::files {
+
+/// Name, dtype and shape of a tensor that is written.
+struct TensorInfo {
+  std::string name;
+  at::ScalarType dtype;
+  std::vector<int64_t> shape;
+};
+
+/// Writes a safetensors file tensor by tensor, so that no more than one tensor has to be in memory. The bytes
+/// equal those that the Python package safetensors writes. The file appears under its name at commit();
+/// without commit(), nothing is written. Error messages begin with `caller` and the path.
+class SafetensorsWriter {
+ public:
+  /// Writes the header. Raises ValueError if safetensors cannot hold a name, a dtype or the metadata.
+  SafetensorsWriter(const std::string& caller, const std::string& path, std::vector<TensorInfo> tensors,
+                    const Metadata& metadata);
+
+  /// Returns the tensors in the order in which write() must be called.
+  const std::vector<TensorInfo>& order() const { return order_; }
+  /// Writes the data of the next tensor, which may be on any device.
+  void write(const at::Tensor& tensor);
+  /// Completes the file, after all tensors have been written.
+  void commit();
+
+ private:
+  std::vector<TensorInfo> order_;
+  size_t written_ = 0;
+  AtomicFile file_;
+};
+
+}  // namespace shoestring::files

@@ -25,6 +25,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -100,7 +101,8 @@ def predicted_parts(kind: str, shape: dict[str, int], tokens: int, keep: int) ->
     hidden, wide, layers = shape["hidden"], shape["intermediate"], shape["layers"]
     narrow = hidden // shape["heads"] * shape["kv_heads"]
     block, table = block_bytes(kind, shape), 2 * shape["vocab_size"] * hidden
-    parts = {"kept blocks": float(keep // block * block), "two blocks in flight": 2 * block}
+    kept = min(keep // block, layers)
+    parts = {"kept blocks": float(kept * block), "two blocks in flight": 2 * block if kept < layers else 0.0}
     if kind == "full-1b":
         # A third block is there while changed weights are written. The optimizer frees each gradient when it has
         # stepped the weight. The largest ones are those of the embedding and of the output layer.
@@ -123,8 +125,8 @@ def predicted_parts(kind: str, shape: dict[str, int], tokens: int, keep: int) ->
 def predicted_reads(kind: str, shape: dict[str, int], tokens: int, keep: int) -> float:
     """Return the bytes that a step reads from the file of weights, without the few rows of the embedding."""
     block = block_bytes(kind, shape)
-    away = shape["layers"] - keep // block
-    reads = 2 * (away - 2) * block
+    away = max(0, shape["layers"] - keep // block)
+    reads = 2 * max(0, away - 2) * block
     if kind == "full-1b":
         return reads
     # A product packs its operands into about 10 MiB of the room.
@@ -382,6 +384,29 @@ def reads_beside_busy_cores(options: argparse.Namespace) -> dict[str, float]:
     return rates
 
 
+def compare_time(
+    away: dict[str, Any], in_memory: dict[str, Any], rates: dict[str, float]
+) -> dict[str, float]:
+    """Compare the time of a step with that of its products alone, and of its reads alone beside busy cores."""
+
+    def median(found: dict[str, Any], key: str) -> float:
+        return statistics.median(found["phases"][f"step {step}"][key] for step in range(1, STEPS + 1))
+
+    times = {
+        "step": median(away, "seconds"),
+        "the same with all blocks in memory": median(in_memory, "seconds"),
+    }
+    if rates:
+        # Reads are from blocks; those of the panels of the output layer happen in both runs.
+        read = median(away, "fetched") - median(in_memory, "fetched")
+        times["reads of the blocks at fio's rate beside busy cores"] = read / rates["busy"]
+    print("\nTime of a step; s")
+    for name, seconds in times.items():
+        print(f"  {name:50} {seconds:9.2f}")
+    print(f"  {'of the larger of the parts':50} {times['step'] / max(list(times.values())[1:]):9.2f}")
+    return times
+
+
 def main() -> None:
     options = arguments(__doc__ or "", more=own)
     if options.worker:
@@ -406,6 +431,11 @@ def main() -> None:
         report.data["depths"] = [
             measure("depth", {**shape, "layers": depth}, tokens, keep, options) for depth in depths
         ]
+        deep = {**shape, "layers": depths[-1]}
+        in_memory = measure(
+            "depth", deep, tokens, depths[-1] * math.ceil(block_bytes("depth", deep)), options
+        )
+        report.data["time"] = compare_time(report.data["depths"][-1], in_memory, report.data["disk"])
     report.finish()
 
 

@@ -6,7 +6,9 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/TensorOptions.h>
 
 #include "core/huge_pages.h"
 #include "core/tensors.h"
@@ -30,8 +32,15 @@ std::string describe(at::ScalarType dtype, at::IntArrayRef sizes, at::Device dev
   return c10::str(dtype, " ", sizes, " on ", device);
 }
 
+/// Returns whether the operator _apply_ has kernels for a device.
+bool has_kernels(at::Device device) {
+  static const auto apply = c10::Dispatcher::singleton().findSchemaOrThrow("shoestring::_apply_", "");
+  return !device.is_meta() &&
+         apply.hasKernelForDispatchKey(c10::computeDispatchKey(std::nullopt, std::nullopt, device));
+}
+
 bool steps_in_one_pass(const Tensor& average) {
-  return (average.is_cpu() || average.is_cuda()) && average.scalar_type() != at::kDouble;
+  return has_kernels(average.device()) && average.scalar_type() != at::kDouble;
 }
 
 /// Returns views of both tensors in the order of memory, so that operators see contiguous tensors, for
@@ -108,8 +117,7 @@ void AveragesCore::add(const std::string& name, const Tensor& tensor, Role role)
   expect_value(tensor.layout() == at::kStrided, name, "a dense tensor", tensor.layout());
   const at::Device device = tensor.device();
   if (role == Role::kAveraged && options_.format() == "bf16" && options_.offload().empty()) {
-    expect_value(device.is_cpu() || device.is_cuda(), name,
-                 "CPU or CUDA for the format bf16. Use offload=\"cpu\"", device);
+    expect_value(has_kernels(device), name, "CPU or CUDA for the format bf16. Use offload=\"cpu\"", device);
   }
   if (role == Role::kAveraged) averaged_.push_back(entries_.size());
   if (role == Role::kCopied) copied_.push_back(entries_.size());

@@ -26,9 +26,13 @@ FORMAT, VERSION = "shoestring.training", "1"
 class Stateful(Protocol):
     """An object whose state a run saves: a scheduler, a GradScaler, a callback."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: tensors, numbers, and values that JSON can hold."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Restore what ``state_dict`` has returned."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,12 @@ class TrainingPosition:
     Attributes:
         step: the number of steps that have been taken.
         position: the numbers that ``save_training`` got as ``position``.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 2)
+        >>> shoestring.save_training("run.safetensors", model, step=3, position={"epoch": 1, "row": 96})
+        >>> shoestring.load_training("run.safetensors", model)
+        TrainingPosition(step=3, position={'epoch': 1, 'row': 96})
     """
 
     step: int
@@ -143,6 +153,15 @@ def load_training(
         ValueError: the file is damaged, or belongs to another model, optimizer or set of facts, or the parts are not
             those of the file. Everything is as it was then.
         OSError: the file cannot be read.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> facts = {"data": "digest of the corpus"}
+        >>> shoestring.save_training("run.safetensors", model, optimizer, step=3, facts=facts)
+        >>> resumed = shoestring.load_training("run.safetensors", model, optimizer, facts=facts)
+        >>> resumed.step
+        3
     """
     where = f"load_training: {os.fspath(path)}"
     file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")

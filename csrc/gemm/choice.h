@@ -38,15 +38,16 @@ constexpr int64_t kLeastWeights = int64_t{1} << 16;
 /// Returns whether this package computes the group. `measure` returns the time of its products over the time
 /// of PyTorch's; it is called only if the kind of CPU does not decide.
 ///
-/// With AMX, products in bf16 are ours: whole training steps were measured faster. Elsewhere, ours must be
-/// clearly faster. The limit lies far from the usual ratio, so that all processes on one machine choose
-/// alike: in fp32 on CPUs of AMD, where MKL reaches 0.4 to 0.9 of our rate, and everywhere else.
+/// With AMX, products in bf16 are ours: whole training steps were measured faster. In fp32 on CPUs of AMD
+/// they are ours as well, because MKL reaches 0.4 to 0.9 of our rate there; a measurement of small groups
+/// comes near 1, and two processes would then choose differently. Elsewhere, ours must be clearly faster: the
+/// limit lies far from the usual ratio, so that all processes on one machine choose alike.
 template <class Measure>
 bool chooses_own(cpu::Capability capability, bool amd, const LayerGroup& group, Measure measure) {
   if (capability == cpu::Capability::kAmx) return group.compute == at::kBFloat16;
   const bool supported = group.compute == at::kFloat || group.compute == at::kBFloat16;
   if (capability == cpu::Capability::kPlain || !supported || group.weights() < kLeastWeights) return false;
-  return measure() <= (amd && group.compute == at::kFloat ? 1.0 : 0.75);
+  return (amd && group.compute == at::kFloat) || measure() <= 0.75;
 }
 
 /// A choice, and the time that its measurement took in this call: 0 if nothing was measured.

@@ -23,12 +23,14 @@
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
 
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>
+#include <shoestring/training.h>
 
 #include "common/data.h"
 #include "common/input_error.h"
@@ -150,6 +152,36 @@ Reader optimizer(const std::string& name) {
           }};
 }
 
+// A run with both kinds of optimizers and a part.
+struct Run {
+  Run()
+      : adamw({linear->weight}), adam({linear->bias}),
+        scheduler(adamw, {{"lr", shoestring::optim::schedules::cosine(20)}}) {
+    for (const Tensor& p : linear->parameters()) p.mutable_grad() = at::ones_like(p);
+    adamw.step();
+    adam.step();
+  }
+  shoestring::TrainingRun all() {
+    return {shoestring::training_tensors(*linear), {&adamw, &adam}, {{"schedule", scheduler}}};
+  }
+  torch::nn::Linear linear{8, 5};
+  shoestring::optim::AdamW adamw;
+  torch::optim::Adam adam;
+  shoestring::optim::Scheduler scheduler;
+};
+
+Reader training() {
+  return {
+      "load_training",
+      [](const std::string& folder) { shoestring::save_training(folder + "/run.safetensors", Run().all()); },
+      {{"run.safetensors", fuzz::mutate_safetensors}},
+      [](const std::string& folder) {
+        Run run;
+        auto all = run.all();
+        shoestring::load_training(folder + "/run.safetensors", all);
+      }};
+}
+
 Reader model(const std::string& quantize) {
   return {"load_model " + quantize,
           [quantize](const std::string& folder) {
@@ -208,6 +240,7 @@ std::vector<Reader> readers() {
                                [] { return nn::PrefixTokens(nn::PrefixTokensOptions(3, 2, 2, 8)); }),
       optimizer<shoestring::optim::AdamW, shoestring::optim::AdamWOptions>("AdamW"),
       optimizer<shoestring::optim::Adafactor, shoestring::optim::AdafactorOptions>("Adafactor"),
+      training(),
       {"TokenFile",
        [](const std::string& folder) {
          std::string data = std::string("shoetok\1", 8) + std::string("\x2c\x01\0\0\2\0\0\0", 8) +

@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from shoestring.data.examples import kind_of, read_segments
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import HEADER, MAGIC, read_token_file
 from shoestring.data.tokenizer import load_tokenizer
+from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.integrations.transformers import load_quantized, save_quantized
 from shoestring.integrations.transformers.load import load_dense
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
@@ -171,6 +173,48 @@ def _optimizer(name: str, **options: Any) -> Reader:
     )
 
 
+def _parts_of_run() -> tuple[nn.Module, list[Any]]:
+    model = Small()
+    return model, [
+        optim.AdamW(model.layers.parameters(), lr=0.01),
+        torch.optim.SGD(model.head.parameters(), lr=0.1, momentum=0.9),
+    ]
+
+
+def _make_training(folder: Path) -> None:
+    model, optimizers = _parts_of_run()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    shoestring.save_training(folder / "run.safetensors", model, optimizers, step=3, position={"row": 5})
+
+
+def _load_training(folder: Path) -> None:
+    shoestring.load_training(folder / "run.safetensors", *_parts_of_run())
+
+
+def _mutate_training(data: bytes, rng: random.Random) -> bytes:
+    """Damage a training run. Half of the readable results get a fitting checksum, which the reader then accepts."""
+    damaged = mutate_safetensors(data, rng)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.safetensors"
+        path.write_bytes(damaged)
+        try:
+            file = open_safetensors(path, "")
+            tensors = {name: file.load(name) for name in file.tensors()}
+            if rng.random() < 0.5:
+                save_safetensors(path, tensors, {**file.metadata(), "checksum": file.checksum()})
+        except (ValueError, RuntimeError):
+            return damaged
+        return path.read_bytes()
+
+
+def _make_averaged(folder: Path) -> None:
+    for name in ("a", "b"):
+        save_file(Small().state_dict(), folder / f"{name}.safetensors")
+
+
 def _make_sharded(folder: Path) -> None:
     _llama().to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
 
@@ -286,6 +330,24 @@ READERS = [
     _optimizer("AdamW"),
     _optimizer("Adafactor"),
     _optimizer("Lion"),
+    Reader(
+        "load_training",
+        ("runs.training_file.load_training",),
+        _make_training,
+        {"run.safetensors": _mutate_training},
+        _load_training,
+        (ValueError, OSError),
+    ),
+    Reader(
+        "average_checkpoints",
+        ("optim.average_checkpoints.average_checkpoints",),
+        _make_averaged,
+        {"b.safetensors": mutate_safetensors},
+        lambda folder: optim.average_checkpoints(
+            [folder / "a.safetensors", folder / "b.safetensors"], folder.parent / "average.safetensors"
+        ),
+        (ValueError, OSError),
+    ),
     Reader(
         "stored_tensors",
         ("integrations.transformers.reader.stored_tensors", "integrations.transformers.reader.read_config"),
@@ -406,6 +468,7 @@ NOT_READERS = {
         ("files.lock.locked", "files.atomic.atomic_file", "files.atomic.atomic_directory",
          "files.atomic.write_json", "files.atomic.remove_partial", "files.safetensors_file.save_safetensors",
          "data.token_file.write_token_file", "adapters.files.save_adapter", "optim.files.save_optimizer",
+         "runs.training_file.save_training",
          "integrations.transformers.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
          "training.report.write_report", "training.report.write_comparison", "training.report.write_sections",
          "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.metrics.MetricsLog"),

@@ -15,8 +15,16 @@ PROGRAM = BUILD / "tests/fuzz/fuzz_readers"
 # The functions of the public headers that take a path. Those in FUZZED read files, and fuzz_readers calls
 # them. Those in NOT_READERS only write files.
 # "load" and "save" are those of PromptTokens and PrefixTokens.
-FUZZED = {"SafetensorsFile", "load_safetensors", "load_model", "load_adapter", "load_optimizer", "load"}
-NOT_READERS = {"save_safetensors", "save_model", "save_adapter", "save_optimizer", "save"}
+FUZZED = {
+    "SafetensorsFile",
+    "load_safetensors",
+    "load_model",
+    "load_adapter",
+    "load_optimizer",
+    "load_training",
+    "load",
+}
+NOT_READERS = {"save_safetensors", "save_model", "save_adapter", "save_optimizer", "save_training", "save"}
 PATHS = re.compile(r"\b(\w+)\((?:[^()]*,)?\s*const std::string& (?:path|directory|folder|file)\b")
 OPTIONS = "detect_leaks=0:detect_odr_violation=0:max_allocation_size_mb=4096:hard_rss_limit_mb=4096"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoestring.files.read_file import parse_json, shown
+from shoestring.files.read_file import is_integer, parse_json, shown
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.optim import files as own_files
 from shoestring.optim import torch_files
@@ -175,7 +175,7 @@ def load_training(
         raise ValueError(
             f"{where}: expected the checksum {metadata.get('checksum')}, received {found}: it is damaged"
         )
-    saved = {key: _json(metadata, key, where) for key in ("position", "facts", "optimizers", "parts", "step")}
+    saved = _described(metadata, where)
     for name, now in (facts or {}).items():
         before = saved["facts"].get(name)
         if before != now:
@@ -213,9 +213,13 @@ def load_training(
         # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
         for name, tensor in tensors.items():
             file.load_into(f"model.{name}", tensor)
-    except BaseException:
+    except BaseException as error:
         for step in reversed(undo):
             step()
+        if isinstance(error, (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError)):
+            raise ValueError(
+                f"{where}: expected the content of save_training, received another ({type(error).__name__}: {error})"
+            ) from error
         raise
     return TrainingPosition(int(saved["step"]), {key: int(value) for key, value in saved["position"].items()})
 
@@ -261,6 +265,32 @@ def _json(metadata: Mapping[str, str], key: str, where: str) -> Any:
     return parse_json(
         metadata.get(key, "").encode(), f"{where}: expected JSON called {key}, received another value"
     )
+
+
+def _described(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return what the metadata says of a run. Raises ValueError if a value has another type."""
+    saved = {key: _json(metadata, key, where) for key in ("position", "facts", "optimizers", "parts", "step")}
+    saved["random"] = _json(metadata, "random", where) if "random" in metadata else {}
+
+    def maps(value: object, fits: Callable[[object], bool]) -> bool:
+        return isinstance(value, dict) and all(map(fits, value.values()))
+
+    def is_text(value: object) -> bool:
+        return isinstance(value, str)
+
+    good = {
+        "position": maps(saved["position"], is_integer),
+        "facts": maps(saved["facts"], is_text),
+        "optimizers": isinstance(saved["optimizers"], list)
+        and all(maps(o, is_text) for o in saved["optimizers"]),
+        "parts": maps(saved["parts"], lambda part: isinstance(part, dict)),
+        "step": is_integer(saved["step"]) and saved["step"] >= 0,
+        "random": isinstance(saved["random"], dict),
+    }
+    for key, is_good in good.items():
+        if not is_good:
+            raise ValueError(f"{where}: expected the {key} of a run, received {shown(saved[key])}")
+    return saved
 
 
 def _restorer(part: Any) -> Callable[[], object]:

@@ -40,7 +40,6 @@ class AveragesCore {
   void update();
   void swap_in();
   void swap_out();
-  bool is_swapped() const { return swapped_; }
   void copy_to(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) const;
   int64_t updates() const { return updates_; }
   TensorDict state() const;

@@ -5,13 +5,11 @@
 
 #include <ATen/Functions.h>
 #include <shoestring/safetensors.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/sgd.h>
 #include <nlohmann/json.hpp>
 
 #include "files/read_file.h"
 #include "files/safetensors_format.h"
+#include "optim/libtorch_options.h"
 #include "optim/saved.h"
 #include "optim/stored.h"
 
@@ -125,8 +123,8 @@ std::string value_of(const Metadata& metadata, const char* key) {
   return found == metadata.end() ? "none" : found->second;
 }
 
-void expect_value(const Metadata& metadata, const char* key, const std::string& expected,
-                  const std::string& name, const std::string& where) {
+void expect_metadata(const Metadata& metadata, const char* key, const std::string& expected,
+                     const std::string& name, const std::string& where) {
   const std::string value = value_of(metadata, key);
   expect(value == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), brief(value));
 }
@@ -175,8 +173,8 @@ StatesByGroup states_by_group(const TensorDict& tensors, const std::vector<size_
 
 void restore_own(LowMemoryOptimizer& optimizer, const Stored& stored, const std::string& where) {
   const std::string name = Access::core(optimizer).name();
-  expect_value(stored.metadata, "format_version", std::to_string(kFormatVersion), name, where);
-  expect_value(stored.metadata, "optimizer", name, name, where);
+  expect_metadata(stored.metadata, "format_version", std::to_string(kFormatVersion), name, where);
+  expect_metadata(stored.metadata, "optimizer", name, name, where);
   Saved saved;
   try {
     saved.groups = read_groups(files::parse_json(where + ": groups", value_of(stored.metadata, "groups")),
@@ -205,32 +203,14 @@ void restore_own(LowMemoryOptimizer& optimizer, const Stored& stored, const std:
 
 namespace libtorch = torch::optim;
 
-std::string name_of(const libtorch::Optimizer& optimizer) {
+// Returns the name of the optimizer's class in files. `what` begins the error for classes that have none.
+std::string name_of(const libtorch::Optimizer& optimizer, const char* what) {
   if (dynamic_cast<const libtorch::AdamW*>(&optimizer) != nullptr) return "torch.AdamW";
   if (dynamic_cast<const libtorch::Adam*>(&optimizer) != nullptr) return "torch.Adam";
   if (dynamic_cast<const libtorch::SGD*>(&optimizer) != nullptr) return "torch.SGD";
-  return "";
-}
-
-// Calls visit(name, option) for the options that a file has.
-template <class Options, class Visit>
-void visit_adam(Options& o, const Visit& visit) {
-  visit("lr", o.lr());
-  visit("betas", o.betas());
-  visit("eps", o.eps());
-  visit("weight_decay", o.weight_decay());
-  visit("amsgrad", o.amsgrad());
-}
-template <class Visit>
-void visit_options(libtorch::OptimizerOptions& options, const Visit& visit) {
-  if (auto* adamw = dynamic_cast<libtorch::AdamWOptions*>(&options)) return visit_adam(*adamw, visit);
-  if (auto* adam = dynamic_cast<libtorch::AdamOptions*>(&options)) return visit_adam(*adam, visit);
-  auto& sgd = dynamic_cast<libtorch::SGDOptions&>(options);
-  visit("lr", sgd.lr());
-  visit("momentum", sgd.momentum());
-  visit("dampening", sgd.dampening());
-  visit("weight_decay", sgd.weight_decay());
-  visit("nesterov", sgd.nesterov());
+  TORCH_CHECK_VALUE(false, what,
+                    ": optimizer: expected an optimizer of shoestring with a rule of its own, or LibTorch's "
+                    "Adam, AdamW or SGD, received another class");
 }
 
 // Calls visit(name, tensor) for the tensors of a parameter's state.
@@ -260,8 +240,8 @@ Stored store_libtorch(const std::string& name, const libtorch::Optimizer& optimi
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     const auto& group = optimizer.param_groups()[g];
     Json options = Json::object();
-    visit_options(*group.options().clone(),
-                  [&](const char* option, const auto& value) { options[option] = json_of(value); });
+    visit_libtorch_options(*group.options().clone(),
+                           [&](const char* option, const auto& value) { options[option] = json_of(value); });
     groups.push_back({{"size", group.params().size()}, {"options", options}});
     for (size_t i = 0; i < group.params().size(); ++i) {
       const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
@@ -286,8 +266,8 @@ std::unique_ptr<libtorch::OptimizerParamState> new_state(const std::string& name
 
 void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, const Stored& stored,
                       const std::string& where) {
-  expect_value(stored.metadata, "format_version", std::to_string(kFormatVersion), name, where);
-  expect_value(stored.metadata, "optimizer", name, name, where);
+  expect_metadata(stored.metadata, "format_version", std::to_string(kFormatVersion), name, where);
+  expect_metadata(stored.metadata, "optimizer", name, name, where);
   const Json groups = files::parse_json(where + ": groups", value_of(stored.metadata, "groups"));
   auto& ours = optimizer.param_groups();
   expect(groups.is_array() && groups.size() == ours.size(), name.c_str(), where.c_str(),
@@ -305,8 +285,8 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
       // Python's optimizers can maximise, and LibTorch's cannot.
       expect(!values.value("maximize", false), name.c_str(), where.c_str(), "maximize=False", "True");
       options.push_back(ours[g].options().clone());
-      visit_options(*options.back(),
-                    [&](const char* option, auto& value) { read_field(values.at(option), value); });
+      visit_libtorch_options(*options.back(),
+                             [&](const char* option, auto& value) { read_field(values.at(option), value); });
     }
   } catch (const Json::exception& error) {
     expect(false, name.c_str(), where.c_str(), "groups with this optimizer's options", error.what());
@@ -347,20 +327,12 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
 
 Stored detail::store(const torch::optim::Optimizer& optimizer) {
   if (const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer)) return store_own(*own);
-  const std::string name = name_of(optimizer);
-  TORCH_CHECK_VALUE(!name.empty(),
-                    "save: optimizer: expected an optimizer of shoestring with a rule of its own, or ",
-                    "LibTorch's Adam, AdamW or SGD, received another class");
-  return store_libtorch(name, optimizer);
+  return store_libtorch(name_of(optimizer, "save"), optimizer);
 }
 
 void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, const std::string& where) {
   if (auto* own = dynamic_cast<LowMemoryOptimizer*>(&optimizer)) return restore_own(*own, stored, where);
-  const std::string name = name_of(optimizer);
-  TORCH_CHECK_VALUE(!name.empty(),
-                    "load: optimizer: expected an optimizer of shoestring with a rule of its own, or ",
-                    "LibTorch's Adam, AdamW or SGD, received another class");
-  restore_libtorch(name, optimizer, stored, where);
+  restore_libtorch(name_of(optimizer, "load"), optimizer, stored, where);
 }
 
 void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
@@ -372,8 +344,8 @@ void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path
 void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
   const SafetensorsFile file(path);
   const std::string where = "load_optimizer: " + path;
-  expect_value(file.metadata(), "format", kFormat, Access::core(optimizer).name(), where);
-  Stored stored{{}, file.metadata()};
+  expect_metadata(file.metadata(), "format", kFormat, Access::core(optimizer).name(), where);
+  Stored stored{TensorDict(), file.metadata()};
   for (const auto& item : file.entries()) stored.tensors.insert(item.name, file.load(item.name));
   restore_own(optimizer, stored, where);
 }

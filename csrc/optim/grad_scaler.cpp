@@ -8,6 +8,7 @@
 
 #include "optim/core.h"
 #include "optim/scaled.h"
+#include "optim/state_numbers.h"
 
 namespace shoestring::optim {
 
@@ -156,13 +157,7 @@ void GradScaler::load_state(const TensorDict& state) {
   if (!is_enabled()) return;
   expect_scaler(!state.is_empty(), "load_state", "the state of a scaler",
                 "an empty one. It may come from a disabled scaler.");
-  const auto read = [&](const char* name) {
-    const Tensor* field = state.find(name);
-    expect_scaler(field != nullptr && field->defined() && field->numel() == 1, "load_state",
-                  c10::str("a tensor with one element called ", name),
-                  field == nullptr || !field->defined() ? "none" : c10::str("shape ", field->sizes()));
-    return field->item<double>();
-  };
+  const auto read = [&](const char* name) { return number_of("GradScaler", state, name); };
   GradScalerOptions loaded = options_;
   loaded.init_scale(read(kFields[0])).growth_factor(read(kFields[1])).backoff_factor(read(kFields[2]));
   const double interval = read(kFields[3]), tracker = read(kFields[4]);

@@ -7,17 +7,15 @@
 
 #include <ATen/Functions.h>
 #include <shoestring/optim/schedules.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
+#include "optim/libtorch_options.h"
 #include "optim/rule.h"
+#include "optim/state_numbers.h"
 
 namespace shoestring::optim {
 
 using detail::expect;
+using detail::number_of;
 using torch::optim::OptimizerOptions;
 
 namespace {
@@ -31,17 +29,9 @@ struct Number {
 };
 using NamedNumbers = std::vector<std::pair<std::string, Number>>;
 
-template <class Options>
-NamedNumbers adam_numbers(Options& o) {
-  return {{"lr", {&o.lr(), &detail::kAtLeastZero}},
-          {"beta1", {&std::get<0>(o.betas()), &detail::kFraction}},
-          {"beta2", {&std::get<1>(o.betas()), &detail::kFraction}},
-          {"weight_decay", {&o.weight_decay(), &detail::kAtLeastZero}}};
-}
-
 NamedNumbers numbers_of(OptimizerOptions& options) {
+  NamedNumbers numbers;
   if (auto* ours = dynamic_cast<LowMemoryOptions*>(&options)) {
-    NamedNumbers numbers;
     for (const detail::Field& field : detail::Access::fields(*ours)) {
       detail::each_value(field, [&](const char* name, auto& value) {
         if constexpr (std::is_same_v<decltype(value), double&>)
@@ -50,24 +40,15 @@ NamedNumbers numbers_of(OptimizerOptions& options) {
     }
     return numbers;
   }
-  namespace libtorch = torch::optim;
-  if (auto* o = dynamic_cast<libtorch::AdamWOptions*>(&options)) return adam_numbers(*o);
-  if (auto* o = dynamic_cast<libtorch::AdamOptions*>(&options)) return adam_numbers(*o);
-  if (auto* o = dynamic_cast<libtorch::SGDOptions*>(&options)) {
-    return {{"lr", {&o->lr(), &detail::kAtLeastZero}},
-            {"momentum", {&o->momentum(), &detail::kAtLeastZero}},
-            {"weight_decay", {&o->weight_decay(), &detail::kAtLeastZero}}};
-  }
-  if (auto* o = dynamic_cast<libtorch::RMSpropOptions*>(&options)) {
-    return {{"lr", {&o->lr(), &detail::kAtLeastZero}},
-            {"momentum", {&o->momentum(), &detail::kAtLeastZero}},
-            {"weight_decay", {&o->weight_decay(), &detail::kAtLeastZero}}};
-  }
-  if (auto* o = dynamic_cast<libtorch::AdagradOptions*>(&options)) {
-    return {{"lr", {&o->lr(), &detail::kAtLeastZero}},
-            {"weight_decay", {&o->weight_decay(), &detail::kAtLeastZero}}};
-  }
-  return {};
+  detail::visit_libtorch_options(options, [&](const char* name, auto& value) {
+    if constexpr (std::is_same_v<decltype(value), double&>) {
+      numbers.push_back({name, {&value, &detail::kAtLeastZero}});
+    } else if constexpr (std::is_same_v<decltype(value), std::tuple<double, double>&>) {
+      numbers.push_back({detail::numbered(name, 1), {&std::get<0>(value), &detail::kFraction}});
+      numbers.push_back({detail::numbered(name, 2), {&std::get<1>(value), &detail::kFraction}});
+    }
+  });
+  return numbers;
 }
 
 Number find(const char* name, OptimizerOptions& options, const std::string& option) {
@@ -86,16 +67,9 @@ Number find(const char* name, torch::optim::Optimizer& optimizer, const std::str
   return find(name, optimizer.param_groups()[group].options(), option);
 }
 
-double number_of(const char* name, const TensorDict& state, const std::string& key) {
-  const at::Tensor* found = state.find(key);
-  expect(found != nullptr && found->defined() && found->numel() == 1, name, "load_state",
-         "a tensor with one element called " + key, found == nullptr ? "none" : "another");
-  return found->item<double>();
-}
-
-int64_t count_of(const char* name, const TensorDict& state, const std::string& key) {
+int64_t count_of(const char* name, const TensorDict& state, const char* key) {
   const double count = number_of(name, state, key);
-  expect(count >= 0 && count == std::trunc(count) && count < 0x1p53, name, key.c_str(),
+  expect(count >= 0 && count == std::trunc(count) && count < 0x1p53, name, key,
          "a whole number of at least 0", count);
   return static_cast<int64_t>(count);
 }

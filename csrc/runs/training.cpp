@@ -166,19 +166,14 @@ class Undo {
 
 TensorDict training_tensors(const torch::nn::Module& module, bool frozen) {
   TensorDict tensors;
-  const auto add = [&](const auto& named) {
-    for (const auto& item : named) {
-      const auto same = [&](const auto& other) { return other.value().is_same(item.value()); };
-      if (item.value().defined() && std::none_of(tensors.begin(), tensors.end(), same))
-        tensors.insert(item.key(), item.value());
-    }
+  const auto add = [&](const std::string& name, const Tensor& tensor) {
+    const auto same = [&](const auto& other) { return other.value().is_same(tensor); };
+    if (tensor.defined() && std::none_of(tensors.begin(), tensors.end(), same)) tensors.insert(name, tensor);
   };
-  TensorDict parameters;
   for (const auto& item : module.named_parameters()) {
-    if (frozen || item.value().requires_grad()) parameters.insert(item.key(), item.value());
+    if (frozen || item.value().requires_grad()) add(item.key(), item.value());
   }
-  add(parameters);
-  add(module.named_buffers());
+  for (const auto& item : module.named_buffers()) add(item.key(), item.value());
   return tensors;
 }
 

@@ -53,8 +53,8 @@ def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor], 
     groups = []
     tensors: dict[str, Tensor] = {}
     for g, group in enumerate(optimizer.param_groups):
-        options = {name: _plain(group[name]) for name in optimizer.defaults}
-        extra = {name: _plain(value) for name, value in group.items() if name not in {"params", *options}}
+        options = {name: plain(group[name]) for name in optimizer.defaults}
+        extra = {name: plain(value) for name, value in group.items() if name not in {"params", *options}}
         try:
             json.dumps([options, extra], allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -171,7 +171,8 @@ def _groups(metadata: dict[str, str], optimizer: LowMemoryOptimizer, where: str)
     return result
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """Return a tensor of one number as a number, and everything else as it is."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

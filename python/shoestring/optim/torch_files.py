@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.files.read_file import parse_json, shown
-from shoestring.optim.files import like
+from shoestring.optim.files import like, plain
 
 FORMAT_VERSION = 1
 # State of PyTorch's optimizers that has the shape of the parameter.
@@ -137,8 +137,3 @@ def _decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "dict":
         return {key: _decoded(entry, tensors) for key, entry in content}
     return (tuple if kind == "tuple" else list)(_decoded(entry, tensors) for entry in content)
-
-
-def plain(value: object) -> object:
-    """Return a tensor of one number as a number, and everything else as it is."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

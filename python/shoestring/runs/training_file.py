@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -37,7 +38,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """Where a run that has been restored stands.
+    """The position of a run that has been restored.
 
     Attributes:
         step: the number of steps that have been taken.
@@ -120,7 +121,7 @@ def save_training(
         "parts": json.dumps(values),
         "random": json.dumps(numbers),
     }
-    tensors |= states
+    tensors |= {f"random.{name}": state for name, state in states.items()}
     metadata["checksum"] = torch.ops.shoestring._content_checksum(
         list(tensors), list(tensors.values()), metadata
     )
@@ -177,10 +178,10 @@ def load_training(
         )
     saved = _described(metadata, where)
     for name, now in (facts or {}).items():
-        before = saved["facts"].get(name)
-        if before != now:
+        stored = saved["facts"].get(name)
+        if stored != now:
             raise ValueError(
-                f"{where}: expected {name} {now}, received {before}: the file belongs to another run"
+                f"{where}: expected {name} {now}, received {stored}: the file belongs to another run"
             )
     tensors = _tensors_of(model, frozen, "load_training")
     _check_tensors(tensors, entries, where)
@@ -200,16 +201,16 @@ def load_training(
     undo: list[Callable[[], object]] = []
     try:
         for number, optimizer in enumerate(all_optimizers):
-            undo.append(_restorer(optimizer))
+            undo.append(functools.partial(optimizer.load_state_dict, optimizer.state_dict()))
             state = load_all(f"optimizer.{number}.")
             _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where)
         for name, part in parts.items():
-            undo.append(_restorer(part))
-            part.load_state_dict(_joined(load_all(f"part.{name}."), saved["parts"][name], part.state_dict()))
-        undo.append(_random_restorer())
-        _set_random_states(
-            load_all("random."), _json(metadata, "random", where) if "random" in metadata else {}
-        )
+            before = part.state_dict()
+            undo.append(functools.partial(part.load_state_dict, before))
+            part.load_state_dict(_joined(load_all(f"part.{name}."), saved["parts"][name], before))
+        states, numbers = _random_states()
+        undo.append(functools.partial(_set_random_states, states, numbers))
+        _set_random_states(load_all("random."), saved["random"])
         # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
         for name, tensor in tensors.items():
             file.load_into(f"model.{name}", tensor)
@@ -293,11 +294,6 @@ def _described(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     return saved
 
 
-def _restorer(part: Any) -> Callable[[], object]:
-    before = part.state_dict()
-    return lambda: part.load_state_dict(before)
-
-
 # ---- parts
 
 
@@ -360,15 +356,15 @@ def _devices() -> Iterable[tuple[str, Any, int]]:
 
 
 def _random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the states of all generators: tensors by their names in the file, and values for JSON."""
-    tensors = {"random.cpu": torch.get_rng_state()}
-    tensors |= {f"random.{name}": module.get_rng_state(i) for name, module, i in _devices()}
+    """Return the states of all generators: tensors, and values for JSON."""
+    tensors = {"cpu": torch.get_rng_state()}
+    tensors |= {name: module.get_rng_state(i) for name, module, i in _devices()}
     version, words, gauss = random.getstate()
-    tensors["random.python"] = torch.tensor(words, dtype=torch.int64)
+    tensors["python"] = torch.tensor(words, dtype=torch.int64)
     values: dict[str, Any] = {"python": [version, gauss]}
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, *rest = numpy.random.get_state()
-        tensors["random.numpy"] = torch.from_numpy(keys.astype("int64"))
+        tensors["numpy"] = torch.from_numpy(keys.astype("int64"))
         values["numpy"] = [name, *(value.item() if hasattr(value, "item") else value for value in rest)]
     return tensors, values
 
@@ -386,8 +382,3 @@ def _set_random_states(tensors: Mapping[str, Tensor], values: Mapping[str, Any])
     if numpy is not None and "numpy" in tensors and "numpy" in values:
         name, *rest = values["numpy"]
         numpy.random.set_state((name, tensors["numpy"].numpy().astype("uint32"), *rest))
-
-
-def _random_restorer() -> Callable[[], object]:
-    tensors, values = _random_states()
-    return lambda: _set_random_states({n.removeprefix("random."): t for n, t in tensors.items()}, values)

@@ -31,6 +31,7 @@ MODULES = (
     "shoestring.checkpoint.planner",
     "shoestring.data",
     "shoestring.data.packing",
+    "shoestring.callbacks",
     "shoestring.lora",
     "shoestring.nn",
     "shoestring.ops",

@@ -16,6 +16,8 @@ TORCH_LIBRARY(shoestring, m) {
   m.def("_host_allocator_stats() -> int[]");
   m.def("_host_allocator_reset_peaks() -> ()");
   m.def("_host_allocator_empty_cache() -> int");
+  // Returns the memory of the machine and what of it this process can still use (core/spare_memory.h).
+  m.def("_spare_memory() -> int[]");
   // Multiplies x in place by a factor (one element). Does nothing if the factor is 1; on CUDA, the kernel
   // tests for 1. Backward passes use _scale_ to scale saved gradients.
   m.def("_scale_(Tensor(a!) x, Tensor factor) -> ()");

@@ -5,6 +5,9 @@
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <vector>
+
+#include <torch/library.h>
 
 namespace shoestring {
 namespace {
@@ -71,7 +74,8 @@ SpareMemory spare_memory(const Read& read) {
   for (std::string line; std::getline(groups, line);) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    std::string controllers(",");
+    controllers.append(line, first + 1, second - first - 1).append(",");
     const std::string group = line.substr(second + 1);
     if (group.empty() || group[0] != '/') continue;
     if (controllers == ",,") limit_by_groups(read, "/sys/fs/cgroup", group, true, memory);
@@ -79,6 +83,13 @@ SpareMemory spare_memory(const Read& read) {
       limit_by_groups(read, "/sys/fs/cgroup/memory", group, false, memory);
   }
   return memory;
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("_spare_memory", [] {
+    const SpareMemory memory = spare_memory();
+    return std::vector<int64_t>{memory.total, memory.available};
+  });
 }
 
 }  // namespace shoestring

@@ -131,14 +131,14 @@ class OptimizerCore : public torch::CustomClassHolder {
 
   // ---- steps
 
-  void step(const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf) {
+  /// Returns whether the step was skipped, as scaled_step() does, if found_inf is given.
+  std::optional<Tensor> step(const std::optional<Tensor>& grad_scale,
+                             const std::optional<Tensor>& found_inf) {
     const at::NoGradGuard no_grad;
     core().check_step();
-    if (found_inf) {
-      core().scaled_step(grad_scale.value_or(Tensor()), *found_inf, /*is_checked=*/true);
-    } else {
-      core().step();
-    }
+    if (found_inf) return core().scaled_step(grad_scale.value_or(Tensor()), *found_inf, /*is_checked=*/true);
+    core().step();
+    return std::nullopt;
   }
   void set_train_mode(bool train_mode) {
     auto& optimizer = dynamic_cast<ScheduleFreeAdamW&>(*optimizer_);
@@ -165,6 +165,15 @@ class OptimizerCore : public torch::CustomClassHolder {
   void settle() {
     const at::NoGradGuard no_grad;
     core().settle("state_dict");
+  }
+  void set_takes_norms(bool takes) { core().takes_norms = takes; }
+  Tensor take_squares() {
+    const at::NoGradGuard no_grad;
+    return core().take_squares();
+  }
+  Tensor whole_square() {
+    const at::NoGradGuard no_grad;
+    return core().whole_square();
   }
   /// Drops the sums of gradients, and waits for the work of a failed step.
   void drop() {
@@ -259,6 +268,9 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("on_gradient", &OptimizerCore::on_gradient)
       .def("add_sum_to_gradient", &OptimizerCore::add_sum_to_gradient)
       .def("has_sums", &OptimizerCore::has_sums)
+      .def("set_takes_norms", &OptimizerCore::set_takes_norms)
+      .def("take_squares", &OptimizerCore::take_squares)
+      .def("whole_square", &OptimizerCore::whole_square)
       .def("is_unfinished", &OptimizerCore::is_unfinished)
       .def("begin_sums", &OptimizerCore::begin_sums)
       .def("set_accumulating", &OptimizerCore::set_accumulating)

@@ -117,6 +117,13 @@ struct Core : std::enable_shared_from_this<Core> {
   /// Raises if there are accumulated gradients, which GradScaler::unscale_ has not divided. `what` is the
   /// function that needs divided gradients.
   void expect_no_sums(const char* what) const;
+  /// Selects whether accumulate() takes the norms of the gradients of its micro-batches, for GradientNoise.
+  bool takes_norms = false;
+  /// Returns the sum of the squared norms of all micro-batches' gradients since the last call, with those in
+  /// grad(). The gradients of one micro-batch count as one vector.
+  Tensor take_squares();
+  /// Returns the squared norm of the gradients of the coming step: grad() with the accumulated gradients.
+  Tensor whole_square();
   /// Drops arenas, accumulated gradients and unfinished steps, which belong to the old state. Called when a
   /// saved state is loaded.
   void forget();
@@ -212,6 +219,8 @@ struct Core : std::enable_shared_from_this<Core> {
   void drop_sums();
   static std::vector<Tensor> gradients_of(const std::vector<Call>& calls);
   Tensor clip(const std::vector<Call>& calls);
+  Shard shard_of(const Tensor& param) const;
+  void add_norm(ByShard& norms, const Tensor& param, const Tensor& gradient) const;
   static std::vector<Tensor>& of_shard(ByShard& all, const Shard& shard);
   static Tensor norm_over(const ByShard& norms);
   static std::vector<Bucket> buckets(size_t group, Arena& arena);
@@ -249,6 +258,8 @@ struct Core : std::enable_shared_from_this<Core> {
   std::unordered_map<Key, Alone> alone_;
   // Norms of the gradients that steps within backward have freed.
   ByShard norms_;
+  // Norms of the gradients of micro-batches, if takes_norms is set.
+  ByShard micro_norms_;
   // Serialises the gradient hooks, since backward runs one thread per device.
   std::mutex mutex_;
   std::vector<std::unique_ptr<Bucket>> buckets_;

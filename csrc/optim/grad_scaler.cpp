@@ -75,9 +75,9 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   progress.stage = Stage::kUnscaled;
 }
 
-void GradScaler::step(torch::optim::Optimizer& optimizer) {
+void GradScaler::step(torch::optim::Optimizer& optimizer, const Tensor& skip) {
   if (!is_enabled()) {
-    optimizer.step();
+    skip.defined() ? void(scaled_step(optimizer, Tensor(), skip)) : void(optimizer.step());
     return;
   }
   expect_scale("step");
@@ -85,7 +85,7 @@ void GradScaler::step(torch::optim::Optimizer& optimizer) {
   expect_scaler(progress.stage != Stage::kStepped, "step", "one call per optimizer before update()",
                 "a second call. Call update() next.");
   const auto* own = divides_within_step(optimizer);
-  if (own == nullptr) {
+  if (own == nullptr || skip.defined()) {
     if (progress.stage == Stage::kReady) unscale_(optimizer);
     expect_scaler(progress.found_inf.defined(), "step", "an optimizer whose parameters have gradients",
                   "no gradient. Call backward() first.");
@@ -94,8 +94,8 @@ void GradScaler::step(torch::optim::Optimizer& optimizer) {
   // A step without gradients says nothing about the scale, so update() must not count it.
   const bool counts = ready ? Access::core(*own).has_gradients() : progress.found_inf.defined();
   const Tensor given = ready || counts ? progress.found_inf : at::zeros({}, scale_.options());
-  const Tensor found = scaled_step(optimizer, ready ? scale_ : Tensor(), given);
-  if (counts) progress.found_inf = found;
+  const Tensor found = scaled_step(optimizer, ready ? scale_ : Tensor(), either(given, skip));
+  if (counts && !skip.defined()) progress.found_inf = found;
   progress.stage = Stage::kStepped;
 }
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "offload/first_error.h"
+#include "optim/all_reduce.h"
 #include "optim/core.h"
 #include "optim/foreach_norm.h"
 #include "optim/norm.h"
@@ -71,6 +72,7 @@ void Core::on_gradient(const Tensor& param) {
   const std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   if (accumulating || step_in_backward) begin_backward();
+  if (accumulating && takes_norms) add_norm(micro_norms_, param, param.grad());
   if (on_cpu() && (accumulating || step_in_backward)) {
     arrive(param);
   } else if (accumulating) {
@@ -163,6 +165,7 @@ void Core::drop_sums() {
   pending_.clear();
   collected_.clear();
   known_norms_.clear();
+  micro_norms_.clear();
 }
 
 // ---- scaled losses
@@ -180,29 +183,18 @@ std::vector<Tensor> Core::gradients_of(const std::vector<Call>& calls) {
 namespace {
 
 // Reduces a number of this process over the process groups of a shard: the sum or the maximum ("max") over
-// all shards of a parameter. The operators belong to PyTorch's distributed package, which knows the groups by
-// name.
+// all shards of a parameter.
 Tensor over_groups(const Tensor& number, const Shard& shard, const char* how) {
-  static const auto reduce =
-      find<Tensor(const Tensor&, std::string, std::string)>("_c10d_functional::all_reduce");
-  static const auto wait = find<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
   Tensor reduced = number.to(shard.device);
-  for (const std::string& group : shard.groups) reduced = wait.call(reduce.call(reduced, how, group));
+  for (const std::string& group : shard.groups) reduced = all_reduce(reduced, how, group);
   return reduced;
 }
 
 }  // namespace
 
-// Computes found_inf from the largest magnitude of all gradients. A norm would not do: a sum of squares may
-// overflow although all gradients are finite.
 void Core::find_inf(const std::vector<Call>& calls) {
   if (!grad_scale_.defined() || (is_checked_ && pending_.empty())) return;
-  auto grads = gradients_of(calls);
-  // Empty tensors have no largest element.
-  std::erase_if(grads, [](const Tensor& g) { return g.numel() == 0; });
-  std::vector<Tensor> largest{at::zeros({}, grad_scale_.options())};
-  for (const Tensor& g : grads) largest.push_back(at::linalg_vector_norm(g, INFINITY).to(largest[0]));
-  Tensor found = at::stack(largest).amax().isfinite().logical_not().to(at::kFloat);
+  Tensor found = non_finite(gradients_of(calls), grad_scale_.device());
   std::vector<Shard> shards;  // all processes must skip a step, or none
   for (const Call& call : calls) {
     const Shard& shard = call.arena->kind.shard;
@@ -279,6 +271,52 @@ std::vector<Tensor>& Core::of_shard(ByShard& all, const Shard& shard) {
   const auto same =
       std::find_if(all.begin(), all.end(), [&](const auto& entry) { return entry.first == shard; });
   return same != all.end() ? same->second : all.emplace_back(shard, std::vector<Tensor>()).second;
+}
+
+// ---- norms for GradientNoise
+
+Shard Core::shard_of(const Tensor& param) const {
+  const auto found = shards.find(param.unsafeGetTensorImpl());
+  return found == shards.end() ? Shard() : found->second;
+}
+
+void Core::add_norm(ByShard& norms, const Tensor& param, const Tensor& gradient) const {
+  constexpr size_t kMost = 1024;
+  auto& some = of_shard(norms, shard_of(param));
+  some.push_back(ops::foreach_norm({gradient})[0]);
+  if (some.size() >= kMost) some = {at::linalg_vector_norm(at::stack(some))};
+}
+
+Tensor Core::take_squares() {
+  const std::lock_guard lock(mutex_);
+  expect(!micro_norms_.empty(), name(), "gradients", "micro-batches within accumulate()",
+         "none. Call update() before step().");
+  for (const auto& group : optimizer->param_groups()) {
+    for (const Tensor& p : group.params()) {
+      if (p.grad().defined()) add_norm(micro_norms_, p, p.grad());
+    }
+  }
+  const ByShard norms = std::exchange(micro_norms_, {});
+  return norm_over(norms).square();
+}
+
+Tensor Core::whole_square() {
+  const std::lock_guard lock(mutex_);
+  drain();
+  ByShard norms;
+  for (const auto& group : optimizer->param_groups()) {
+    for (const Tensor& p : group.params()) {
+      const Tensor grad = p.grad();
+      if (!is_pending(p)) {
+        if (grad.defined()) add_norm(norms, p, grad);
+        continue;
+      }
+      const Tensor& sum = sums_.at(p.unsafeGetTensorImpl());
+      add_norm(norms, p, grad.defined() ? sum + grad.to(sum.device(), sum.scalar_type()) : sum);
+    }
+  }
+  expect(!norms.empty(), name(), "gradients", "some", "none. Call backward() first.");
+  return norm_over(norms).square();
 }
 
 // ---- steps within backward

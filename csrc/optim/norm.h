@@ -17,4 +17,8 @@ at::Tensor total_norm(const std::vector<at::Tensor>& grads,
 /// torch::nn::utils::clip_grad_norm_.
 at::Tensor clip_coef(const at::Tensor& norm, double max_norm);
 
+/// Returns 1 if an element of a tensor is NaN or infinite and 0 otherwise, as fp32 on `device`, without a
+/// synchronisation unless `device` is the CPU and a tensor is not there.
+at::Tensor non_finite(const std::vector<at::Tensor>& tensors, at::Device device);
+
 }  // namespace shoestring::optim::detail

@@ -28,6 +28,7 @@
 #include "files/content_checksum.h"
 #include "files/read_file.h"
 #include "optim/stored.h"
+#include "runs/generators.h"
 
 namespace shoestring {
 namespace {
@@ -35,21 +36,10 @@ namespace {
 using Json = nlohmann::json;
 using at::Tensor;
 using optim::detail::Stored;
+using runs::each_generator;
 
 constexpr const char* kFormat = "shoestring.training";
 constexpr const char* kVersion = "1";
-
-// Calls visit(name, generator) for the generators whose states a run has.
-void each_generator(const std::function<void(const std::string&, at::Generator)>& visit) {
-  visit("random.cpu", at::globalContext().defaultGenerator(at::kCPU));
-  const auto accelerator = at::getAccelerator();
-  if (!accelerator.has_value()) return;
-  for (c10::DeviceIndex i = 0; i < at::accelerator::deviceCount(); ++i) {
-    const at::Device device(*accelerator, i);
-    visit(c10::str("random.", c10::DeviceTypeName(*accelerator, /*lower_case=*/true), ".", int{i}),
-          at::globalContext().defaultGenerator(device));
-  }
-}
 
 // Returns the tensors whose names begin with `prefix`, by the rest of their names.
 TensorDict load_all(const SafetensorsFile& file, const std::string& prefix) {

@@ -9,7 +9,7 @@ build = _load.load()
 __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
-from shoestring import lora, nn, optim  # noqa: E402
+from shoestring import callbacks, lora, nn, optim  # noqa: E402
 from shoestring.checkpoint import (  # noqa: E402
     CheckpointReport,
     OffloadedWeights,
@@ -70,12 +70,29 @@ from shoestring.ops import (  # noqa: E402
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
-from shoestring.runs import TrainingPosition, load_training, save_training  # noqa: E402
+from shoestring.runs import (  # noqa: E402
+    BatchSizeSearch,
+    BatchTrial,
+    LrPass,
+    LrRange,
+    MemoryAdvice,
+    TrainingPosition,
+    find_batch_size,
+    find_lr,
+    load_training,
+    memory_advice,
+    save_training,
+)
 
 __all__ = [
+    "BatchSizeSearch",
+    "BatchTrial",
     "CheckpointReport",
     "HostAllocator",
     "HostAllocatorStats",
+    "LrPass",
+    "LrRange",
+    "MemoryAdvice",
     "OffloadedWeights",
     "PatchReport",
     "QuantizedTensor",
@@ -84,6 +101,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "build",
+    "callbacks",
     "checkpoint",
     "checkpoint_model",
     "checkpoint_sequential",
@@ -95,6 +113,8 @@ __all__ = [
     "dequantize_int8",
     "embedding",
     "fake_quantize",
+    "find_batch_size",
+    "find_lr",
     "geglu",
     "gelu",
     "host_allocator",
@@ -111,6 +131,7 @@ __all__ = [
     "lora_linear",
     "lora_linear_group",
     "lora_weight_norm",
+    "memory_advice",
     "nn",
     "offload_activations",
     "offload_weights",

@@ -9,6 +9,7 @@
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/data.h>
 #include <shoestring/embedding.h>
+#include <shoestring/find_lr.h>
 #include <shoestring/host_allocator.h>
 #include <shoestring/linear.h>
 #include <shoestring/lora.h>

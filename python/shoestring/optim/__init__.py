@@ -11,6 +11,8 @@ from shoestring.optim.batch_norm import update_batch_norm
 from shoestring.optim.came import CAME
 from shoestring.optim.files import load_optimizer, save_optimizer
 from shoestring.optim.galore import GaLore
+from shoestring.optim.gradient_noise import GradientNoise, scale_lr
+from shoestring.optim.guard import BadStep, Guard
 from shoestring.optim.lamb import LAMB
 from shoestring.optim.lion import Lion
 from shoestring.optim.muon import Muon
@@ -29,13 +31,17 @@ __all__ = [
     "Adafactor",
     "AdamW",
     "Averages",
+    "BadStep",
     "GaLore",
+    "GradientNoise",
+    "Guard",
     "Lion",
     "Muon",
     "ScheduleFreeAdamW",
     "average_checkpoints",
     "load_optimizer",
     "save_optimizer",
+    "scale_lr",
     "schedules",
     "update_batch_norm",
 ]

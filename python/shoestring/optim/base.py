@@ -176,6 +176,8 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         self._known: list[Known] = []
         # For each DTensor, this process's shard as the core sees it.
         self._aliases: dict[Tensor, Tensor] = {}
+        # With found_inf, 1 if the last step was skipped and 0 otherwise, on the device.
+        self._skipped: Tensor | None = None
         self._shown = 0  # the core's number of allocations when self.state was last filled
         self.offload = offload
         self._init_hooks()
@@ -338,7 +340,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         self._synchronize()
         try:
             with self._shard_gradients():
-                self._core.step(scale, found_inf)
+                self._skipped = self._core.step(scale, found_inf)
         finally:
             self._show_state()
 

@@ -9,6 +9,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from shoestring.optim.interrupts import Uninterrupted
+from shoestring.optim.scaled import scaled_step
 
 
 class SAM(Optimizer):
@@ -222,27 +223,7 @@ class SAM(Optimizer):
             return
         if finite is not None:
             found_inf = found_inf + (~finite).to(found_inf)
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if getattr(base, "_step_supports_amp_scaling", False):
-            scaling: Any = base
-            scaling.grad_scale, scaling.found_inf = scale, found_inf
-            try:
-                base.step()
-            finally:
-                del scaling.grad_scale, scaling.found_inf
-            return
-        if found_inf.item():
-            return
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if scale is not None:
-            for grad in grads:
-                if grad.dtype == torch.float16:
-                    raise ValueError(
-                        "SAM: grad: expected fp32 or bf16 gradients to unscale, received torch.float16"
-                    )
-            for grad in grads:
-                grad.mul_((1 / scale).to(grad.device))
-        base.step()
+        scaled_step("SAM", base, getattr(self, "grad_scale", None), found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state dict, whose groups also hold ``rho`` and ``adaptive``.

@@ -110,7 +110,7 @@ def save_training(
     for name, part in parts.items():
         own, values[name] = _split(part.state_dict(), f"save_training: {name}")
         tensors |= {f"part.{name}.{key}": tensor for key, tensor in own.items()}
-    states, numbers = _random_states()
+    states, numbers = random_states()
     metadata = {
         "format": FORMAT,
         "format_version": VERSION,
@@ -208,9 +208,9 @@ def load_training(
             before = part.state_dict()
             undo.append(functools.partial(part.load_state_dict, before))
             part.load_state_dict(_joined(load_all(f"part.{name}."), saved["parts"][name], before))
-        states, numbers = _random_states()
-        undo.append(functools.partial(_set_random_states, states, numbers))
-        _set_random_states(load_all("random."), saved["random"])
+        states, numbers = random_states()
+        undo.append(functools.partial(set_random_states, states, numbers))
+        set_random_states(load_all("random."), saved["random"])
         # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
         for name, tensor in tensors.items():
             file.load_into(f"model.{name}", tensor)
@@ -334,10 +334,14 @@ def _split(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], dic
 def _joined(
     tensors: Mapping[str, Tensor], values: Mapping[str, Any], now: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a part's state from a file. A number is a number again if the part's present state has one there."""
+    """Return a part's state from a file. A number is a number again if the part's present state has one there.
+
+    A part that has just been made may lack entries. Those with dimensions remain tensors.
+    """
     state: dict[str, Any] = dict(values)
     for key, tensor in tensors.items():
-        state[key] = tensor if isinstance(now.get(key), Tensor) else tensor.tolist()
+        is_tensor = isinstance(now[key], Tensor) if key in now else tensor.dim() > 0
+        state[key] = tensor if is_tensor else tensor.tolist()
     return state
 
 
@@ -355,7 +359,7 @@ def _devices() -> Iterable[tuple[str, Any, int]]:
     return [(f"{accelerator.type}.{i}", module, i) for i in range(torch.accelerator.device_count())]
 
 
-def _random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
+def random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the states of all generators: tensors, and values for JSON."""
     tensors = {"cpu": torch.get_rng_state()}
     tensors |= {name: module.get_rng_state(i) for name, module, i in _devices()}
@@ -369,7 +373,7 @@ def _random_states() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, values
 
 
-def _set_random_states(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+def set_random_states(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     if "cpu" in tensors:
         torch.set_rng_state(tensors["cpu"])
     for name, module, i in _devices():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,31 +12,8 @@ from torch import Tensor, nn
 from shoestring.checkpoint.model import parse_bytes
 from shoestring.core.device import is_asynchronous, is_cuda
 from shoestring.core.errors import InputError
+from shoestring.core.process_memory import peak_bytes, resident_bytes
 from shoestring.core.storages import storages
-
-
-def _status(key: str) -> int | None:
-    try:
-        with open("/proc/self/status") as file:
-            for line in file:
-                if line.startswith(key):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
-
-
-def peak_bytes() -> int:
-    """Return the high-water mark of the resident set of this process, in bytes."""
-    peak = _status("VmHWM:")
-    if peak is None:  # ru_maxrss is in bytes on macOS and in KiB elsewhere
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return peak
-
-
-def resident_bytes() -> int:
-    """Return the resident set size in bytes, or its peak if the system does not report the current value."""
-    return _status("VmRSS:") or peak_bytes()
 
 
 def _allocator(device: torch.device) -> dict[str, int]:

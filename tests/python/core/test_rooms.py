@@ -79,6 +79,8 @@ HEADERS = {
     "optim/base.h": "optim",
     "optim/batch_norm.h": "optim",
     "optim/grad_scaler.h": "optim",
+    "optim/gradient_noise.h": "optim",
+    "optim/guard.h": "optim",
     "optim/low_rank.h": "optim",
     "optim/rules.h": "optim",
     "optim/schedules.h": "optim",
@@ -93,11 +95,12 @@ HEADERS = {
     "quantized_training.h": "integrations",
     "data.h": "data",
     "training.h": "runs",
+    "find_lr.h": "runs",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
 # Python modules that belong to no room (folder such as python/shoestring/gemm). PUBLIC modules only collect
 # public names, and _load loads the C++ libraries.
-PUBLIC = {"", "_public", "__main__", "lora", "nn", "ops"}
+PUBLIC = {"", "_public", "__main__", "callbacks", "lora", "nn", "ops"}
 CORE_MODULES = {"_load"}
 
 Edges = dict[str, set[str]]

@@ -79,7 +79,10 @@ class SHOESTRING_API GradScaler {
   /// Raises c10::Error if scale() has not been called, if step() has been called for this optimizer since
   /// the last update(), and, for optimizers that do not divide within the step, if no parameter has a
   /// gradient or if a gradient is fp16.
-  void step(torch::optim::Optimizer& optimizer);
+  ///
+  /// `skip`, one fp32 number, skips the step as well if it is not 0, and then the scale does not shrink on
+  /// its account. The gradients are then divided by unscale_(), if that has not happened before.
+  void step(torch::optim::Optimizer& optimizer, const at::Tensor& skip = {});
 
   /// Multiplies the scale by backoff_factor if any step since the last update() was skipped, and by
   /// growth_factor after growth_interval updates in a row without a skipped step. Raises c10::Error if no

@@ -70,12 +70,17 @@ from shoestring.ops import (  # noqa: E402
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
-from shoestring.runs import TrainingPosition, load_training, save_training  # noqa: E402
+from shoestring.runs.monitor import Monitor  # noqa: E402
+from shoestring.runs.monitor_report import MonitorFinding, MonitorReport  # noqa: E402
+from shoestring.runs.training_file import TrainingPosition, load_training, save_training  # noqa: E402
 
 __all__ = [
     "CheckpointReport",
     "HostAllocator",
     "HostAllocatorStats",
+    "Monitor",
+    "MonitorFinding",
+    "MonitorReport",
     "OffloadedWeights",
     "PatchReport",
     "QuantizedTensor",

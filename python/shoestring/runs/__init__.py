@@ -1,5 +1,1 @@
-"""Training runs: saving and resuming them as a whole."""
-
-from shoestring.runs.training_file import TrainingPosition, load_training, save_training
-
-__all__ = ["TrainingPosition", "load_training", "save_training"]
+"""Training runs: saving and resuming them as a whole, and measuring what they use."""

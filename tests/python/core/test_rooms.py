@@ -92,6 +92,7 @@ HEADERS = {
     "model_files.h": "integrations",
     "quantized_training.h": "integrations",
     "data.h": "data",
+    "monitor.h": "runs",
     "training.h": "runs",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}

@@ -50,12 +50,14 @@ def run(command: list[str], interval: float, plot: Path | None, as_json: Path | 
 
 def _check_writable(option: str, path: Path) -> None:
     """Raise InputError if a file cannot be written, before the program runs for hours."""
-    if path.is_dir():
-        raise InputError(f"--{option} {path}: expected a file, received a directory")
-    target = path if path.exists() else path.parent
-    if not target.exists() or not os.access(target, os.W_OK):
-        reason = "no permission to write" if target.exists() else f"no directory {target}"
-        raise InputError(f"--{option} {path}: {reason}")
+    is_new = not path.exists()
+    try:
+        if is_new or path.is_file() or path.is_dir():
+            path.open("ab").close()
+    except OSError as error:
+        raise InputError(f"--{option} {path}: {error.strerror}") from None
+    if is_new:
+        path.unlink()
     if option == "plot":
         from matplotlib.backend_bases import FigureCanvasBase
 

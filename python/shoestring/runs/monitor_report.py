@@ -19,6 +19,10 @@ class MonitorFinding:
         share: the share of the time that the bottleneck takes or puts at risk, from 0 to 1.
         evidence: what was measured, with numbers.
         cure: what to do, in one line.
+
+    Example:
+        >>> monitor = shoestring.Monitor()
+        >>> lines = [f"{each.resource}: {each.evidence}. {each.cure}" for each in monitor.stop().findings]
     """
 
     resource: str
@@ -39,6 +43,11 @@ class MonitorReport:
         machine: cores and memory that the process may use, and the GPUs.
         total: the whole time: sums of times and counts, and the highest of all peaks.
         samples: the intervals in their order. A long run has longer intervals, so that there are at most 4,096.
+
+    Example:
+        >>> report = shoestring.Monitor().stop()
+        >>> report.total["seconds"] > 0, str(report).startswith("time"), report.to_json()[:13]
+        (True, True, '{"findings":[')
     """
 
     findings: list[MonitorFinding]

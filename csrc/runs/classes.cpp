@@ -8,7 +8,8 @@ namespace shoestring::runs {
 namespace {
 
 struct MonitorClass : torch::CustomClassHolder {
-  MonitorClass(double interval, int64_t workers) : monitor(MonitorOptions(interval).workers(workers)) {}
+  MonitorClass(double interval, std::optional<c10::Device> device)
+      : monitor(MonitorOptions(interval).device(device)) {}
 
   Monitor monitor;
 };
@@ -22,7 +23,7 @@ std::string report_text(const MonitorReport& report) { return report.json() + "\
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.class_<MonitorClass>("Monitor")
-      .def(torch::init<double, int64_t>())
+      .def(torch::init<double, std::optional<c10::Device>>())
       .def("set_workers",
            [](const MonitorSelf& self, int64_t workers) { self->monitor.set_workers(workers); })
       .def("begin_wait", [](const MonitorSelf& self) { self->monitor.begin_wait(); })

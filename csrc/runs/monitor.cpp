@@ -5,8 +5,10 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <deque>
 #include <optional>
+#include <utility>
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
@@ -28,8 +30,17 @@ std::optional<c10::Device> device_in_use() {
   const c10::impl::VirtualGuardImpl guard(*type);
   if (guard.deviceCount() == 0) return {};
   const c10::Device device = guard.getDevice();
-  if (!at::globalContext().getAcceleratorHooksInterface(*type).hasPrimaryContext(device.index())) return {};
+  try {
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
+    if (!hooks.hasPrimaryContext(device.index())) return {};
+  } catch (const c10::Error&) {
+    return {};  // a backend need not have hooks
+  }
   return device;
+}
+
+double host_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // Measures idle times of a device between an event at the end of a step's work and one after the wait. If the
@@ -38,17 +49,30 @@ class IdleClock {
  public:
   explicit IdleClock(c10::Device device) : guard_(device.type()), device_(device) {}
 
-  void begin() { before_.emplace(record()); }
+  void begin() {
+    before_.emplace(record());
+    began_ = host_seconds();
+  }
   void end() {
-    if (before_.has_value()) pending_.emplace_back(std::move(*before_), record());
+    if (!before_.has_value()) return;
+    if (has_timing_)
+      pending_.emplace_back(std::move(*before_), record());
+    else if (before_->query())
+      seconds_ += host_seconds() - began_;  // at most that much
     before_.reset();
   }
-  // Returns the seconds of the waits whose end the device has reached.
+  // Returns the seconds of the waits whose end the device has reached since the last call.
   double take() {
-    double seconds = 0;
-    for (; !pending_.empty() && pending_.front().second.query(); pending_.pop_front())
-      seconds += 1e-3 * pending_.front().first.elapsedTime(pending_.front().second);
-    return seconds;
+    while (!pending_.empty() && pending_.front().second.query()) {
+      try {
+        seconds_ += 1e-3 * pending_.front().first.elapsedTime(pending_.front().second);
+        pending_.pop_front();
+      } catch (const c10::Error&) {  // a backend's events need not have times
+        has_timing_ = false;
+        pending_.clear();
+      }
+    }
+    return std::exchange(seconds_, 0.0);
   }
 
  private:
@@ -62,7 +86,19 @@ class IdleClock {
   c10::Device device_;
   std::optional<c10::Event> before_;
   std::deque<std::pair<c10::Event, c10::Event>> pending_;
+  double began_ = 0, seconds_ = 0;
+  bool has_timing_ = true;
 };
+
+// Returns the device to measure, or nothing for the CPU.
+std::optional<c10::Device> device_to_measure(const MonitorOptions& options) {
+  if (!options.device().has_value()) return device_in_use();
+  const c10::Device device = *options.device();
+  if (device.is_cpu()) return {};
+  TORCH_CHECK_VALUE(!device.is_meta() && c10::impl::hasDeviceGuardImpl(device.type()),
+                    "Monitor: device: expected the CPU or an accelerator of this PyTorch, received ", device);
+  return with_index(device);
+}
 
 const MonitorOptions& checked(const MonitorOptions& options) {
   const std::string error = runs::interval_error(options.interval());
@@ -74,7 +110,7 @@ const MonitorOptions& checked(const MonitorOptions& options) {
 
 struct Monitor::State {
   explicit State(const MonitorOptions& options)
-      : device(device_in_use()),
+      : device(device_to_measure(options)),
         sampler(new runs::MonitorSampler(::getpid(), checked(options).interval(), device.has_value())) {
     if (device.has_value()) idle.emplace(*device);
     read_device();
@@ -86,7 +122,7 @@ struct Monitor::State {
     if (!device.has_value()) return;
     sampler->starved(idle->take());
     try {
-      const auto stats = at::accelerator::getDeviceStats(device->index());
+      const auto stats = at::getDeviceAllocator(device->type())->getDeviceStats(device->index());
       const auto& bytes = stats.allocated_bytes[0];
       const double peak = double(bytes.peak);
       sampler->device_memory(peak > last_peak && last_peak >= 0 ? peak : double(bytes.current));

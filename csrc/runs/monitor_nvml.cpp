@@ -7,18 +7,7 @@
 namespace shoestring::runs {
 namespace {
 
-// The types and numbers of NVML's interface, https://docs.nvidia.com/deploy/nvml-api.
-struct NvmlUtilization {
-  unsigned int gpu, memory;
-};
-struct NvmlMemory {
-  unsigned long long total, free, used;
-};
-struct NvmlProcess {
-  unsigned int pid;
-  unsigned long long memory;
-  unsigned int gpu_instance, compute_instance;
-};
+// The numbers of NVML's interface, https://docs.nvidia.com/deploy/nvml-api.
 constexpr unsigned long long kNvmlPowerCap = 0x04, kNvmlSlowdown = 0x08, kNvmlSoftwareHeat = 0x20,
                              kNvmlHardwareHeat = 0x40, kNvmlPowerBrake = 0x80;
 // Another process may take this much while a GPU is idle; a run takes more.
@@ -27,17 +16,30 @@ constexpr double kUsedMemory = 64e6;
 }  // namespace
 
 struct NvmlReader::Functions {
+  // The types of NVML's interface.
+  struct Utilization {
+    unsigned int gpu, memory;
+  };
+  struct Memory {
+    unsigned long long total, free, used;
+  };
+  struct Process {
+    unsigned int pid;
+    unsigned long long memory;
+    unsigned int gpu_instance, compute_instance;
+  };
+
   void* library = nullptr;
   int (*init)() = nullptr;
   int (*shutdown)() = nullptr;
   int (*count)(unsigned int*) = nullptr;
   int (*handle)(unsigned int, void**) = nullptr;
   int (*name)(void*, char*, unsigned int) = nullptr;
-  int (*utilization)(void*, NvmlUtilization*) = nullptr;
-  int (*memory)(void*, NvmlMemory*) = nullptr;
+  int (*utilization)(void*, Utilization*) = nullptr;
+  int (*memory)(void*, Memory*) = nullptr;
   int (*power)(void*, unsigned int*) = nullptr;
   int (*throttling)(void*, unsigned long long*) = nullptr;
-  int (*processes)(void*, unsigned int*, NvmlProcess*) = nullptr;
+  int (*processes)(void*, unsigned int*, Process*) = nullptr;
 
   template <class Function>
   bool find(Function& function, const char* symbol) {
@@ -69,7 +71,7 @@ NvmlReader::NvmlReader() {
   for (unsigned int i = 0; i < count; ++i) {
     void* device = nullptr;
     char name[96] = "GPU";
-    NvmlMemory memory{};
+    Functions::Memory memory{};
     if (functions_->handle(i, &device) != 0) continue;
     functions_->name(device, name, sizeof name);
     functions_->memory(device, &memory);
@@ -91,8 +93,8 @@ std::vector<MonitorGpu> NvmlReader::read(double seconds, const std::vector<pid_t
   std::vector<MonitorGpu> gpus;
   for (size_t i = 0; i < devices_.size(); ++i) {
     MonitorGpu& gpu = gpus.emplace_back();
-    NvmlUtilization utilization{};
-    NvmlMemory memory{};
+    Functions::Utilization utilization{};
+    Functions::Memory memory{};
     if (functions_->utilization(devices_[i], &utilization) == 0)
       gpu.busy_seconds = seconds * utilization.gpu / 100;
     if (functions_->memory(devices_[i], &memory) == 0) gpu.memory_peak = double(memory.used);
@@ -108,7 +110,7 @@ std::vector<MonitorGpu> NvmlReader::read(double seconds, const std::vector<pid_t
     }
     // In a container, NVML's process numbers are those of the host, so a growth of the memory counts too.
     bool is_used = gpu.memory_peak - first_memory_[i] >= kUsedMemory;
-    NvmlProcess processes[64];
+    Functions::Process processes[64];
     unsigned int count = 64;
     if (functions_->processes != nullptr && functions_->processes(devices_[i], &count, processes) == 0) {
       is_used = is_used || std::any_of(processes, processes + std::min(count, 64u), [&](const auto& process) {

@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <c10/core/Device.h>
 #include <torch/arg.h>
 
 #include <shoestring/export.h>
@@ -126,6 +128,9 @@ struct SHOESTRING_API MonitorOptions {
   MonitorOptions(double interval = 0.5) : interval_(interval) {}
   /// Length of an interval in seconds, from 0.1 to 10.
   TORCH_ARG(double, interval);
+  /// Device whose idle time and memory are measured. std::nullopt stands for the current device of the
+  /// accelerator if this process has used it before, otherwise for the CPU.
+  TORCH_ARG(std::optional<c10::Device>, device) = std::nullopt;
   /// Number of worker processes of the data loader, for the report; -1 if unknown.
   TORCH_ARG(int64_t, workers) = -1;
 };

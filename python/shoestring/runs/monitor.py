@@ -30,9 +30,11 @@ class Monitor:
 
     Args:
         interval: seconds between two samples, from 0.1 to 10.
+        device: the device whose idle time and memory are measured. None stands for the current device of the
+            accelerator if this process has used it before, otherwise for the CPU.
 
     Raises:
-        ValueError: the interval is out of range.
+        ValueError: the interval is out of range, or this PyTorch does not have the device.
 
     Example:
         >>> monitor = shoestring.Monitor()
@@ -44,9 +46,10 @@ class Monitor:
         (4, 0)
     """
 
-    def __init__(self, interval: float = 0.5) -> None:
+    def __init__(self, interval: float = 0.5, *, device: torch.device | str | None = None) -> None:
+        place = None if device is None else torch.device(device)
         with argument_errors():
-            self._core: Any = torch.classes.shoestring.Monitor(float(interval), -1)
+            self._core: Any = torch.classes.shoestring.Monitor(float(interval), place)
         self._last: MonitorReport | None = None
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -16,7 +16,10 @@ import pytest
 import torch
 
 import shoestring
+import shoestring.data
 from build_folder import program
+from queue_device import compute as device_compute
+from queue_device import queue_device, set_event_times
 
 MIB = 2**20
 
@@ -224,6 +227,42 @@ print(report)
         check=True, capture_output=True, text=True, timeout=120, env={**os.environ, "LD_LIBRARY_PATH": path},
     ).stdout  # fmt: skip
     assert "GPU 0 is idle 75 % of the time" in out and "for heat 100 % of the time" in out
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_a_wait_that_the_device_does_not_notice_is_no_bottleneck(times: bool) -> None:
+    batches = shoestring.data.Prefetcher([torch.ones(4)], queue_device())
+    x = next(batches)  # a tensor on the device
+    set_event_times(times)
+    try:
+        waits = {}
+        for work in (
+            0.0,
+            0.06,
+        ):  # seconds that a step takes on the device; the host waits for data for 0.03 s
+            monitor = shoestring.Monitor(interval=0.1, device=queue_device())
+            for _ in range(15):
+                with monitor.wait():
+                    time.sleep(0.03)
+                with monitor.step():
+                    device_compute(x, work)
+                    time.sleep(0.01)
+            time.sleep(0.3)
+            report = monitor.stop()
+            waits[work] = report.total
+            assert ("data" in resources(report)) == (work == 0)
+    finally:
+        set_event_times(True)
+    assert waits[0.0]["starved_seconds"] > 0.3 and waits[0.0]["wait_seconds"] >= 0.45
+    assert waits[0.06]["starved_seconds"] < 0.1 and waits[0.06]["wait_seconds"] >= 0.45
+
+
+def test_devices() -> None:
+    assert shoestring.Monitor(device="cpu").stop().total["device_memory_peak"] == 0
+    with pytest.raises(
+        ValueError, match="^Monitor: device: expected the CPU or an accelerator of this PyTorch"
+    ):
+        shoestring.Monitor(device="meta")
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.09, 11, -1, float("nan"), float("inf")])

@@ -170,6 +170,7 @@ class Check:
                 "--target",
                 "shoestring",
                 "shoestring_cuda",
+                "shoestring_monitor",
                 "offload_faults",
             ]
         )

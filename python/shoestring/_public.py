@@ -70,19 +70,17 @@ from shoestring.ops import (  # noqa: E402
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
-from shoestring.runs import (  # noqa: E402
+from shoestring.runs.find_batch_size import (  # noqa: E402
     BatchSizeSearch,
     BatchTrial,
-    LrPass,
-    LrRange,
     MemoryAdvice,
-    TrainingPosition,
     find_batch_size,
-    find_lr,
-    load_training,
     memory_advice,
-    save_training,
 )
+from shoestring.runs.find_lr import LrPass, LrRange, find_lr  # noqa: E402
+from shoestring.runs.monitor import Monitor  # noqa: E402
+from shoestring.runs.monitor_report import MonitorFinding, MonitorReport  # noqa: E402
+from shoestring.runs.training_file import TrainingPosition, load_training, save_training  # noqa: E402
 
 __all__ = [
     "BatchSizeSearch",
@@ -93,6 +91,9 @@ __all__ = [
     "LrPass",
     "LrRange",
     "MemoryAdvice",
+    "Monitor",
+    "MonitorFinding",
+    "MonitorReport",
     "OffloadedWeights",
     "PatchReport",
     "QuantizedTensor",

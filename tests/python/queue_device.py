@@ -21,6 +21,12 @@ def set_copy_seconds(seconds: float) -> None:
     torch.ops.shoestring_tests.set_copy_seconds(seconds)
 
 
+def set_event_times(exist: bool) -> None:
+    """Decide whether events of the device tell the time between them."""
+    queue_device()
+    torch.ops.shoestring_tests.set_event_times(exist)
+
+
 def compute(x: torch.Tensor, seconds: float) -> torch.Tensor:
     """Return a tensor to which the device copies ``x``, after ``seconds`` of other work."""
     result: torch.Tensor = torch.ops.shoestring_tests.queue_compute(x, seconds)

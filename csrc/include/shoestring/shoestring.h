@@ -14,6 +14,7 @@
 #include <shoestring/linear.h>
 #include <shoestring/lora.h>
 #include <shoestring/model_files.h>
+#include <shoestring/monitor.h>
 #include <shoestring/nn.h>
 #include <shoestring/offload_activations.h>
 #include <shoestring/offload_weights.h>

@@ -110,6 +110,22 @@ def tokenize(
     print(f"{run(source, out, tokenizer, vocab_size, trust_remote_code):,} tokens in {out}")
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def monitor(
+    command: Annotated[list[str], typer.Argument(help="The program and its arguments, best after `--`.")],
+    interval: Annotated[float, typer.Option(help="Seconds between two samples, 0.1 to 10.")] = 0.5,
+    plot: Annotated[Path | None, typer.Option(help="Image of the measurements to write.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="JSON file of the report to write.")] = None,
+    live: Annotated[
+        bool, typer.Option(help="Show measurements while the program runs, on a terminal.")
+    ] = True,
+) -> int:
+    """Run a program, measure it and its children, and name the bottleneck. Its exit code is passed on."""
+    from shoestring.cli.monitor import run
+
+    return run(command, interval, plot, as_json, live)
+
+
 @app.command()
 def demo(
     out: Annotated[
@@ -155,6 +171,8 @@ def finish(summary: dict[str, Any], out: Path) -> None:
 
 def spread(argv: list[str]) -> list[str]:
     """Repeat `--data` before each of several files, so that a shell pattern works: `--data *.txt`."""
+    if argv[:1] == ["monitor"]:  # the arguments are those of another program
+        return argv
     arguments: list[str] = []
     listing = False
     for argument in argv:

@@ -32,6 +32,7 @@ constexpr int64_t kStreams = 8;
 constexpr int kFreed = 0xEE;
 
 std::atomic<double> copy_seconds{0};
+std::atomic<bool> event_times{true};
 std::atomic<int64_t> in_use{0}, allocated{0};
 thread_local int64_t current = 0;
 
@@ -44,6 +45,7 @@ class Mark {
     {
       const std::lock_guard lock(mutex_);
       reached_ = true;
+      time_ = std::chrono::steady_clock::now();
     }
     changed_.notify_all();
   }
@@ -55,11 +57,16 @@ class Mark {
     const std::lock_guard lock(mutex_);
     return reached_;
   }
+  // Returns the milliseconds from this point to a later one. Both have been reached.
+  double until(const Mark& later) const {
+    return std::chrono::duration<double, std::milli>(later.time_ - time_).count();
+  }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
+  std::chrono::steady_clock::time_point time_;
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
@@ -139,6 +146,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) (*static_cast<MarkPtr*>(event))->wait();
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    TORCH_CHECK(event_times, "the events of this device have no times");
+    return (*static_cast<MarkPtr*>(from))->until(**static_cast<MarkPtr*>(to));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete static_cast<MarkPtr*>(event);
@@ -247,6 +258,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_FRAGMENT(shoestring_tests, m) {
   m.def("install_queue_device() -> Device", &install);
   m.def("set_copy_seconds(float seconds) -> ()", &set_copy_seconds);
+  m.def("set_event_times(bool exist) -> ()", [](bool exist) { event_times = exist; });
   m.def("queue_compute(Tensor x, float seconds) -> Tensor", &compute);
 }
 

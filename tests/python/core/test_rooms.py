@@ -94,6 +94,7 @@ HEADERS = {
     "model_files.h": "integrations",
     "quantized_training.h": "integrations",
     "data.h": "data",
+    "monitor.h": "runs",
     "training.h": "runs",
     "find_lr.h": "runs",
 }

@@ -38,6 +38,7 @@ from shoestring.integrations.transformers import (  # noqa: E402
     register_attention,
     save_quantized,
 )
+from shoestring.layers.stochastic_depth import stochastic_depth, stochastic_depth_rate  # noqa: E402
 from shoestring.ops import (  # noqa: E402
     add_layer_norm,
     add_rms_norm,
@@ -132,3 +133,5 @@ __all__ = [
     "tiled_features",
     "vocab_parallel_linear_cross_entropy",
 ]
+    "stochastic_depth",
+    "stochastic_depth_rate",

@@ -61,6 +61,7 @@ HEADERS = {
     "average_checkpoints.h": "files",
     "safetensors.h": "files",
     "embedding.h": "layers",
+    "stochastic_depth.h": "layers",
     "linear.h": "gemm",
     "nn/plain_linear.h": "gemm",
     "nn/quantized_linear.h": "quantization",

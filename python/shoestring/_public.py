@@ -9,7 +9,7 @@ build = _load.load()
 __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
-from shoestring import lora, nn, optim  # noqa: E402
+from shoestring import diffusion, lora, nn, optim  # noqa: E402
 from shoestring.checkpoint import (  # noqa: E402
     CheckpointReport,
     OffloadedWeights,
@@ -103,6 +103,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_shard",
+    "diffusion",
     "linear_cross_entropy_with_stats",
     "linear_distillation",
     "linear_group",

@@ -8,6 +8,7 @@
 #include <shoestring/checkpoint_plan.h>
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/data.h>
+#include <shoestring/diffusion.h>
 #include <shoestring/embedding.h>
 #include <shoestring/host_allocator.h>
 #include <shoestring/linear.h>

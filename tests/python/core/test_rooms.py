@@ -74,6 +74,7 @@ HEADERS = {
     "nn/linear.h": "adapters",
     "lora.h": "adapters",
     "vocab_parallel.h": "losses",
+    "diffusion.h": "losses",
     "nn/attention.h": "blocks",
     "nn/gated_mlp.h": "blocks",
     "optim/averages.h": "optim",
@@ -98,7 +99,7 @@ HEADERS = {
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
 # Python modules that belong to no room (folder such as python/shoestring/gemm). PUBLIC modules only collect
 # public names, and _load loads the C++ libraries.
-PUBLIC = {"", "_public", "__main__", "lora", "nn", "ops"}
+PUBLIC = {"", "_public", "__main__", "diffusion", "lora", "nn", "ops"}
 CORE_MODULES = {"_load"}
 
 Edges = dict[str, set[str]]

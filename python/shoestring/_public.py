@@ -71,12 +71,21 @@ from shoestring.ops import (  # noqa: E402
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
-from shoestring.runs import TrainingPosition, load_training, save_training  # noqa: E402
+from shoestring.runs import (  # noqa: E402
+    FastDefaults,
+    MeasuredSwitch,
+    TrainingPosition,
+    fast_defaults,
+    load_training,
+    save_training,
+)
 
 __all__ = [
     "CheckpointReport",
+    "FastDefaults",
     "HostAllocator",
     "HostAllocatorStats",
+    "MeasuredSwitch",
     "OffloadedWeights",
     "PatchReport",
     "QuantizedTensor",
@@ -94,8 +103,10 @@ __all__ = [
     "cross_entropy_with_stats",
     "dequantize_4bit",
     "dequantize_int8",
+    "diffusion",
     "embedding",
     "fake_quantize",
+    "fast_defaults",
     "geglu",
     "gelu",
     "host_allocator",
@@ -103,7 +114,6 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_shard",
-    "diffusion",
     "linear_cross_entropy_with_stats",
     "linear_distillation",
     "linear_group",
@@ -128,11 +138,11 @@ __all__ = [
     "save_quantized",
     "save_training",
     "seeded_dropout",
+    "stochastic_depth",
+    "stochastic_depth_rate",
     "swiglu",
     "tag_activation",
     "tiled",
     "tiled_features",
     "vocab_parallel_linear_cross_entropy",
 ]
-    "stochastic_depth",
-    "stochastic_depth_rate",

@@ -7,4 +7,5 @@
 #include <shoestring/optim/grad_scaler.h>
 #include <shoestring/optim/rules.h>
 #include <shoestring/optim/schedules.h>
+#include <shoestring/optim/unfreezing.h>
 #include <shoestring/optim_wrappers.h>

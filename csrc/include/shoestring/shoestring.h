@@ -21,7 +21,7 @@
 #include <shoestring/optim.h>
 #include <shoestring/quantized_training.h>
 #include <shoestring/safetensors.h>
-#include <shoestring/training.h>
 #include <shoestring/stochastic_depth.h>
+#include <shoestring/training.h>
 #include <shoestring/version.h>
 #include <shoestring/vocab_parallel.h>

@@ -17,6 +17,7 @@ from shoestring.optim.muon import Muon
 from shoestring.optim.sam import SAM
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
+from shoestring.optim.unfreezing import Unfreezing
 
 __all__ = [
     "APOLLO",
@@ -33,6 +34,7 @@ __all__ = [
     "Lion",
     "Muon",
     "ScheduleFreeAdamW",
+    "Unfreezing",
     "average_checkpoints",
     "load_optimizer",
     "save_optimizer",

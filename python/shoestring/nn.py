@@ -1,5 +1,7 @@
 """Modules that use shoestring's operators, initial values of weights, and changes of a model before its training."""
 
+import sys
+
 from shoestring.blocks.attention import Attention
 from shoestring.blocks.gated_mlp import GatedMLP
 from shoestring.gemm.linear_module import Linear
@@ -9,6 +11,9 @@ from shoestring.layers.norm_module import LayerNorm, RMSNorm
 from shoestring.layers.swap_head import swap_head
 from shoestring.quantization.fake_quantized_linear_module import FakeQuantizedLinear
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
+
+# This module is one file, so the import system does not find `shoestring.nn.init` by itself.
+sys.modules["shoestring.nn.init"] = init
 
 __all__ = [
     "Attention",

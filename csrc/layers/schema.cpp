@@ -82,4 +82,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       int? rotary_dim, bool interleaved, Tensor? position_ids, Tensor? q_weight, Tensor? k_weight,
       float eps, float offset, bool weight_grad) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight,
       Tensor grad_k_weight))");
+  // Returns the rows that stochastic_depth keeps, int64 in ascending order, on the device. They depend on the
+  // other arguments alone.
+  m.def(R"(_stochastic_depth_rows(int seed, int step, int layer, float p, int rows,
+      Device device) -> Tensor)");
 }

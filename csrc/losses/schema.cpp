@@ -86,6 +86,9 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // gradient that is not requested is returned empty. averaged tells that grad_loss is about 1 / tokens, as
   // in _linear_cross_entropy_rows.
   define<DistillationRowsCall, DistillationResult>(m, "_linear_distillation_rows");
+  // Returns the Min-SNR weights of timesteps (...), fp32 (...); see shoestring/diffusion.h.
+  m.def(
+      R"(_min_snr_weights(Tensor alphas_cumprod, Tensor timesteps, float gamma, str prediction) -> Tensor)");
 }
 
 }  // namespace

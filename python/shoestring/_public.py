@@ -9,7 +9,7 @@ build = _load.load()
 __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
-from shoestring import callbacks, lora, nn, optim  # noqa: E402
+from shoestring import callbacks, diffusion, lora, nn, optim  # noqa: E402
 from shoestring.checkpoint import (  # noqa: E402
     CheckpointReport,
     OffloadedWeights,
@@ -38,6 +38,7 @@ from shoestring.integrations.transformers import (  # noqa: E402
     register_attention,
     save_quantized,
 )
+from shoestring.layers.stochastic_depth import stochastic_depth, stochastic_depth_rate  # noqa: E402
 from shoestring.ops import (  # noqa: E402
     add_layer_norm,
     add_rms_norm,
@@ -70,6 +71,7 @@ from shoestring.ops import (  # noqa: E402
     vocab_parallel_linear_cross_entropy,
 )
 from shoestring.quantization.quantized_tensor import QuantizedTensor  # noqa: E402
+from shoestring.runs.fast_defaults import FastDefaults, MeasuredSwitch, fast_defaults  # noqa: E402
 from shoestring.runs.find_batch_size import (  # noqa: E402
     BatchSizeSearch,
     BatchTrial,
@@ -86,10 +88,12 @@ __all__ = [
     "BatchSizeSearch",
     "BatchTrial",
     "CheckpointReport",
+    "FastDefaults",
     "HostAllocator",
     "HostAllocatorStats",
     "LrPass",
     "LrRange",
+    "MeasuredSwitch",
     "MemoryAdvice",
     "Monitor",
     "MonitorFinding",
@@ -112,8 +116,10 @@ __all__ = [
     "cross_entropy_with_stats",
     "dequantize_4bit",
     "dequantize_int8",
+    "diffusion",
     "embedding",
     "fake_quantize",
+    "fast_defaults",
     "find_batch_size",
     "find_lr",
     "geglu",
@@ -148,6 +154,8 @@ __all__ = [
     "save_quantized",
     "save_training",
     "seeded_dropout",
+    "stochastic_depth",
+    "stochastic_depth_rate",
     "swiglu",
     "tag_activation",
     "tiled",

@@ -6,6 +6,7 @@
 #include <shoestring/nn/embedding.h>
 #include <shoestring/nn/fake_quantized_linear.h>
 #include <shoestring/nn/gated_mlp.h>
+#include <shoestring/nn/init.h>
 #include <shoestring/nn/linear.h>
 #include <shoestring/nn/norm.h>
 #include <shoestring/nn/plain_linear.h>

@@ -9,4 +9,5 @@
 #include <shoestring/optim/guard.h>
 #include <shoestring/optim/rules.h>
 #include <shoestring/optim/schedules.h>
+#include <shoestring/optim/unfreezing.h>
 #include <shoestring/optim_wrappers.h>

@@ -166,6 +166,9 @@ struct SHOESTRING_API SAMOptions {
   /// Use ASAM (arXiv 2102.11600): move the weights w with gradients g by rho * w^2 g / norm(w g). A good rho
   /// is then about ten times larger than for SAM.
   TORCH_ARG(bool, adaptive) = false;
+  /// Only every `interval`-th step, the first one included, moves the weights and needs a second backward.
+  /// The others are steps of the base optimizer. At least 1.
+  TORCH_ARG(int64_t, interval) = 1;
 };
 
 /// Sharpness-aware minimisation (arXiv 2010.01412) around another optimizer.
@@ -178,6 +181,15 @@ struct SHOESTRING_API SAMOptions {
 ///     loss().backward();  optimizer.first_step();  optimizer.zero_grad();
 ///     loss().backward();  optimizer.second_step(); optimizer.zero_grad();
 ///
+/// With SAMOptions::interval, first_step() tells whether the step needs the second backward:
+///
+///     loss().backward();
+///     if (optimizer.first_step()) {
+///       optimizer.zero_grad();
+///       loss().backward();
+///     }
+///     optimizer.second_step(); optimizer.zero_grad();
+///
 /// Each half may run several backward passes, one per micro-batch. If the first gradient is not finite, the
 /// weights do not move. Between the two halves, SAM holds a copy of all weights that have a gradient. Layers
 /// with running statistics (such as batch norm) see every batch twice. For 16-bit weights, movements below
@@ -188,7 +200,9 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
   /// `base` before each step of `base`. To add a group later, construct a new SAM.
   explicit SAM(std::unique_ptr<torch::optim::Optimizer> base, SAMOptions options = {});
 
-  void first_step();
+  /// Moves the weights and returns true, or returns false in a step that does not move them, in which
+  /// second_step() takes the step of the base optimizer with the gradients that are there.
+  bool first_step();
   void second_step();
   /// Runs second_step() with gradients of a loss that was multiplied by grad_scale; see
   /// LowMemoryOptimizer::scaled_step. The base optimizer's step is also skipped if the first half's gradients
@@ -203,8 +217,8 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
   torch::optim::Optimizer& base() { return *base_; }
   SAMOptions& options() { return options_; }
 
-  /// Saves the base optimizer and SAM's options rho and adaptive to an archive. Raises between first_step()
-  /// and second_step().
+  /// Saves the base optimizer, SAM's options and the number of steps to an archive. Raises between
+  /// first_step() and second_step().
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -213,9 +227,12 @@ class SHOESTRING_API SAM : public torch::optim::Optimizer {
   // last first_step() were finite, as bool; undefined if there were none.
   at::Tensor descend(const char* what);
   void expect_whole(const char* what) const;
+  // Returns whether this step moves the weights.
+  bool moves() const { return steps_ % options_.interval() == 0; }
 
   std::unique_ptr<torch::optim::Optimizer> base_;
   SAMOptions options_;
+  int64_t steps_ = 0;  // number of steps that have been taken, those that scaled_step has skipped included
   // Between first_step() and second_step(): the weights that have moved.
   std::shared_ptr<detail::MovedWeights> moved_;
 };

@@ -8,6 +8,7 @@
 #include <shoestring/checkpoint_plan.h>
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/data.h>
+#include <shoestring/diffusion.h>
 #include <shoestring/embedding.h>
 #include <shoestring/find_lr.h>
 #include <shoestring/host_allocator.h>
@@ -22,6 +23,7 @@
 #include <shoestring/optim.h>
 #include <shoestring/quantized_training.h>
 #include <shoestring/safetensors.h>
+#include <shoestring/stochastic_depth.h>
 #include <shoestring/training.h>
 #include <shoestring/version.h>
 #include <shoestring/vocab_parallel.h>

@@ -19,6 +19,7 @@ from shoestring.optim.muon import Muon
 from shoestring.optim.sam import SAM
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
+from shoestring.optim.unfreezing import Unfreezing
 
 __all__ = [
     "APOLLO",
@@ -38,6 +39,7 @@ __all__ = [
     "Lion",
     "Muon",
     "ScheduleFreeAdamW",
+    "Unfreezing",
     "average_checkpoints",
     "load_optimizer",
     "save_optimizer",

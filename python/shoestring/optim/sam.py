@@ -36,6 +36,17 @@ class SAM(Optimizer):
             scaler.step(optimizer)
             scaler.update()
 
+    A step of SAM takes twice the time of the base optimizer's. With ``interval``, only every ``interval``-th step,
+    the first one included, moves the weights, and all others are steps of the base optimizer. ``first_step``
+    tells whether the step needs the second backward::
+
+            loss(model, batch).backward()
+            if optimizer.first_step(zero_grad=True):
+                loss(model, batch).backward()
+            optimizer.second_step(zero_grad=True)
+
+    The number of steps is part of the state dict. It includes steps that GradScaler has skipped.
+
     If the first gradient is not finite, the weights do not move, and ``scaler.step`` skips the step.
     ``scaler.step`` also skips the step if the second gradient is not finite. GradScaler lowers the scale
     because of the second gradient only. After a first gradient that is not finite, the second is computed at
@@ -52,6 +63,7 @@ class SAM(Optimizer):
             norm(g) is always taken over all groups.
         adaptive: use ASAM (arXiv 2102.11600), which moves the weights by ``rho / norm(w * g) * w^2 * g``.
             ASAM needs a rho about ten times larger. A group may override ``adaptive``.
+        interval: number of steps per step that moves the weights, at least 1. It is the same for all groups.
         options: options of the base optimizer: lr, weight_decay, max_grad_norm, ... Gradient clipping applies
             to the second half only.
 
@@ -75,7 +87,7 @@ class SAM(Optimizer):
         >>> optimizer = shoestring.optim.SAM(model.parameters(), shoestring.optim.AdamW, rho=0.05, lr=1e-3)
         >>> for half in (optimizer.first_step, optimizer.second_step):
         ...     model(x).square().mean().backward()
-        ...     half(zero_grad=True)
+        ...     _ = half(zero_grad=True)
         >>> optimizer.state[model.weight]["exp_avg"].dtype
         torch.uint8
     """
@@ -90,16 +102,19 @@ class SAM(Optimizer):
         base_optimizer: type[Optimizer],
         rho: float = 0.05,
         adaptive: bool = False,
+        interval: int = 1,
         **options: Any,
     ) -> None:
         if not (isinstance(base_optimizer, type) and issubclass(base_optimizer, Optimizer)):
             expected = "a class of optimizers, such as shoestring.optim.AdamW"
             raise ValueError(f"SAM: base_optimizer: expected {expected}, received {base_optimizer!r}")
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"SAM: interval: expected a whole number of at least 1, received {interval!r}")
         self.base_optimizer: Optimizer | None = None
         # Between the two halves of a step, the C++ object that restores the weights; else None.
         self._weights: Any = None
         self._finite: Tensor | None = None  # whether the gradient norm of the first half was finite
-        super().__init__(params, dict(rho=rho, adaptive=adaptive))
+        super().__init__(params, dict(rho=rho, adaptive=adaptive, interval=interval, sam_steps=0))
         if options.get("step_in_backward"):
             raise ValueError(
                 "SAM: step_in_backward: expected False, with two backward passes a step, received True"
@@ -123,20 +138,28 @@ class SAM(Optimizer):
         else:
             for name in ("rho", "adaptive"):
                 param_group.setdefault(name, group[name])
+            for name in ("interval", "sam_steps"):
+                param_group[name] = self.param_groups[0][name]
             self.base_optimizer.add_param_group(param_group)
 
     @_disable_dynamo
     @torch.no_grad()
-    def first_step(self, zero_grad: bool = False) -> None:
+    def first_step(self, zero_grad: bool = False) -> bool:
         """Move every parameter that has a gradient uphill by ``rho``.
 
         With ``zero_grad``, drop the gradients afterwards.
+
+        Returns:
+            Whether the weights have moved, and the step needs a second backward. If not, because of
+            ``interval``, the gradients stay for ``second_step``.
         """
         if self._weights is not None:
             raise RuntimeError(
                 "SAM: first_step: expected second_step() after the last first_step(), received another. Call "
                 "zero_grad() and second_step() to restore the weights without a step."
             )
+        if not self._moves():
+            return False
         with Uninterrupted():
             try:
                 self._ascend()
@@ -145,6 +168,13 @@ class SAM(Optimizer):
                 raise
         if zero_grad:
             self.zero_grad()
+        return True
+
+    def _moves(self) -> bool:
+        """Return whether this step moves the weights."""
+        group = self.param_groups[0]
+        moves: bool = group["sam_steps"] % group["interval"] == 0
+        return moves
 
     def _ascend(self) -> None:
         moved = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -175,12 +205,13 @@ class SAM(Optimizer):
         """With a closure, take both halves of a step.
 
         The closure clears the gradients, runs forward and backward, and returns the loss. It is called twice,
-        and the loss of the first call, at the original weights, is returned. Without a closure, ``step`` is
+        or once in a step that does not move the weights, and the loss of the first call, at the original weights, is returned. Without a closure, ``step`` is
         ``second_step``.
         """
         if closure is None:
             # If the base optimizer's step failed in the second half, the second half may be repeated.
-            if self._weights is None and not getattr(self.base_optimizer, "_is_unfinished", False):
+            is_unfinished = getattr(self.base_optimizer, "_is_unfinished", False)
+            if self._weights is None and self._moves() and not is_unfinished:
                 raise RuntimeError("SAM: step: expected first_step() before, or a closure, received neither")
             self._descend()
             return None
@@ -188,13 +219,13 @@ class SAM(Optimizer):
             raise RuntimeError("SAM: step: expected second_step() after first_step(), received a closure")
         with torch.enable_grad():
             loss = closure()
-        self.first_step(zero_grad=True)
-        try:
-            with torch.enable_grad():
-                closure()
-        except BaseException:
-            self._go_back()
-            raise
+        if self.first_step(zero_grad=True):
+            try:
+                with torch.enable_grad():
+                    closure()
+            except BaseException:
+                self._go_back()
+                raise
         self._descend()
         return loss
 
@@ -206,6 +237,8 @@ class SAM(Optimizer):
     def _descend(self) -> None:
         with Uninterrupted():
             self._step_at_old_weights()
+            for group in self.param_groups:
+                group["sam_steps"] += 1
 
     def _step_at_old_weights(self) -> None:
         """Restore the weights from before ``first_step`` and step the base optimizer.
@@ -226,7 +259,7 @@ class SAM(Optimizer):
         scaled_step("SAM", base, getattr(self, "grad_scale", None), found_inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base optimizer's state dict, whose groups also hold ``rho`` and ``adaptive``.
+        """Return the base optimizer's state dict, whose groups also hold SAM's options and steps.
 
         Raises:
             RuntimeError: called between the halves of a step.
@@ -246,6 +279,9 @@ class SAM(Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         self.base_optimizer.load_state_dict(state_dict)
         self._share()
+        for group in self.param_groups:  # a state dict of the base optimizer has none of SAM's options
+            for name in ("rho", "adaptive", "interval", "sam_steps"):
+                group.setdefault(name, self.defaults[name])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -172,7 +172,11 @@ TEST_CASE("SAM: closures are called twice, micro-batches add up, and a failure u
     const auto xs = x.chunk(4), ys = y.chunk(4);
     for (int part = 0; part < 2; ++part) {
       for (size_t i = 0; i < 4; ++i) torch::autograd::backward({loss_of(parts, xs[i], ys[i]) / 4}, {});
-      part == 0 ? c.first_step() : c.second_step();
+      if (part == 0) {
+        c.first_step();
+      } else {
+        c.second_step();
+      }
       c.zero_grad();
     }
     train(d, whole, step, step + 1);
@@ -218,6 +222,61 @@ TEST_CASE("SAM resumes bit for bit, and follows schedules", "[sam]") {
   train(other, resumed, 3, 6);
   CHECK(same(through, resumed));
   CHECK(opt.base().param_groups()[0].options().get_lr() == 5e-3);
+}
+
+TEST_CASE("SAM with an interval takes the base optimizer's steps between, also after it resumes", "[sam]") {
+  auto ours = network(), theirs = network();
+  SAM opt(sgd(ours, 0.1), SAMOptions(0.2).interval(3)), whole(sgd(theirs, 0.1), SAMOptions(0.2));
+  const auto take = [](SAM& sam, const std::vector<Tensor>& params, int step) {
+    half(params, step);
+    const bool moved = sam.first_step();
+    if (moved) {
+      sam.zero_grad();
+      half(params, step);
+    }
+    sam.second_step();
+    sam.zero_grad();
+    return moved;
+  };
+  for (int step = 0; step < 5; ++step) {
+    CHECK(take(opt, ours, step) == (step % 3 == 0));
+    if (step % 3 == 0) {
+      take(whole, theirs, step);
+    } else {
+      half(theirs, step);
+      whole.base().step();
+      whole.zero_grad();
+    }
+    CHECK(same(ours, theirs));
+  }
+  std::stringstream file;
+  torch::serialize::OutputArchive out;
+  opt.save(out);
+  out.save_to(file);
+  auto resumed = clones(ours);
+  for (Tensor& p : resumed) p.requires_grad_();
+  SAM other(sgd(resumed, 0.1));
+  torch::serialize::InputArchive in;
+  in.load_from(file);
+  other.load(in);
+  CHECK(other.options().interval() == 3);
+  for (int step = 5; step < 8; ++step) {
+    CHECK(take(other, resumed, step) == (step == 6));
+    take(opt, ours, step);
+  }
+  CHECK(same(ours, resumed));
+  int calls = 0;
+  for (int step = 8; step < 11; ++step) {
+    opt.step([&] {
+      ++calls;
+      opt.zero_grad();
+      return half(ours, step);
+    });
+  }
+  CHECK(calls == 4);
+  half(ours, 0);
+  CHECK_THROWS_WITH(SAM(sgd(ours, 0), SAMOptions().interval(0)),
+                    Contains("SAM: interval: expected a number of at least 1, received 0"));
 }
 
 TEST_CASE("SAM of an offloaded optimizer does the same", "[sam]") {

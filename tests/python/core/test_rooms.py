@@ -61,10 +61,12 @@ HEADERS = {
     "average_checkpoints.h": "files",
     "safetensors.h": "files",
     "embedding.h": "layers",
+    "stochastic_depth.h": "layers",
     "linear.h": "gemm",
     "nn/plain_linear.h": "gemm",
     "nn/quantized_linear.h": "quantization",
     "nn/fake_quantized_linear.h": "quantization",
+    "nn/init.h": "layers",
     "nn/norm.h": "layers",
     "nn/adapter.h": "adapters",
     "nn/conv.h": "adapters",
@@ -72,6 +74,7 @@ HEADERS = {
     "nn/embedding.h": "adapters",
     "nn/linear.h": "adapters",
     "lora.h": "adapters",
+    "diffusion.h": "losses",
     "vocab_parallel.h": "losses",
     "nn/attention.h": "blocks",
     "nn/gated_mlp.h": "blocks",
@@ -84,6 +87,7 @@ HEADERS = {
     "optim/low_rank.h": "optim",
     "optim/rules.h": "optim",
     "optim/schedules.h": "optim",
+    "optim/unfreezing.h": "optim",
     "optim_wrappers.h": "optim",
     "autograd.h": "checkpoint",
     "checkpoint.h": "checkpoint",
@@ -101,7 +105,7 @@ HEADERS = {
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
 # Python modules that belong to no room (folder such as python/shoestring/gemm). PUBLIC modules only collect
 # public names, and _load loads the C++ libraries.
-PUBLIC = {"", "_public", "__main__", "callbacks", "lora", "nn", "ops"}
+PUBLIC = {"", "_public", "__main__", "callbacks", "diffusion", "lora", "nn", "ops"}
 CORE_MODULES = {"_load"}
 
 Edges = dict[str, set[str]]

@@ -347,3 +347,89 @@ def test_what_is_not_due_is_refused() -> None:
         SAM(params, AdamW, step_in_backward=True)
     with pytest.raises(TypeError, match="nesterov"):
         SAM(params, AdamW, nesterov=True)
+
+
+def take(opt: SAM, params: list[Parameter], step: int) -> bool:
+    """Take one step as the documentation of ``interval`` does, and return whether the weights have moved."""
+    half(params, step)
+    moved = opt.first_step(zero_grad=True)
+    if moved:
+        half(params, step)
+    opt.second_step(zero_grad=True)
+    return moved
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("base", [AdamW, torch.optim.AdamW, GaLore], ids=["AdamW", "torch.AdamW", "GaLore"])
+def test_interval(base: type) -> None:
+    """Every third step is SAM's, all others are the base optimizer's, also after a resume."""
+    options = {"rank": 8} if base is GaLore else {}
+    ours, theirs = parameters(), parameters()
+    a = SAM(ours, base, rho=0.2, interval=3, lr=1e-2, **options)
+    b = SAM(theirs, base, rho=0.2, lr=1e-2, **options)
+    for step in range(5):
+        assert take(a, ours, step) == (step % 3 == 0)
+        if step % 3 == 0:
+            take(b, theirs, step)
+        else:
+            half(theirs, step)
+            b.base_optimizer.step()
+            b.zero_grad()
+        assert same(ours, theirs)
+    file = io.BytesIO()
+    torch.save(a.state_dict(), file)
+    file.seek(0)
+    resumed = [Parameter(p.detach().clone()) for p in ours]
+    other = SAM(resumed, base, rho=0.7, lr=1.0, **options)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(5, 8):
+        assert take(other, resumed, step) == take(a, ours, step) == (step == 6)
+    assert same(ours, resumed)
+
+
+@pytest.mark.device
+def test_interval_with_closures_and_a_scaler() -> None:
+    ours = parameters()
+    opt = SAM(ours, AdamW, rho=0.2, interval=2, lr=1e-2)
+    calls: list[int] = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        opt.zero_grad()
+        loss = loss_of(ours, *batch(len(calls)))
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        assert opt.step(closure).item() > 0
+    assert len(calls) == 6
+
+    scaler = torch.amp.GradScaler(ours[0].device.type, init_scale=2.0**10)
+    scaled, plain = parameters(), parameters()
+    a, b = (SAM(p, AdamW, rho=0.2, interval=2, lr=1e-2) for p in (scaled, plain))
+    for step in range(4):
+        scaler.scale(loss_of(scaled, *batch(step))).backward()
+        if a.first_step(zero_grad=True):
+            scaler.scale(loss_of(scaled, *batch(step))).backward()
+        scaler.step(a)
+        scaler.update()
+        a.zero_grad()
+        take(b, plain, step)
+    for p, q in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.device
+def test_interval_of_groups_added_later() -> None:
+    params = parameters()
+    opt = SAM(params[:1], AdamW, interval=4, lr=1e-2)
+    params[0].grad = torch.ones_like(params[0])
+    opt.first_step()
+    opt.second_step()
+    opt.add_param_group({"params": params[1:], "rho": 0.3})
+    assert [(g["interval"], g["sam_steps"]) for g in opt.param_groups] == [(4, 1), (4, 1)]
+    for wrong in (0, -1, 1.5, True):
+        with pytest.raises(
+            ValueError, match="SAM: interval: expected a whole number of at least 1, received"
+        ):
+            SAM(params, AdamW, interval=wrong)

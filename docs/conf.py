@@ -76,6 +76,7 @@ nitpick_ignore_regex = [
 ]
 nitpick_ignore = [
     *[("py:class", name) for name in ("Tensor", "nn.Module", "optional", "TypeVar")],
+    ("py:class", "shoestring.runs.monitor.Batch"),  # a type variable
     *[("cpp:identifier", f"{kind}_t") for kind in ("int64", "int32", "uint8", "uint64", "size")],
     # Types that a class inherits from LibTorch's classes, and from template parameters.
     *[("cpp:identifier", name) for name in ("LossClosure", "OptimizerOptions", "Options", "Shapes")],

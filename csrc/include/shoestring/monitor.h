@@ -218,7 +218,6 @@ class Monitor::Watched {
  public:
   class iterator {
    public:
-    iterator(Monitor& monitor, Inner inner) : monitor_(&monitor), inner_(std::move(inner)) {}
     decltype(auto) operator*() { return *inner_; }
     iterator& operator++() {
       const Span span = monitor_->wait();
@@ -229,6 +228,8 @@ class Monitor::Watched {
     bool operator==(const iterator& other) const { return !(inner_ != other.inner_); }
 
    private:
+    friend class Watched;
+    iterator(Monitor& monitor, Inner inner) : monitor_(&monitor), inner_(std::move(inner)) {}
     Monitor* monitor_;
     Inner inner_;
   };

@@ -33,7 +33,8 @@ def depth_scaled_(model: nn.Module, patterns: str | Sequence[str], layers: int) 
         ValueError: a pattern matches no parameter. Nothing has changed then.
 
     Example:
-        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16), 4)
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+        >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         >>> names = shoestring.nn.init.depth_scaled_(model, ["*.out_proj.weight", "*.linear2.weight"], layers=4)
         >>> len(names), names[0]
         (8, 'layers.0.self_attn.out_proj.weight')

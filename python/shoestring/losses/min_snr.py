@@ -48,7 +48,7 @@ def min_snr_weights(
         >>> alphas_cumprod = torch.linspace(0.9999, 0.0, 1000, dtype=torch.float64)
         >>> timesteps = torch.tensor([0, 500, 999])
         >>> shoestring.diffusion.min_snr_weights(alphas_cumprod, timesteps, prediction="v")
-        tensor([5.0000e-04, 4.9945e-01, 0.0000e+00])
+        tensor([0.0005, 0.4994, 0.0000])
         >>> prediction, target = torch.randn(2, 3, 4, 8, 8)
         >>> weights = shoestring.diffusion.min_snr_weights(alphas_cumprod, timesteps)
         >>> loss = ((prediction - target).square().flatten(1).mean(1) * weights).mean()

@@ -37,6 +37,8 @@ ALLOWED = {
     ("python/shoestring/_load.py", "torch.version.cuda"): "the version of CUDA for which PyTorch was built",
     ("python/shoestring/__main__.py", "torch.cuda"): "reports on the build of the CUDA kernels",
     ("python/shoestring/adapters/experts.py", "'is_cuda'"): "a name among the attributes of a tensor",
+    ("python/shoestring/runs/fast_defaults.py", "is_cuda(device)"): "switches of cuBLAS and cuDNN",
+    ("python/shoestring/runs/fast_defaults.py", "torch.cuda"): "TF32 depends on the compute capability",
     ("python/shoestring/training/device.py", "torch.backends.cuda"): "switches of cuBLAS",
     ("python/shoestring/training/device.py", "is_cuda(device)"): "TF32 is a format of NVIDIA's tensor cores",
     ("python/shoestring/training/estimate_config.py", "'cuda'"): "a type of devices, which need not be here",

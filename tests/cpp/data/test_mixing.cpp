@@ -36,7 +36,9 @@ TEST_CASE("mixup combines rows, cutmix replaces the share 1 - mix", "[mixing]") 
   for (const bool per_row : {false, true}) {
     const auto options = MixOptions(3, 1).per_row(per_row).alpha(0.8);
     const Mixed mixed = mixup(x, target, options), cut = cutmix(x, target, options);
-    const auto share = [&](const Mixed& m) { return per_row ? m.mix.view({5, 1, 1, 1}) : m.mix; };
+    const auto share = [&](const Mixed& m) {
+      return (per_row ? m.mix.view({5, 1, 1, 1}) : m.mix).to(at::kDouble);
+    };
     const Tensor expected = share(mixed) * x + (1 - share(mixed)) * x.index_select(0, mixed.target2);
     CHECK(relative_error(mixed.inputs, expected) < 1e-14);
     CHECK(at::allclose(cut.inputs.eq(x).to(at::kFloat).mean({1, 2, 3}), cut.mix.expand({5}), 1e-6));
@@ -51,8 +53,9 @@ TEST_CASE("the losses take a mixed batch", "[mixing][cross_entropy]") {
   const Mixed mixed = mixup(x, labels, MixOptions(0, 0));
   const Tensor loss = shoestring::cross_entropy(
       mixed.inputs, mixed.target, shoestring::CrossEntropyOptions().target2(mixed.target2).mix(mixed.mix));
-  const Tensor expected = mixed.mix * at::cross_entropy_loss(mixed.inputs, mixed.target) +
-                          (1 - mixed.mix) * at::cross_entropy_loss(mixed.inputs, mixed.target2);
+  const Tensor mix = mixed.mix.to(at::kDouble);
+  const Tensor expected = mix * at::cross_entropy_loss(mixed.inputs, mixed.target) +
+                          (1 - mix) * at::cross_entropy_loss(mixed.inputs, mixed.target2);
   CHECK(relative_error(loss, expected) < 1e-14);
   CHECK(relative_error(torch::autograd::grad({loss}, {x}, {}, true)[0],
                        torch::autograd::grad({expected}, {x})[0]) < 1e-14);

@@ -206,6 +206,12 @@ def dense(
         return step(loss, *leaves[of], target)
 
     candidates: Candidates = {"shoestring": run(ours, dtype)}
+    if tokens * vocab < 6e7:
+        mixed = {"target2": target.flip(0), "mix": 0.7}
+        candidates["shoestring, two targets"] = run(lambda h, w, t: ours(h, w, t, **mixed), dtype)
+        candidates["shoestring, two calls"] = run(
+            lambda h, w, t: 0.7 * ours(h, w, t) + 0.3 * ours(h, w, t.flip(0)), dtype
+        )
     if dtype != torch.float32:
         candidates["shoestring, float32"] = run(ours, torch.float32)
     if not report.options.ours:

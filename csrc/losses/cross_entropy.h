@@ -31,6 +31,42 @@ void check_weights(const char* op, const char* name, const OptionalTensor& weigh
                    const Tensor& input);
 void check_number(const char* op, const char* name, const char* expected, double x, bool holds);
 
+/// The targets of tokens. With target2, each token has two targets: `target` with the part `mix` of its loss,
+/// shape () or target's, and target2 with the part 1 - mix.
+struct Targets {
+  Tensor target;
+  OptionalTensor target2, mix;
+  int64_t ignore_index;
+
+  /// Checks shapes, dtypes and devices.
+  void check(const char* op) const;
+  /// Returns which tokens have a target that is not ignored.
+  Tensor counted() const;
+  Tensor ignored() const { return target2 ? counted().logical_not() : target.eq(ignore_index); }
+  /// Returns for each token the sum of the values that of_target(target) returns for its targets, fp64, times
+  /// their parts. The part of an ignored target is 0.
+  template <class OfTarget>
+  Tensor sum(OfTarget of_target) const;
+  /// Returns the sum of the parts of each token, which is 1 unless it has an ignored target; fp64.
+  Tensor parts() const;
+};
+
+/// Reads the targets of single tokens on the CPU.
+class TargetsOnCpu {
+ public:
+  explicit TargetsOnCpu(const Targets& targets);
+  kernels::CrossEntropyTargets<double> operator[](int64_t token) const {
+    return kernels::targets_of(first_[token], second_[token], mix_[token * stride_], ignore_index_);
+  }
+
+ private:
+  static constexpr double kWhole = 1;
+  Tensor target_, target2_, values_;  // the memory to which the pointers refer
+  const int64_t *first_, *second_;
+  const double* mix_ = &kWhole;
+  int64_t stride_ = 0, ignore_index_;
+};
+
 /// The arguments that the operators which compute a loss for each row of logits have in common. `input` is
 /// the argument `logits` (..., vocab) or `hidden` (tokens, features), `target` has the shape of the rows.
 struct RowsCall {
@@ -56,10 +92,12 @@ struct RowsProblem : kernels::CrossEntropyFormula {
 
   const char* op;
   Tensor target;
-  OptionalTensor class_weights, grad_loss, grad_lse, grad_entropy;
+  OptionalTensor class_weights, grad_loss, grad_lse, grad_entropy, target2, mix;
   int64_t ignore_index;
   bool stats;
   c10::SymInt classes;
+
+  Targets targets() const { return {target, target2, mix, ignore_index}; }
 };
 
 /// The loss and the statistics (log-sum-exp, entropy, argmax) of each row of logits.
@@ -109,8 +147,11 @@ struct TokenCall {
   /// Checks the arguments, and shifts the target by one token if the option `shift` is set. `name` and `last`
   /// are those of check_tokens().
   void prepare(const char* op, const char* name, const char* last, c10::SymInt vocab, bool with_stats);
-  Tensor ignored() const { return target.eq(options.ignore_index()); }
-  Tensor counted() const { return target.ne(options.ignore_index()); }
+  Targets targets() const { return {target, options.target2(), options.mix(), options.ignore_index()}; }
+
+ private:
+  // Checks the option `mix` and brings it into the shape () or target's, on target's device.
+  void prepare_mix(const char* op);
 };
 
 /// Keeps the fraction hard_fraction of the tokens, those with the largest losses, and sets the targets of all
@@ -143,6 +184,9 @@ struct Reduction {
   // class weights or without z_loss, or if the reduction is no mean.
   Tensor share;
   double z_loss = 0;  // the caller's z_loss if `share` is defined, otherwise 0
+  // the sum of the parts of each token's targets, shape (...), fp64; undefined without target2 and if the
+  // reduction is no mean
+  Tensor parts;
 
   /// Divides the class weights of the call by the member `share`, so that apply() can divide the whole loss
   /// of a token by `total`.
@@ -152,6 +196,10 @@ struct Reduction {
   /// have no class weights.
   Tensor balanced(const Tensor& loss, const Tensor& lse) const;
   Tensor original(const Tensor& loss, const Tensor& lse) const;
+  /// Returns half the derivative of the tokens' z terms with respect to their lse, divided by z_loss.
+  Tensor slope_of_z(const Tensor& lse) const {
+    return parts.defined() ? lse.mul(parts.to(lse.scalar_type())) : lse;
+  }
   /// Reduces the tokens' losses to the result: a scalar, or with reduction='none' the weighted losses.
   Tensor apply(const Tensor& loss) const;
   /// Returns the gradient of the result with respect to the tokens' losses, shape () or (...), of `dtype`.
@@ -165,8 +213,8 @@ struct Reduction {
 
 /// Converts upstream gradients if the class weights are divided by Reduction::share. The gradient of a
 /// token's loss with the caller's class weights becomes two gradients: of the loss with the divided weights,
-/// and of the lse.
-std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,
+/// and of the lse. `slope` is Reduction::slope_of_z().
+std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& slope,
                                       double z_loss);
 
 /// Returns the upstream gradients of each token's loss, lse and entropy. `upstream` holds the gradients of

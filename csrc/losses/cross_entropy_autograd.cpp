@@ -81,7 +81,7 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
       r = cross_entropy_rows(call, {}, LogitsGradient::kNone);
       const bool balanced = reduction.share.defined() && call.stats;
       saved.again = {call.target, call.options, factor, balanced ? reduction.share : Tensor(),
-                     balanced ? r.lse : Tensor()};
+                     balanced ? reduction.slope_of_z(r.lse) : Tensor()};
     }
     save_fields(ctx, saved);
     const Tensor loss = reduction.apply(r.loss);
@@ -113,7 +113,7 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
   struct Again {
     Tensor target;
     LinearCrossEntropyOptions options;
-    Tensor factor, share, lse;
+    Tensor factor, share, slope;
 
     template <class Self, class Visitor>
     static void fields(Self& self, Visitor& visit) {
@@ -121,7 +121,7 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
       detail::Fields::token_loss(self.options, visit);
       visit("factor", self.factor);
       visit("share", self.share);
-      visit("lse", self.lse);
+      visit("slope", self.slope);
     }
   };
   struct Saved {
@@ -163,7 +163,7 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     call.target = saved.again->target;
     call.options = saved.again->options;
     const auto balanced =
-        balanced_upstream(upstream, saved.again->share, saved.again->lse, call.options.z_loss());
+        balanced_upstream(upstream, saved.again->share, saved.again->slope, call.options.z_loss());
     const auto gradient = upstream_of_tokens(balanced, saved.again->factor, compute_type(call.input));
     const auto r =
         cross_entropy_rows(call, gradient, replace ? LogitsGradient::kInPlace : LogitsGradient::kNew);

@@ -12,6 +12,18 @@
 
 namespace shoestring::losses {
 
+std::vector<int64_t> rows_that_count(const RowsProblem& p, const TargetsOnCpu& targets) {
+  const int64_t count = p.target.numel(), vocab = p.classes.expect_int();
+  auto rows = rows_that_count(p.op, count, p.target, p.ignore_index, vocab);
+  if (!p.target2) return rows;
+  rows_that_count(p.op, count, *p.target2, p.ignore_index, vocab, "target2");
+  rows.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    if (targets[i].part != 0) rows.push_back(i);
+  }
+  return rows;
+}
+
 namespace {
 
 using at::Tensor;
@@ -19,10 +31,9 @@ using at::Tensor;
 template <class X, class T>
 RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::CrossEntropyLogits<X, T> row) {
   const auto compute = p.logits.options().dtype(c10::CppTypeToScalarType<T>::value);
-  const auto rows = rows_that_count(kCrossEntropyOp, p.target.numel(), p.target, p.ignore_index,
-                                    // rows_that_count() also checks the targets, because it gets the number
-                                    // of classes. The check runs before any result is written.
-                                    p.classes.expect_int());
+  const TargetsOnCpu targets(p.targets());
+  // rows_that_count() checks the targets, before any result is written
+  const auto rows = rows_that_count(p, targets);
   const Tensor class_weights = p.class_weights ? p.class_weights->to(compute.dtype()).contiguous() : Tensor();
   auto rule = rule_of<T>(p, Tensor(), class_weights,
                          class_weights.defined() ? class_weights.sum(at::kDouble).item<double>() : 0);
@@ -35,8 +46,6 @@ RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::Cro
     out.entropy = at::zeros(p.target.sizes(), compute);
     out.argmax = at::full(p.target.sizes(), -1, compute.dtype(at::kLong));
   }
-  const Tensor target = p.target.contiguous();
-  const int64_t* classes = target.const_data_ptr<int64_t>();
   const X* from = static_cast<const X*>(p.logits.const_data_ptr());
   X* to = p.gradient.defined() ? static_cast<X*>(p.gradient.mutable_data_ptr()) : nullptr;
   T *loss = out.loss.template mutable_data_ptr<T>(), *lse = out.lse.template mutable_data_ptr<T>();
@@ -51,7 +60,7 @@ RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::Cro
       X* gradient = to != nullptr ? to + p.gradient_layout(r) : nullptr;
       const kernels::CrossEntropyUpstream upstream{u[r], v[r], h[r]};
       const X* next = i + 1 < last ? from + p.layout(rows[i + 1]) : nullptr;
-      const auto result = row(from + p.layout(r), gradient, work.data(), classes[r], rule, upstream, next);
+      const auto result = row(from + p.layout(r), gradient, work.data(), targets[r], rule, upstream, next);
       loss[r] = static_cast<T>(result.loss);
       lse[r] = static_cast<T>(result.lse);
       if (!p.stats) continue;
@@ -59,11 +68,11 @@ RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::Cro
       argmax[r] = result.argmax;
     }
   });
-  const int64_t count = target.numel();
+  const int64_t count = p.target.numel();
   if (to == nullptr || static_cast<int64_t>(rows.size()) == count) return out;
   at::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r) {
-      if (classes[r] == p.ignore_index) std::fill_n(to + p.gradient_layout(r), rule.vocab, X{0});
+      if (targets[r].part == 0) std::fill_n(to + p.gradient_layout(r), rule.vocab, X{0});
     }
   });
   return out;

@@ -26,6 +26,10 @@ class Factor {
   int64_t stride_;
 };
 
+/// Returns the indices of the rows that are not ignored. Raises for targets that are neither a class nor
+/// ignore_index.
+std::vector<int64_t> rows_that_count(const RowsProblem& p, const TargetsOnCpu& targets);
+
 /// Builds the parameters that the CPU kernel uses for all rows. bias and class_weights are contiguous and of
 /// dtype T, or undefined. total_weight is the sum of the class weights.
 template <class T>

@@ -18,6 +18,7 @@ RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
               ": logits: expected fewer than 2^31 - 16 classes on CUDA, received ", p.classes);
   const auto factors = factors_of(p, compute_type(p.logits));
   const Tensor target = p.target.contiguous();
+  const SecondTargets second(p, compute_type(p.logits));
   const Tensor weights =
       p.class_weights ? p.class_weights->to(compute_type(p.logits)).contiguous() : Tensor();
   const Tensor total = weights.defined() ? weights.sum(at::kDouble).to(weights.scalar_type()) : Tensor();
@@ -33,6 +34,7 @@ RowsResult cross_entropy_rows_cuda(const CrossEntropyProblem& p) {
   auto rows = launch_of(p, factors, weights, total);
   rows.tokens = target.numel();
   rows.target = target.const_data_ptr<int64_t>();
+  second.add_to(rows, 0);
   rows.logits = p.logits.const_data_ptr();
   rows.logits_at = place(p.layout);
   // The logits are logit_scale times the raw logits, so the gradient with respect to the raw logits has the

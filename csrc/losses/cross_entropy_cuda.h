@@ -22,6 +22,24 @@ inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType com
   return found;
 }
 
+/// The second targets of a call, contiguous, and the parts of the first ones in dtype `compute`. Both are
+/// undefined if each row has one target. They must outlive the launches.
+struct SecondTargets {
+  SecondTargets(const RowsProblem& p, at::ScalarType compute)
+      : target2(p.target2 ? p.target2->contiguous() : Tensor()),
+        mix(p.mix ? p.mix->to(compute).contiguous() : Tensor()) {}
+
+  /// Passes them to a launch whose first row is row number `begin`.
+  void add_to(kernels::CrossEntropyRows& rows, int64_t begin) const {
+    if (!target2.defined()) return;
+    rows.target2 = target2.const_data_ptr<int64_t>() + begin;
+    rows.mix_stride = mix.dim() != 0;
+    rows.mix = static_cast<const char*>(mix.const_data_ptr()) + begin * rows.mix_stride * mix.element_size();
+  }
+
+  Tensor target2, mix;
+};
+
 /// Fills the parameters of a CUDA launch, except for the pointers to logits and results. The tensors are
 /// undefined or of the compute dtype (fp32, or fp64 for fp64 inputs), and must outlive the launch.
 inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::array<Tensor, 3>& factors,

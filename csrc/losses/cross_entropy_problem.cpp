@@ -52,10 +52,53 @@ void check_weights(const char* op, const char* name, const OptionalTensor& weigh
               ", received ", weights->scalar_type(), " ", weights->sym_sizes(), " on ", weights->device());
 }
 
+void Targets::check(const char* op) const {
+  if (!target2 && !mix) return;
+  TORCH_CHECK(mix, op, ": mix: expected the part of target, in [0, 1], with target2, received None");
+  TORCH_CHECK(target2, op, ": target2: expected a tensor with mix, received None; leave mix out, or pass it");
+  TORCH_CHECK(target2->sym_sizes() == target.sym_sizes() && target2->scalar_type() == at::kLong &&
+                  target2->device() == target.device(),
+              op, ": target2: expected int64 in the shape of target, ", target.sym_sizes(), ", on ",
+              target.device(), ", received ", target2->scalar_type(), " ", target2->sym_sizes(), " on ",
+              target2->device());
+  const bool fits = mix->dim() == 0 || mix->sym_sizes() == target.sym_sizes() || mix->sym_numel() == 1;
+  TORCH_CHECK(fits, op, ": mix: expected one number, or numbers in the shape of target, ", target.sym_sizes(),
+              ", received ", mix->sym_sizes());
+  TORCH_CHECK(mix->scalar_type() == at::kFloat || mix->scalar_type() == at::kDouble, op,
+              ": mix: expected fp32 or fp64, received ", mix->scalar_type(), "; call mix.float()");
+}
+
+Tensor Targets::counted() const { return target2 ? parts().gt(0) : target.ne(ignore_index); }
+
+template <class OfTarget>
+Tensor Targets::sum(OfTarget of_target) const {
+  const auto of = [&](const Tensor& classes, const Tensor& part) {
+    return (as(of_target(classes), at::kDouble) * part).masked_fill(classes.eq(ignore_index), 0);
+  };
+  const Tensor part = as(*mix, at::kDouble);
+  return of(target, part) + of(*target2, 1 - part);
+}
+
+Tensor Targets::parts() const {
+  return sum([](const Tensor& classes) { return at::ones({}, classes.options().dtype(at::kDouble)); });
+}
+
+TargetsOnCpu::TargetsOnCpu(const Targets& targets)
+    : target_(targets.target.contiguous()),
+      target2_(targets.target2 ? targets.target2->contiguous() : target_),
+      first_(target_.const_data_ptr<int64_t>()), second_(target2_.const_data_ptr<int64_t>()),
+      ignore_index_(targets.ignore_index) {
+  if (!targets.mix) return;
+  values_ = as(*targets.mix, at::kDouble).contiguous();
+  mix_ = values_.const_data_ptr<double>();
+  stride_ = values_.dim() != 0;
+}
+
 RowsProblem::RowsProblem(const char* op, const RowsCall& call, c10::SymInt vocab)
     : op(op), target(call.target), class_weights(call.options.class_weights()), grad_loss(call.grad_loss),
-      grad_lse(call.grad_lse), grad_entropy(call.grad_entropy), ignore_index(call.options.ignore_index()),
-      stats(call.stats), classes(std::move(vocab)) {
+      grad_lse(call.grad_lse), grad_entropy(call.grad_entropy), target2(call.options.target2()),
+      mix(call.options.mix()), ignore_index(call.options.ignore_index()), stats(call.stats),
+      classes(std::move(vocab)) {
   const LinearCrossEntropyOptions& o = call.options;
   label_smoothing = o.label_smoothing();
   softcap = o.softcap();
@@ -67,6 +110,8 @@ RowsProblem::RowsProblem(const char* op, const RowsCall& call, c10::SymInt vocab
   check_number(op, "logit_scale", "a number that is not 0", logit_scale, logit_scale != 0);
   check_number(op, "z_loss", "a number of at least 0", z_loss, z_loss >= 0);
   check_weights(op, "class_weights", class_weights, {this->classes}, call.input);
+  targets().check(op);
+  check_token_factor(op, "mix", mix, target);
   check_token_factor(op, "grad_loss", grad_loss, target);
   check_token_factor(op, "grad_lse", grad_lse, target);
   check_token_factor(op, "grad_entropy", grad_entropy, target);
@@ -109,15 +154,47 @@ void TokenCall::prepare(const char* op, const char* name, const char* last, c10:
   TORCH_CHECK(hard_fraction > 0 && hard_fraction <= 1, op,
               ": hard_fraction: expected a number in (0, 1], received ", hard_fraction);
   check_reduction(op, reduction);
+  targets().check(op);
+  if (options.mix()) prepare_mix(op);
   if (!options.shift()) return;
   TORCH_CHECK(target.dim() >= 1, op,
               ": shift: expected a sequence of tokens, received a single token without a sequence dimension");
   // Shifts the target by one token: each token predicts the next one, and the last token of a sequence is
   // ignored. Shifting the target instead of the input avoids a copy of the input.
-  Tensor next = at::full_like(target, options.ignore_index(), at::MemoryFormat::Contiguous);
-  const auto count = target.sym_size(-1);
-  if (count > 1) next.slice_symint(-1, 0, count - 1).copy_(target.slice_symint(-1, 1));
-  target = next;
+  const auto shifted = [&](const Tensor& classes) {
+    Tensor next = at::full_like(classes, options.ignore_index(), at::MemoryFormat::Contiguous);
+    const auto count = classes.sym_size(-1);
+    if (count > 1) next.slice_symint(-1, 0, count - 1).copy_(classes.slice_symint(-1, 1));
+    return next;
+  };
+  target = shifted(target);
+  if (options.target2()) options.target2(shifted(*options.target2()));
+}
+
+void TokenCall::prepare_mix(const char* op) {
+  Tensor mix = *options.mix();
+  TORCH_CHECK(!needs_grad(mix), op,
+              ": mix: expected a tensor that does not require a gradient; call mix.detach()");
+  const bool one = mix.dim() == 0 || mix.sym_sizes() != target.sym_sizes();
+  // On a GPU the kernel checks the numbers, because reading them here would wait for the GPU.
+  const bool readable = mix.is_cpu() && !is_traced(mix);
+  if (readable) {
+    const Tensor values = as(mix, at::kDouble).contiguous();
+    const double* x = values.const_data_ptr<double>();
+    for (int64_t i = 0; i < values.numel(); ++i) {
+      TORCH_CHECK(x[i] >= 0 && x[i] <= 1, op, ": mix: expected numbers in [0, 1], received ", x[i],
+                  " at position ", i);
+    }
+  }
+  if (mix.dim() != 0 && one) mix = mix.reshape({});
+  if (mix.device() != target.device()) {
+    TORCH_CHECK(one && mix.is_cpu(), op, ": mix: expected numbers on the device of target, ", target.device(),
+                ", received ", mix.device());
+    // a fill on the device, because a copy from pageable memory would wait for it
+    mix = readable ? at::full({}, mix.item<double>(), target.options().dtype(mix.scalar_type()))
+                   : mix.to(target.device());
+  }
+  options.mix(mix);
 }
 
 // Keeps the tokens with the largest losses. The number of tokens that are not ignored is known on the device
@@ -125,7 +202,7 @@ void TokenCall::prepare(const char* op, const char* name, const char* last, c10:
 // the device. All tokens whose loss equals the smallest one are kept, too.
 void keep_largest(TokenCall& call, Tensor loss) {
   const c10::Scalar ignore_index = call.options.ignore_index();
-  const Tensor ignored = call.ignored();
+  const Tensor ignored = call.targets().ignored();
   if (call.options.token_weights()) loss = loss * *call.options.token_weights();
   loss = loss.masked_fill(ignored, -std::numeric_limits<double>::infinity());
   const Tensor sorted =
@@ -133,17 +210,27 @@ void keep_largest(TokenCall& call, Tensor loss) {
   const Tensor kept =
       ignored.logical_not().sum(at::kDouble).mul(call.options.hard_fraction()).ceil().sub(1).clamp_min(0);
   const Tensor least = sorted.index_select(0, kept.to(at::kLong).reshape({1}));
-  call.target = call.target.masked_fill(loss.ge(least.squeeze(0)).logical_not(), ignore_index);
+  const Tensor dropped = loss.ge(least.squeeze(0)).logical_not();
+  call.target = call.target.masked_fill(dropped, ignore_index);
+  if (call.options.target2())
+    call.options.target2(call.options.target2()->masked_fill(dropped, ignore_index));
 }
 
 namespace {
 
-// Returns the number of tokens that are not ignored, as a tensor of shape (), fp64. On the CPU a loop over
-// the targets takes less time than PyTorch's operators.
+// Returns the number of tokens that are not ignored, as a tensor of shape (), fp64. Of tokens with two
+// targets it adds the parts. On the CPU a loop over the targets takes less time than PyTorch's operators.
 Tensor count_tokens(const TokenCall& call) {
   const Tensor& target = call.target;
+  const Targets all = call.targets();
   if (!target.is_cpu() || !target.is_contiguous() || is_traced(target))
-    return call.counted().sum(at::kDouble);
+    return (all.target2 ? all.parts() : all.counted()).sum(at::kDouble);
+  if (all.target2) {
+    const TargetsOnCpu targets(all);
+    double sum = 0;
+    for (int64_t i = 0; i < target.numel(); ++i) sum += targets[i].part + targets[i].part2;
+    return at::full({}, sum, target.options().dtype(at::kDouble));
+  }
   const int64_t* classes = target.const_data_ptr<int64_t>();
   const int64_t ignored = std::count(classes, classes + target.numel(), call.options.ignore_index());
   return at::full({}, static_cast<double>(target.numel() - ignored), target.options().dtype(at::kDouble));
@@ -158,22 +245,34 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.options.reduction() !=
     if (mean) total = count_tokens(call);
     return;
   }
-  const Tensor counted = call.counted();
+  const Targets targets = call.targets();
+  const Tensor counted = targets.counted();
   if (o.token_weights())
     weights = as(*o.token_weights(), compute_type(call.input)).masked_fill(counted.logical_not(), 0);
   if (!mean) return;
-  Tensor each = weights.defined() ? weights : counted;
+  // Returns x, which each token has, times the token weights in their dtype.
+  const auto weighted = [&](const Tensor& x) {
+    return weights.defined() ? weights * as(x, weights.scalar_type()) : x;
+  };
+  if (targets.target2) parts = targets.parts();
+  const Tensor each = targets.target2 ? weighted(parts) : weights.defined() ? weights : counted;
   // out-of-range targets are only clamped here; _cross_entropy_rows and _linear_cross_entropy_rows report
   // them
-  if (o.class_weights()) {
-    const Tensor index = call.target.masked_fill(counted.logical_not(), 0).clamp_min(0);
+  const auto weight_of = [&](const Tensor& classes) {
+    const Tensor index = classes.clamp_min(0);
     const Tensor within = at::minimum(index, at::scalar_tensor(call.classes - 1, index.options()));
-    each = each * at::take(*o.class_weights(), within);
+    return at::take(*o.class_weights(), within);
+  };
+  if (!o.class_weights()) {
+    total = each.sum(at::kDouble);
+  } else if (targets.target2) {
+    total = weighted(as(targets.sum(weight_of), o.class_weights()->scalar_type())).sum(at::kDouble);
+  } else {
+    total = (each * weight_of(call.target.masked_fill(counted.logical_not(), 0))).sum(at::kDouble);
   }
-  total = each.sum(at::kDouble);
   if (!o.class_weights() || o.z_loss() == 0) return;
   z_loss = o.z_loss();
-  const Tensor tokens = (weights.defined() ? weights : counted).sum(at::kDouble), nothing = total.eq(0);
+  const Tensor tokens = each.sum(at::kDouble), nothing = total.eq(0);
   share = (total / tokens).masked_fill(nothing, 1);
   total = tokens.masked_fill(nothing, std::numeric_limits<double>::quiet_NaN());
 }
@@ -186,13 +285,13 @@ void Reduction::balance(TokenCall& call) const {
 
 Tensor Reduction::balanced(const Tensor& loss, const Tensor& lse) const {
   if (!share.defined()) return loss;
-  const Tensor z = z_loss * lse.square();
+  const Tensor z = z_loss * (lse * slope_of_z(lse));
   return (loss - z) / share + z;
 }
 
 Tensor Reduction::original(const Tensor& loss, const Tensor& lse) const {
   if (!share.defined()) return loss;
-  const Tensor z = z_loss * lse.square();
+  const Tensor z = z_loss * (lse * slope_of_z(lse));
   return (loss - z) * share + z;
 }
 
@@ -212,10 +311,10 @@ Tensor Reduction::factor(at::ScalarType dtype) const {
   return as(weights * share, dtype).masked_fill(weights.eq(0), 0);
 }
 
-std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& lse,
+std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& slope,
                                       double z_loss) {
   if (!share.defined() || upstream.size() < 3 || !upstream[1].defined()) return upstream;
-  const Tensor by_lse = upstream[1] * lse * (2 * z_loss * (1 - share));
+  const Tensor by_lse = upstream[1] * slope * (2 * z_loss * (1 - share));
   upstream[2] = upstream[2].defined() ? upstream[2] + by_lse : by_lse;
   upstream[1] = upstream[1] * share;
   return upstream;

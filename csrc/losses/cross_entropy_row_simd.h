@@ -13,6 +13,7 @@ namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 
 using kernels::CrossEntropyResult;
 using kernels::CrossEntropyRule;
+using kernels::CrossEntropyTargets;
 using kernels::CrossEntropyUpstream;
 
 // Loads the first n elements of p as fp32, and fills the other lanes of the vector with `fill`.
@@ -134,9 +135,10 @@ int64_t first_of(const T* z, int64_t vocab, T largest) {
 }
 
 // Computes z_j = multiply * z_j - each * w_j for all classes j, where w are the class weights. Then subtracts
-// `at_target` from the target's element of z.
-inline void subtract(float* z, int64_t target, const CrossEntropyRule<float>& rule, double multiply,
-                     double each, double at_target) {
+// `at_target` and at_target2 from the targets' elements of z.
+inline void subtract(float* z, const CrossEntropyTargets<double>& targets,
+                     const CrossEntropyRule<float>& rule, double multiply, double each, double at_target,
+                     double at_target2) {
   const float factor = static_cast<float>(multiply), less = static_cast<float>(each);
   if (factor != 1 || less != 0) {
     sweep(0, rule.vocab, [&](int64_t i, int64_t n) {
@@ -144,7 +146,8 @@ inline void subtract(float* z, int64_t target, const CrossEntropyRule<float>& ru
       put(z + i, get(z + i, n, 0) * factor - less * weight, n);
     });
   }
-  z[target] = static_cast<float>(z[target] - at_target);
+  z[targets.target] = static_cast<float>(z[targets.target] - at_target);
+  if (at_target2 != 0) z[targets.target2] = static_cast<float>(z[targets.target2] - at_target2);
 }
 
 // Writes factor * z to `to`, converted to Element. `to` may begin at the same address as z, because elements
@@ -164,9 +167,9 @@ void scale_row(const float* z, float factor, int64_t vocab, typename Element::Ty
 // Returns the loss and the statistics of a row. If `upstream` is given, z becomes the gradient with respect
 // to the logits before softcap, divided by the returned result.scale.
 template <class Element>
-CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64_t target,
-                              const CrossEntropyRule<float>& rule, const CrossEntropyUpstream* upstream,
-                              const void* next = nullptr) {
+CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z,
+                              const CrossEntropyTargets<double>& targets, const CrossEntropyRule<float>& rule,
+                              const CrossEntropyUpstream* upstream, const void* next = nullptr) {
   const int64_t vocab = rule.vocab;
   const float cap = static_cast<float>(rule.softcap);
   const double smooth = rule.label_smoothing;
@@ -174,7 +177,10 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
   const bool lazy =
       rule.bias == nullptr && cap == 0 && smooth == 0 && !rule.stats && (upstream == nullptr || keep);
   const float scale = static_cast<float>(rule.logit_scale), largest = finish<Element>(raw, z, rule, lazy);
-  const double at_target = lazy ? get_as<Element>(raw + target, 1, 0)[0] * scale : z[target];
+  const auto logit_of = [&](int64_t target) -> double {
+    return lazy ? get_as<Element>(raw + target, 1, 0)[0] * scale : z[target];
+  };
+  const double at_target = logit_of(targets.target), at_target2 = logit_of(targets.target2);
   const double total = smooth != 0 ? weighted_total(z, rule) : 0;
 
   CrossEntropyResult result{};
@@ -188,17 +194,22 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
   };
   const Sums sums = keep ? (moment ? make(Yes{}, Yes{}) : make(Yes{}, No{}))
                          : (moment ? make(No{}, Yes{}) : make(No{}, No{}));
-  const double lse = largest + ::log(sums.exp), share = smooth / vocab;
-  const double sure = (rule.class_weights != nullptr ? rule.class_weights[target] : 1) * (1 - smooth);
+  const double lse = largest + ::log(sums.exp), parts = targets.part + targets.part2;
+  const auto sure_of = [&](int64_t target, double part) {
+    return part * (rule.class_weights != nullptr ? rule.class_weights[target] : 1) * (1 - smooth);
+  };
+  const double sure = sure_of(targets.target, targets.part), sure2 = sure_of(targets.target2, targets.part2);
+  const double share = parts * smooth / vocab, z_loss = parts * rule.z_loss;
   const double spread = smooth != 0 ? share * rule.total_weight : 0;
   result.lse = lse;
   result.loss =
-      sure * (lse - at_target) + (smooth != 0 ? spread * lse - share * total : 0) + rule.z_loss * lse * lse;
+      sure * (lse - at_target) + (smooth != 0 ? spread * lse - share * total : 0) + z_loss * lse * lse;
+  if (sure2 != 0) result.loss += sure2 * (lse - at_target2);
   result.entropy = moment ? ::log(sums.exp) - sums.moment / sums.exp : 0;
   if (upstream == nullptr) return result;
 
   const double u = upstream->loss, h = upstream->entropy;
-  const double a = u * (sure + spread + 2 * rule.z_loss * lse) + upstream->lse;
+  const double a = u * (sure + sure2 + spread + 2 * z_loss * lse) + upstream->lse;
   result.scale = 1;
   if (keep) {
     // Here z holds exponentials e_j. The gradient is a e_j / sum minus terms of the target and of label
@@ -206,13 +217,13 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
     // result.scale, and only these terms, divided by the factor, are subtracted. If |a| is small, the divided
     // terms would be large, and the subtraction would lose precision. In this case z is multiplied by the
     // factor first, and result.scale is 1.
-    const double size = __builtin_fabs(u) * (sure + spread);
+    const double size = __builtin_fabs(u) * (sure + sure2 + spread);
     if (__builtin_fabs(a) >= 0.25 * size) {
       const double each = a != 0 ? sums.exp * u / a : 0;
       result.scale = a / sums.exp;
-      subtract(z, target, rule, 1, each * share, each * sure);
+      subtract(z, targets, rule, 1, each * share, each * sure, each * sure2);
     } else {
-      subtract(z, target, rule, a / sums.exp, u * share, u * sure);
+      subtract(z, targets, rule, a / sums.exp, u * share, u * sure, u * sure2);
     }
     return result;
   }
@@ -220,7 +231,11 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
   const float inverse = static_cast<float>(1 / sums.exp), less = static_cast<float>(u * share);
   const float constant = static_cast<float>(a + h * (lse - largest - result.entropy)),
               slope = static_cast<float>(h);
-  const float ratio_at = cap != 0 ? z[target] / cap : 0;
+  const auto slope_of = [&](int64_t target) {
+    const float ratio = cap != 0 ? z[target] / cap : 0;
+    return 1 - ratio * ratio;
+  };
+  const float slope_at = slope_of(targets.target), slope_at2 = slope_of(targets.target2);
   sweep(0, vocab, [&](int64_t i, int64_t n) {
     F32 v = get(z + i, n, 0), x = v - largest, p = exp(x) * inverse;
     F32 ratio = cap != 0 ? v / cap : F32{};
@@ -228,15 +243,19 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z, int64
     F32 grad = slope != 0 ? (p > 0 ? p * (constant - slope * x) : p * constant) : p * constant;
     put(z + i, (grad - less * weight) * (1.f - ratio * ratio), n);
   });
-  z[target] -= static_cast<float>(u * sure) * (1 - ratio_at * ratio_at);
+  z[targets.target] -= static_cast<float>(u * sure) * slope_at;
+  if (sure2 != 0) z[targets.target2] -= static_cast<float>(u * sure2) * slope_at2;
   return result;
 }
 
 // The fp64 version of reduce_row() serves gradient checks. It is written for clarity, not for speed.
-inline CrossEntropyResult reduce_row(double* z, int64_t target, const CrossEntropyRule<double>& rule,
+inline CrossEntropyResult reduce_row(double* z, const CrossEntropyTargets<double>& targets,
+                                     const CrossEntropyRule<double>& rule,
                                      const CrossEntropyUpstream* upstream) {
   const int64_t vocab = rule.vocab;
-  const double cap = rule.softcap, smooth = rule.label_smoothing, share = smooth / vocab;
+  const int64_t target = targets.target, target2 = targets.target2;
+  const double cap = rule.softcap, smooth = rule.label_smoothing, parts = targets.part + targets.part2;
+  const double share = parts * smooth / vocab, z_loss = parts * rule.z_loss;
   const auto weight = [&](int64_t i) { return rule.class_weights != nullptr ? rule.class_weights[i] : 1.0; };
   double largest = -__builtin_inf(), total = 0, sum = 0, moment = 0;
   for (int64_t i = 0; i < vocab; ++i) {
@@ -253,20 +272,24 @@ inline CrossEntropyResult reduce_row(double* z, int64_t target, const CrossEntro
   }
   CrossEntropyResult result{};
   const double lse = largest + ::log(sum);
-  const double sure = weight(target) * (1 - smooth), spread = smooth != 0 ? share * rule.total_weight : 0;
+  const double sure = targets.part * weight(target) * (1 - smooth);
+  const double sure2 = targets.part2 * weight(target2) * (1 - smooth);
+  const double spread = smooth != 0 ? share * rule.total_weight : 0;
   result.lse = lse;
   result.loss =
-      sure * (lse - z[target]) + (smooth != 0 ? spread * lse - share * total : 0) + rule.z_loss * lse * lse;
+      sure * (lse - z[target]) + (smooth != 0 ? spread * lse - share * total : 0) + z_loss * lse * lse;
+  if (sure2 != 0) result.loss += sure2 * (lse - z[target2]);
   result.entropy = ::log(sum) - moment / sum;
   result.argmax = rule.stats ? first_of(z, vocab, largest) : 0;
   result.scale = 1;
   if (upstream == nullptr) return result;
   const double u = upstream->loss, h = upstream->entropy;
-  const double a = u * (sure + spread + 2 * rule.z_loss * lse) + upstream->lse;
+  const double a = u * (sure + sure2 + spread + 2 * z_loss * lse) + upstream->lse;
   for (int64_t i = 0; i < vocab; ++i) {
     const double ratio = cap != 0 ? z[i] / cap : 0, p = ::exp(z[i] - lse);
     const double surprise = p > 0 && h != 0 ? h * (lse - result.entropy - z[i]) : 0;
-    z[i] = (p * (a + surprise) - u * (share * weight(i) + (i == target ? sure : 0))) * (1 - ratio * ratio);
+    const double here = share * weight(i) + (i == target ? sure : 0) + (i == target2 ? sure2 : 0);
+    z[i] = (p * (a + surprise) - u * here) * (1 - ratio * ratio);
   }
   return result;
 }

@@ -10,26 +10,27 @@ namespace {
 
 template <class Element>
 CrossEntropyResult row(const typename Element::Type* logits, typename Element::Type* gradient, float* work,
-                       int64_t target, const CrossEntropyRule<float>& rule,
+                       const CrossEntropyTargets<double>& targets, const CrossEntropyRule<float>& rule,
                        const CrossEntropyUpstream& upstream, const typename Element::Type* next) {
   float* z = work;
   if constexpr (sizeof(typename Element::Type) == sizeof(float)) {
     if (gradient != nullptr) z = gradient;
   }
   const CrossEntropyResult result =
-      reduce_row<Element>(logits, z, target, rule, gradient != nullptr ? &upstream : nullptr, next);
+      reduce_row<Element>(logits, z, targets, rule, gradient != nullptr ? &upstream : nullptr, next);
   if (gradient != nullptr) {
     scale_row<Element>(z, static_cast<float>(result.scale * rule.logit_scale), rule.vocab, gradient);
   }
   return result;
 }
 
-CrossEntropyResult row_double(const double* logits, double* gradient, double* work, int64_t target,
+CrossEntropyResult row_double(const double* logits, double* gradient, double* work,
+                              const CrossEntropyTargets<double>& targets,
                               const CrossEntropyRule<double>& rule, const CrossEntropyUpstream& upstream,
                               const double*) {
   double* z = gradient != nullptr ? gradient : work;
   for (int64_t i = 0; i < rule.vocab; ++i) z[i] = logits[i];
-  const CrossEntropyResult result = reduce_row(z, target, rule, gradient != nullptr ? &upstream : nullptr);
+  const CrossEntropyResult result = reduce_row(z, targets, rule, gradient != nullptr ? &upstream : nullptr);
   for (int64_t i = 0; gradient != nullptr && i < rule.vocab; ++i)
     gradient[i] *= result.scale * rule.logit_scale;
   return result;

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/capability.h"
+#include "core/host_device.h"
 
 namespace shoestring::kernels {
 
@@ -15,6 +16,7 @@ namespace shoestring::kernels {
 // entropy with respect to z_j is
 //   p_j (a + h (lse - entropy - z_j)) - u (s / vocab w_j + [j = target] (1 - s) w_j),
 //   a = u (w_target (1 - s) + s / vocab W + 2 z_loss lse) + v.
+// The loss of a row with two targets is the sum of its losses with each of them, times their parts.
 
 /// The options of the formulas.
 struct CrossEntropyFormula {
@@ -34,6 +36,26 @@ struct CrossEntropyRule : CrossEntropyFormula {
   double total_weight;     // sum of the class weights; vocab if there are none
   bool stats;              // whether entropy and argmax of each row are requested
 };
+
+/// The targets of a row and their parts of its loss, in [0, 1]. A row with one target has part2 = 0 and
+/// target2 = target. A row that is ignored has part = part2 = 0.
+template <class T>
+struct CrossEntropyTargets {
+  int64_t target, target2;
+  T part, part2;
+};
+
+/// Returns the targets of a row if `target` has the part `mix` of the loss, and target2 the rest. An ignored
+/// target has no part. If only one target has a part, or if both are the same class, the result is that of a
+/// row with one target, so that its loss has the same bits.
+template <class T>
+SHOESTRING_HOST_DEVICE CrossEntropyTargets<T> targets_of(int64_t target, int64_t target2, T mix,
+                                                         int64_t ignore_index) {
+  const T part = target == ignore_index ? 0 : target == target2 ? 1 : mix;
+  const T part2 = target2 == ignore_index || target == target2 ? 0 : 1 - mix;
+  if (part == 0) return {target2, target2, part2, 0};
+  return {target, part2 == 0 ? target : target2, part, part2};
+}
 
 /// The upstream gradients of a row's loss, lse and entropy.
 struct CrossEntropyUpstream {
@@ -55,7 +77,8 @@ struct CrossEntropyResult {
 /// the thread. It is not used if a gradient is requested and X = T. `next` is the row that the thread reads
 /// next, or null.
 template <class X, class T>
-using CrossEntropyLogits = CrossEntropyResult (*)(const X* logits, X* gradient, T* work, int64_t target,
+using CrossEntropyLogits = CrossEntropyResult (*)(const X* logits, X* gradient, T* work,
+                                                  const CrossEntropyTargets<double>& targets,
                                                   const CrossEntropyRule<T>& rule,
                                                   const CrossEntropyUpstream& upstream, const X* next);
 
@@ -86,7 +109,12 @@ struct CrossEntropyRows : CrossEntropyFormula {
   CrossEntropyLayout logits_at;
   int64_t tokens, vocab;
   const int64_t* target;  // target classes, shape (tokens)
-  // Rows whose target is ignore_index get 0 in all results (-1 in argmax), whatever their logits are.
+  // Second target classes, shape (tokens), and the parts of the first targets, dtype T: a single number
+  // (stride 0) or one per token (stride 1). Both are null if each row has one target.
+  const int64_t* target2;
+  const void* mix;
+  int64_t mix_stride;
+  // Rows whose targets are ignore_index get 0 in all results (-1 in argmax), whatever their logits are.
   int64_t ignore_index;
   const void* bias;  // bias, shape (vocab), dtype T, or null; always null for cross_entropy
   // Class weights, shape (vocab), dtype T, or null. linear_cross_entropy pads them with zeros.

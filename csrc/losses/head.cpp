@@ -136,15 +136,15 @@ void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden
 }
 
 std::vector<int64_t> rows_that_count(const char* op, int64_t tokens, const OptionalTensor& target,
-                                     int64_t ignore_index, std::optional<int64_t> vocab) {
+                                     int64_t ignore_index, std::optional<int64_t> vocab, const char* name) {
   std::vector<int64_t> rows;
   rows.reserve(tokens);
   const Tensor classes = target ? target->contiguous() : Tensor();
   const int64_t* t = target ? classes.const_data_ptr<int64_t>() : nullptr;
   for (int64_t i = 0; i < tokens; ++i) {
     if (t != nullptr && t[i] == ignore_index) continue;
-    TORCH_CHECK_INDEX(t == nullptr || !vocab || (t[i] >= 0 && t[i] < *vocab), op,
-                      ": target: expected classes in [0, ", *vocab, ") or ignore_index, ", ignore_index,
+    TORCH_CHECK_INDEX(t == nullptr || !vocab || (t[i] >= 0 && t[i] < *vocab), op, ": ", name,
+                      ": expected classes in [0, ", *vocab, ") or ignore_index, ", ignore_index,
                       ", received ", t[i], " at position ", i);
     rows.push_back(i);
   }

@@ -101,8 +101,9 @@ void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden
 
 /// Returns the indices in [0, tokens) of the tokens that are not ignored. Without a target no token is
 /// ignored; otherwise a token is ignored if its target is ignore_index. If `vocab` is given, raises for any
-/// other target outside [0, vocab).
+/// other target outside [0, vocab). `name` is the argument that the error names.
 std::vector<int64_t> rows_that_count(const char* op, int64_t tokens, const OptionalTensor& target,
-                                     int64_t ignore_index, std::optional<int64_t> vocab = std::nullopt);
+                                     int64_t ignore_index, std::optional<int64_t> vocab = std::nullopt,
+                                     const char* name = "target");
 
 }  // namespace shoestring::losses

@@ -84,6 +84,10 @@ LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall&
   rows.bias = call.bias;
   rows.options = call.options;
   rows.options.lora_hidden(flat_rows(call.options.lora_hidden()));
+  if (call.options.target2()) {
+    rows.options.target2(flat(call.input, *call.options.target2()));
+    rows.options.mix(flat(call.input, *call.options.mix()));
+  }
   rows.grad_loss = as_optional(flat(call.input, upstream[0]));
   rows.grad_lse = as_optional(flat(call.input, upstream[1]));
   rows.grad_entropy = as_optional(flat(call.input, upstream[2]));

@@ -47,7 +47,8 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
     if (!saved.early || call.stats) {
       const bool balanced = reduction.share.defined() && call.stats;
       call.options.token_weights(std::nullopt);  // part of `factor`
-      saved.again = {call, factor, balanced ? reduction.share : Tensor(), balanced ? r.lse : Tensor()};
+      saved.again = {call, factor, balanced ? reduction.share : Tensor(),
+                     balanced ? reduction.slope_of_z(r.lse) : Tensor()};
     }
     save_fields(ctx, saved);
     const Tensor loss = reduction.apply(r.loss);
@@ -88,14 +89,14 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
   // The arguments with which backward computes the logits again.
   struct Again {
     LinearCrossEntropyCall call;
-    Tensor factor, share, lse;
+    Tensor factor, share, slope;
 
     template <class Self, class Visitor>
     static void fields(Self& self, Visitor& visit) {
       LinearCrossEntropyCall::fields(self.call, visit);
       visit("factor", self.factor);
       visit("share", self.share);
-      visit("lse", self.lse);
+      visit("slope", self.slope);
     }
   };
   struct Saved {
@@ -118,7 +119,7 @@ class LinearCrossEntropy : public torch::autograd::Function<LinearCrossEntropy> 
 
   static variable_list again(Again& saved, const variable_list& upstream, const Mask& mask) {
     const LinearCrossEntropyCall& call = saved.call;
-    const auto balanced = balanced_upstream(upstream, saved.share, saved.lse, call.options.z_loss());
+    const auto balanced = balanced_upstream(upstream, saved.share, saved.slope, call.options.z_loss());
     const auto gradient = upstream_of_tokens(balanced, saved.factor, compute_type(call.input));
     const LinearCrossEntropyResult r = linear_cross_entropy_rows(call, gradient, mask);
     return {r.gradients.begin(), r.gradients.end()};

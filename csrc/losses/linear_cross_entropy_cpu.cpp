@@ -27,7 +27,8 @@ using at::Tensor;
 template <class T>
 class LinearCrossEntropyOnCpu {
  public:
-  LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem, std::vector<int64_t> rows);
+  LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem, const TargetsOnCpu& targets,
+                          std::vector<int64_t> rows);
 
   // weight_type: dtype of the gradient of the weight
   LinearCrossEntropyResult operator()(at::ScalarType weight_type) {
@@ -78,8 +79,9 @@ class LinearCrossEntropyOnCpu {
   const LinearCrossEntropyProblem& p_;
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
-  // targets, bias and class weights, contiguous; the class weights are in the compute dtype (fp32 or fp64)
-  const Tensor target_, bias_, class_weights_;
+  const TargetsOnCpu targets_;
+  // bias and class weights, contiguous, in the compute dtype (fp32 or fp64)
+  const Tensor bias_, class_weights_;
   const Factor<T> grad_loss_, grad_lse_, grad_entropy_;
   const int64_t features_, vocab_, count_;
   const bool gradient_;
@@ -104,9 +106,9 @@ class LinearCrossEntropyOnCpu {
 
 template <class T>
 LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem,
-                                                    std::vector<int64_t> rows)
+                                                    const TargetsOnCpu& targets, std::vector<int64_t> rows)
     : p_(problem), compute_(p_.hidden.options().dtype(c10::CppTypeToScalarType<T>::value)),
-      rows_(std::move(rows)), target_(p_.target.contiguous()), bias_(computed(p_.bias, p_.logit_scale)),
+      rows_(std::move(rows)), targets_(targets), bias_(computed(p_.bias, p_.logit_scale)),
       class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()),
       grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
       vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)),
@@ -191,7 +193,6 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
   T *scales = scale.template data_ptr<T>(), *rows = z.template data_ptr<T>();
   T* entropies = p_.stats ? out_.entropy.template data_ptr<T>() : nullptr;
   int64_t* classes = p_.stats ? out_.argmax.template data_ptr<int64_t>() : nullptr;
-  const int64_t* target = target_.template const_data_ptr<int64_t>();
   uint8_t* live = live_.defined() ? live_.zero_().template data_ptr<uint8_t>() : nullptr;
   at::parallel_for(0, tokens, 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
@@ -200,9 +201,9 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
       const auto* upstream = gradient_ ? &factors : nullptr;
       kernels::CrossEntropyResult r;
       if constexpr (std::is_same_v<T, float>) {
-        r = kernels.row_float(rows + i * vocab_, target[token], rule, upstream);
+        r = kernels.row_float(rows + i * vocab_, targets_[token], rule, upstream);
       } else {
-        r = kernels.row_double(rows + i * vocab_, target[token], rule, upstream);
+        r = kernels.row_double(rows + i * vocab_, targets_[token], rule, upstream);
       }
       losses[token] = static_cast<T>(r.loss);
       lses[token] = static_cast<T>(r.lse);
@@ -287,16 +288,17 @@ void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tenso
 }
 
 LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyProblem& given) {
-  std::vector<int64_t> rows = rows_that_count(kLinearCrossEntropyOp, given.hidden.size(0), given.target,
-                                              given.ignore_index, given.vocab.expect_int());
+  const TargetsOnCpu targets(given.targets());
+  std::vector<int64_t> rows = rows_that_count(given, targets);
   const bool away = row_source_of(given.weight) != nullptr;
   if (!away && fits_tiles(given, static_cast<int64_t>(rows.size())))
     return linear_cross_entropy_by_tiles(given, rows);
   const auto type = given.weight.scalar_type();
   LinearCrossEntropyProblem p = given;
   if (!p.absmax && !away) p.weight = p.weight.to(p.hidden.scalar_type());
-  return compute_type(p.hidden) == at::kDouble ? LinearCrossEntropyOnCpu<double>(p, std::move(rows))(type)
-                                               : LinearCrossEntropyOnCpu<float>(p, std::move(rows))(type);
+  return compute_type(p.hidden) == at::kDouble
+             ? LinearCrossEntropyOnCpu<double>(p, targets, std::move(rows))(type)
+             : LinearCrossEntropyOnCpu<float>(p, targets, std::move(rows))(type);
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {

@@ -23,18 +23,20 @@ struct LinearCrossEntropyOnCuda : LinearCrossEntropyProblem {
   // Bias, class weights and sum of the class weights: shapes (stride), (stride) and (), where stride is the
   // padded number of classes. They are in the compute dtype (fp32 or fp64), or undefined.
   Tensor padded_bias, padded_weights, total_weight;
+  SecondTargets second;
   // upstream gradients of loss, lse and entropy in the compute dtype, or undefined
   std::array<Tensor, 3> factors;
 };
 
 LinearCrossEntropyOnCuda::LinearCrossEntropyOnCuda(const LinearCrossEntropyProblem& problem)
     : LinearCrossEntropyProblem(problem),
-      waves(kLinearCrossEntropyOp, *this, target.eq(ignore_index).unsqueeze(1), mask,
+      waves(kLinearCrossEntropyOp, *this, targets().ignored().unsqueeze(1), mask,
             {.logit_scale = logit_scale,
              .averaged = averaged,
              .workspace_mb = workspace_mb,
              .weight_grad = weight_grad,
-             .filter = filter_eps > 0}) {
+             .filter = filter_eps > 0}),
+      second(problem, compute_type(hidden)) {
   target = target.contiguous();
   padded_bias = waves.padded(bias);
   if (padded_bias.defined() && logit_scale != 1) padded_bias.mul_(logit_scale);
@@ -56,6 +58,7 @@ void start_linear_cross_entropy_rows(const LinearCrossEntropyOnCuda& p, const Te
   rows.tokens = logits.size(0);
   rows.logits_at = rows.gradient_at = {rows.tokens, 0, p.waves.stride()};
   rows.target = p.target.const_data_ptr<int64_t>() + begin;
+  p.second.add_to(rows, begin);
   rows.bias = pointer_to(p.padded_bias);
   rows.grad_loss = factor_from(p.factors[0], begin, rows.grad_loss_stride);
   rows.grad_lse = factor_from(p.factors[1], begin, rows.grad_lse_stride);

@@ -10,14 +10,14 @@
 namespace shoestring::cpu::SHOESTRING_CAPABILITY {
 namespace {
 
-CrossEntropyResult row_float(float* z, int64_t target, const CrossEntropyRule<float>& rule,
-                             const CrossEntropyUpstream* upstream) {
-  return reduce_row<Float>(z, z, target, rule, upstream);
+CrossEntropyResult row_float(float* z, const CrossEntropyTargets<double>& targets,
+                             const CrossEntropyRule<float>& rule, const CrossEntropyUpstream* upstream) {
+  return reduce_row<Float>(z, z, targets, rule, upstream);
 }
 
-CrossEntropyResult row_double(double* z, int64_t target, const CrossEntropyRule<double>& rule,
-                              const CrossEntropyUpstream* upstream) {
-  return reduce_row(z, target, rule, upstream);
+CrossEntropyResult row_double(double* z, const CrossEntropyTargets<double>& targets,
+                              const CrossEntropyRule<double>& rule, const CrossEntropyUpstream* upstream) {
+  return reduce_row(z, targets, rule, upstream);
 }
 
 void round_row(float* z, float factor, int64_t vocab) {

@@ -8,9 +8,10 @@ struct LinearCrossEntropyTable {
   // Compute the loss and statistics of one row. z (vocab) holds the raw logits on entry and, if `upstream` is
   // given, the gradient divided by the result's `scale` on return. Without `upstream`, the final contents of
   // z are undefined.
-  CrossEntropyResult (*row_float)(float* z, int64_t target, const CrossEntropyRule<float>& rule,
-                                  const CrossEntropyUpstream* upstream);
-  CrossEntropyResult (*row_double)(double* z, int64_t target, const CrossEntropyRule<double>& rule,
+  CrossEntropyResult (*row_float)(float* z, const CrossEntropyTargets<double>& targets,
+                                  const CrossEntropyRule<float>& rule, const CrossEntropyUpstream* upstream);
+  CrossEntropyResult (*row_double)(double* z, const CrossEntropyTargets<double>& targets,
+                                   const CrossEntropyRule<double>& rule,
                                    const CrossEntropyUpstream* upstream);
   // Rounds factor * z to bf16, and stores the row in the first half of z's memory.
   void (*round_row)(float* z, float factor, int64_t vocab);

@@ -409,10 +409,10 @@ bool fits_tiles(const LinearCrossEntropyProblem& p, int64_t tokens) {
   supported.z_loss = p.z_loss;
   return gemm::multiplies_by_tiles() && tokens >= kLeastTokens && p.hidden.scalar_type() == at::kBFloat16 &&
          !p.absmax && (weight == at::kBFloat16 || weight == at::kFloat) && p.weight.stride(1) == 1 &&
-         !p.lora_hidden && !p.class_weights && std::memcmp(&p.formula(), &supported, sizeof supported) == 0 &&
-         !p.stats && !p.grad_entropy && p.filter_eps == 0 &&
-         (!p.weight_grad || p.weight_grad->is_contiguous()) && p.hidden.size(1) >= kLines &&
-         p.hidden.size(1) <= kMostFeatures && p.weight.size(0) >= kLines;
+         !p.lora_hidden && !p.class_weights && !p.target2 &&
+         std::memcmp(&p.formula(), &supported, sizeof supported) == 0 && !p.stats && !p.grad_entropy &&
+         p.filter_eps == 0 && (!p.weight_grad || p.weight_grad->is_contiguous()) &&
+         p.hidden.size(1) >= kLines && p.hidden.size(1) <= kMostFeatures && p.weight.size(0) >= kLines;
 }
 
 LinearCrossEntropyResult linear_cross_entropy_by_tiles(const LinearCrossEntropyProblem& problem,

@@ -18,6 +18,28 @@ constexpr int kMaxThreads = sizeof(In) == 8   ? 256
                             : kAll && kRagged ? 512
                                               : 1024;
 
+// Raises if a target of row r is neither a class nor ignore_index, or if `mix` is outside [0, 1].
+template <bool kRagged, class T>
+__device__ void check_targets(const kernels::CrossEntropyRows& p, int64_t r, T mix) {
+  const auto fits = [&](int64_t target) {
+    return target == p.ignore_index || (target >= 0 && target < p.vocab);
+  };
+  if (!fits(p.target[r])) {
+    if (kRagged)
+      fail("cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
+    fail("linear_cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
+  }
+  if (p.target2 == nullptr) return;
+  if (!fits(p.target2[r])) {
+    if (kRagged)
+      fail("cross_entropy: target2: expected classes in [0, vocab) or ignore_index, received another");
+    fail("linear_cross_entropy: target2: expected classes in [0, vocab) or ignore_index, received another");
+  }
+  if (mix >= 0 && mix <= 1) return;
+  if (kRagged) fail("cross_entropy: mix: expected numbers in [0, 1], received another");
+  fail("linear_cross_entropy: mix: expected numbers in [0, 1], received another");
+}
+
 // Computes one row of logits per block. kAll: the call needs class weights, entropy, argmax, a gradient of
 // the entropy, or live classes (those with a gradient above filter_eps). kRagged: rows may begin at any
 // address.
@@ -61,8 +83,13 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
     if (kAll && p.argmax != nullptr) p.argmax[r] = argmax;
   };
 
-  const int64_t target = p.target[r];
-  if (target == p.ignore_index) {
+  const bool mixed = p.target2 != nullptr;
+  const T mix = mixed ? static_cast<const T*>(p.mix)[r * p.mix_stride] : 1;
+  const auto targets =
+      kernels::targets_of(p.target[r], mixed ? p.target2[r] : p.target[r], mix, p.ignore_index);
+  if (threadIdx.x == 0) check_targets<kRagged>(p, r, mix);
+  const T parts = targets.part + targets.part2;
+  if (parts == 0) {
     if (threadIdx.x == 0) write(0, 0, 0, -1);
     Vector<Out, kVector<In>> zero;
     for (int i = 0; i < kVector<In>; ++i) zero[i] = narrow<Out>(T{0});
@@ -71,12 +98,10 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
     for (int v = threadIdx.x; v < row.vectors(); v += blockDim.x) to.put(row, v, zero);
     return;
   }
-  if (threadIdx.x == 0 && (target < 0 || target >= p.vocab)) {
-    if (kRagged)
-      fail("cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
-    fail("linear_cross_entropy: target: expected classes in [0, vocab) or ignore_index, received another");
-  }
-  const T at_target = threadIdx.x == 0 ? row.capped(static_cast<int>(target)) : 0;
+  const int target = static_cast<int>(targets.target), target2 = static_cast<int>(targets.target2);
+  // before the barrier, since the gradient may overwrite the logits after it
+  const T at_target = threadIdx.x == 0 ? row.capped(target) : 0;
+  const T at_target2 = threadIdx.x == 0 && targets.part2 != 0 ? row.capped(target2) : 0;
   const T smooth = static_cast<T>(p.label_smoothing);
   Summary<T> all = warp_merge<kAll>(summarise<kAll>(row, smooth != 0));
   if (lane() == 0) warps[warp()] = all;
@@ -85,8 +110,12 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
 
   const bool weighted = row.class_weights != nullptr;
   const T total_weight = weighted ? *static_cast<const T*>(p.total_weight) : static_cast<T>(p.vocab);
-  const T sure = weighted ? row.class_weights[target] * (1 - smooth) : 1 - smooth;
-  const T share = static_cast<T>(p.label_smoothing / p.vocab), z_loss = static_cast<T>(p.z_loss);
+  const auto sure_of = [&](int at, T part) {
+    return (weighted ? row.class_weights[at] * (1 - smooth) : 1 - smooth) * part;
+  };
+  const T sure = sure_of(target, targets.part), sure2 = sure_of(target2, targets.part2);
+  const T share = static_cast<T>(p.label_smoothing / p.vocab) * parts,
+          z_loss = static_cast<T>(p.z_loss) * parts;
   const T log_sum = logarithm(all.sum), lse = all.max + log_sum, inverse = 1 / all.sum;
   // the average of z - max under the softmax probabilities of the logits z
   const T mean = kAll ? all.moment * inverse : 0;
@@ -94,6 +123,7 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
     // The loss of a confident row is small compared to its logits, so differences to the maximum are taken
     // first. This avoids cancellation.
     T loss = sure * (log_sum + (all.max - at_target));
+    if (sure2 != 0) loss += sure2 * (log_sum + (all.max - at_target2));
     if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
     if (z_loss != 0) loss += z_loss * lse * lse;
     write(loss, lse, log_sum - mean, all.at == INT_MAX ? 0 : all.at);
@@ -104,7 +134,7 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   };
   const T u = upstream(p.grad_loss, p.grad_loss_stride), v = upstream(p.grad_lse, p.grad_lse_stride);
   const T h = kAll ? upstream(p.grad_entropy, p.grad_entropy_stride) : 0;
-  T multiply = u * (sure + share * total_weight) + v;
+  T multiply = u * (sure + sure2 + share * total_weight) + v;
   if (z_loss != 0) multiply += u * 2 * z_loss * lse;
   // With mean = the average of z - max under softmax, lse - entropy - z is mean - (z - max).
   if (kAll && h != 0) multiply += h * mean;
@@ -114,7 +144,9 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
                       h * inverse,
                       u * share,
                       u * sure,
-                      static_cast<int>(target),
+                      u * sure2,
+                      target,
+                      target2,
                       static_cast<T>(p.filter_eps) * size,
                       !kRagged && size != 0 ? p.live : nullptr};
   write_gradient<kAll>(row, g, place());

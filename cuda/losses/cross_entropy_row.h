@@ -234,14 +234,29 @@ __device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want
 
 // The constants of one row's gradient with respect to its raw logits. With x = z - max, the gradient is
 //   (exp(x) * (multiply - slope * x) - floor * class weight - onehot) * softcap's derivative,
-// where onehot is subtracted for the target class only.
+// where onehot is subtracted for the target class only, and onehot2 for the second target.
 template <class T>
 struct Gradient {
-  T max, multiply, slope, floor, onehot;
-  int target;
+  T max, multiply, slope, floor, onehot, onehot2;
+  int target, target2;
   T least;         // threshold: `live` marks the classes whose gradients have at least this magnitude
   unsigned* live;  // marks, one byte per class; null if not requested, and always null if kRagged
 };
+
+// Returns the gradient of a class with logit z and class weight `weight`. `onehot` is that of a target, else
+// 0.
+template <bool kAll, class T>
+__device__ T derivative(const Gradient<T>& g, T softcap, T z, T weight, T onehot) {
+  const T x = z - g.max, e = exponential(x);
+  T multiply = g.multiply;
+  if (kAll && e != 0) multiply -= g.slope * x;
+  T y = e * multiply - g.floor * weight - onehot;
+  if (softcap != 0) {
+    const T ratio = z / softcap;
+    y *= 1 - ratio * ratio;
+  }
+  return y;
+}
 
 template <bool kAll, class In, class Out, bool kRagged>
 __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compute<In>>& g,
@@ -250,6 +265,12 @@ __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compu
   // With kAll the code of the loop is longer, so the loop is unrolled over fewer vectors.
   constexpr int kTogether = kAll && kUnroll < In >> 2 ? 2 : kUnroll<In>;
   const int vectors = row.vectors(), tile = blockDim.x * kTogether;
+  // Few rows have a second target, so the loop does not know it. The thread that writes its vector computes
+  // its element before the loop, which may overwrite the logit, and stores the element after the loop.
+  const int second = g.target2 + row.before(), v2 = second / kVector<In>;
+  const bool mine = g.onehot2 != 0 && (vectors - 1 - v2) % blockDim.x == threadIdx.x;
+  const T weight2 = kAll && row.class_weights != nullptr ? row.class_weights[g.target2] : 1;
+  const T y2 = mine ? derivative<kAll>(g, row.softcap, row.capped(g.target2), weight2, g.onehot2) : 0;
   for (int n = 0; n * tile < vectors; ++n) {
     typename Row<In, kRagged>::Raw raw[kTogether];
 #pragma unroll
@@ -271,15 +292,7 @@ __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compu
       unsigned marks = 0;
 #pragma unroll
       for (int i = 0; i < kVector<In>; ++i) {
-        const T x = z[i] - g.max, e = exponential(x);
-        T multiply = g.multiply;
-        if (kAll && e != 0) multiply -= g.slope * x;
-        T y = e * multiply - g.floor * w[i];
-        if (i == at) y -= g.onehot;
-        if (row.softcap != 0) {
-          const T ratio = z[i] / row.softcap;
-          y *= 1 - ratio * ratio;
-        }
+        const T y = derivative<kAll>(g, row.softcap, z[i], w[i], i == at ? g.onehot : T{0});
         result[i] = narrow<Out>(y);
         if (kAll && !kRagged && !(y < g.least && -y < g.least)) marks |= 1u << (8 * i);
       }
@@ -287,6 +300,10 @@ __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compu
       place.put(row, v, result);
     }
   }
+  if (!mine) return;
+  place.to[second] = narrow<Out>(y2);
+  if (kAll && !kRagged && g.live != nullptr && !(y2 < g.least && -y2 < g.least))
+    atomicOr(g.live + v2, 1u << (8 * (second % kVector<In>)));
 }
 
 }  // namespace

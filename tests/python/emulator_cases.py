@@ -236,6 +236,7 @@ def linear_cross_entropy(device: str) -> Results:
             {"reduction": "none"},
             everything,
             filtered,
+            {"mix": 0.3},
         ):
             hidden = uniform(tokens, features, seed=5).to(device, dtype).requires_grad_()
             weight = uniform(vocab, features, seed=6, scale=0.5).to(device, dtype).requires_grad_()
@@ -249,14 +250,15 @@ def linear_cross_entropy(device: str) -> Results:
                 bias[170:] -= 30
                 target %= 170
             bias = bias.to(device, dtype).requires_grad_()
+            given = {**options, "target2": target.flip(0)} if "mix" in options else options
             target[3] = -100
             # Differentiate all results but argmax, which has no gradient and which a rounding may change.
             if options is everything:
-                results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **options)[
+                results = shoestring.linear_cross_entropy_with_stats(hidden, weight, target, bias, **given)[
                     :4
                 ]
             else:
-                results = (shoestring.linear_cross_entropy(hidden, weight, target, bias, **options),)
+                results = (shoestring.linear_cross_entropy(hidden, weight, target, bias, **given),)
             torch.autograd.backward([x.sum() for x in results])
             name = f"{str(dtype)[6:]} {' '.join(options)}".strip()
             # A matrix product in 16 bits rounds the logits to 16 bits. So the fp32 results may differ as much
@@ -321,12 +323,11 @@ def cross_entropy(device: str) -> Results:
     weights = (uniform(vocab, seed=9) + 1).to(device)
     everything = {"class_weights": weights, "z_loss": 1e-2, "logit_scale": 0.7, "label_smoothing": 0.1}
     for dtype, allowed in ((torch.float32, 64.0), (torch.bfloat16, 1.0), (torch.float16, 2.0)):
-        for options in ({}, {"softcap": 5.0}, {"reduction": "none"}, everything):
+        for options in ({}, {"softcap": 5.0}, {"reduction": "none"}, everything, {"mix": 0.3}):
+            given = {**options, "target2": target.flip(0)} if "mix" in options else options
             for inplace in (False, True):
                 leaf = uniform(tokens, vocab, seed=5, scale=8).to(device, dtype).requires_grad_()
-                results = shoestring.cross_entropy_with_stats(leaf * 1, target, inplace=inplace, **options)[
-                    :4
-                ]
+                results = shoestring.cross_entropy_with_stats(leaf * 1, target, inplace=inplace, **given)[:4]
                 torch.autograd.backward([x.sum() for x in results if x.requires_grad])
                 name = f"{str(dtype)[6:]} {'in place ' * inplace}{' '.join(options)}".strip()
                 for part, x in zip(("loss", "token_loss", "lse", "entropy"), results):

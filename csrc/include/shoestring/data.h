@@ -1,6 +1,6 @@
 #pragma once
 
-// Prepares batches ahead of the training step and copies them to its device.
+// Prepares batches ahead of the training step, copies them to its device, and mixes their rows.
 
 #include <cstdint>
 #include <functional>
@@ -102,5 +102,49 @@ class SHOESTRING_API Prefetcher {
   struct Reader;
   std::shared_ptr<Reader> reader_;
 };
+
+struct SHOESTRING_API MixOptions {
+  MixOptions(int64_t seed, int64_t step) : seed_(seed), step_(step) {}
+  /// Seed of the run. Processes that train on different batches need different seeds.
+  TORCH_ARG(int64_t, seed);
+  /// Number of the training step, at least 0. Each step draws other numbers.
+  TORCH_ARG(int64_t, step);
+  /// The parts of the rows have the distribution Beta(alpha, alpha). The default is 0.2 for mixup and 1 for
+  /// cutmix.
+  TORCH_ARG(std::optional<double>, alpha) = std::nullopt;
+  /// If true, each row has a part, and in cutmix a box, of its own. If false, the batch has one.
+  TORCH_ARG(bool, per_row) = false;
+};
+
+/// A mixed batch. Pass target2 and mix to the options of cross_entropy and linear_cross_entropy.
+struct Mixed {
+  at::Tensor inputs, target, target2;
+  /// The part of `target`, fp32 on the device of inputs: shape (), or with per_row that of target.
+  at::Tensor mix;
+};
+
+/// Mixes each row of a batch with another row: inputs become mix * inputs + (1 - mix) * others, in fp32 for
+/// 16-bit inputs, and target2 holds the targets of the others. inputs (rows, ...) fp32, fp64, bf16 or fp16;
+/// target (rows, ...) of any dtype. Row i is mixed with row (i + shift) % rows, for a random shift, so a row
+/// is mixed with itself only if it is the only one. Differentiable with respect to inputs.
+///
+/// The result depends on the arguments alone, so a resumed run repeats it. It has the same bytes in Python.
+/// Random numbers are drawn on the host, which does not wait for the device. Example:
+///
+///     const auto mixed = shoestring::data::mixup(images, labels, shoestring::data::MixOptions(seed, step));
+///     shoestring::cross_entropy(model(mixed.inputs), mixed.target,
+///                               CrossEntropyOptions().target2(mixed.target2).mix(mixed.mix))
+///         .backward();
+///
+/// Method: mixup (arXiv 1710.09412).
+SHOESTRING_API Mixed mixup(const at::Tensor& inputs, const at::Tensor& target, const MixOptions& options);
+
+/// Replaces a box in each image by the box at the same place in another image; otherwise like mixup(). inputs
+/// (rows, ..., height, width) of any dtype. The sides of the box are sqrt(1 - part) times those of the image,
+/// rounded down, where `part` is drawn from Beta(alpha, alpha). The centre of the box is any pixel, and the
+/// box is clipped at the edges. `mix` is the exact share of the pixels that is left.
+///
+/// Method: CutMix (arXiv 1905.04899).
+SHOESTRING_API Mixed cutmix(const at::Tensor& inputs, const at::Tensor& target, const MixOptions& options);
 
 }  // namespace shoestring::data

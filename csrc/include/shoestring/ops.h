@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/arg.h>
 
 #include <shoestring/export.h>
@@ -40,6 +41,12 @@ struct CrossEntropyOptions {
   TORCH_ARG(std::optional<at::Tensor>, token_weights) = std::nullopt;
   TORCH_ARG(bool, shift) = false;
   TORCH_ARG(double, hard_fraction) = 1.0;
+  TORCH_ARG(std::optional<at::Tensor>, target2) = std::nullopt;
+  TORCH_ARG(std::optional<at::Tensor>, mix) = std::nullopt;
+
+ public:
+  /// Sets mix to a number for all tokens.
+  CrossEntropyOptions& mix(double share) { return mix(at::scalar_tensor(share, at::kDouble)); }
   /// If true, the gradient of the logits overwrites the logits. If the loss is a scalar, the forward pass
   /// does this, so any other use of the logits must come before this call. Autograd raises an error if
   /// another backward pass still needs the logits. The logits stay unchanged if they require no gradient, are
@@ -101,6 +108,18 @@ struct LinearCrossEntropyOptions {
   /// If below 1, only this share of the tokens counts: the tokens with the largest losses. A separate forward
   /// pass finds them.
   TORCH_ARG(double, hard_fraction) = 1.0;
+  /// A second target of each token, in the shape of `target`, as mixup and cutmix need. The loss of a token
+  /// is mix times its loss with `target` plus 1 - mix times its loss with target2. A part whose target is
+  /// ignore_index adds nothing. In the mean a token counts by the sum of its other parts, each times the
+  /// class weight of its target. The logits are computed and read as often as without target2.
+  TORCH_ARG(std::optional<at::Tensor>, target2) = std::nullopt;
+  /// The part of `target`, in [0, 1]: a number, or an fp32 or fp64 tensor with one element or in the shape of
+  /// `target`. It has no gradient.
+  TORCH_ARG(std::optional<at::Tensor>, mix) = std::nullopt;
+
+ public:
+  /// Sets mix to a number for all tokens.
+  LinearCrossEntropyOptions& mix(double share) { return mix(at::scalar_tensor(share, at::kDouble)); }
   /// If above 0, the matrix products of the gradients skip some classes in each chunk of tokens. A class is
   /// skipped if the gradient of its logit, divided by the upstream gradient, is below filter_eps for every
   /// token of the chunk. On CUDA the host then waits for the GPU once per chunk, so a CUDA graph cannot
@@ -510,6 +529,8 @@ struct Fields {
     visit("softcap", o.softcap_);
     visit("logit_scale", o.logit_scale_);
     visit("z_loss", o.z_loss_);
+    visit("target2", o.target2_);
+    visit("mix", o.mix_);
   }
 
   /// Options that select the tokens and reduce their losses.

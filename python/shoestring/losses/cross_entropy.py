@@ -36,12 +36,21 @@ class CrossEntropyOptions(TypedDict, total=False):
     hard_fraction: if below 1, only this fraction of the tokens, rounded up, is counted: those with the
         largest (weighted) losses, including ties (online hard example mining, arXiv 1604.03540). An
         additional forward pass finds them. On the CPU the other tokens then take no time.
+    target2: a second target of each token, int64 in the shape of target, as mixup and cutmix need. The loss
+        of a token is ``mix`` times its loss with target plus ``1 - mix`` times its loss with target2. The
+        logits are read (or computed) as often as without target2. An ignored target adds nothing. In the mean
+        a token counts by the sum of its other parts, each times the class weight of its target, so that it
+        counts as one token if none is ignored and there are no class weights. ``correct`` of the statistics
+        counts tokens whose argmax is target.
+    mix: the part of target, in [0, 1]: a number, or an fp32 or fp64 tensor with one element or in the shape of
+        target. Without gradient. On CUDA, numbers of a GPU tensor outside [0, 1] are a device-side assertion.
 
     Example:
         >>> options = shoestring.ops.CrossEntropyOptions(reduction="none", label_smoothing=0.1)
         >>> logits, target = torch.randn(4, 1000), torch.tensor([3, 1, 4, 1])
         >>> shoestring.cross_entropy(logits, target, **options).shape
         torch.Size([4])
+        >>> mixed = shoestring.cross_entropy(logits, target, target2=target.flip(0), mix=0.7)
     """
 
     ignore_index: int
@@ -54,6 +63,8 @@ class CrossEntropyOptions(TypedDict, total=False):
     token_weights: Tensor | None
     shift: bool
     hard_fraction: float
+    target2: Tensor | None
+    mix: float | Tensor | None
 
 
 class CrossEntropyStats(NamedTuple):
@@ -191,13 +202,20 @@ def cross_entropy_with_stats(
 
 
 def _arguments(
-    logits: Tensor, inplace: bool, *, logit_scale: float | Tensor = 1.0, **options: Any
+    logits: Tensor,
+    inplace: bool,
+    *,
+    logit_scale: float | Tensor = 1.0,
+    mix: float | Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, bool, Any]:
     """Return the arguments of the operator cross_entropy: logits, inplace and options.
 
     If logit_scale is a tensor, the logits are multiplied by it here. Nothing else refers to the product, so
     the operator may overwrite the product.
     """
+    if mix is not None:
+        options["mix"] = mix_argument(mix)
     if isinstance(logit_scale, Tensor):
         if logit_scale.numel() != 1:
             raise ValueError(
@@ -205,6 +223,13 @@ def _arguments(
             )
         return logits * logit_scale.reshape(()).to(logits.dtype), True, options
     return logits, inplace, {"logit_scale": logit_scale, **options}
+
+
+def mix_argument(mix: float | Tensor) -> Tensor:
+    """Return the option mix as a tensor. A number becomes a CPU scalar, whose value the operator checks."""
+    if isinstance(mix, Tensor):
+        return mix
+    return torch.scalar_tensor(mix, dtype=torch.float64, device="cpu")
 
 
 def cross_entropy_reference(
@@ -222,6 +247,8 @@ def cross_entropy_reference(
     token_weights: Tensor | None = None,
     shift: bool = False,
     hard_fraction: float = 1.0,
+    target2: Tensor | None = None,
+    mix: float | Tensor | None = None,
     workspace_mb: int = 0,
 ) -> CrossEntropyStats:
     """Compute ``cross_entropy_with_stats`` in plain PyTorch.
@@ -229,22 +256,29 @@ def cross_entropy_reference(
     ``workspace_mb``, an option of ``linear_cross_entropy``, is accepted and has no effect.
     """
     logits = logits.movedim(dim, -1)
+    targets = [target] if target2 is None else [target, target2]
     if shift:
-        target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], ignore_index)], -1)
+        targets = [torch.cat([t[..., 1:], torch.full_like(t[..., :1], ignore_index)], -1) for t in targets]
+    mix = torch.as_tensor(1.0 if mix is None else mix, dtype=torch.float64, device=logits.device)
+    parts = [part * (t != ignore_index) for t, part in zip(targets, (mix, 1 - mix))]
+    part = torch.stack(parts).sum(0).to(logits.dtype)
     logits = logits * logit_scale
     if softcap != 0:
         logits = softcap * torch.tanh(logits / softcap)
     weights = None if class_weights is None else class_weights.to(logits.dtype)
-    counted = target != ignore_index
-    entropies = F.cross_entropy(
-        logits.flatten(0, -2),
-        target.flatten(),
-        weights,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    ).view(target.shape)
-    z_terms = z_loss * logits.logsumexp(-1).square() * counted
+    counted = part > 0
+    entropies = torch.zeros_like(part)
+    for t, share in zip(targets, parts):
+        entropy_of_target = F.cross_entropy(
+            logits.flatten(0, -2),
+            t.flatten(),
+            weights,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        ).view(t.shape)
+        entropies = entropies + torch.where(share > 0, share.to(logits.dtype) * entropy_of_target, 0)
+    z_terms = z_loss * logits.logsumexp(-1).square() * part
     token_loss = entropies + z_terms
     each = counted.to(logits.dtype) if token_weights is None else token_weights.to(logits.dtype) * counted
     if hard_fraction < 1 and counted.any():
@@ -259,12 +293,18 @@ def cross_entropy_reference(
         counted, -torch.where(log_softmax.isinf(), 0, log_softmax.exp() * log_softmax).sum(-1), 0
     )
     argmax = torch.where(counted, logits.argmax(-1), -1)
-    correct = (counted & (argmax == target)).sum()
+    correct = (counted & (argmax == targets[0])).sum()
     loss = token_loss * each
     # The mean of the cross-entropies is weighted by class weights, but the mean of the z-loss terms is not.
     if reduction == "mean":
-        of_class = 1 if weights is None else weights[target.where(counted, 0)]
-        loss = (entropies * each).sum() / (each * of_class).sum() + (z_terms * each).sum() / each.sum()
+        of_classes = part
+        if weights is not None:
+            of_classes = torch.stack(
+                [p.to(logits.dtype) * weights[t.where(t != ignore_index, 0)] for t, p in zip(targets, parts)]
+            ).sum(0)
+        loss = (entropies * each).sum() / (each * of_classes).sum() + (z_terms * each).sum() / (
+            each * part
+        ).sum()
     elif reduction == "sum":
         loss = loss.sum()
     return CrossEntropyStats(loss, token_loss, lse, entropy, argmax, correct)

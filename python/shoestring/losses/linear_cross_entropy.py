@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.losses.cross_entropy import CrossEntropyOptions, CrossEntropyStats, cross_entropy_reference
+from shoestring.losses.cross_entropy import (
+    CrossEntropyOptions,
+    CrossEntropyStats,
+    cross_entropy_reference,
+    mix_argument,
+)
 from shoestring.losses.head import lora_arguments, reference_logits, weight_arguments
 
 
@@ -79,8 +84,8 @@ def linear_cross_entropy(
     - If the result is a scalar, forward computes the gradients too, with three matrix products in total.
     - With ``reduction="none"``, backward computes the logits again, so there are four matrix products.
     - On a CPU with AMX, the logits of bf16 hidden states of at most 1,024 features are computed twice, a tile
-      at a time, and never stored. This excludes softcap, class_weights, label_smoothing, filter_eps, LoRA,
-      quantised weights and statistics.
+      at a time, and never stored. This excludes softcap, class_weights, label_smoothing, target2, filter_eps,
+      LoRA, quantised weights and statistics.
     - Logits, sums and products are fp32 (fp64 for fp64 input). The matrix products for the gradients of
       16-bit input are an exception. CUDA computes them in the dtype of the input. So does a CPU with bf16
       matrix units if the input is bf16.
@@ -161,6 +166,7 @@ def operator_arguments(
     lora_A: Tensor | None = None,
     lora_B: Tensor | None = None,
     scaling: float = 1.0,
+    mix: float | Tensor | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the arguments of the operator linear_cross_entropy.
@@ -181,6 +187,8 @@ def operator_arguments(
         logit_scale = 1.0
         hidden = hidden * factor.to(hidden.dtype)
         bias = bias if bias is None else bias * factor.to(bias.dtype)
+    if mix is not None:
+        options["mix"] = mix_argument(mix)
     options |= weight_arguments(weight) | lora_arguments(where, hidden, lora_A, lora_B, scaling)
     return {"hidden": hidden, "target": target, "bias": bias, "logit_scale": logit_scale, **options}
 

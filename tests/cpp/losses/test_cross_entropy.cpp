@@ -124,3 +124,35 @@ TEST_CASE("cross_entropy takes classes in any dimension", "[cross_entropy]") {
   CHECK_THROWS_WITH(shoestring::cross_entropy(leaf, target, shoestring::CrossEntropyOptions().dim(4)),
                     Catch::Contains("dim: expected a dimension of the logits, -4 to 3, received 4"));
 }
+
+TEST_CASE("cross_entropy and linear_cross_entropy mix two targets", "[cross_entropy][linear_cross_entropy]") {
+  at::manual_seed(4);
+  const Tensor leaf = at::randn({6, 40}, at::kDouble).requires_grad_(), weight = at::eye(40, at::kDouble);
+  const Tensor target = at::randint(40, {6}, at::kLong), target2 = at::randint(40, {6}, at::kLong);
+  const Tensor parts = at::rand({6});
+  const auto of = [&](const Tensor& mix) {
+    const Tensor loss = mix * at::cross_entropy_loss(leaf, target, {}, at::Reduction::None) +
+                        (1 - mix) * at::cross_entropy_loss(leaf, target2, {}, at::Reduction::None);
+    return loss.mean();
+  };
+  for_each_capability([&](const char* capability) {
+    CAPTURE(capability);
+    const auto check = [&](const Tensor& loss, const Tensor& expected) {
+      CHECK(relative_error(loss, expected) < 1e-14);
+      CHECK(relative_error(torch::autograd::grad({loss}, {leaf})[0],
+                           torch::autograd::grad({expected}, {leaf})[0]) < 1e-13);
+    };
+    check(shoestring::cross_entropy(leaf, target, CrossEntropyOptions().target2(target2).mix(0.3)),
+          of(at::scalar_tensor(0.3, at::kDouble)));
+    check(shoestring::cross_entropy(leaf, target, CrossEntropyOptions().target2(target2).mix(parts)),
+          of(parts));
+    check(
+        shoestring::linear_cross_entropy(leaf, weight, target, std::nullopt,
+                                         shoestring::LinearCrossEntropyOptions().target2(target2).mix(parts)),
+        of(parts));
+  });
+  CHECK_THROWS_WITH(shoestring::cross_entropy(leaf, target, CrossEntropyOptions().target2(target2)),
+                    Catch::Contains("mix: expected the part of target, in [0, 1], with target2"));
+  CHECK_THROWS_WITH(shoestring::cross_entropy(leaf, target, CrossEntropyOptions().target2(target2).mix(-0.5)),
+                    Catch::Contains("mix: expected numbers in [0, 1], received -0.5 at position 0"));
+}

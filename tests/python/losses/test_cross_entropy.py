@@ -50,7 +50,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"token_weights": True, "class_weights": True},
     {"token_weights": True, "class_weights": True, "z_loss": 0.5},
     {"token_weights": True, "reduction": "none", "softcap": 2.0, "label_smoothing": 0.1},
+    {"target2": True, "mix": 0.3, "label_smoothing": 0.1, "z_loss": 0.1},
+    {"target2": True, "mix": True, "class_weights": True, "z_loss": 0.5, "token_weights": True},
+    {"target2": True, "mix": True, "reduction": "none", "softcap": 2.0, "logit_scale": -1.7},
     {"shift": True, "token_weights": True},
+    {"shift": True, "hard_fraction": 0.5, "target2": True, "mix": True},
     {"hard_fraction": 0.3},
 ]
 SHAPES = [
@@ -139,7 +143,7 @@ def test_statistics_and_their_gradients(capability: str, options: dict[str, Any]
 
 @pytest.mark.sample(simt=6)
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("options", OPTIONS[:9], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:12], ids=str)
 def test_gradcheck(options: dict[str, Any], inplace: bool) -> None:
     leaf, target = make(2, 3, 7, dtype=torch.float64)
     # The last class has a weight in resolved(), so the mean does not divide by 0. With the option shift, the

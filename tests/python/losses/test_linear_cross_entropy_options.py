@@ -15,7 +15,7 @@ from shoestring.losses.linear_cross_entropy import LinearCrossEntropyStats, cros
 
 pytestmark = pytest.mark.device
 
-# The function resolved() replaces True by random class weights or token weights.
+# The function resolved() replaces True by random class weights, token weights, targets and parts.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"reduction": "none", "z_loss": 1e-3},
@@ -26,7 +26,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"token_weights": True},
     {"token_weights": True, "class_weights": True, "reduction": "sum"},
     {"token_weights": True, "reduction": "none", "softcap": 2.0, "label_smoothing": 0.1},
+    {"target2": True, "mix": 0.3, "label_smoothing": 0.1, "z_loss": 0.1},
+    {"target2": True, "mix": True, "class_weights": True, "z_loss": 0.5},
+    {"target2": True, "mix": True, "reduction": "none", "softcap": 2.0, "logit_scale": -1.7},
     {"shift": True, "token_weights": True},
+    {"shift": True, "hard_fraction": 0.5, "target2": True, "mix": True},
     {"hard_fraction": 0.3},
     {"hard_fraction": 0.5, "token_weights": True, "reduction": "none"},
 ]
@@ -51,6 +55,13 @@ def resolved(
     if options.get("token_weights"):
         found["token_weights"] = torch.rand(target.shape, dtype=dtype) * 2
         found["token_weights"].view(-1)[-1] = 0
+    if options.get("target2"):
+        found["target2"] = torch.randint(vocab, target.shape)
+        found["target2"][torch.rand(target.shape) < 0.2] = -100
+        found["target2"].view(-1)[:1] = target.view(-1)[:1]
+    if options.get("mix") is True:
+        found["mix"] = 0.1 + 0.9 * torch.rand(target.shape)
+        found["mix"].view(-1)[2:3], found["mix"].view(-1)[3:4] = 0, 1
     return found
 
 

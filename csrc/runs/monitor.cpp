@@ -43,6 +43,10 @@ double host_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+}  // namespace
+
+namespace runs {
+
 // Measures idle times of a device between an event at the end of a step's work and one after the wait. If the
 // queue still has work when the wait ends, the second event follows the first at once.
 class IdleClock {
@@ -90,6 +94,10 @@ class IdleClock {
   bool has_timing_ = true;
 };
 
+}  // namespace runs
+
+namespace {
+
 // Returns the device to measure, or nothing for the CPU.
 std::optional<c10::Device> device_to_measure(const MonitorOptions& options) {
   if (!options.device().has_value()) return device_in_use();
@@ -135,7 +143,7 @@ struct Monitor::State {
   bool measures_device() const { return device.has_value() && !is_stopped && !sampler->is_elsewhere(); }
 
   std::optional<c10::Device> device;
-  std::optional<IdleClock> idle;
+  std::optional<runs::IdleClock> idle;
   runs::SamplerPointer sampler;
   double last_peak = -1;
   bool is_stopped = false;

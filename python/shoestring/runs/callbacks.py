@@ -273,7 +273,7 @@ class WandB(Callback):
 
     def __init__(self, *, every: int = 10, **options: Any) -> None:
         try:
-            import wandb
+            wandb = importlib.import_module("wandb")
         except ImportError as error:
             raise ImportError(
                 "WandB: wandb: expected the package, received none: pip install wandb"

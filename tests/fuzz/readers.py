@@ -471,7 +471,8 @@ NOT_READERS = {
          "runs.training_file.save_training",
          "integrations.transformers.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
          "training.report.write_report", "training.report.write_comparison", "training.report.write_sections",
-         "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.metrics.MetricsLog"),
+         "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.metrics.MetricsLog",
+         "cli.app.monitor", "cli.monitor.run", "runs.callbacks.TensorBoard"),
         "writes",
     ),
     **dict.fromkeys(

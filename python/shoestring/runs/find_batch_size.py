@@ -339,7 +339,7 @@ def memory_advice(
     state = sum(storages(states).values()) if states else int(2.03 * parameters)
     fixed = weights + gradients + state
     if is_asynchronous(device):
-        total = int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+        total = torch.accelerator.get_memory_info(device)[1]
         if needed is None:
             needed = torch.accelerator.max_memory_allocated(device)
     else:

@@ -42,8 +42,6 @@ class Run:
 class Callback:
     """The base class of callbacks. A subclass overrides the methods that it needs.
 
-    The same protocol exists in C++ as ``shoestring::Callback``.
-
     Example:
         >>> class Stop(shoestring.callbacks.Callback):
         ...     def on_step(self, run):

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
 from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
-from shoestring.core.storages import parts, storages
+from shoestring.core.storages import parts, storages, tensors_in
 
 OWNER = "_shoestring_offloaded_weights"
 # Storages of fewer bytes stay on the device. Among them are the weights of norms, which the block before may read.
@@ -340,10 +339,10 @@ class OffloadedWeights:
             module.__dict__[PRESENT] = presence
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            store.enter(index, _tensors((args, kwargs)))
+            store.enter(index, tensors_in((args, kwargs)))
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            store.leave(index, _tensors(output))
+            store.leave(index, tensors_in(output))
 
         self._hooks += [
             block.register_forward_pre_hook(enter, with_kwargs=True),
@@ -415,10 +414,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
             "offload_weights: optimizer: expected offload=None, 'stream' or 'nvme:DIR', received 'cpu', which "
             "steps weights after backward of their block"
         )
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _key(tensor: Tensor) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -15,6 +17,11 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """
     found = (part.untyped_storage() for part in parts(tensors))
     return {storage._cdata: storage.nbytes() for storage in found}
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists and tuples."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What ``fold_bias_before_batch_norm`` has done.
+    """The result of ``fold_bias_before_batch_norm``.
 
     Attributes:
         folded: for each layer whose bias was removed, the batch norm behind it.

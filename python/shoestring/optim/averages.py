@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.optim.sharded import local
+from shoestring.optim.state_tensors import state_tensors
 
 # The entries of a state dict that are numbers.
 NUMBERS = ("kind", "steps", "updates")
@@ -197,8 +198,7 @@ class Averages:
             ValueError: the state does not fit. Nothing has changed then.
             RuntimeError: the model holds the averages, within ``swap()``.
         """
-        tensors = {name: torch.as_tensor(value) for name, value in state_dict.items()}
-        self._core.load_state(tensors)
+        self._core.load_state(state_tensors(state_dict))
 
     def _weights(self) -> tuple[list[Tensor], list[bool]]:
         _reshard(self._sharded)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shoestring.core.errors import argument_errors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.foreach_norm import foreach_norm
+from shoestring.optim.state_tensors import state_tensors
 
 __all__ = ["GradientNoise", "scale_lr"]
 
@@ -161,12 +162,7 @@ class GradientNoise:
             ValueError: the state does not fit. Nothing has changed then.
         """
         with argument_errors():
-            self._core.load_state(
-                {
-                    name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                    for name, value in state_dict.items()
-                }
-            )
+            self._core.load_state(state_tensors(state_dict))
 
 
 def _norms_before_all_reduce(state: tuple[list[Tensor], Any], bucket: Any) -> torch.futures.Future[Tensor]:

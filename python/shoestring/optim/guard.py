@@ -11,10 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from shoestring.core.errors import argument_errors
-from shoestring.optim.host_copy import map_tensors, on_host
+from shoestring.optim.host_copy import HostCopy
 from shoestring.optim.sam import SAM
 from shoestring.optim.scaled import scaled_step
 from shoestring.optim.sharded import local
+from shoestring.optim.state_tensors import state_tensors
 
 __all__ = ["BadStep", "Guard"]
 
@@ -135,7 +136,7 @@ class Guard:
             self._core: Any = torch.classes.shoestring.Guard(
                 on, spike, window, every, limit, "" if group is None else group.group_name
             )
-        self._copy: _Copy | None = None
+        self._copy: HostCopy | None = None
 
     # torch.amp.GradScaler takes the guard for an optimizer, and sets grad_scale and found_inf on it.
     _step_supports_amp_scaling = True
@@ -185,7 +186,9 @@ class Guard:
         with argument_errors():
             bad: Tensor = self._core.judge([] if is_scaled else self._gradients())
         if self._core.is_copy_due() and not bad.item():
-            self._copy = _Copy(self.optimizer, self._model)
+            tensors = [p for group in self.param_groups for p in group["params"]]
+            tensors += [] if self._model is None else self._model.buffers()
+            self._copy = HostCopy(tensors, [self.optimizer])
             self._core.copied()
         if is_scaled:
             assert found_inf is not None
@@ -242,7 +245,7 @@ class Guard:
             ValueError: the state does not fit. Nothing has changed then.
         """
         with argument_errors():
-            self._core.load_state({name: torch.as_tensor(value) for name, value in state_dict.items()})
+            self._core.load_state(state_tensors(state_dict))
         self._copy = None
 
     def _gradients(self) -> list[Tensor]:
@@ -267,20 +270,3 @@ class Guard:
             return False
         self._copy.restore()
         return True
-
-
-class _Copy:
-    """Copies in host memory of an optimizer's parameters and state, and of a module's buffers."""
-
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None) -> None:
-        self._optimizer = optimizer
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors += [] if model is None else list(model.buffers())
-        self._tensors = [(t, on_host(local(t.detach()))) for t in tensors]
-        self._state = map_tensors(optimizer.state_dict(), on_host)
-
-    def restore(self) -> None:
-        # Optimizers may keep the tensors that they load, so they get copies.
-        self._optimizer.load_state_dict(map_tensors(self._state, Tensor.clone))
-        for tensor, host in self._tensors:
-            local(tensor.detach()).copy_(host, non_blocking=True)

@@ -1,35 +1,42 @@
-"""Copies of tensors in host memory."""
+"""Copies in host memory of tensors and of states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from shoestring.core.device import is_asynchronous
-from shoestring.optim.sharded import is_dtensor
+from shoestring.optim.sharded import is_dtensor, local
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, which is pinned for a GPU. It is complete when the current stream is.
+class HostCopy:
+    """Copies tensors, and the states of optimizers and other objects with ``state_dict``, to restore them.
 
-    The copy of a DTensor is on its device.
+    The copies are pinned for a GPU, and complete when the current stream is. ``restore()`` may be called several
+    times.
     """
+
+    def __init__(self, tensors: Iterable[Tensor], objects: Iterable[Any]) -> None:
+        self._objects = [(each, tree_map_only(Tensor, _on_host, each.state_dict())) for each in objects]
+        self._tensors = [(tensor, _on_host(local(tensor.detach()))) for tensor in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make tensors and states what they were, bit for bit."""
+        for each, state in self._objects:
+            # Objects may keep the tensors that they load, so they get copies.
+            each.load_state_dict(tree_map_only(Tensor, Tensor.clone, state))
+        for tensor, host in self._tensors:
+            local(tensor.detach()).copy_(host, non_blocking=True)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
     if is_dtensor(tensor):
         return tensor.detach().clone()
     pinned = is_asynchronous(tensor.device)
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     return host.copy_(tensor.detach(), non_blocking=pinned)
-
-
-def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of nested dicts, lists and tuples, with ``change`` applied to each tensor."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(value, change) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(value, change) for value in tree)
-    return tree

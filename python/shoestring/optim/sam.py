@@ -205,8 +205,8 @@ class SAM(Optimizer):
         """With a closure, take both halves of a step.
 
         The closure clears the gradients, runs forward and backward, and returns the loss. It is called twice,
-        or once in a step that does not move the weights, and the loss of the first call, at the original weights, is returned. Without a closure, ``step`` is
-        ``second_step``.
+        or once in a step that does not move the weights, and the loss of the first call, at the original
+        weights, is returned. Without a closure, ``step`` is ``second_step``.
         """
         if closure is None:
             # If the base optimizer's step failed in the second half, the second half may be repeated.

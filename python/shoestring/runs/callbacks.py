@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 @dataclass
 class Run:
-    """What a callback sees of a training loop.
+    """The part of a training loop that a callback sees.
 
     Attributes:
         model: the model that is trained, or None.

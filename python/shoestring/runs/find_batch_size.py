@@ -6,17 +6,16 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shoestring.core.device import is_asynchronous
 from shoestring.core.process_memory import peak_bytes, reset_peak, resident_bytes, spare_bytes
-from shoestring.core.storages import storages
-from shoestring.runs.run_copy import RunCopy, every_optimizer
-from shoestring.runs.training_file import Stateful
+from shoestring.core.storages import storages, tensors_in
+from shoestring.runs.run_copy import RunCopy
+from shoestring.runs.training_file import Stateful, several
 
 GIB = 2**30
 # The share of the free memory of a CPU that a trial may be expected to take.
@@ -48,7 +47,7 @@ class BatchTrial:
 
 @dataclass(frozen=True)
 class BatchSizeSearch:
-    """What ``find_batch_size`` has found.
+    """The result of ``find_batch_size``.
 
     Attributes:
         batch_size: the largest number of rows that fits. It has been tried.
@@ -110,7 +109,7 @@ def find_batch_size(
         >>> shoestring.find_batch_size(step, model, optimizer, at_most=64).batch_size
         64
     """
-    every = every_optimizer(optimizers)
+    every = several(optimizers)
     smallest = -(-max(at_least, 1) // multiple_of) if multiple_of >= 1 else 0
     for good, name, expected, received in [
         (multiple_of >= 1, "multiple_of", "a number of at least 1", multiple_of),
@@ -240,7 +239,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """What a training step needs, and what would have fitted. ``str()`` says it in sentences.
+    """The memory that a training step needs, and what would have fitted. ``str()`` says it in sentences.
 
     Attributes:
         total: the bytes of memory of the device.
@@ -329,13 +328,13 @@ def memory_advice(
         >>> advice.gradients
         4198400
     """
-    every = every_optimizer(optimizers)
+    every = several(optimizers)
     trained = [p for p in model.parameters() if p.requires_grad]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     parameters = sum(p.numel() for p in trained)
     weights = sum(storages([*model.parameters(), *model.buffers()]).values())
     gradients = sum(p.numel() * p.element_size() for p in trained)
-    states = [t for optimizer in every for t in _tensors(optimizer.state_dict()["state"])]
+    states = tensors_in([optimizer.state_dict()["state"] for optimizer in every])
     state = sum(storages(states).values()) if states else int(2.03 * parameters)
     fixed = weights + gradients + state
     if is_asynchronous(device):
@@ -363,13 +362,6 @@ def _asked(error: BaseException | None) -> int:
         return 0
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
     return int(float(asked[1]) * units[asked[2]])
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
 
 
 def _gib(size: int) -> str:

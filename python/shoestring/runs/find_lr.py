@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoestring.core.errors import argument_errors
-from shoestring.runs.run_copy import RunCopy, every_optimizer
-from shoestring.runs.training_file import Stateful
+from shoestring.runs.run_copy import RunCopy
+from shoestring.runs.training_file import Stateful, several
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LrPass:
 
 @dataclass(frozen=True)
 class LrRange:
-    """What ``find_lr`` has found.
+    """The result of ``find_lr``.
 
     Attributes:
         passes: the losses and rates of each pass.
@@ -132,7 +132,7 @@ def find_lr(
 
     Reference: L. Smith, Cyclical learning rates for training neural networks, arXiv 1506.01186.
     """
-    every = every_optimizer(optimizers)
+    every = several(optimizers)
     for good, name, expected, received in [
         (start > 0 and math.isfinite(end), "start", "a number above 0", start),
         (end > start, "end", f"a number above start, {start}", end),

@@ -20,6 +20,7 @@ from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.optim import files as own_files
 from shoestring.optim import torch_files
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.state_tensors import as_tensor
 
 FORMAT, VERSION = "shoestring.training", "1"
 
@@ -102,7 +103,7 @@ def save_training(
         f"model.{name}": tensor for name, tensor in _tensors_of(model, frozen, "save_training").items()
     }
     descriptions = []
-    for number, optimizer in enumerate(_several(optimizers)):
+    for number, optimizer in enumerate(several(optimizers)):
         state, metadata = _files_of(optimizer).store(optimizer, "save_training")
         tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
         descriptions.append(metadata)
@@ -189,7 +190,7 @@ def load_training(
         raise ValueError(
             f"{where}: expected the parts {sorted(parts)}, received a file with the parts {sorted(saved['parts'])}"
         )
-    all_optimizers = _several(optimizers)
+    all_optimizers = several(optimizers)
     if len(saved["optimizers"]) != len(all_optimizers):
         raise ValueError(
             f"{where}: expected {len(all_optimizers)} optimizers, received a file with {len(saved['optimizers'])}"
@@ -225,7 +226,8 @@ def load_training(
     return TrainingPosition(int(saved["step"]), {key: int(value) for key, value in saved["position"].items()})
 
 
-def _several(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+def several(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return one optimizer, or several, as a list."""
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
@@ -297,27 +299,12 @@ def _described(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
 # ---- parts
 
 
-def _as_tensor(value: object) -> Tensor | None:
-    """Return a value as the tensor that a file has for it; None if the file has it as JSON."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, bool):
-        return torch.tensor(value)
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return torch.tensor(value, dtype=torch.int64)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
-    if isinstance(value, (list, tuple)) and value and all(type(number) is float for number in value):
-        return torch.tensor(value, dtype=torch.float64)
-    return None
-
-
 def _split(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the entries of a part's state that are tensors or numbers, and the others, which JSON can hold."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for key, value in state.items():
-        tensor = _as_tensor(value)
+        tensor = as_tensor(value)
         if tensor is None:
             values[key] = value
         else:

@@ -13,7 +13,7 @@ from shoestring.checkpoint.model import parse_bytes
 from shoestring.core.device import is_asynchronous, is_cuda
 from shoestring.core.errors import InputError
 from shoestring.core.process_memory import peak_bytes, resident_bytes
-from shoestring.core.storages import storages
+from shoestring.core.storages import storages, tensors_in
 
 
 def _allocator(device: torch.device) -> dict[str, int]:
@@ -63,20 +63,9 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages(tensors).values())
 
 
-def _state_tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _state_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _state_tensors(item)
-
-
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the optimizer's state tensors."""
-    return storage_bytes(_state_tensors(optimizer.state_dict()["state"]))
+    return storage_bytes(tensors_in(optimizer.state_dict()["state"]))
 
 
 def weight_bytes(model: nn.Module) -> int:

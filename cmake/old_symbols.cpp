@@ -35,6 +35,12 @@ SHOESTRING_JUMP(pow, "pow", "GLIBC_2.2.5");
 SHOESTRING_JUMP(_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE,
                 "_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE", "GLIBCXX_3.4.11");
 
+// glibc moved these functions into libc.so, with new versions, in 2.32 and 2.34.
+SHOESTRING_JUMP(pthread_sigmask, "pthread_sigmask", "GLIBC_2.2.5");
+SHOESTRING_JUMP(dlopen, "dlopen", "GLIBC_2.2.5");
+SHOESTRING_JUMP(dlsym, "dlsym", "GLIBC_2.2.5");
+SHOESTRING_JUMP(dlclose, "dlclose", "GLIBC_2.2.5");
+
 // std::stringbuf::str() const & of C++20 does what str() const of C++11 does.
 SHOESTRING_JUMP(_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv,
                 "_ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv", "GLIBCXX_3.4.21");

@@ -12,8 +12,8 @@ from torch import nn
 
 from shoestring.cli.console import gigabytes, print_table
 from shoestring.core.errors import InputError
+from shoestring.core.remote_code import why_not_loaded
 from shoestring.data.tokenizer import quiet_transformers
-from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import PRESETS
 from shoestring.training.device import base_dtype, check_precision, find_device, parse_device, weight_dtype

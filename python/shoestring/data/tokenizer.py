@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoestring.core.errors import InputError
+from shoestring.core.remote_code import why_not_loaded
 from shoestring.data.progress import advance, working
 from shoestring.data.text import documents, size_of
-from shoestring.integrations.transformers.remote_code import why_not_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoestring.core.errors import InputError
+from shoestring.core.remote_code import why_not_loaded
 from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
 from shoestring.integrations.transformers.attention import no_padding
 from shoestring.integrations.transformers.load import OtherTensorsError, load_dense, load_quantized
 from shoestring.integrations.transformers.reader import read_config, stored_tensors
-from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.training.config import Preset
 from shoestring.training.device import CPU
 from shoestring.training.offloaded_weights import weights_errors

@@ -74,6 +74,16 @@ def test_without_pytorch(arguments: list[str], message: str) -> None:
     assert (message in errors[0] and len(errors) == 2) if message else "Usage: shoestring" in output
 
 
+def test_tokenize_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The command does not register the operators, so none of its imports may call one."""
+    (tmp_path / "text.txt").write_text("one word and another word\n" * 100)
+    out = tmp_path / "text.tokens"
+    code, output, errors = start(
+        "tokenize", "--data", str(tmp_path / "text.txt"), "--vocab-size", "270", "--out", str(out)
+    )
+    assert code == 0 and out.exists() and "tokens in" in output, errors
+
+
 @pytest.mark.alone
 def test_help_takes_less_than_a_second() -> None:
     assert min(seconds("--help") for _ in range(3)) < 1

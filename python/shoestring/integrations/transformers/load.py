@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddings_and_head
+from shoestring.core.remote_code import why_not_loaded
 from shoestring.files.read_file import check_regular, is_integer
 from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
-from shoestring.integrations.transformers.remote_code import why_not_loaded
 from shoestring.quantization.quantize_4bit import CODES
 from shoestring.quantization.quantized_linear_module import (
     QuantizedLinear,

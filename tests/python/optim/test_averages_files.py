@@ -111,7 +111,7 @@ def test_the_state_is_a_plain_dict_that_torch_loads_without_pickle(tmp_path: Pat
     ("change", "message"),
     [
         ({"kind": 1}, r"kind: expected 0 \(ema\), received 1"),
-        ({"kind": 0.5}, r"kind: expected one integer, received Float \[\]"),
+        ({"kind": 0.5}, r"kind: expected one integer, received Double \[\]"),
         ({"updates": 5}, "updates: expected at most the 3 steps, received 5"),
         ({"steps": -1}, "steps: expected a number of at least 0, received -1"),
         ({"steps": None}, "steps: expected a number, received none"),

@@ -5,12 +5,12 @@
 #include <torch/library.h>
 
 #include "optim/averages_core.h"
+#include "optim/state_entries.h"
 
 namespace shoestring::optim {
 namespace {
 
 using at::Tensor;
-using Entries = c10::Dict<std::string, Tensor>;
 using Flags = c10::List<bool>;
 
 class AveragesHolder : public torch::CustomClassHolder {
@@ -38,16 +38,8 @@ class AveragesHolder : public torch::CustomClassHolder {
     core_.copy_to(names, tensors);
   }
   int64_t updates() const { return core_.updates(); }
-  Entries state() const {
-    Entries entries;
-    for (const auto& entry : core_.state()) entries.insert(entry.key(), entry.value());
-    return entries;
-  }
-  void load_state(const Entries& entries) {
-    TensorDict state;
-    for (const auto& entry : entries) state.insert(entry.key(), entry.value());
-    core_.load_state(state);
-  }
+  detail::StateEntries state() const { return detail::entries_of(core_.state()); }
+  void load_state(const detail::StateEntries& entries) { core_.load_state(detail::state_of(entries)); }
 
  private:
   detail::AveragesCore core_;

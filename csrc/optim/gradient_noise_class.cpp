@@ -6,11 +6,10 @@
 #include <shoestring/optim/gradient_noise.h>
 
 #include "optim/gradient_noise_core.h"
+#include "optim/state_entries.h"
 
 namespace shoestring::optim {
 namespace {
-
-using NoiseState = c10::Dict<std::string, at::Tensor>;
 
 struct NoiseHolder : torch::CustomClassHolder {
   explicit NoiseHolder(double decay) : averages(decay) {}
@@ -21,16 +20,8 @@ struct NoiseHolder : torch::CustomClassHolder {
   double noise() { return averages.noise(); }
   double square() { return averages.square(); }
   double critical_batch() { return averages.critical_batch(); }
-  NoiseState state() {
-    NoiseState entries;
-    for (const auto& entry : averages.state()) entries.insert(entry.key(), entry.value());
-    return entries;
-  }
-  void load_state(const NoiseState& entries) {
-    TensorDict state;
-    for (const auto& entry : entries) state.insert(entry.key(), entry.value());
-    averages.load_state(state);
-  }
+  detail::StateEntries state() { return detail::entries_of(averages.state()); }
+  void load_state(const detail::StateEntries& entries) { averages.load_state(detail::state_of(entries)); }
 
   detail::NoiseAverages averages;
 };

@@ -1,5 +1,4 @@
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <shoestring/optim/guard.h>
 
 #include "optim/core.h"
@@ -12,31 +11,15 @@ namespace shoestring::optim {
 
 using namespace detail;
 
-namespace {
-
-std::vector<Tensor> gradients_of(const torch::optim::Optimizer& optimizer) {
-  std::vector<Tensor> gradients;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const Tensor& p : group.params()) {
-      const Tensor& g = p.grad();
-      if (g.defined()) gradients.push_back(g.is_sparse() ? g._values() : g);
-    }
-  }
-  return gradients;
-}
-
-}  // namespace
-
-// Copies in host memory of weights and buffers, and of the optimizer's state.
-struct Guard::Copy {
-  std::vector<std::pair<Tensor, Tensor>> tensors;  // of the model, and their copies
-  Stored state;
-};
-
 Guard::Guard(torch::optim::Optimizer& optimizer, const GuardOptions& options)
-    : optimizer_(&optimizer), core_(std::make_unique<GuardCore>(options)) {
-  // An optimizer of a class that cannot be stored is refused here, and not at the first copy.
-  if (options.on() == "rollback") store(optimizer);
+    : Guard(std::vector{&optimizer}, options) {}
+Guard::Guard(std::vector<torch::optim::Optimizer*> optimizers, const GuardOptions& options)
+    : optimizers_(std::move(optimizers)), core_(std::make_unique<GuardCore>(options)) {
+  expect(!optimizers_.empty(), "Guard", "optimizers", "at least one", "none");
+  for (auto* optimizer : optimizers_) {
+    // An optimizer of a class that cannot be stored is refused here, and not at the first copy.
+    if (options.on() == "rollback") store(*optimizer);
+  }
 }
 Guard::Guard(Guard&&) noexcept = default;
 Guard& Guard::operator=(Guard&&) noexcept = default;
@@ -46,54 +29,62 @@ void Guard::include(torch::nn::Module& module) { modules_.push_back(&module); }
 void Guard::watch(const Tensor& loss) { core_->watch(loss); }
 
 void Guard::copy() {
-  const at::NoGradGuard no_grad;
-  auto copy = std::make_unique<Copy>();
+  std::vector<Tensor> tensors;
   const auto add = [&](const Tensor& t) {
-    if (t.defined()) copy->tensors.emplace_back(t, on_host(t));
+    if (t.defined()) tensors.push_back(t);
   };
-  for (const auto& group : optimizer_->param_groups()) {
-    for (const Tensor& p : group.params()) add(p);
+  for (const auto* optimizer : optimizers_) {
+    for (const auto& group : optimizer->param_groups()) {
+      for (const Tensor& p : group.params()) add(p);
+    }
   }
   for (auto* module : modules_) {
     for (const Tensor& b : module->buffers()) add(b);
   }
-  copy->state = on_host(store(*optimizer_));
-  copy_ = std::move(copy);
+  copy_ = std::make_unique<HostCopy>(tensors, optimizers_);
   core_->copied();
 }
 
 bool Guard::review() {
   if (!core_->review()) return false;
   if (copy_ == nullptr) return false;  // the first step was bad; the weights are those of the beginning
-  const at::NoGradGuard no_grad;
   // The optimizer drops the sums of accumulate(), which belong to the weights that are gone.
-  restore(*optimizer_, copy_->state, "Guard: rollback");
-  for (const auto& [tensor, host] : copy_->tensors) {
-    Tensor(tensor).copy_(host, /*non_blocking=*/true);
-  }
+  copy_->restore("Guard: rollback");
   return true;
 }
 
-void Guard::take(const c10::function_ref<Tensor(const Tensor&)>& step, bool with_gradients) {
-  auto* own = divides_within_step(*optimizer_);
-  expect(own == nullptr || !Access::core(*own).step_in_backward, "Guard", "optimizer",
-         "one without step_in_backward, which steps before the guard can judge", "one with it");
+void Guard::take(const c10::function_ref<Tensor(torch::optim::Optimizer&, const Tensor&)>& step,
+                 bool with_gradients) {
+  for (auto* optimizer : optimizers_) {
+    auto* own = divides_within_step(*optimizer);
+    expect(own == nullptr || !Access::core(*own).step_in_backward, "Guard", "optimizers",
+           "step_in_backward=false", "true: the optimizer steps before the guard can judge");
+    expect(own == nullptr || optimizers_.size() == 1 || !Access::core(*own).has_sums(), "Guard", "optimizers",
+           "gradients in grad(), because several optimizers are judged together", "some of accumulate()");
+  }
   if (review()) {
     core_->drop();
     return;
   }
-  const Tensor bad = core_->judge(with_gradients ? gradients_of(*optimizer_) : std::vector<Tensor>());
+  std::vector<Tensor> gradients;
+  for (const auto* optimizer : optimizers_) {
+    if (!with_gradients) break;
+    for (const Tensor& gradient : gradients_of(*optimizer)) gradients.push_back(gradient);
+  }
+  const Tensor bad = core_->judge(gradients);
   if (core_->is_copy_due() && bad.item<float>() == 0) copy();
-  core_->record(step(bad));
+  Tensor skipped;
+  for (auto* optimizer : optimizers_) skipped = either(skipped, step(*optimizer, bad));
+  core_->record(skipped);
 }
 
 void Guard::step(const Tensor& loss) {
   if (loss.defined()) core_->watch(loss);
   take(
-      [&](const Tensor& bad) {
-        auto* own = divides_within_step(*optimizer_);
+      [](torch::optim::Optimizer& optimizer, const Tensor& bad) {
+        auto* own = divides_within_step(optimizer);
         const bool sums = own != nullptr && Access::core(*own).has_sums();
-        return scaled_step(*optimizer_, sums ? at::ones_like(bad) : Tensor(), bad);
+        return scaled_step(optimizer, sums ? at::ones_like(bad) : Tensor(), bad);
       },
       /*with_gradients=*/true);
 }
@@ -101,8 +92,8 @@ void Guard::step(const Tensor& loss) {
 void Guard::step(GradScaler& scaler, const Tensor& loss) {
   if (loss.defined()) core_->watch(loss);
   take(
-      [&](const Tensor& bad) {
-        scaler.step(*optimizer_, bad);
+      [&](torch::optim::Optimizer& optimizer, const Tensor& bad) {
+        scaler.step(optimizer, bad);
         return bad;
       },
       /*with_gradients=*/false);

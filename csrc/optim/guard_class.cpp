@@ -5,12 +5,12 @@
 #include <torch/library.h>
 
 #include "optim/guard_core.h"
+#include "optim/state_entries.h"
 
 namespace shoestring::optim {
 namespace {
 
 using at::Tensor;
-using GuardState = c10::Dict<std::string, Tensor>;
 
 class GuardHolder : public torch::CustomClassHolder {
  public:
@@ -32,16 +32,8 @@ class GuardHolder : public torch::CustomClassHolder {
     for (const BadStep& bad : core_.bad_steps()) found.emplace_back(bad.step, bad.reason, bad.loss);
     return found;
   }
-  GuardState state() {
-    GuardState entries;
-    for (const auto& entry : core_.state()) entries.insert(entry.key(), entry.value());
-    return entries;
-  }
-  void load_state(const GuardState& entries) {
-    TensorDict state;
-    for (const auto& entry : entries) state.insert(entry.key(), entry.value());
-    core_.load_state(state);
-  }
+  detail::StateEntries state() { return detail::entries_of(core_.state()); }
+  void load_state(const detail::StateEntries& entries) { core_.load_state(detail::state_of(entries)); }
 
  private:
   detail::GuardCore core_;

@@ -47,8 +47,8 @@ class GuardCore {
   void load_state(const TensorDict& state);
 
  private:
-  // What the host learns about a step: loss, mean and deviation of the losses before it, and whether it was
-  // skipped.
+  // The numbers that the host learns about a step: loss, mean and deviation of the losses before it, and
+  // whether it was skipped.
   struct Pending {
     int64_t step;
     bool has_loss;

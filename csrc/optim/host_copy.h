@@ -1,26 +1,26 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <utility>
+#include <vector>
 
-#include "offload/host_memory.h"
+#include <torch/optim/optimizer.h>
+
 #include "optim/stored.h"
 
 namespace shoestring::optim::detail {
 
-/// Returns a copy of a tensor in host memory, which is pinned for a GPU. The copy is complete when the
-/// current stream is.
-inline at::Tensor on_host(const at::Tensor& tensor) {
-  offload::HostMemory memory("on_host", tensor.device());
-  at::Tensor host = memory.empty(tensor.sizes(), tensor.scalar_type());
-  host.copy_(tensor.detach(), /*non_blocking=*/true);
-  return host;
-}
+/// Copies in host memory of tensors, and of the states of optimizers. They are pinned for a GPU, and complete
+/// when the current stream is. The optimizers must outlive the copies.
+class HostCopy {
+ public:
+  HostCopy(const std::vector<at::Tensor>& tensors, std::vector<torch::optim::Optimizer*> optimizers);
+  /// Makes tensors and states what they were, bit for bit. May be called several times. `what` begins
+  /// messages.
+  void restore(const std::string& what) const;
 
-/// Returns a copy of an optimizer's state in host memory.
-inline Stored on_host(const Stored& stored) {
-  Stored copy{TensorDict(), stored.metadata};
-  for (const auto& item : stored.tensors) copy.tensors.insert(item.key(), on_host(item.value()));
-  return copy;
-}
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;  // and their copies
+  std::vector<std::pair<torch::optim::Optimizer*, Stored>> states_;
+};
 
 }  // namespace shoestring::optim::detail

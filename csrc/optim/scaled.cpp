@@ -12,18 +12,25 @@ LowMemoryOptimizer* divides_within_step(torch::optim::Optimizer& optimizer) {
   return dynamic_cast<LowMemoryOptimizer*>(&optimizer);
 }
 
+std::vector<Tensor> gradients_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<Tensor> gradients;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const Tensor& p : group.params()) {
+      const Tensor& g = p.grad();
+      if (g.defined()) gradients.push_back(g.is_sparse() ? g._values() : g);
+    }
+  }
+  return gradients;
+}
+
 Tensor unscale(const torch::optim::Optimizer& optimizer, const Tensor& scale) {
   // The ATen operator takes gradients of one device and one dtype.
   std::map<std::pair<std::string, at::ScalarType>, std::vector<Tensor>> lists;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const Tensor& p : group.params()) {
-      if (!p.grad().defined()) continue;
-      const Tensor grad = p.grad().is_sparse() ? p.grad()._values() : p.grad();
-      expect(grad.scalar_type() != at::kHalf, "GradScaler", "unscale_",
-             "fp32, bf16 or fp64 gradients to divide by the scale",
-             "fp16 gradients. Keep the parameters in fp32 and use AutocastGuard.");
-      lists[{grad.device().str(), grad.scalar_type()}].push_back(grad);
-    }
+  for (const Tensor& grad : gradients_of(optimizer)) {
+    expect(grad.scalar_type() != at::kHalf, "GradScaler", "unscale_",
+           "fp32, bf16 or fp64 gradients to divide by the scale",
+           "fp16 gradients. Keep the parameters in fp32 and use AutocastGuard.");
+    lists[{grad.device().str(), grad.scalar_type()}].push_back(grad);
   }
   const at::NoGradGuard no_grad;
   // The reciprocal is computed in fp64, as in Python, because fp32 division is not exact on every device. MPS

@@ -18,6 +18,9 @@ inline Tensor number_on(at::Device device, const Tensor& t) {
 /// that SAM wraps. Null if the gradients must be divided before the step.
 LowMemoryOptimizer* divides_within_step(torch::optim::Optimizer& optimizer);
 
+/// Returns the gradients of an optimizer's parameters; of sparse ones the values.
+std::vector<Tensor> gradients_of(const torch::optim::Optimizer& optimizer);
+
 /// Divides the gradients by `scale` in place. Returns 1 if a gradient is not finite and 0 otherwise, as fp32
 /// on the device of `scale`. Undefined if there are no gradients. Raises if a gradient is fp16.
 Tensor unscale(const torch::optim::Optimizer& optimizer, const Tensor& scale);

@@ -16,7 +16,7 @@
 
 namespace shoestring {
 
-/// What one GPU did in the interval of a MonitorSample, as NVML reports it.
+/// The work of one GPU in the interval of a MonitorSample, as NVML reports it.
 struct SHOESTRING_API MonitorGpu {
   /// Seconds in which the GPU ran at least one kernel.
   double busy_seconds = 0;
@@ -32,7 +32,7 @@ struct SHOESTRING_API MonitorGpu {
   double is_used = 0;
 };
 
-/// What was measured in one interval. The "tree" is the monitored process with all its descendants, such as
+/// The measurements of one interval. The "tree" is the monitored process with all its descendants, such as
 /// the workers of a data loader. A measure that this system does not report is 0.
 struct SHOESTRING_API MonitorSample {
   /// End of the interval, in seconds since the monitor started.
@@ -99,13 +99,13 @@ struct SHOESTRING_API MonitorFinding {
   std::string resource{};
   /// Share of the time that the bottleneck takes or puts at risk, from 0 to 1. Findings are sorted by it.
   double share = 0;
-  /// What was measured, with numbers.
+  /// The measurement, with numbers.
   std::string evidence{};
-  /// What to do, in one line.
+  /// The thing to do, in one line.
   std::string cure{};
 };
 
-/// What a monitor has measured.
+/// The measurements of a monitor.
 struct SHOESTRING_API MonitorReport {
   MonitorMachine machine{};
   /// The whole time as one sample: sums of times and counts, and maxima of peaks.

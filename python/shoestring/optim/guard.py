@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from shoestring.core.errors import argument_errors
 from shoestring.optim.host_copy import HostCopy
 from shoestring.optim.sam import SAM
 from shoestring.optim.scaled import scaled_step
+from shoestring.optim.several import several
 from shoestring.optim.sharded import local
 from shoestring.optim.state_tensors import state_tensors
 
@@ -71,7 +72,8 @@ class Guard:
     gradients of all, so that all skip a step or none does. That takes one all-reduce of three numbers.
 
     Args:
-        optimizer: the optimizer that takes the steps, of any class. It must not step in backward.
+        optimizers: the optimizer that takes the steps, of any class, or several, such as Muon and AdamW for different
+            parameters. Of several, all take a step or none does. They must not step in backward.
         on: what follows a bad step, which is never taken itself. ``"skip"``: training goes on. ``"stop"``: the
             next call of ``step()`` or ``check()`` raises RuntimeError. ``"rollback"``: the next call of ``step()``
             or ``check()`` restores weights, buffers of ``model``, and optimizer state from the last copy. That
@@ -110,7 +112,7 @@ class Guard:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Optimizer | Sequence[Optimizer],
         on: Literal["skip", "stop", "rollback"] = "skip",
         *,
         spike: float | None = None,
@@ -124,11 +126,13 @@ class Guard:
             raise ValueError(
                 f'Guard: model: expected None with on="{on}", which restores nothing, received one'
             )
-        if on == "rollback" and isinstance(optimizer, SAM):
+        self.optimizers = several(optimizers)
+        if not self.optimizers:
+            raise ValueError("Guard: optimizers: expected at least one, received none")
+        if on == "rollback" and any(isinstance(optimizer, SAM) for optimizer in self.optimizers):
             raise ValueError(
                 'Guard: on: expected "skip" or "stop" with SAM, whose weights are moved when it steps, received rollback'
             )
-        self.optimizer = optimizer
         self._model = model
         if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             group = torch.distributed.group.WORLD
@@ -143,8 +147,8 @@ class Guard:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer."""
-        return self.optimizer.param_groups
+        """The parameter groups of the optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def watch(self, loss: Tensor) -> None:
         """Add a loss to those of the coming step.
@@ -160,22 +164,19 @@ class Guard:
 
     @torch.no_grad()
     def step(self, loss: Tensor | None = None) -> None:
-        """Take a step of the optimizer unless a loss or a gradient is bad, after acting on the step before.
+        """Take a step of the optimizers unless a loss or a gradient is bad, after acting on the step before.
 
         Args:
             loss: the loss of the step, or of its last micro-batch. It may be None after ``watch()``, or without
                 ``spike``.
 
         Raises:
-            ValueError: ``loss`` is not one number, or the optimizer steps in backward.
+            ValueError: ``loss`` is not one number, an optimizer steps in backward, or one of several holds gradients of
+                ``accumulate()``, which it would judge alone.
             RuntimeError: the step before was bad and ``on`` is ``"stop"``, or there have been ``limit`` bad steps.
-                The optimizer has not stepped.
+                No optimizer has stepped.
         """
-        if getattr(self.optimizer, "step_in_backward", False):
-            raise ValueError(
-                "Guard: optimizer: expected one with step_in_backward=False, received True: it steps before the "
-                "guard can judge"
-            )
+        self._check()
         if loss is not None:
             self.watch(loss)
         if self._review():
@@ -188,7 +189,7 @@ class Guard:
         if self._core.is_copy_due() and not bad.item():
             tensors = [p for group in self.param_groups for p in group["params"]]
             tensors += [] if self._model is None else self._model.buffers()
-            self._copy = HostCopy(tensors, [self.optimizer])
+            self._copy = HostCopy(tensors, self.optimizers)
             self._core.copied()
         if is_scaled:
             assert found_inf is not None
@@ -254,15 +255,30 @@ class Guard:
         ]
         return [g._values() if g.is_sparse else g for g in gradients]
 
+    def _check(self) -> None:
+        """Raise ValueError if the guard cannot judge the gradients of all optimizers."""
+        for optimizer in self.optimizers:
+            if getattr(optimizer, "step_in_backward", False):
+                raise ValueError(
+                    "Guard: optimizers: expected step_in_backward=False, received True: the optimizer steps before the "
+                    "guard can judge"
+                )
+            if len(self.optimizers) > 1 and _has_sums(optimizer):
+                raise ValueError(
+                    "Guard: optimizers: expected gradients in .grad, because several optimizers are judged together, "
+                    "received some of accumulate()"
+                )
+
     def _step(self, scale: Tensor | None, skip: Tensor) -> Tensor:
-        """Step the optimizer unless ``skip`` is above 0. Return 1 if it was skipped and 0 otherwise, on the device."""
-        optimizer: Any = self.optimizer
-        core = getattr(getattr(optimizer, "base_optimizer", optimizer), "_core", None)
-        if scale is None and core is not None and core.has_sums():
-            scale = torch.ones_like(skip)  # the optimizer looks at the sums of accumulate(), too
-        scaled_step("Guard", optimizer, scale, skip)
-        skipped: Tensor | None = getattr(optimizer, "_skipped", None)
-        return skip if skipped is None else skipped
+        """Step unless ``skip`` is above 0. Return 1 if the steps were skipped and 0 otherwise, on the device."""
+        skipped = skip
+        for optimizer in self.optimizers:
+            if scale is None and _has_sums(optimizer):
+                scale = torch.ones_like(skip)  # the optimizer looks at the sums of accumulate(), too
+            scaled_step("Guard", optimizer, scale, skip)
+            own: Tensor | None = getattr(optimizer, "_skipped", None)
+            skipped = skipped if own is None else own
+        return skipped
 
     def _review(self) -> bool:
         """Act on the step before. Return whether a copy has been restored."""
@@ -270,3 +286,9 @@ class Guard:
             return False
         self._copy.restore()
         return True
+
+
+def _has_sums(optimizer: Any) -> bool:
+    """Return whether an optimizer holds gradients of ``accumulate()``."""
+    core = getattr(getattr(optimizer, "base_optimizer", optimizer), "_core", None)
+    return core is not None and bool(core.has_sums())

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoestring.core.errors import argument_errors
+from shoestring.optim.several import several
 from shoestring.runs.run_copy import RunCopy
-from shoestring.runs.training_file import Stateful, several
+from shoestring.runs.training_file import Stateful
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.optim import files as own_files
 from shoestring.optim import torch_files
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.several import several
 from shoestring.optim.state_tensors import as_tensor
 
 FORMAT, VERSION = "shoestring.training", "1"
@@ -224,11 +225,6 @@ def load_training(
             ) from error
         raise
     return TrainingPosition(int(saved["step"]), {key: int(value) for key, value in saved["position"].items()})
-
-
-def several(optimizers: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return one optimizer, or several, as a list."""
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def _files_of(optimizer: Optimizer) -> Any:

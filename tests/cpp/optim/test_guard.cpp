@@ -132,6 +132,50 @@ TEST_CASE("A guard restores weights, state and buffers", "[guard]") {
   CHECK(same_weights(weights_of(model), weights_of(reference)));
 }
 
+TEST_CASE("Several optimizers share a guard", "[guard]") {
+  auto model = guarded_model(), reference = guarded_model();
+  const auto split = [](const torch::nn::Sequential& net) {
+    std::vector<Tensor> matrices, others;
+    for (const Tensor& p : net->parameters()) (p.dim() == 2 ? matrices : others).push_back(p);
+    return std::pair(std::make_unique<Muon>(matrices, MuonOptions(0.01)),
+                     std::make_unique<AdamW>(others, AdamWOptions(0.01)));
+  };
+  const auto [muon, adamw] = split(model);
+  const auto [plain_muon, plain_adamw] = split(reference);
+  Guard guard({muon.get(), adamw.get()}, GuardOptions("rollback").every(2));
+  guard.include(*model);
+  const auto gradients = [](auto& net, auto& first, auto& second, int64_t step) {
+    first->zero_grad();
+    return backward(net, *second, step);
+  };
+  for (int64_t step = 0; step < 2; ++step) {
+    guard.step(gradients(model, muon, adamw, step));
+    gradients(reference, plain_muon, plain_adamw, step);
+    plain_muon->step();
+    plain_adamw->step();
+  }
+  // The copy is taken before step 2. The bad gradient is AdamW's, and Muon does not step, either.
+  const bool from_copy = GENERATE(false, true);
+  if (from_copy) guard.step(gradients(model, muon, adamw, 2));
+  const Tensor loss = gradients(model, muon, adamw, 3);
+  adamw->param_groups()[0].params()[1].mutable_grad()[0] = kNan;
+  const auto before = weights_of(model);
+  guard.step(loss);
+  CHECK(same_weights(weights_of(model), before));
+  guard.check();
+  CHECK(guard.bad_steps().size() == 1);
+  CHECK(guard.rollbacks() == 1);
+  CHECK(same_weights(weights_of(model), weights_of(reference)) == from_copy);
+  CHECK_THROWS_WITH(Guard(std::vector<torch::optim::Optimizer*>()),
+                    Contains("Guard: optimizers: expected at least one, received none"));
+  Guard other({muon.get(), adamw.get()});
+  {
+    const auto sums = adamw->accumulate();
+    gradients(model, muon, adamw, 4);
+  }
+  CHECK_THROWS_WITH(other.step(guarded_loss(1)), Contains("optimizers: expected gradients in grad()"));
+}
+
 TEST_CASE("A guard gives up", "[guard]") {
   const auto weight = at::zeros({2}).requires_grad_();
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
@@ -206,5 +250,5 @@ TEST_CASE("A guard refuses wrong arguments", "[guard]") {
   AdamW in_backward({weight}, AdamWOptions(0.1));
   in_backward.set_step_in_backward(true);
   Guard late(in_backward);
-  CHECK_THROWS_WITH(late.step(guarded_loss(1)), Contains("optimizer: expected one without step_in_backward"));
+  CHECK_THROWS_WITH(late.step(guarded_loss(1)), Contains("optimizers: expected step_in_backward=false"));
 }

@@ -261,6 +261,65 @@ def test_rollback_restores_weights_state_and_buffers(name: str) -> None:
     assert_equal(weights(model), weights(reference))
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_several_optimizers_share_a_guard(is_scaled: bool) -> None:
+    """None of them steps if a gradient of one is bad, and all are restored."""
+
+    def split(model: nn.Module) -> list[torch.optim.Optimizer]:
+        others = [p for p in model.parameters() if p.ndim != 2]
+        return [
+            Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01),
+            AdamW(others[:2], lr=0.01),
+            torch.optim.SGD(others[2:], lr=0.01, momentum=0.9),
+        ]
+
+    model, reference = net(), net()
+    optimizers, plain = split(model), split(reference)
+    guard = Guard(optimizers, on="rollback", every=2, model=model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=is_scaled)
+
+    def backward(number: int, net: nn.Module = model) -> Tensor:
+        net.zero_grad()
+        loss = net(batch(number)).square().mean()
+        if net is model:
+            guard.watch(loss)
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        return loss
+
+    def take() -> None:
+        if is_scaled:
+            scaler.step(guard)
+            scaler.update()
+        else:
+            guard.step()
+
+    for number in (0, 1):
+        backward(number)
+        take()
+        backward(number, reference)
+        for optimizer in plain:
+            optimizer.step()
+    reference(batch(2))  # the statistics of BatchNorm are those at the copy
+    backward(2)  # the copy is taken before this step
+    take()
+    before = weights(model)
+    if is_scaled:
+        # The scaler has an opinion on gradients, so a loss is bad.
+        guard.watch(torch.tensor(NAN))
+    backward(3)
+    if not is_scaled:
+        bias = optimizers[1].param_groups[0]["params"][0]
+        bias.grad[1] = NAN
+    take()
+    assert_equal(weights(model), before)
+    guard.check()
+    assert guard.rollbacks == 1 and [bad.step for bad in guard.bad_steps] == [3]
+    assert_equal(weights(model), weights(reference))
+    assert_equal(list(model.buffers()), list(reference.buffers()))
+
+
 def test_rollback_gives_up() -> None:
     """The same copy is restored a number of times, and then a step raises."""
     weight = nn.Parameter(torch.zeros(1))
@@ -446,8 +505,16 @@ def test_wrong_losses_and_optimizers_are_refused() -> None:
     with pytest.raises(ValueError, match='on: expected "skip" or "stop" with SAM'):
         Guard(SAM([weight], AdamW, lr=0.1), on="rollback")
     guard = Guard(AdamW([weight], step_in_backward=True))
-    with pytest.raises(ValueError, match="optimizer: expected one with step_in_backward=False"):
+    with pytest.raises(ValueError, match="optimizers: expected step_in_backward=False"):
         guard.step(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="^Guard: optimizers: expected at least one, received none"):
+        Guard([])
+    own = nn.Parameter(torch.zeros(2))
+    optimizers = AdamW([own]), AdamW([nn.Parameter(torch.zeros(2))])
+    with optimizers[0].accumulate():
+        own.sum().backward()
+    with pytest.raises(ValueError, match=r"optimizers: expected gradients in \.grad, because several"):
+        Guard(optimizers).step(torch.tensor(1.0))
 
 
 def test_a_guard_does_not_keep_the_loss() -> None:

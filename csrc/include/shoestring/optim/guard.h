@@ -23,11 +23,12 @@ namespace shoestring::optim {
 
 namespace detail {
 class GuardCore;
-}
+class HostCopy;
+}  // namespace detail
 
 struct SHOESTRING_API GuardOptions {
   GuardOptions(std::string on = "skip") : on_(std::move(on)) {}
-  /// What follows a bad step, which is never taken itself:
+  /// The consequence of a bad step, which is never taken itself:
   /// - "skip": training goes on.
   /// - "stop": the next call of step() or check() throws.
   /// - "rollback": the next call of step() or check() restores weights and state from the last copy.
@@ -68,6 +69,9 @@ struct SHOESTRING_API BadStep {
 ///     }
 ///     guard.check();
 ///
+/// Several optimizers, such as Muon and AdamW for different parameters, share a guard: all take a step, or
+/// none does.
+///
 /// The device decides whether a step is taken, and the host learns it in the next call of step(), so that it
 /// does not wait for the device. This is so for the optimizers of shoestring::optim that derive from
 /// LowMemoryOptimizer, and for SAM around one of them. Before a step of any other optimizer, the host waits
@@ -80,6 +84,8 @@ class SHOESTRING_API Guard {
   /// `optimizer` must live as long as the guard. Throws c10::Error if an option is out of range or has no
   /// effect with `on`.
   explicit Guard(torch::optim::Optimizer& optimizer, const GuardOptions& options = {});
+  /// Guards several optimizers, which step in this order. Throws c10::Error if there is none.
+  explicit Guard(std::vector<torch::optim::Optimizer*> optimizers, const GuardOptions& options = {});
   Guard(Guard&&) noexcept;
   Guard& operator=(Guard&&) noexcept;
   Guard(const Guard&) = delete;
@@ -90,15 +96,17 @@ class SHOESTRING_API Guard {
   void include(torch::nn::Module& module);
   /// Adds a loss to those of the coming step, one of several micro-batches. A step is judged by their mean.
   void watch(const at::Tensor& loss);
-  /// Takes a step of the optimizer unless the losses of watch() and `loss` or a gradient are bad. Before,
+  /// Takes a step of the optimizers unless the losses of watch() and `loss` or a gradient are bad. Before,
   /// acts on the step before, if it was bad: throws c10::Error with "stop", or after `limit`, and with
   /// "rollback" restores the last copy, and then takes no step, because the gradients belong to the weights
   /// that are gone. `loss` may be undefined if there is no `spike`, or after watch().
   ///
-  /// Throws c10::Error, before anything has changed, if the optimizer steps in backward.
+  /// Throws c10::Error, before anything has changed, if an optimizer steps in backward, or if one of several
+  /// holds gradients of accumulate(), which it would judge alone.
   void step(const at::Tensor& loss = {});
   /// Does the same with the gradients of a scaled loss. Call scaler.update() next. Gradients that are not
-  /// finite are left to the scaler, and are not bad: the scale was too large.
+  /// finite are left to the scaler, which skips the step of the optimizer that has them. They are not bad:
+  /// the scale was too large.
   void step(GradScaler& scaler, const at::Tensor& loss = {});
   /// Acts on the last step, if it was bad, as the next call of step() would. Waits for the device. Call it at
   /// the end of training, and before a checkpoint is written.
@@ -119,15 +127,15 @@ class SHOESTRING_API Guard {
   void load_state(const TensorDict& state);
 
  private:
-  struct Copy;
-  void take(const c10::function_ref<at::Tensor(const at::Tensor&)>& step, bool with_gradients);
+  void take(const c10::function_ref<at::Tensor(torch::optim::Optimizer&, const at::Tensor&)>& step,
+            bool with_gradients);
   bool review();
   void copy();
 
-  torch::optim::Optimizer* optimizer_;
+  std::vector<torch::optim::Optimizer*> optimizers_;
   std::vector<torch::nn::Module*> modules_;
   std::unique_ptr<detail::GuardCore> core_;
-  std::unique_ptr<Copy> copy_;
+  std::unique_ptr<detail::HostCopy> copy_;
 };
 
 }  // namespace shoestring::optim

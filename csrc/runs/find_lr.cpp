@@ -107,7 +107,7 @@ LrRange find_lr(const std::function<Tensor()>& step, TrainingRun& run, const Fin
   expect_finding(o.steps() >= 10, "steps", "a number of at least 10", c10::str(o.steps()));
   expect_finding(o.passes() >= 1, "passes", "a number of at least 1", c10::str(o.passes()));
   const Rates rates = rates_of(run);
-  runs::RunCopy copy(run);
+  runs::RunCopy copy(run, "find_lr");
   const auto restore = [&copy](void*) { copy.restore(); };
   const std::unique_ptr<void, decltype(restore)> at_end(&copy, restore);
   LrRange range{{}, 1, 1};

@@ -7,22 +7,23 @@
 
 #include <shoestring/training.h>
 
-#include "optim/stored.h"
+#include "optim/host_copy.h"
 
 namespace shoestring::runs {
 
 /// A copy in host memory of everything that a run changes: weights, gradients, states of optimizers, parts
-/// and generators. The run must outlive it.
+/// and generators. The run must outlive it. `what` begins messages.
 class RunCopy {
  public:
-  explicit RunCopy(TrainingRun& run);
+  RunCopy(TrainingRun& run, std::string what);
   /// Makes the run what it was, bit for bit. May be called several times.
   void restore();
 
  private:
   TrainingRun* run_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> tensors_, gradients_;  // and their copies, or none
-  std::vector<optim::detail::Stored> optimizers_;
+  std::string what_;
+  optim::detail::HostCopy copy_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // parameters, and copies of gradients or none
   std::map<std::string, TensorDict> parts_;
   std::map<std::string, at::Tensor> generators_;
 };

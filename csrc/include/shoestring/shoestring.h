@@ -4,12 +4,14 @@
 #include <shoestring/amp.h>
 #include <shoestring/autograd.h>
 #include <shoestring/average_checkpoints.h>
+#include <shoestring/callbacks.h>
 #include <shoestring/checkpoint.h>
 #include <shoestring/checkpoint_plan.h>
 #include <shoestring/checkpoint_sequence.h>
 #include <shoestring/data.h>
 #include <shoestring/diffusion.h>
 #include <shoestring/embedding.h>
+#include <shoestring/find_batch_size.h>
 #include <shoestring/find_lr.h>
 #include <shoestring/host_allocator.h>
 #include <shoestring/linear.h>

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shoestring.core.device import is_asynchronous
+from shoestring.core.errors import argument_errors
 from shoestring.core.process_memory import peak_bytes, reset_peak, resident_bytes, spare_bytes
 from shoestring.core.storages import storages, tensors_in
+from shoestring.optim.several import several
 from shoestring.runs.run_copy import RunCopy
-from shoestring.runs.training_file import Stateful, several
+from shoestring.runs.training_file import Stateful
 
-GIB = 2**30
 # The share of the free memory of a CPU that a trial may be expected to take.
 USABLE = 0.9
 
@@ -110,119 +111,62 @@ def find_batch_size(
         64
     """
     every = several(optimizers)
-    smallest = -(-max(at_least, 1) // multiple_of) if multiple_of >= 1 else 0
-    for good, name, expected, received in [
-        (multiple_of >= 1, "multiple_of", "a number of at least 1", multiple_of),
-        (at_least >= 1, "at_least", "a number of at least 1", at_least),
-        (
-            at_most // max(multiple_of, 1) >= smallest,
-            "at_most",
-            f"at least {smallest * multiple_of}",
-            at_most,
-        ),
-        (memory is None or memory > 0, "memory", "None or a number of bytes above 0", memory),
-    ]:
-        if not good:
-            raise ValueError(f"find_batch_size: {name}: expected {expected}, received {received}")
+    with argument_errors():
+        sizes: Any = torch.classes.shoestring.BatchSizes(at_most, at_least, multiple_of, memory)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     copy = RunCopy(model, every, parts)
-    search = _Search(step, device, memory, copy, multiple_of)
+    trials: list[BatchTrial] = []
     try:
-        best = search.largest(smallest, at_most // multiple_of)
+        while (rows := sizes.next()) is not None:
+            trials.append(_try(step, rows, sizes, device, memory))
+            sizes.add(rows, trials[-1].fits, trials[-1].bytes, trials[-1].was_run)
+            copy.restore()
     finally:
         copy.restore()
-    if best == 0:
-        trial = search.trials[-1]
-        advice = memory_advice(model, every, batch_size=trial.batch_size, needed=trial.bytes or None)
+    if sizes.best() == 0:
+        advice = memory_advice(
+            model, every, batch_size=trials[-1].batch_size, needed=trials[-1].bytes or None
+        )
         raise RuntimeError(
             f"find_batch_size: at_least: expected a size that fits, received {at_least}, which does not. {advice}"
         )
-    return BatchSizeSearch(best * multiple_of, tuple(search.trials))
+    return BatchSizeSearch(sizes.best(), tuple(trials))
 
 
-class _Search:
-    def __init__(
-        self,
-        step: Callable[[int], object],
-        device: torch.device,
-        memory: int | None,
-        copy: RunCopy,
-        unit: int,
-    ) -> None:
-        self._step, self._device, self._memory = step, device, memory
-        self._copy, self._unit = copy, unit
-        self.trials: list[BatchTrial] = []
-
-    def largest(self, smallest: int, most: int) -> int:
-        """Return the largest number of units that fits, or 0 if the smallest does not."""
-        fitting, size = 0, smallest
-        while self.fits(size):
-            fitting = size
-            if size == most:
-                return size
-            size = min(2 * size, most)
-        failing = size
-        while fitting and failing - fitting > 1:
-            size = (fitting + failing) // 2
-            if self.fits(size):
-                fitting = size
-            else:
-                failing = size
-        return fitting
-
-    def fits(self, units: int) -> bool:
-        rows = units * self._unit
-        self._clear()
-        is_gpu = is_asynchronous(self._device)
-        limit = 0 if is_gpu else self._memory or int(USABLE * spare_bytes()[1])
-        expected = 0 if is_gpu else self._expected(rows)
-        if expected > limit:
-            self.trials.append(BatchTrial(rows, False, expected, was_run=False))
-            return False
-        before = self._start()
-        try:
-            self._step(rows)
-            self._step(rows)
-            taken = self._peak() - before
-            fits = is_gpu or taken <= limit
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            taken, fits = 0, False
-        self._copy.restore()
-        self._clear()
-        self.trials.append(BatchTrial(rows, fits, taken, was_run=True))
-        return fits
-
-    def _expected(self, rows: int) -> int:
-        """Return the bytes that so many rows take, from the line through the last two trials."""
-        done = [trial for trial in self.trials if trial.was_run and trial.bytes > 0]
-        if not done:
-            return 0
-        last = done[-1]
-        if len(done) == 1:
-            return last.bytes * rows // last.batch_size
-        before = done[-2]
-        slope = max(0.0, (last.bytes - before.bytes) / (last.batch_size - before.batch_size))
-        return int(last.bytes + slope * (rows - last.batch_size))
-
-    def _clear(self) -> None:
-        gc.collect()
-        if is_asynchronous(self._device):
-            torch.accelerator.synchronize(self._device)
-            torch.accelerator.empty_cache()
-
-    def _start(self) -> int:
-        if is_asynchronous(self._device):
-            torch.accelerator.reset_peak_memory_stats(self._device)
-            return torch.accelerator.memory_allocated(self._device)
+def _try(
+    step: Callable[[int], object], rows: int, sizes: Any, device: torch.device, memory: int | None
+) -> BatchTrial:
+    """Take two steps on so many rows, unless they cannot fit."""
+    _clear(device)
+    is_gpu = is_asynchronous(device)
+    limit = 0 if is_gpu else memory or int(USABLE * spare_bytes()[1])
+    expected = 0 if is_gpu else sizes.expected(rows)
+    if expected > limit:
+        return BatchTrial(rows, False, expected, was_run=False)
+    if is_gpu:
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+    else:
         reset_peak()
-        return resident_bytes()
+        before = resident_bytes()
+    try:
+        step(rows)
+        step(rows)
+        taken = (torch.accelerator.max_memory_allocated(device) if is_gpu else peak_bytes()) - before
+        fits = is_gpu or taken <= limit
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        taken, fits = 0, False
+    _clear(device)
+    return BatchTrial(rows, fits, taken, was_run=True)
 
-    def _peak(self) -> int:
-        if is_asynchronous(self._device):
-            return torch.accelerator.max_memory_allocated(self._device)
-        return peak_bytes()
+
+def _clear(device: torch.device) -> None:
+    gc.collect()
+    if is_asynchronous(device):
+        torch.accelerator.synchronize(device)
+        torch.accelerator.empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -230,7 +174,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and bool(
-        re.search("out of memory|can't allocate memory|not enough memory", str(error))
+        torch.classes.shoestring.BatchSizes.says_out_of_memory(str(error))
     )
 
 
@@ -268,34 +212,11 @@ class MemoryAdvice:
     has_state: bool
 
     def __str__(self) -> str:
-        fixed = self.weights + self.gradients + self.state
-        parts = (
-            f"weights {_gib(self.weights)}, gradients {_gib(self.gradients)}, optimizer state {_gib(self.state)}"
-            + ("" if self.has_state else " (as AdamW in 8 bits would have)")
+        sizes = [self.total, self.weights, self.gradients, self.state, self.parameters]
+        text: str = torch.ops.shoestring._memory_advice_text(
+            sizes, self.has_state, self.batch_size, self.activations, self.fitting
         )
-        said = [f"The device has {_gib(self.total)}. A step holds {parts}"]
-        if self.activations is not None:
-            rows = "" if self.batch_size is None else f" for {self.batch_size} rows"
-            said[0] += f", and needed at least {_gib(self.activations)} of activations{rows}"
-        room = self.total - fixed
-        if self.fitting:
-            said.append(
-                f"A micro-batch of {self.fitting} rows would have fitted; accumulate() adds up several"
-            )
-        if self.activations is not None and 0 < room < self.activations:
-            said.append(f"So would checkpoint_model(model, memory_budget={room})")
-        small = int(2.03 * self.parameters)
-        if self.has_state and self.state > 1.5 * small:
-            said.append(
-                f"An optimizer of shoestring.optim with 8-bit state would save {_gib(self.state - small)}"
-            )
-        if self.has_state and self.state:
-            said.append(f'offload="cpu" would take {_gib(self.state)} of state off the device')
-        if room <= 0 and self.weights > self.total // 4:
-            said.append(
-                "offload_weights(model) keeps all blocks but two elsewhere, and adapters need no gradients of weights"
-            )
-        return ". ".join(said) + "."
+        return text
 
 
 def memory_advice(
@@ -335,34 +256,16 @@ def memory_advice(
     weights = sum(storages([*model.parameters(), *model.buffers()]).values())
     gradients = sum(p.numel() * p.element_size() for p in trained)
     states = tensors_in([optimizer.state_dict()["state"] for optimizer in every])
-    state = sum(storages(states).values()) if states else int(2.03 * parameters)
-    fixed = weights + gradients + state
+    state = sum(storages(states).values())
     if is_asynchronous(device):
         total = torch.accelerator.get_memory_info(device)[1]
         if needed is None:
             needed = torch.accelerator.max_memory_allocated(device)
     else:
         total = spare_bytes()[0]
-    if needed is not None:
-        needed += _asked(error)
-    activations = None if needed is None else max(0, needed - fixed)
-    fitting = None
-    if activations and batch_size is not None and total > fixed:
-        rows = (total - fixed) * batch_size // activations
-        fitting = min(rows, batch_size - 1) or None
+    state, activations, fitting = torch.ops.shoestring._memory_advice(
+        [total, weights, gradients, state, parameters], bool(states), batch_size, needed, str(error)
+    )
     return MemoryAdvice(
         total, weights, gradients, state, activations, batch_size, fitting, parameters, bool(states)
     )
-
-
-def _asked(error: BaseException | None) -> int:
-    """Return the bytes that an allocation asked for when it failed, from the message of the allocator."""
-    asked = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", str(error))
-    if asked is None:
-        return 0
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-    return int(float(asked[1]) * units[asked[2]])
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / 2**20:.1f} MiB"

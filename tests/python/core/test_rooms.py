@@ -39,7 +39,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
         "losses",
         "quantization",
     ),
-    "data": ("core", "files", "integrations", "offload"),
+    "data": ("core", "files", "offload"),
     "runs": ("core", "files", "optim"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
@@ -100,6 +100,8 @@ HEADERS = {
     "data.h": "data",
     "monitor.h": "runs",
     "training.h": "runs",
+    "callbacks.h": "runs",
+    "find_batch_size.h": "runs",
     "find_lr.h": "runs",
 }
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}

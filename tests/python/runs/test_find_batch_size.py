@@ -114,7 +114,7 @@ def test_memory_of_a_cpu_is_measured() -> None:
         ({"at_most": 7, "multiple_of": 8}, "at_most: expected at least 8, received 7"),
         ({"at_most": 7, "multiple_of": 0}, "multiple_of: expected a number of at least 1, received 0"),
         ({"at_most": 7, "at_least": 0}, "at_least: expected a number of at least 1, received 0"),
-        ({"at_most": 7, "memory": 0}, "memory: expected None or a number of bytes above 0, received 0"),
+        ({"at_most": 7, "memory": 0}, "memory: expected none or a number of bytes above 0, received 0"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:

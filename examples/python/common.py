@@ -13,11 +13,11 @@ VOCAB = 64  # number of different tokens in the data
 
 def parser(description: str, steps: int) -> argparse.ArgumentParser:
     """Return a parser with the options ``--device`` and ``--steps``; ``steps`` is the default."""
-    made = _Parser(description=description)
+    made = Parser(description=description)
     made.add_argument(
         "--device", type=_device, default="auto", help="auto, cpu, or for example cuda or cuda:1"
     )
-    made.add_argument("--steps", type=_count, default=steps, help="number of optimizer steps")
+    made.add_argument("--steps", type=count, default=steps, help="number of optimizer steps")
     return made
 
 
@@ -27,7 +27,7 @@ def sequences(rows: int, length: int) -> Tensor:
     return (start + stride * torch.arange(length)) % VOCAB
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that prints errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -48,7 +48,8 @@ def _device(text: str) -> torch.device:
     return torch.device(name)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Return the positive whole number that a text holds, for ``type`` of ``add_argument``."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(
             f"expected a whole number of at least 1, got {text}. Use --steps 10."

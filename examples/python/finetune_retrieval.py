@@ -21,6 +21,7 @@ import sysconfig
 import textwrap
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,11 +67,11 @@ def pairs_of(path: Path) -> list[Pair]:
     return found
 
 
-@cache
-def standard_library() -> tuple[list[Pair], list[Pair]]:
-    """Return (training pairs, held-out pairs). Which list a module belongs to depends only on its name."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    parts: tuple[list[Pair], list[Pair]] = ([], [])
+def functions(root: Path) -> Iterator[tuple[str, Pair]]:
+    """Yield the functions in a folder's Python files, with the path of their file relative to the folder.
+
+    Tests and installed packages are left out, and so are functions with a docstring that came before.
+    """
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -81,8 +82,16 @@ def standard_library() -> tuple[list[Pair], list[Pair]]:
             continue
         for pair in pairs_of(path):
             if pair.doc not in seen:  # two functions with equal docstrings cannot be told apart
-                parts[zlib.crc32(name.encode()) % 5 == 0].append(pair)
+                yield name, pair
             seen.add(pair.doc)
+
+
+@cache
+def standard_library() -> tuple[list[Pair], list[Pair]]:
+    """Return (training pairs, held-out pairs). Which list a module belongs to depends only on its name."""
+    parts: tuple[list[Pair], list[Pair]] = ([], [])
+    for name, pair in functions(Path(sysconfig.get_paths()["stdlib"])):
+        parts[zlib.crc32(name.encode()) % 5 == 0].append(pair)
     return parts
 
 

@@ -3,6 +3,7 @@
 
 #include <cerrno>
 #include <ctime>
+#include <new>
 
 #include <pthread.h>
 #include <sys/stat.h>
@@ -44,6 +45,11 @@ SHOESTRING_JUMP(dlclose, "dlclose", "GLIBC_2.2.5");
 // std::stringbuf::str() const & of C++20 does what str() const of C++11 does.
 SHOESTRING_JUMP(_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv,
                 "_ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv", "GLIBCXX_3.4.21");
+
+// Inline functions of libstdc++ call this function of GCC 12 for an array whose size overflows.
+extern "C" [[noreturn]] void __wrap__ZSt28__throw_bad_array_new_lengthv() {
+  throw std::bad_array_new_length();
+}
 
 // Inline functions of libstdc++ read this variable of glibc 2.32 and leave out atomic instructions if it is
 // true.

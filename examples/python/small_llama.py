@@ -223,7 +223,10 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--save-every", type=count, default=100, help="steps between two saves")
     parser.add_argument("--resume", action="store_true", help="continue the run in --run")
     parser.add_argument("--until", type=count, help="last step of this process; --resume takes the others")
-    parser.add_argument("--json", type=Path, help="file for losses and times")
+    parser.add_argument(
+        "--json", type=Path, help="file to which the losses and times of the recipe are added"
+    )
+    parser.add_argument("--plot", type=Path, metavar="JSON", help="only draw the runs of such a file, as SVG")
     for name, default in [
         ("steps", 300),
         ("warmup", 20),
@@ -244,12 +247,39 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         stop(f"--width {o.width} --heads {o.heads}: expected even heads, and a width that 2 x heads divides")
     if o.resume and (o.run is None or not o.run.exists()):
         stop("--resume: expected --run FILE of an earlier run, got none")
+    if o.plot is not None and not o.plot.is_file():
+        stop(f"--plot {o.plot}: expected a file that --json has written, got none")
     return o
+
+
+def plot(report: Path) -> None:
+    """Draw the validation losses of a report into an SVG file next to it."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for name, rows in json.loads(report.read_text()).items():
+        for key in ("validation", "average"):
+            if key in rows[0]:
+                label = name if key == "validation" else f"{name}, average"
+                for axis, x in zip(axes, ("step", "seconds")):
+                    axis.plot([row[x] for row in rows], [row[key] for row in rows], ".-", label=label)
+    axes[0].set(xlabel="step", ylabel="validation loss")
+    axes[1].set(xlabel="seconds of training")
+    axes[0].legend(fontsize="small")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    with matplotlib.rc_context({"svg.hashsalt": "small_llama", "svg.fonttype": "none"}):
+        figure.savefig(report.with_suffix(".svg"), metadata={"Date": None})
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, float]]:
     """Train, and return the rows that were printed."""
     o = options(arguments)
+    if o.plot is not None:
+        plot(o.plot)
+        return []
     if o.threads:
         torch.set_num_threads(o.threads)
     data = read_tokens(o.data, o.seq_len)
@@ -281,7 +311,8 @@ def main(arguments: list[str] | None = None) -> list[dict[str, float]]:
         recipe.guard.check()
         print(f"{len(recipe.guard.bad_steps)} bad steps were skipped")
     if o.json is not None:
-        o.json.write_text(json.dumps(rows, indent=1) + "\n")
+        runs = json.loads(o.json.read_text()) if o.json.exists() else {}
+        o.json.write_text(json.dumps(runs | {o.recipe: rows}, indent=1) + "\n")
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,18 @@ def test_it_learns(recipe: str, data: Path) -> None:
     assert ("average" in rows[0]) == (recipe == "shoestring")
 
 
+def test_it_draws_what_it_has_written(data: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    written = {
+        recipe: train("--data", data, "--recipe", recipe, "--json", report)
+        for recipe in ("shoestring", "adamw")
+    }
+    assert json.loads(report.read_text()) == written
+    train("--plot", report)
+    drawn = report.with_suffix(".svg").read_text()
+    assert all(f">{label}<" in drawn for label in ("shoestring", "shoestring, average", "adamw"))
+
+
 def test_the_programs_compute_the_same(data: Path, tmp_path: Path) -> None:
     """Runs are equal in both languages, from the initial weights to the state in the file, and continue there."""
     whole = train("--data", data, "--run", tmp_path / "python")
@@ -113,6 +126,7 @@ def test_bad_steps_are_skipped(data: Path, monkeypatch: pytest.MonkeyPatch, caps
     ("arguments", "message"),
     [
         (["--width", "30"], "--width 30 --heads 4: expected even heads, and a width that 2 x heads divides"),
+        (["--plot", "none.json"], "--plot none.json: expected a file that --json has written, got none"),
         (["--resume"], "--resume: expected --run FILE of an earlier run, got none"),
         (["--seq-len", "2000"], "expected more than 64 blocks of --seq-len 2000, got fewer"),
     ],
@@ -124,6 +138,8 @@ def test_wrong_options_are_refused(
         train("--data", data, *arguments)
     errors = capsys.readouterr().err
     assert stopped.value.code == 2 and message in errors and errors.count("\n") == 1
+    if "--plot" in arguments:  # an option of the Python program alone
+        return
     done = cpp("--data", data, *arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 

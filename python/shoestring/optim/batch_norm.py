@@ -18,7 +18,8 @@ def update_batch_norm(
     Averaged weights need it if the statistics were not averaged. The statistics are reset, and become the mean
     over the batches, whatever the layers' momenta are. The model runs in training mode without gradients.
     Other than PyTorch's function, this one restores the training mode of every module and all momenta, also if
-    an exception is raised, and then it restores the statistics as well.
+    an exception is raised, and then it restores the statistics as well. A layer that no batch reaches, such as one
+    in a branch that stochastic depth leaves out, is left with reset statistics: switch stochastic depth off before.
 
     Args:
         batches: inputs of the model: tensors, or lists or tuples whose first element is the input.

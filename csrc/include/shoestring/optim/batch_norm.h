@@ -19,7 +19,9 @@ namespace shoestring::optim {
 ///
 /// `forward` runs the model on all batches. The statistics are reset before, and become the mean over the
 /// batches, whatever the layers' momenta are. `forward` runs in training mode without gradients. Layers
-/// without running statistics do not change. A module without batch norm returns at once.
+/// without running statistics do not change. A layer that no batch reaches, such as one in a branch that
+/// stochastic depth leaves out, is left with reset statistics: switch stochastic depth off before. A module
+/// without batch norm returns at once.
 ///
 /// The modes and momenta of all modules are restored afterwards. If `forward` throws, the statistics are
 /// restored as well. Throws c10::Error, and restores the statistics, if no layer has seen a batch.

@@ -6,8 +6,8 @@
 The recipe: Muon for matrices and 8-bit AdamW for the other weights; rates that warm up, stay and decay (WSD); a guard
 that skips steps whose loss or gradients are bad; an exponential average of the weights, which is evaluated as well.
 
-The run is saved to --run and continued with --resume, bit for bit. The C++ program examples/cpp/small_llama trains the
-same model: with the same options it prints the same losses, and it continues the runs of this one.
+The run is saved to --run and continued with --resume, bit for bit. The C++ program examples/cpp/small_llama takes the same
+steps with the same options, and continues the runs of this one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // Trains a small Llama on a token file by the recipe of examples/python/small_llama.py, in C++ alone: Muon
-// and 8-bit AdamW, rates by WSD, a guard against bad steps, and an average of the weights. With the same
-// options, both programs print the same losses, and each continues the runs of the other.
+// and 8-bit AdamW, rates by WSD, a guard against bad steps, and an average of the weights. Both programs take
+// the same steps with the same options, and each continues the runs of the other.
 
 #include <ATen/Parallel.h>
 #include <shoestring/autograd.h>

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -90,7 +91,12 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _holder(descriptor: int) -> str:
     """Describe the process that holds the lock, from the process id in the lock file."""
-    words = os.pread(descriptor, 300, 0).decode(errors="replace").split()
+    words: list[str] = []
+    for _ in range(50):
+        words = os.pread(descriptor, 300, 0).decode(errors="replace").split()
+        if words:
+            break
+        time.sleep(0.01)  # the holder writes the file just after it has locked it
     if len(words) != 2 or not words[0].isdecimal():
         return "another process"
     return f"process {words[0]}" + ("" if words[1] == socket.gethostname() else f" on {words[1]}")

@@ -67,9 +67,10 @@ void Guard::take(const c10::function_ref<Tensor(torch::optim::Optimizer&, const 
     return;
   }
   std::vector<Tensor> gradients;
-  for (const auto* optimizer : optimizers_) {
-    if (!with_gradients) break;
-    for (const Tensor& gradient : gradients_of(*optimizer)) gradients.push_back(gradient);
+  if (with_gradients) {
+    for (const auto* optimizer : optimizers_) {
+      for (const Tensor& gradient : gradients_of(*optimizer)) gradients.push_back(gradient);
+    }
   }
   const Tensor bad = core_->judge(gradients);
   if (core_->is_copy_due() && bad.item<float>() == 0) copy();

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the search for a batch size decides, in both languages. The caller runs the trials.
+// The decisions of the search for a batch size, in both languages. The caller runs the trials.
 
 #include <shoestring/find_batch_size.h>
 

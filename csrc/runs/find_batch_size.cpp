@@ -116,7 +116,6 @@ BatchSizeSearch find_batch_size(const std::function<void(int64_t)>& step, Traini
   const bool is_gpu = is_asynchronous(device);
   runs::RunCopy copy(run, "find_batch_size");
   const auto restore = [&copy](void*) { copy.restore(); };
-  std::unique_ptr<void, decltype(restore)> at_end(&copy, restore);
   while (const auto rows = sizes.next()) {
     const int64_t limit = is_gpu ? std::numeric_limits<int64_t>::max()
                                  : options.memory().value_or(static_cast<int64_t>(
@@ -127,6 +126,7 @@ BatchSizeSearch find_batch_size(const std::function<void(int64_t)>& step, Traini
       continue;
     }
     const Peak peak(device);
+    const std::unique_ptr<void, decltype(restore)> after_trial(&copy, restore);
     BatchTrial trial{*rows, false, 0, true};
     try {
       step(*rows);
@@ -137,10 +137,8 @@ BatchSizeSearch find_batch_size(const std::function<void(int64_t)>& step, Traini
     } catch (const c10::Error& error) {
       if (!runs::says_out_of_memory(error.what_without_backtrace())) throw;
     }
-    copy.restore();
     sizes.add(trial);
   }
-  at_end.reset();
   if (sizes.best() == 0) {
     const BatchTrial& last = sizes.trials().back();
     MemoryAdviceOptions how;

@@ -64,8 +64,7 @@ class Llama(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
-        if layers:
-            shoestring.nn.init.depth_scaled_(self, ["*.o_proj.weight", "*.down_proj.weight"], layers)
+        shoestring.nn.init.depth_scaled_(self, ["*.o_proj.weight", "*.down_proj.weight"], layers)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the loss of rows (batch, tokens + 1): each token is predicted from those before it."""
@@ -125,7 +124,8 @@ def read_tokens(path: Path, seq_len: int) -> Data:
         done = subprocess.run([*command, "--out", str(path), "--data", *map(str, files)])
         if done.returncode != 0:
             stop(f"--data {path}: `shoestring tokenize` failed")
-    head = path.read_bytes()[:HEADER_BYTES]
+    with open(path, "rb") as file:
+        head = file.read(HEADER_BYTES)
     if head[:8] != b"shoetok\1":
         stop(f"--data {path}: expected a file of `shoestring tokenize`, got another")
     vocab, width = np.frombuffer(head[8:16], np.uint32)

@@ -116,13 +116,10 @@ def find_batch_size(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     copy = RunCopy(model, every, parts)
     trials: list[BatchTrial] = []
-    try:
-        while (rows := sizes.next()) is not None:
-            trials.append(_try(step, rows, sizes, device, memory))
-            sizes.add(rows, trials[-1].fits, trials[-1].bytes, trials[-1].was_run)
-            copy.restore()
-    finally:
-        copy.restore()
+    while (rows := sizes.next()) is not None:
+        trials.append(_try(step, rows, sizes, device, memory, copy))
+        sizes.add(rows, trials[-1].fits, trials[-1].bytes, trials[-1].was_run)
+    _clear(device)
     if sizes.best() == 0:
         advice = memory_advice(
             model, every, batch_size=trials[-1].batch_size, needed=trials[-1].bytes or None
@@ -134,9 +131,14 @@ def find_batch_size(
 
 
 def _try(
-    step: Callable[[int], object], rows: int, sizes: Any, device: torch.device, memory: int | None
+    step: Callable[[int], object],
+    rows: int,
+    sizes: Any,
+    device: torch.device,
+    memory: int | None,
+    copy: RunCopy,
 ) -> BatchTrial:
-    """Take two steps on so many rows, unless they cannot fit."""
+    """Take two steps on so many rows, unless they cannot fit, and restore the copy."""
     _clear(device)
     is_gpu = is_asynchronous(device)
     limit = 0 if is_gpu else memory or int(USABLE * spare_bytes()[1])
@@ -158,7 +160,8 @@ def _try(
         if not is_out_of_memory(error):
             raise
         taken, fits = 0, False
-    _clear(device)
+    finally:
+        copy.restore()
     return BatchTrial(rows, fits, taken, was_run=True)
 
 

@@ -43,12 +43,13 @@ __device__ void check_targets(const kernels::CrossEntropyRows& p, int64_t r, T m
 // Computes one row of logits per block. kAll: the call needs class weights, entropy, argmax, a gradient of
 // the entropy, or live classes (those with a gradient above filter_eps). kRagged: rows may begin at any
 // address.
-// Budget: 104 registers, 640 bytes shared, no spills.
+// Budget: 104 registers, 656 bytes shared, no spills.
 template <class In, class Out, bool kAll, bool kRagged>
 __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
     cross_entropy(kernels::CrossEntropyRows p) {
   using T = Compute<In>;
   __shared__ Summary<T> warps[kMaxThreads<In, kAll, kRagged> / kWarp];
+  __shared__ Second<T> second;
   const int64_t r = blockIdx.x;
   const auto offset = [&](const kernels::CrossEntropyLayout& at) {
     if (!kRagged) return r * at.inner_stride;
@@ -84,30 +85,40 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
   };
 
   const bool mixed = p.target2 != nullptr;
-  const T mix = mixed ? static_cast<const T*>(p.mix)[r * p.mix_stride] : 1;
-  const auto targets =
-      kernels::targets_of(p.target[r], mixed ? p.target2[r] : p.target[r], mix, p.ignore_index);
-  if (threadIdx.x == 0) check_targets<kRagged>(p, r, mix);
-  const T parts = targets.part + targets.part2;
-  if (parts == 0) {
-    if (threadIdx.x == 0) write(0, 0, 0, -1);
-    Vector<Out, kVector<In>> zero;
-    for (int i = 0; i < kVector<In>; ++i) zero[i] = narrow<Out>(T{0});
-    if (!wanted) return;
-    const auto to = place();
-    for (int v = threadIdx.x; v < row.vectors(); v += blockDim.x) to.put(row, v, zero);
-    return;
-  }
-  const int target = static_cast<int>(targets.target), target2 = static_cast<int>(targets.target2);
+  const auto mix = [&] { return mixed ? static_cast<const T*>(p.mix)[r * p.mix_stride] : T{1}; };
+  const auto find_targets = [&] {
+    return kernels::targets_of(p.target[r], mixed ? p.target2[r] : p.target[r], mix(), p.ignore_index);
+  };
+  if (threadIdx.x == 0) check_targets<kRagged>(p, r, mix());
   // before the barrier, since the gradient may overwrite the logits after it
-  const T at_target = threadIdx.x == 0 ? row.capped(target) : 0;
-  const T at_target2 = threadIdx.x == 0 && targets.part2 != 0 ? row.capped(target2) : 0;
+  T at_target = 0;
+  {
+    const auto targets = find_targets();
+    if (targets.part + targets.part2 == 0) {
+      if (threadIdx.x == 0) write(0, 0, 0, -1);
+      Vector<Out, kVector<In>> zero;
+      for (int i = 0; i < kVector<In>; ++i) zero[i] = narrow<Out>(T{0});
+      if (!wanted) return;
+      const auto to = place();
+      for (int v = threadIdx.x; v < row.vectors(); v += blockDim.x) to.put(row, v, zero);
+      return;
+    }
+    if (threadIdx.x == 0) {
+      at_target = row.capped(static_cast<int>(targets.target));
+      second.at = targets.part2 != 0 ? static_cast<int>(targets.target2) : -1;
+      if (second.at >= 0) second.value = row.capped(second.at);
+    }
+  }
   const T smooth = static_cast<T>(p.label_smoothing);
   Summary<T> all = warp_merge<kAll>(summarise<kAll>(row, smooth != 0));
   if (lane() == 0) warps[warp()] = all;
   __syncthreads();
   all = warp_merge<kAll>(lane() < static_cast<int>(blockDim.x) / kWarp ? warps[lane()] : Summary<T>{});
 
+  // The targets are read again, since they would occupy registers during the pass over the row.
+  const auto targets = find_targets();
+  const int target = static_cast<int>(targets.target), target2 = static_cast<int>(targets.target2);
+  const T parts = targets.part + targets.part2;
   const bool weighted = row.class_weights != nullptr;
   const T total_weight = weighted ? *static_cast<const T*>(p.total_weight) : static_cast<T>(p.vocab);
   const auto sure_of = [&](int at, T part) {
@@ -123,7 +134,7 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
     // The loss of a confident row is small compared to its logits, so differences to the maximum are taken
     // first. This avoids cancellation.
     T loss = sure * (log_sum + (all.max - at_target));
-    if (sure2 != 0) loss += sure2 * (log_sum + (all.max - at_target2));
+    if (sure2 != 0) loss += sure2 * (log_sum + (all.max - second.value));
     if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
     if (z_loss != 0) loss += z_loss * lse * lse;
     write(loss, lse, log_sum - mean, all.at == INT_MAX ? 0 : all.at);
@@ -146,10 +157,9 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
                       u * sure,
                       u * sure2,
                       target,
-                      target2,
                       static_cast<T>(p.filter_eps) * size,
                       !kRagged && size != 0 ? p.live : nullptr};
-  write_gradient<kAll>(row, g, place());
+  write_gradient<kAll>(row, g, place(), second);
 }
 
 inline bool wants_all(const kernels::CrossEntropyRows& rows) {

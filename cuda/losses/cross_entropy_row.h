@@ -238,9 +238,17 @@ __device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want
 template <class T>
 struct Gradient {
   T max, multiply, slope, floor, onehot, onehot2;
-  int target, target2;
+  int target;
   T least;         // threshold: `live` marks the classes whose gradients have at least this magnitude
   unsigned* live;  // marks, one byte per class; null if not requested, and always null if kRagged
+};
+
+// The second target of a row, in shared memory. In registers it would occupy every thread during the loop
+// over the row.
+template <class T>
+struct Second {
+  int at;   // its class; -1 if the row has none
+  T value;  // its logit, and then its gradient
 };
 
 // Returns the gradient of a class with logit z and class weight `weight`. `onehot` is that of a target, else
@@ -258,19 +266,24 @@ __device__ T derivative(const Gradient<T>& g, T softcap, T z, T weight, T onehot
   return y;
 }
 
+// Writes the gradient of a row. Before a call, a barrier follows the writing of `second`.
 template <bool kAll, class In, class Out, bool kRagged>
 __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compute<In>>& g,
-                               const Place<Out, Row<In, kRagged>, kRagged>& place) {
+                               const Place<Out, Row<In, kRagged>, kRagged>& place,
+                               Second<Compute<In>>& second) {
   using T = Compute<In>;
   // With kAll the code of the loop is longer, so the loop is unrolled over fewer vectors.
   constexpr int kTogether = kAll && kUnroll < In >> 2 ? 2 : kUnroll<In>;
   const int vectors = row.vectors(), tile = blockDim.x * kTogether;
-  // Few rows have a second target, so the loop does not know it. The thread that writes its vector computes
-  // its element before the loop, which may overwrite the logit, and stores the element after the loop.
-  const int second = g.target2 + row.before(), v2 = second / kVector<In>;
-  const bool mine = g.onehot2 != 0 && (vectors - 1 - v2) % blockDim.x == threadIdx.x;
-  const T weight2 = kAll && row.class_weights != nullptr ? row.class_weights[g.target2] : 1;
-  const T y2 = mine ? derivative<kAll>(g, row.softcap, row.capped(g.target2), weight2, g.onehot2) : 0;
+  // Few rows have a second target, so the loop does not know it. Thread 0 computes its element before the
+  // loop and stores it after the loop.
+  if (threadIdx.x == 0 && second.at >= 0) {
+    const T weight = kAll && row.class_weights != nullptr ? row.class_weights[second.at] : 1;
+    const T y = derivative<kAll>(g, row.softcap, second.value, weight, g.onehot2);
+    if (kAll && !kRagged && g.live != nullptr && !(y < g.least && -y < g.least))
+      atomicOr(g.live + second.at / kVector<In>, 1u << (8 * (second.at % kVector<In>)));
+    second.value = y;
+  }
   for (int n = 0; n * tile < vectors; ++n) {
     typename Row<In, kRagged>::Raw raw[kTogether];
 #pragma unroll
@@ -300,10 +313,9 @@ __device__ void write_gradient(const Row<In, kRagged>& row, const Gradient<Compu
       place.put(row, v, result);
     }
   }
-  if (!mine) return;
-  place.to[second] = narrow<Out>(y2);
-  if (kAll && !kRagged && g.live != nullptr && !(y2 < g.least && -y2 < g.least))
-    atomicOr(g.live + v2, 1u << (8 * (second % kVector<In>)));
+  if (second.at < 0) return;
+  __syncthreads();
+  if (threadIdx.x == 0) place.to[second.at + row.before()] = narrow<Out>(second.value);
 }
 
 }  // namespace

@@ -137,8 +137,13 @@ std::optional<at::ScalarType> dtype_of_products(const Tensor& x, at::TensorList 
   return x.scalar_type();
 }
 
+// Returns whether a class in Python, such as that of fake tensors, computes with the tensor. A measurement
+// would time something else.
+bool is_of_python(const Tensor& tensor) { return tensor.key_set().has(c10::DispatchKey::Python); }
+
 // Returns whether this package computes the layers.
 bool is_own(const Tensor& x, at::TensorList weights) {
+  if (is_of_python(x) || std::any_of(weights.begin(), weights.end(), is_of_python)) return false;
   if (weights.empty() || !x.is_cpu() || x.dim() == 0 || x.numel() < kLeastTokens * x.size(-1)) return false;
   for (const Tensor& weight : weights) {
     if (!weight.is_cpu() || weight.dim() != 2 || weight.size(1) != x.size(-1) ||
@@ -158,7 +163,12 @@ std::tuple<bool, double> linear_choice(at::ScalarType compute, at::ScalarType dt
   return {choice.own, choice.seconds};
 }
 
+std::vector<Tensor> dense_group(const Tensor& x, at::TensorList weights, const OptionalTensors& biases) {
+  return dense_linear_group(x, weights, biases.vec());
+}
+
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_linear_choice", linear_choice); }
+TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) { m.impl("_dense_linear_group", dense_group); }
 
 }  // namespace
 

@@ -22,6 +22,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // and has the dtype of the products. x_dtype is the dtype of the gradient of x.
   m.def(R"(_linear_group_backward(Tensor?[] grad_outputs, Tensor? x, Tensor[] weights, ScalarType dtype,
       ScalarType x_dtype, int library, bool[] output_mask) -> Tensor[])");
+  // The function dense_linear_group of shoestring/linear.h.
+  m.def("_dense_linear_group(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
   // Returns whether linear_group computes trainable layers that read the same input faster on this CPU than
   // PyTorch's linear, and the seconds that a measurement took. dtype is that of the weights.
   m.def(R"(_linear_choice(ScalarType compute, ScalarType dtype, int in_features,

@@ -1,4 +1,4 @@
-"""Compute several frozen linear layers with the same input by one call of an operator."""
+"""Compute several linear layers with the same input by one call of an operator."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters import linear as adapted
 from shoestring.adapters.lora_linear import LoraWeight, lora_linear, lora_linear_group
+from shoestring.gemm.dense import dense_linear_group, is_plain
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
 
@@ -34,7 +35,7 @@ def weight_of(layer: nn.Module) -> tuple[LoraWeight, float] | None:
 def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
     """Return the outputs of all layers, computed by one call of the operator; None if that is impossible.
 
-    Also return None if all layers are dense and have no adapter, because ``nn.Linear`` can compute these.
+    Also return None if all layers are dense and have no adapter.
     """
     found = [weight_of(layer) for layer in layers]
     if any(f is None for f in found):
@@ -49,8 +50,20 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
 
 
 def forward_together(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the outputs of the layers, computed by one call of the operator if possible, else one by one."""
-    return together(layers, x) or [layer(x) for layer in layers]
+    """Return the outputs of the layers, computed by one call of an operator if possible, else one by one.
+
+    Plain layers are computed by this package or by PyTorch, whichever is faster, as in C++.
+    """
+    outputs = together(layers, x)
+    if outputs is None and all(is_plain(layer) and layer.weight.requires_grad for layer in layers):
+        outputs = dense_linear_group(x, layers)
+    return [project(x, layer) for layer in layers] if outputs is None else outputs
+
+
+def project(x: Tensor, layer: nn.Module) -> Tensor:
+    """Return the output of a layer. See ``forward_together`` for a plain one."""
+    y: Tensor = dense_linear_group(x, [layer])[0] if is_plain(layer) else layer(x)
+    return y
 
 
 def adapted_swiglu(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.adapters.together import forward_together
+from shoestring.adapters.together import forward_together, project
 from shoestring.attention.attention import attention
 from shoestring.layers.norm_module import RMSNorm
 from shoestring.layers.rope import rope
@@ -19,6 +19,7 @@ class Attention(nn.Module):
     used, ``q_norm``, ``k_norm`` and ``sinks``. It therefore loads the attention of Llama, Mistral, Qwen 2 and
     3, Gemma and gpt-oss. Projections are initialised like ``nn.Linear``. If projections that have the same
     input are frozen and have adapters or quantised weights, one call of ``lora_linear_group`` computes them.
+    This package computes dense projections on CPUs where its products are faster, else PyTorch does.
 
     Args:
         features: size of the last dimension of the input and the output.
@@ -145,7 +146,7 @@ class Attention(nn.Module):
         if source is None:
             q, k, v = forward_together(x, [self.q_proj, self.k_proj, self.v_proj])
         else:
-            q, (k, v) = self.q_proj(x), forward_together(source, [self.k_proj, self.v_proj])
+            q, (k, v) = project(x, self.q_proj), forward_together(source, [self.k_proj, self.v_proj])
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
         weights: dict[str, Any] = {}
@@ -176,8 +177,7 @@ class Attention(nn.Module):
             q, k, v, causal=self.causal, window_size=self.window_size, softcap=self.softcap, scale=self.scale, sinks=self.sinks,
             bias=bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **dropout,
         )  # fmt: skip
-        result: Tensor = self.o_proj((out if cu_seqlens_q is not None else out.transpose(1, 2)).flatten(-2))
-        return result
+        return project((out if cu_seqlens_q is not None else out.transpose(1, 2)).flatten(-2), self.o_proj)
 
     def _check(
         self, x: Tensor, source: Tensor | None, cos: Tensor | None, sin: Tensor | None, position_ids: Tensor | None,

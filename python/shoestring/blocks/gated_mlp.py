@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from shoestring.adapters.together import adapted_swiglu, forward_together
+from shoestring.adapters.together import adapted_swiglu, forward_together, project
 from shoestring.layers.geglu import geglu
 from shoestring.layers.swiglu import swiglu
 
@@ -19,7 +19,8 @@ class GatedMLP(nn.Module):
     The outputs of ``gate_proj`` and ``up_proj`` and the input of ``down_proj`` are saved for backward. In
     SwiGLU, the input of ``down_proj`` is not saved if ``down_proj`` is frozen and has a low-rank adapter. If
     ``gate_proj`` and ``up_proj`` are frozen and have adapters or quantised weights, one call of
-    ``lora_linear_group`` computes the outputs of both.
+    ``lora_linear_group`` computes the outputs of both. This package computes dense projections on CPUs where its
+    products are faster, else PyTorch does.
 
     Args:
         features: size of the last dimension of input and output.
@@ -82,8 +83,7 @@ class GatedMLP(nn.Module):
             product = swiglu(gate, up)
         else:
             product = geglu(gate, up, "tanh" if self.activation == "gelu_tanh" else "none")
-        result: Tensor = self.down_proj(product)
-        return result
+        return project(product, self.down_proj)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shoestring.core.instances import Found, Left, derive, has_only, names_dropout
 from shoestring.core.presence import weights_present
+from shoestring.gemm.dense import is_plain
 from shoestring.gemm.linear import PRODUCTS, library_sum
 from shoestring.integrations.transformers.elementwise import approximation
-from shoestring.integrations.transformers.products import is_plain
 from shoestring.integrations.transformers.residuals import has_hooks
 from shoestring.integrations.transformers.trial import shaken, within_rounding
 from shoestring.layers.gelu import gelu

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as global_hooks
 
+from shoestring.gemm.dense import is_plain
 from shoestring.gemm.linear import PRODUCTS, library_sum, linear, linear_group
 
 # Layers with fewer tokens, as in generation, are left to PyTorch.
@@ -124,24 +124,6 @@ class Products:
         if len(layers) == 1:
             return [linear(x, weights[0], biases[0], library=library)]
         return linear_group(x, weights, biases, library=library)
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Return whether a call of the layer does nothing but ``F.linear`` with its weight and bias."""
-    return (
-        type(layer) is nn.Linear
-        and "forward" not in layer.__dict__
-        and not (
-            layer._forward_hooks
-            or layer._forward_pre_hooks
-            or layer._backward_hooks
-            or layer._backward_pre_hooks
-            or global_hooks._global_forward_hooks
-            or global_hooks._global_forward_pre_hooks
-            or global_hooks._global_backward_hooks
-            or global_hooks._global_backward_pre_hooks
-        )
-    )
 
 
 def by_default(key: Key, weights: Sequence[Tensor], products: Products) -> Choice:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from shoestring.adapters.together import adapted_swiglu, together
 from shoestring.core.instances import Found, Left, derive
 from shoestring.core.presence import weights_present
+from shoestring.gemm.dense import is_plain
 from shoestring.integrations.transformers.layers import MLP, is_bare_mlp
-from shoestring.integrations.transformers.products import Products, is_plain
+from shoestring.integrations.transformers.products import Products
 from shoestring.layers.swiglu import swiglu
 
 # Attribute of a changed module: while its forward runs, a dict of computed outputs that have not been used

@@ -248,7 +248,7 @@ def step_times(glyphs: Glyphs, names: list[str], rounds: int = 5, steps: int = 2
 
     The runs take turns, and the median of the rounds counts, so that other programs disturb all runs alike.
     """
-    trainings = {name: Training(glyphs, RUNS[name], 0) for name in names}
+    trainings = {name: Training(glyphs, RUNS[name], 0, 1 + rounds * steps) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     for training in trainings.values():
         training.step()

@@ -1,43 +1,27 @@
-"""Groups of parameters for muP, with learning rates and initial deviations that carry over between widths.
-
-Spectral conditions (arXiv 2310.17813) give the table of ``mup_groups`` in one formula each: Adam's rate is
-proportional to ``1 / fan_in``, SGD's to ``fan_out / fan_in``, and the deviation to
-``min(1, sqrt(fan_out / fan_in)) / sqrt(fan_in)``.
-"""
+"""Groups of parameters for muP, with learning rates and initial deviations that carry over between widths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from shoestring.core.name_patterns import matching
+# Which dimensions of a parameter are fan-out and fan-in; see csrc/layers/mup_rule.h.
+_UNKNOWN, _OUT_IN, _IN_OUT = range(3)
 
 
-@dataclass(frozen=True)
-class _Ratios:
-    """Fan-in and fan-out of a parameter, as multiples of those of the base model."""
+class _Scaled(NamedTuple):
+    """A parameter with the multipliers that the rule gives it."""
 
-    fan_in: float = 1.0
-    fan_out: float = 1.0
-
-    @property
-    def kind(self) -> str:
-        if self.fan_in == 1:
-            return "fixed" if self.fan_out == 1 else "input"
-        return "output" if self.fan_out == 1 else "hidden"
-
-    def lr(self, optimizer: str) -> float:
-        return (self.fan_out if optimizer == "sgd" else 1) / self.fan_in
-
-    @property
-    def deviation(self) -> float:
-        return float(min(1.0, (self.fan_out / self.fan_in) ** 0.5) / self.fan_in**0.5)
+    name: str
+    parameter: Tensor
+    kind: str
+    lr: float
+    deviation: float
+    has_fan_in: bool  # whether the fan-in differs from that of the base model
 
 
 def mup_groups(
@@ -106,17 +90,15 @@ def mup_groups(
     Reference: G. Yang et al., Tensor programs V: Tuning large neural networks via zero-shot hyperparameter
     transfer, arXiv 2203.03466, table 3.
     """
-    if optimizer not in ("adam", "sgd"):
-        raise ValueError(f'mup_groups: optimizer: expected "adam" or "sgd", received {optimizer!r}')
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
-    for _, parameter, ratios in _parameters(model, base, kinds or {}):
-        kind, multiplier, deviation = key = ratios.kind, ratios.lr(optimizer), ratios.deviation
+    for scaled in _scaled(model, base, kinds, optimizer):
+        key = scaled.kind, scaled.lr, scaled.deviation
         if key not in groups:
-            groups[key] = {"params": [], "lr": lr * multiplier, "kind": kind}
-            groups[key] |= {"lr_multiplier": multiplier, "std_multiplier": deviation}
+            groups[key] = {"params": [], "lr": lr * scaled.lr, "kind": scaled.kind}
+            groups[key] |= {"lr_multiplier": scaled.lr, "std_multiplier": scaled.deviation}
             if weight_decay is not None:
-                groups[key]["weight_decay"] = weight_decay / multiplier
-        groups[key]["params"].append(parameter)
+                groups[key]["weight_decay"] = weight_decay / scaled.lr
+        groups[key]["params"].append(scaled.parameter)
     return list(groups.values())
 
 
@@ -144,118 +126,52 @@ def mup_(
         >>> ratio = model.weight.std() / base.weight.std()
         >>> torch.testing.assert_close(ratio, torch.tensor(64 / 4096))
     """
-    sizes = dict(base.named_parameters(remove_duplicate=False))
-    for name, parameter, ratios in _parameters(model, base, kinds or {}):
-        if ratios.fan_in == 1 or parameter.numel() < 2:
+    before = dict(base.named_parameters(remove_duplicate=False))
+    for scaled in _scaled(model, base, kinds):
+        if not scaled.has_fan_in or scaled.parameter.numel() < 2:
             continue
-        own, wanted = parameter.double().std(), sizes[name].double().std() * ratios.deviation
+        own, wanted = scaled.parameter.double().std(), before[scaled.name].double().std() * scaled.deviation
         if own > 0:
-            parameter.mul_((wanted / own).item())
+            scaled.parameter.mul_((wanted / own).item())
 
 
-@dataclass
-class _Role:
-    """A parameter with its names in the model and in its module."""
-
-    name: str
-    key: str
-    module: nn.Module
-    parameter: Tensor
-
-
-def _roles(model: nn.Module) -> Iterator[_Role]:
+def _scaled(
+    model: nn.Module,
+    base: nn.Module | Mapping[int, int],
+    kinds: Mapping[str, Literal["input", "output"]] | None,
+    optimizer: str = "adam",
+) -> list[_Scaled]:
+    """Return the trainable parameters with their multipliers."""
+    names: list[str] = []
+    parameters: list[Tensor] = []
+    layouts: list[int] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield _Role(f"{prefix}.{key}" if prefix else key, key, module, parameter)
+            names.append(f"{prefix}.{key}" if prefix else key)
+            parameters.append(parameter)
+            layouts.append(_layout(module, key))
+    mup = torch.classes.shoestring.Mup(
+        names,
+        layouts,
+        [list(p.shape) for p in parameters],
+        [id(p) for p in parameters],
+        [p.requires_grad for p in parameters],
+    )
+    options = dict(kinds or {}), optimizer
+    if isinstance(base, nn.Module):
+        sizes = {name: list(p.shape) for name, p in base.named_parameters(remove_duplicate=False)}
+        found = mup.by_name(list(sizes), list(sizes.values()), *options)
+    else:
+        found = mup.by_width(dict(base), *options)
+    return [_Scaled(names[role], parameters[role], *multipliers) for role, *multipliers in found]
 
 
-def _parameters(
-    model: nn.Module, base: nn.Module | Mapping[int, int], kinds: Mapping[str, str]
-) -> list[tuple[str, Tensor, _Ratios]]:
-    """Return the name, the tensor and the ratios of each trainable parameter."""
-    roles = list(_roles(model))
-    for pattern, kind in kinds.items():
-        matching("mup_groups", "kinds", pattern, [role.name for role in roles])
-        if kind not in ("input", "output"):
-            expected = f'"input" or "output" for {pattern!r}'
-            raise ValueError(f"mup_groups: kinds: expected {expected}, received {kind!r}")
-    each = _by_model(base) if isinstance(base, nn.Module) else _by_size(base, roles)
-    found: dict[Tensor, tuple[str, Tensor, _Ratios]] = {}
-    for role in roles:
-        if not role.parameter.requires_grad:
-            continue
-        ratios = _ratios(role, each(role), kinds)
-        before = found.setdefault(role.parameter, (role.name, role.parameter, ratios))
-        if before[2] != ratios:
-            raise ValueError(
-                f"mup_groups: {role.name}: expected one role, received that of {before[2].kind!r} ({before[0]}) "
-                f"and of {ratios.kind!r}. Untie the weights."
-            )
-    return list(found.values())
-
-
-def _by_model(base: nn.Module) -> Callable[[_Role], list[float]]:
-    sizes = {name: tensor.shape for name, tensor in base.named_parameters(remove_duplicate=False)}
-
-    def each(role: _Role) -> list[float]:
-        before = sizes.get(role.name)
-        if before is None:
-            raise ValueError(f"mup_groups: base: expected a parameter {role.name}, received none")
-        shape = role.parameter.shape
-        if len(before) != len(shape):
-            raise ValueError(
-                f"mup_groups: base: expected {len(shape)} dimensions of {role.name}, received {len(before)}"
-            )
-        return [size / other for size, other in zip(shape, before, strict=True)]
-
-    return each
-
-
-def _by_size(widths: Mapping[int, int], roles: Sequence[_Role]) -> Callable[[_Role], list[float]]:
-    sizes = {size for role in roles for size in role.parameter.shape}
-    for width, before in widths.items():
-        if not (width > 0 and before > 0):
-            raise ValueError(f"mup_groups: base: expected numbers above 0, received {width} and {before}")
-        if width not in sizes:
-            raise ValueError(
-                f"mup_groups: base: expected sizes of dimensions, received {width}, which no parameter has"
-            )
-    return lambda role: [size / widths.get(size, size) for size in role.parameter.shape]
-
-
-def _dimensions(role: _Role) -> tuple[int, int] | None:
-    """Return the dimensions (fan-in, fan-out) of a matrix of a known module, or None."""
-    module = role.module
-    if isinstance(module, nn.MultiheadAttention) and role.key.endswith("proj_weight"):
-        return 1, 0
-    if role.key != "weight":
-        return None
+def _layout(module: nn.Module, key: str) -> int:
+    """Return the layout of the parameter ``key`` of a module."""
+    if isinstance(module, nn.MultiheadAttention) and key.endswith("proj_weight"):
+        return _OUT_IN
+    if key != "weight":
+        return _UNKNOWN
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, _ConvTransposeNd)):
-        return 0, 1
-    return (1, 0) if isinstance(module, (nn.Linear, _ConvNd)) else None
-
-
-def _ratios(role: _Role, each: Sequence[float], kinds: Mapping[str, str]) -> _Ratios:
-    """Return the ratios of fan-in and fan-out from the ratio of each dimension."""
-    grown = [ratio for ratio in each if ratio != 1]
-    if not grown:
-        return _Ratios()
-    for pattern, kind in kinds.items():
-        if fnmatchcase(role.name, pattern):
-            if len(set(grown)) > 1:
-                raise ValueError(
-                    f"mup_groups: kinds: expected dimensions of {role.name} that grow by the same factor, "
-                    f"received others"
-                )
-            return _Ratios(1.0, grown[0]) if kind == "input" else _Ratios(grown[0], 1.0)
-    if len(each) == 1:
-        return _Ratios(1.0, each[0])
-    known = _dimensions(role)
-    if known is not None:
-        return _Ratios(each[known[0]], each[known[1]])
-    if len(grown) == 1 or len(set(grown)) > 1:
-        raise ValueError(
-            f'mup_groups: kinds: expected "input" or "output" for {role.name}, since its module does not tell it, '
-            "received none"
-        )
-    return _Ratios(grown[0], grown[0])
+        return _IN_OUT
+    return _OUT_IN if isinstance(module, (nn.Linear, _ConvNd)) else _UNKNOWN

@@ -102,7 +102,7 @@ def test_frozen_and_tied_parameters() -> None:
     assert all(p is not model.tokens.weight for group in groups for p in group["params"])
     with pytest.raises(
         ValueError,
-        match=r"mup_groups: head.weight: expected one role, received that of 'input' \(tokens.weight\) and of 'ou",
+        match=r'mup_groups: head.weight: expected one role, received that of "input" \(tokens.weight\) and of "ou',
     ):
         mup_groups(Model(64, tied=True), Model(16, tied=True), 0.1, kinds={"place": "input"})
 
@@ -208,16 +208,14 @@ def test_errors() -> None:
     ):
         with pytest.raises(ValueError, match="mup_groups: " + message):
             mup_groups(*arguments)
-    with pytest.raises(
-        ValueError, match='mup_groups: optimizer: expected "adam" or "sgd", received \'lion\''
-    ):
+    with pytest.raises(ValueError, match='mup_groups: optimizer: expected "adam" or "sgd", received "lion"'):
         mup_groups(model, base, 0.1, optimizer="lion")
     with pytest.raises(
         ValueError, match="mup_groups: kinds: expected a pattern that matches a parameter, received"
     ):
         mup_groups(model, base, 0.1, kinds={"places": "input"})
     with pytest.raises(
-        ValueError, match='mup_groups: kinds: expected "input" or "output" for \'place\', recei'
+        ValueError, match='mup_groups: kinds: expected "input" or "output" for "place", recei'
     ):
         mup_groups(model, base, 0.1, kinds={"place": "hidden"})
     conv, other = nn.Linear(4, 4), nn.Conv1d(4, 4, 1)

@@ -365,7 +365,13 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
 }
 
 void LowMemoryOptimizer::zero_grad(bool set_to_none) {
-  Optimizer::zero_grad(set_to_none);
+  if (set_to_none) {
+    // LibTorch detaches each gradient first, which fails for views such as those of DataParallel's buckets.
+    for (auto& group : param_groups())
+      for (at::Tensor& p : group.params()) p.mutable_grad().reset();
+  } else {
+    Optimizer::zero_grad(false);
+  }
   at::NoGradGuard no_grad;
   core_->discard();
 }

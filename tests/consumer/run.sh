@@ -31,6 +31,8 @@ check "the consumer configures with CMAKE_PREFIX_PATH alone" configure "$work/a"
 check "the consumer builds" cmake --build "$work/a" --parallel 2
 check "the C++ API works without Python" env -i "$work/a/api"
 check "the dispatcher finds the operators" env -i "$work/a/dispatcher"
+check "a program of several processes works" env -i RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 \
+  "$work/a/processes"
 # Where the library was built with CUDA kernels, the toolkit is there, and so must be the program that uses it.
 if grep -q '"cuda": "' "$prefix/lib/build.json"; then
   check "host code of NCCL and CUDA compiles, links and runs as far as the machine allows" env -i "$work/a/nccl"

@@ -80,10 +80,8 @@ def test_its_name_and_metadata_say_what_it_was_built_for(made: tuple[Path, str])
         assert f"shoestring-{version}.dist-info/licenses/{name}" in names
     # Nothing is bundled: neither PyTorch's libraries nor a second OpenMP.
     libraries = {name for name in names if ".so" in name}
-    ours = {"shoestring/lib/libshoestring.so", "shoestring/lib/libshoestring_monitor.so"} | (
-        {"shoestring/lib/libshoestring_cuda.so"} if build["cuda"] else set()
-    )
-    assert libraries == ours
+    ours = ["", "_distributed", "_monitor", *(["_cuda"] if build["cuda"] else [])]
+    assert libraries == {f"shoestring/lib/libshoestring{name}.so" for name in ours}
 
 
 def test_it_holds_the_python_sources_of_this_tree_alone(made: tuple[Path, str]) -> None:

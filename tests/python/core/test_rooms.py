@@ -41,6 +41,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     ),
     "data": ("core", "files", "offload"),
     "runs": ("core", "files", "optim"),
+    "distributed": ("core",),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
 # of the library uses them.
@@ -98,6 +99,7 @@ HEADERS = {
     "model_files.h": "integrations",
     "quantized_training.h": "integrations",
     "data.h": "data",
+    "distributed.h": "distributed",
     "monitor.h": "runs",
     "training.h": "runs",
     "callbacks.h": "runs",

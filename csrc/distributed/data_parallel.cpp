@@ -1,0 +1,177 @@
+// Data parallelism by c10d::Reducer. No other file calls its constructor, whose arguments change between
+// versions of LibTorch.
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <shoestring/distributed.h>
+
+#include "distributed/backends.h"
+
+namespace shoestring::distributed {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kSame = "comparison of the parameters of all ranks";
+
+// Returns a description of each parameter, one line each.
+std::vector<std::string> described(const std::vector<std::pair<std::string, Tensor>>& parameters) {
+  std::vector<std::string> lines;
+  for (const auto& [name, tensor] : parameters)
+    lines.push_back(c10::str(name, " ", tensor.sizes(), " ", tensor.scalar_type()));
+  return lines;
+}
+
+std::vector<std::string> lines_of(const std::vector<uint8_t>& bytes) {
+  std::vector<std::string> lines;
+  std::string line;
+  for (const uint8_t byte : bytes) {
+    if (byte != '\n') {
+      line.push_back(static_cast<char>(byte));
+      continue;
+    }
+    lines.push_back(std::move(line));
+    line.clear();
+  }
+  return lines;
+}
+
+// Raises on all ranks if the lines of two ranks differ. All ranks compare with the lowest rank that differs
+// from rank 0, so they name the same ranks.
+void check_same(const GroupPtr& group, const std::vector<std::string>& lines) {
+  std::string text;
+  for (const std::string& line : lines) text += line + "\n";
+  const auto hash = static_cast<int64_t>(std::hash<std::string>()(text));
+  std::vector<Tensor> own{at::full({1}, hash, at::kLong)};
+  std::vector<std::vector<Tensor>> all(1);
+  for (int i = 0; i < group->getSize(); ++i) all[0].push_back(at::empty({1}, at::kLong));
+  wait_for(group, group->allgather(all, own), kSame);
+  int64_t other = 0;
+  for (int64_t rank = group->getSize() - 1; rank > 0; --rank)
+    if (!all[0][rank].equal(all[0][0])) other = rank;
+  if (other == 0) return;
+
+  const auto store = group->getStore();
+  const int64_t rank = group->getRank();
+  const auto key = [](int64_t of) { return c10::str("parameters/", of); };
+  if (rank == 0 || rank == other) store->set(key(rank), std::vector<uint8_t>(text.begin(), text.end()));
+  const auto first = lines_of(store->get(key(0))), second = lines_of(store->get(key(other)));
+  const auto line_of = [](const std::vector<std::string>& found, size_t i) {
+    return i < found.size() ? found[i] : std::string("no more");
+  };
+  size_t i = 0;
+  while (i < first.size() && i < second.size() && first[i] == second[i]) ++i;
+  TORCH_CHECK(false, "DataParallel: module: expected the same parameters on all ranks; parameter ", i, " is ",
+              line_of(first, i), " on rank 0 and ", line_of(second, i), " on rank ", other);
+}
+
+}  // namespace
+
+struct DataParallel::Impl {
+  Impl(const torch::nn::Module& module, GroupPtr own, const DataParallelOptions& options)
+      : group(std::move(own)) {
+    TORCH_CHECK_VALUE(group.defined(), "DataParallel: group: expected a process group, received none");
+    TORCH_CHECK_VALUE(options.bucket_bytes() > 0, "DataParallel: bucket_bytes: expected a number above 0, ",
+                      "received ", options.bucket_bytes());
+    std::vector<std::pair<std::string, Tensor>> trained, kept;
+    const auto add = [&](const std::string& name, const Tensor& tensor, bool is_trained) {
+      const auto same = [&](const auto& other) { return other.second.is_same(tensor); };
+      auto& to = is_trained ? trained : kept;
+      if (tensor.defined() && std::none_of(to.begin(), to.end(), same)) to.emplace_back(name, tensor);
+    };
+    for (const auto& item : module.named_parameters())
+      add(item.key(), item.value(), item.value().requires_grad());
+    for (const auto& item : module.named_buffers()) add(item.key(), item.value(), false);
+    TORCH_CHECK_VALUE(!trained.empty(), "DataParallel: module: expected parameters that require gradients, ",
+                      "received none");
+    std::vector<std::string> lines = described(trained), frozen = described(kept);
+    lines.insert(lines.end(), frozen.begin(), frozen.end());
+    check_same(group, lines);
+
+    std::vector<Tensor> parameters, all;
+    for (const auto& [name, tensor] : trained) {
+      names.push_back(name);
+      parameters.push_back(tensor);
+      all.push_back(tensor.detach());
+    }
+    for (const auto& [name, tensor] : kept) all.push_back(tensor.detach());
+    broadcast(all);
+
+    const auto cap = static_cast<size_t>(options.bucket_bytes());
+    // The first bucket is small, so that the first reduction begins early.
+    const auto first = std::min<size_t>(cap, c10d::kDefaultFirstBucketBytes);
+    auto [buckets, limits] = c10d::compute_bucket_assignment_by_size(parameters, {first, cap});
+    std::reverse(buckets.begin(), buckets.end());  // backward computes the last layers first
+    reducer = std::make_unique<c10d::Reducer>(
+        parameters, std::move(buckets), group, std::vector<bool>(parameters.size(), false),
+        static_cast<int64_t>(cap), options.find_unused(), options.gradient_as_bucket_view(),
+        /*param_names=*/std::unordered_map<size_t, std::string>(), static_cast<int64_t>(first),
+        /*skip_all_reduce_unused_params=*/false,
+        /*use_python_reducer=*/false, std::vector<int64_t>{});
+    finds_unused = options.find_unused();
+  }
+
+  // Copies the tensors of rank 0 to all ranks, those of one dtype together.
+  void broadcast(const std::vector<Tensor>& tensors) {
+    const at::NoGradGuard no_grad;
+    std::map<at::ScalarType, std::vector<Tensor>> by_dtype;
+    for (const Tensor& tensor : tensors)
+      if (tensor.numel() > 0) by_dtype[tensor.scalar_type()].push_back(tensor);
+    try {
+      for (const auto& [dtype, own] : by_dtype) c10d::broadcast_coalesced(group, own, 250 << 20, 0);
+    } catch (const std::exception& error) {
+      fail_collective(*group, error, "broadcast of the parameters of rank 0");
+    }
+  }
+
+  GroupPtr group;
+  std::unique_ptr<c10d::Reducer> reducer;
+  std::vector<std::string> names;  // of the trained parameters
+  bool finds_unused = false;
+  int64_t steps = 0;
+};
+
+DataParallel::DataParallel(const torch::nn::Module& module, GroupPtr group,
+                           const DataParallelOptions& options)
+    : impl_(std::make_unique<Impl>(module, std::move(group), options)) {}
+DataParallel::~DataParallel() = default;
+DataParallel::DataParallel(DataParallel&&) noexcept = default;
+DataParallel& DataParallel::operator=(DataParallel&&) noexcept = default;
+
+const GroupPtr& DataParallel::group() const { return impl_->group; }
+
+void DataParallel::backward(const at::Tensor& loss) {
+  TORCH_CHECK_VALUE(loss.requires_grad(), "DataParallel: backward: loss: expected a tensor that requires ",
+                    "gradients, received one that does not");
+  c10d::Reducer& reducer = *impl_->reducer;
+  const int64_t step = ++impl_->steps;
+  const std::vector<int64_t> before = reducer.get_backward_stats();
+  try {
+    if (reducer.should_rebuild_buckets()) reducer.rebuild_buckets();
+    reducer.prepare_for_backward(impl_->finds_unused ? std::vector<Tensor>{loss} : std::vector<Tensor>{});
+    loss.backward();
+  } catch (const std::exception& error) {
+    fail_collective(*impl_->group, error, c10::str("DataParallel: backward ", step));
+  }
+  try {
+    reducer.check_finalized();
+  } catch (const std::exception&) {
+    // The time of a parameter changes when its gradient is ready.
+    const std::vector<int64_t> after = reducer.get_backward_stats();
+    std::vector<std::string> missing;
+    for (size_t i = 0; i < after.size(); ++i)
+      if (after[i] == before[i]) missing.push_back(impl_->names[i]);
+    TORCH_CHECK(false, "DataParallel: backward: loss: expected a loss that uses all trained parameters, ",
+                "received one that does not use ", c10::Join(", ", missing),
+                ". Freeze them before, or pass find_unused(true).");
+  }
+}
+
+}  // namespace shoestring::distributed

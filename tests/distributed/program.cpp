@@ -1,0 +1,283 @@
+// One process of a test of several. The first argument names the test; the environment says which rank this
+// is. A test prints lines that tests/python/distributed compares, and "passed" at its end.
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
+
+#include <shoestring/autograd.h>
+#include <shoestring/checkpoint.h>
+#include <shoestring/distributed.h>
+#include <shoestring/optim.h>
+
+namespace {
+
+using at::Tensor;
+using shoestring::distributed::DataParallel;
+using shoestring::distributed::DataParallelOptions;
+using shoestring::distributed::GroupPtr;
+using shoestring::distributed::mean_over_ranks;
+using shoestring::distributed::wait_for;
+
+int failures = 0;
+
+void expect(bool good, const std::string& what) {
+  if (good) return;
+  ++failures;
+  std::cerr << "not so: " << what << "\n";
+}
+
+int64_t argument(char** arguments, int number, int64_t otherwise) {
+  for (int i = 0; i <= number; ++i)
+    if (arguments[i] == nullptr) return otherwise;
+  return std::atoll(arguments[number]);
+}
+
+GroupPtr connect(int64_t milliseconds = 60000) {
+  using shoestring::distributed::ProcessGroupOptions;
+  return shoestring::distributed::init_process_group(
+      ProcessGroupOptions().timeout(std::chrono::milliseconds(milliseconds)));
+}
+
+// Every collective, with numbers that all dtypes hold exactly.
+void collectives(char**) {
+  const GroupPtr group = connect();
+  const int64_t rank = group->getRank(), size = group->getSize();
+  const auto all = at::arange(size);  // the ranks
+  for (const auto dtype :
+       {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kInt, at::kLong, at::kChar, at::kByte}) {
+    const std::string name = c10::toString(dtype);
+    const auto options = at::TensorOptions(dtype);
+    const auto run = [&](const char* what, const c10::intrusive_ptr<c10d::Work>& work) {
+      wait_for(group, work, what + (" of " + name));
+    };
+    for (const int64_t count : {0, 1, 7, 4097}) {
+      const Tensor own = at::full({count}, rank + 1, options);
+      std::vector<Tensor> sum{own.clone()};
+      run("all_reduce", group->allreduce(sum));
+      expect(sum[0].eq(size * (size + 1) / 2).all().item<bool>(), "all_reduce of " + name);
+
+      std::vector<Tensor> first{own.clone()};
+      run("broadcast", group->broadcast(first));
+      expect(first[0].eq(1).all().item<bool>(), "broadcast of " + name);
+
+      std::vector<Tensor> input{own};
+      std::vector<std::vector<Tensor>> gathered(1);
+      for (int64_t i = 0; i < size; ++i) gathered[0].push_back(at::empty({count}, options));
+      run("all_gather", group->allgather(gathered, input));
+      for (int64_t i = 0; i < size; ++i)
+        expect(gathered[0][i].eq(i + 1).all().item<bool>(), "all_gather of " + name);
+
+      Tensor together = at::empty({size * count}, options), mine = own;
+      run("all_gather_into_tensor", group->_allgather_base(together, mine));
+      expect(together.equal((all + 1).to(dtype).repeat_interleave(count)),
+             "all_gather_into_tensor of " + name);
+
+      // each rank sends its number to all, and receives those of all
+      Tensor sent = at::full({size * count}, rank + 1, options), received = at::empty_like(sent);
+      std::vector<int64_t> even;
+      run("all_to_all", group->alltoall_base(received, sent, even, even));
+      expect(received.equal(together), "all_to_all of " + name);
+      if (dtype != at::kFloat && dtype != at::kBFloat16) continue;
+      Tensor part = at::empty({count}, options), whole = together.clone();
+      run("reduce_scatter", group->_reduce_scatter_base(part, whole));
+      expect(part.eq(size * (rank + 1)).all().item<bool>(), "reduce_scatter of " + name);
+    }
+    if (size == 1) continue;
+    std::vector<Tensor> sent{at::full({5}, rank + 1, options)}, received{at::empty({5}, options)};
+    const int64_t next = (rank + 1) % size, before = (rank + size - 1) % size;
+    const auto send = group->send(sent, static_cast<int>(next), 0);
+    run("recv", group->recv(received, static_cast<int>(before), 0));
+    run("send", send);
+    expect(received[0].eq(before + 1).all().item<bool>(), "send and recv of " + name);
+  }
+  expect(mean_over_ranks(group, at::full({}, static_cast<double>(rank))).item<double>() ==
+             static_cast<double>(size - 1) / 2,
+         "mean_over_ranks");
+  wait_for(group, group->barrier(), "barrier");
+}
+
+// A network whose losses and gradients are sums of small integers, times powers of two. Every order of
+// addition gives the same bits.
+struct ExactImpl : torch::nn::Module {
+  explicit ExactImpl(int64_t seed) {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
+    const auto draw = [&](at::IntArrayRef sizes) {
+      return at::randint(-2, 3, sizes, generator, at::kFloat).div_(4).set_requires_grad(true);
+    };
+    first = register_parameter("first", draw({8, 6}));
+    second = register_parameter("second", draw({6, 4}));
+    bias = register_parameter("bias", draw({4}));
+    unused = register_parameter("unused", draw({3}), /*requires_grad=*/false);
+    count = register_buffer("count", at::full({}, seed, at::kLong));
+  }
+  Tensor forward(const Tensor& x) { return x.matmul(first).matmul(second) + bias; }
+  Tensor first, second, bias, unused, count;
+};
+TORCH_MODULE(Exact);
+
+Tensor inputs(int64_t step, int64_t rank, int64_t micro) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + 10 * rank + micro);
+  return at::randint(-3, 4, {4, 8}, generator, at::kFloat);
+}
+
+// Gradients averaged over ranks are those of the whole batch in one process, bit for bit.
+void data_parallel(char** arguments) {
+  const int64_t bucket_bytes = argument(arguments, 0, 64), micro_batches = argument(arguments, 1, 1);
+  const GroupPtr group = connect();
+  const int64_t rank = group->getRank(), size = group->getSize();
+  Exact model(rank), whole(0);  // the model of rank 0 is broadcast
+  const bool views = argument(arguments, 2, 0) == 1;
+  DataParallel parallel(*model, group,
+                        DataParallelOptions().bucket_bytes(bucket_bytes).gradient_as_bucket_view(views));
+  expect(model->count.item<int64_t>() == 0 && model->unused.equal(whole->unused), "buffers are broadcast");
+  for (int64_t step = 0; step < 3; ++step) {
+    for (int64_t micro = 0; micro < micro_batches; ++micro) {
+      // The factor cancels the division by the number of ranks without rounding.
+      const Tensor loss = model->forward(inputs(step, rank, micro)).sum() * size;
+      micro + 1 < micro_batches ? loss.backward() : parallel.backward(loss);
+      for (int64_t other = 0; other < size; ++other)
+        whole->forward(inputs(step, other, micro)).sum().backward();
+    }
+    for (const auto& item : whole->named_parameters()) {
+      const Tensor own = model->named_parameters()[item.key()].grad(), expected = item.value().grad();
+      expect(own.defined() == expected.defined() && (!own.defined() || own.equal(expected)),
+             "gradient of " + item.key());
+    }
+    model->zero_grad();
+    whole->zero_grad();
+  }
+}
+
+// Both use autograd's engine: checkpoint replaces it, and the Reducer queues a callback of it.
+void checkpointed(char**) {
+  shoestring::install_autograd_engine();
+  const GroupPtr group = connect();
+  const int64_t rank = group->getRank(), size = group->getSize();
+  Exact model(rank), whole(0);
+  DataParallel parallel(*model, group);
+  for (int64_t step = 0; step < 3; ++step) {
+    const Tensor x = inputs(step, rank, 0).requires_grad_();
+    const auto layer = [&](const Tensor& in) { return model->forward(in); };
+    parallel.backward(shoestring::checkpoint(layer, x).sum() * size);
+    for (int64_t other = 0; other < size; ++other) whole->forward(inputs(step, other, 0)).sum().backward();
+    expect(model->first.grad().equal(whole->first.grad()), "gradient of a recomputed layer");
+    model->zero_grad();
+    whole->zero_grad();
+  }
+}
+
+// Trains with our 8-bit AdamW. All ranks must stay equal, and the losses are printed.
+void train(char** arguments) {
+  const int64_t steps = argument(arguments, 0, 5);
+  const GroupPtr group = connect();
+  torch::manual_seed(0);
+  torch::nn::Sequential model(torch::nn::Linear(32, 64), torch::nn::GELU(), torch::nn::Linear(64, 32));
+  DataParallel parallel(*model, group, DataParallelOptions().gradient_as_bucket_view(true));
+  shoestring::optim::AdamW optimizer(model->parameters(),
+                                     shoestring::optim::AdamWOptions(1e-2).state_format("8bit"));
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+  for (int64_t step = 0; step < steps; ++step) {
+    const Tensor x = at::randn({24, 32}, generator);
+    const int64_t rows = 24 / group->getSize();
+    const Tensor own = x.narrow(0, group->getRank() * rows, rows);
+    const Tensor loss = (model->forward(own) - own).square().mean();
+    parallel.backward(loss);
+    optimizer.step();
+    optimizer.zero_grad();
+    const double mean = mean_over_ranks(group, loss.to(at::kDouble)).item<double>();
+    if (group->getRank() == 0) std::printf("%.9f\n", mean);
+  }
+  for (const Tensor& p : model->parameters()) {
+    std::vector<Tensor> input{p.detach()};
+    std::vector<std::vector<Tensor>> all(1);
+    for (int i = 0; i < group->getSize(); ++i) all[0].push_back(at::empty_like(p));
+    wait_for(group, group->allgather(all, input), "all_gather");
+    for (const Tensor& other : all[0]) expect(other.equal(p), "parameters of all ranks are equal");
+  }
+}
+
+// Ranks count different numbers of tokens. The gradient is that of the mean over all tokens.
+void tokens(char**) {
+  const GroupPtr group = connect();
+  const int64_t rank = group->getRank(), size = group->getSize();
+  Exact model(0);
+  DataParallel parallel(*model, group);
+  const auto rows = [](int64_t of) { return at::ones({int64_t{1} << of, 8}); };
+  const Tensor count = at::full({}, rows(rank).size(0), at::kDouble);
+  parallel.backward(model->forward(rows(rank)).sum() / mean_over_ranks(group, count));
+  Exact whole(0);
+  std::vector<Tensor> all;
+  for (int64_t other = 0; other < size; ++other) all.push_back(rows(other));
+  const Tensor x = at::cat(all);
+  (whole->forward(x).sum() / x.size(0)).backward();
+  expect(at::allclose(model->first.grad(), whole->first.grad(), 1e-6),
+         "gradient of the mean over all tokens");
+}
+
+// Rank 1 has another model.
+void other_model(char** arguments) {
+  const GroupPtr group = connect();
+  const bool differs = group->getRank() == 1;
+  torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, differs ? 3 : 2));
+  if (differs && argument(arguments, 0, 0) == 1) model->push_back(torch::nn::Linear(2, 2));
+  DataParallel parallel(*model, group);
+}
+
+// The last rank does something else in the third backward.
+void fault(char** arguments) {
+  const std::string kind = arguments[0];
+  const GroupPtr group = connect(argument(arguments, 1, 3000));
+  Exact model(0);
+  DataParallel parallel(*model, group, DataParallelOptions().find_unused(kind == "found"));
+  for (int64_t step = 0; step < 4; ++step) {
+    const bool now = step == 2 && group->getRank() == group->getSize() - 1;
+    if (now && kind == "kill") std::raise(SIGKILL);
+    if (now && kind == "stop") std::raise(SIGSTOP);
+    if (now && kind == "throw") throw std::runtime_error("the loss is not finite");
+    const bool partly = step == 2 && (kind == "unused" || kind == "found");
+    Tensor x = inputs(step, group->getRank(), 0);
+    parallel.backward(partly ? x.matmul(model->first).sum() : model->forward(x).sum());
+  }
+}
+
+void missing(char**) { connect(2000); }
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  at::set_num_threads(1);
+  const std::map<std::string, std::function<void(char**)>> tests{{"collectives", collectives},
+                                                                 {"data_parallel", data_parallel},
+                                                                 {"checkpointed", checkpointed},
+                                                                 {"train", train},
+                                                                 {"tokens", tokens},
+                                                                 {"other_model", other_model},
+                                                                 {"fault", fault},
+                                                                 {"missing", missing}};
+  try {
+    tests.at(count > 1 ? arguments[1] : "")(arguments + 2);
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << "\n";
+    return 2;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 2;
+  }
+  if (failures == 0) std::puts("passed");
+  return failures == 0 ? 0 : 1;
+}

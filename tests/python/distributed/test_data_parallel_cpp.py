@@ -1,0 +1,180 @@
+"""Test C++ programs of several processes: collectives, data parallelism, and what happens if a rank fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from build_folder import BUILD
+
+PROGRAM = BUILD / "tests/distributed/distributed_program"
+GLOO = "expected a build with Gloo"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def start(ranks: int, *arguments: object, **more: str) -> list[subprocess.Popen[str]]:
+    """Start a test of the program in several processes."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | more
+    return [
+        subprocess.Popen(
+            [PROGRAM, *map(str, arguments)],
+            env=os.environ | common | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 60) -> list[tuple[int, str, str]]:
+    """Return the exit code and both outputs of each process."""
+    try:
+        found = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, found, strict=True)]
+
+
+def run(ranks: int, *arguments: object) -> list[str]:
+    """Run a test of the program; return what the ranks print. All must pass."""
+    done = finish(start(ranks, *arguments))
+    assert all(code == 0 and out.endswith("passed\n") for code, out, _ in done), done
+    return [out for _, out, _ in done]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_gloo() -> None:
+    (_, _, errors), *_ = finish(start(1, "missing"))
+    if GLOO in errors:
+        pytest.skip(errors.strip())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_collectives(ranks: int) -> None:
+    run(ranks, "collectives")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("views", [0, 1], ids=["copies", "views"])
+@pytest.mark.parametrize(("bucket_bytes", "micro_batches"), [(64, 1), (64, 3), (1 << 20, 2)])
+@pytest.mark.sample(8)
+def test_gradients_are_those_of_one_process(
+    ranks: int, bucket_bytes: int, micro_batches: int, views: int
+) -> None:
+    run(ranks, "data_parallel", bucket_bytes, micro_batches, views)
+
+
+@pytest.mark.parametrize("test", ["checkpointed", "tokens"])
+def test_two_ranks(test: str) -> None:
+    run(2, test)
+
+
+def test_training_hardly_depends_on_the_number_of_ranks() -> None:
+    """The 8-bit optimizer steps all ranks alike. Losses differ by the rounding of sums alone."""
+    one, *others = ([float(x) for x in run(ranks, "train", 8)[0].split()[:-1]] for ranks in (1, 2, 4))
+    assert len(one) == 8 and one[-1] < one[0]
+    for other in others:
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+def test_torchrun_starts_the_program() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        "--no-python",
+    ]
+    done = subprocess.run([*command, PROGRAM, "train", "2"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("passed") == 2, done.stderr
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["shape", "number"])
+def test_other_parameters_are_named_on_all_ranks(more: int) -> None:
+    for code, _, errors in finish(start(3, "other_model", more)):
+        assert code == 2 and errors == (
+            "DataParallel: module: expected the same parameters on all ranks; parameter 2 is 1.weight [2, 4] Float "
+            "on rank 0 and 1.weight [3, 4] Float on rank 1\n"
+        )
+
+
+def test_unused_parameters() -> None:
+    for code, _, errors in finish(start(2, "fault", "unused")):
+        assert code == 2 and errors == (
+            "DataParallel: backward: loss: expected a loss that uses all trained parameters, received one that "
+            "does not use second, bias. Freeze them before, or pass find_unused(true).\n"
+        )
+    run(2, "fault", "found")
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "throw"])
+def test_survivors_name_the_rank_that_failed(kind: str) -> None:
+    """Each rank ends within the timeout of 3 s and 2 s more, after start and two steps."""
+    processes = start(3, "fault", kind, 3000)
+    *survivors, last = processes
+    began = time.monotonic()
+    try:
+        found = [process.communicate(timeout=30) for process in survivors]
+    finally:
+        seconds = time.monotonic() - began
+        last.send_signal(signal.SIGKILL)
+    assert seconds < 3 + 2 + 5
+    for rank, (process, (_, errors)) in enumerate(zip(survivors, found, strict=True)):
+        assert process.returncode == 2 and re.fullmatch(
+            rf"rank {rank} of 3: DataParallel: backward 3: .*; rank 2 did not come here: it has ended, is stopped "
+            r"or elsewhere in the program\n",
+            errors,
+        ), errors
+    last.communicate()
+
+
+def refused(arguments: list[str] | None = None, **environment: str) -> str:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    plain = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [PROGRAM, *(arguments or ["missing"])],
+        env=plain | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    return done.stderr.splitlines()[-1]
+
+
+def test_bad_environments() -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert refused(RANK="0", **place) == (
+        "init_process_group: WORLD_SIZE: expected the environment variable that torchrun sets, received none. Start "
+        "the program with torchrun, or pass the option."
+    )
+    wrong = "init_process_group: RANK: expected a number from 0 to 1, received "
+    for rank in ("2", "-1", "first", "1x"):
+        assert refused(RANK=rank, WORLD_SIZE="2", **place) == wrong + rank
+    assert "MASTER_PORT: expected a number from 1 to 65535, received 65536" in refused(
+        RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="65536"
+    )
+    nobody = refused(RANK="0", WORLD_SIZE="2", **place)
+    assert nobody.startswith("init_process_group: rank 0 of 2: expected all ranks within 2000 ms, received ")
+    assert "; rank 1 did not come here" in nobody
+    late = refused(RANK="1", WORLD_SIZE="2", **place)
+    assert late.startswith(
+        f"init_process_group: rank 1 of 2: expected the store at 127.0.0.1:{place['MASTER_PORT']}, "
+    )

@@ -1,12 +1,16 @@
 """Two devices: operators run where their tensors are, and a missing device guard is noticed."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from simdev import device as simdev
 from test_offload import adamw, deep, offloading
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import shoestring
 from training import compare, mlp
@@ -57,11 +61,14 @@ def test_trains_on_the_device_that_is_not_current(mode: simdev.Mode) -> None:
     compare(deep(), adamw, device="simdev:1", surround=offloading(prefetch=1))
 
 
+ANGLES = torch.stack([torch.outer(torch.arange(8.0), torch.arange(32.0) / 32)] * 2)
 CALLS = {
     "rms_norm": lambda x, w: shoestring.rms_norm(x, w[0], eps=1e-6),
     "add_layer_norm": lambda x, w: shoestring.add_layer_norm(x, x, w[0], w[1], eps=1e-6),
     "swiglu": shoestring.swiglu,
     "geglu": shoestring.geglu,
+    "gelu": lambda x, w: shoestring.gelu(x + w),
+    "rope": lambda x, w: shoestring.rope(x.view(1, 1, 8, 64), w.view(1, 1, 8, 64), *ANGLES.to(x.device))[0],
     "seeded_dropout": lambda x, w: shoestring.seeded_dropout(x, 0.5),
     "cross_entropy": lambda x, w: shoestring.cross_entropy(x, torch.arange(8, device=x.device)),
     "linear_cross_entropy": lambda x, w: shoestring.linear_cross_entropy(
@@ -99,6 +106,79 @@ def test_host_functions_guard_their_device(name: str) -> None:
     assert expected
     assert simdev.current_device() == 0
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Backwards(TorchDispatchMode):
+    """Records the calls of this package's operators of backward, with copies of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "shoestring" and "backward" in func.__name__:
+            kept, named = tree_map(
+                lambda a: a.detach().clone() if isinstance(a, Tensor) else a, (args, kwargs or {})
+            )
+            self.calls.append(lambda: func(*kept, **named))
+        return func(*args, **(kwargs or {}))
+
+
+# The operators of backward that change their arguments, with numbers of tensors and the other arguments.
+IN_PLACE: dict[str, tuple[int, tuple[str, ...]]] = {
+    "_swiglu_backward_": (3, ()),
+    "_geglu_backward_": (3, ("none",)),
+    "_gelu_backward_": (2, ("none",)),
+    "_gelu_backward_value_": (3, ("none",)),
+}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_backward_in_place_guards_its_device(name: str) -> None:
+    count, more = IN_PLACE[name]
+    torch.manual_seed(5)
+    values = torch.randn(count, 8, 64)
+    results = []
+    for device in ("simdev:0", "simdev:1"):
+        tensors = [value.to(device) for value in values]
+        getattr(torch.ops.shoestring, name)(*tensors, *more)
+        results.append([tensor.cpu() for tensor in tensors])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not torch.equal(torch.stack(results[0]), values)
+
+
+# Losses compute their gradients in forward, and the others have no operator of backward that reads the device.
+WITHOUT_BACKWARD = {
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_distillation",
+    "fake_quantize",
+    "seeded_dropout",
+}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - WITHOUT_BACKWARD))
+def test_backward_guards_its_device(name: str) -> None:
+    """The autograd engine selects the device of a backward operator; a direct call does not."""
+    results = []
+    for device in ("simdev:0", "simdev:1"):
+        with Backwards() as recorded:
+            call(name, device)
+        results.append(
+            [t.cpu() for run in recorded.calls for t in tree_leaves(run()) if isinstance(t, Tensor)]
+        )
+    first, second = results
+    assert first
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_scale_guards_its_device() -> None:
+    x = torch.full((100,), 2.0, device="simdev:1")
+    torch.ops.shoestring._scale_(x, torch.tensor([3.0], device="simdev:1"))
+    assert x.cpu().eq(6).all()
 
 
 @pytest.mark.usefixtures("emulated")

@@ -1,7 +1,10 @@
 // Connects processes, and explains the failure of a collective.
 
 #include <charconv>
+#include <condition_variable>
 #include <cstdlib>
+#include <memory>
+#include <mutex>
 #include <thread>
 
 #include <ATen/Functions.h>
@@ -57,30 +60,80 @@ std::string first_line(const std::exception& error) {
   return text.substr(0, text.find('\n'));
 }
 
-// Tells the other ranks that this rank failed in `what`, and returns the ranks that did not tell the same
-// within two seconds.
-std::string absent_ranks(ProcessGroup& group, const std::string& what) {
-  const auto key = [&](int64_t rank) { return c10::str("failed/", what, "/", rank); };
+constexpr const char* kFailed = "failed";
+
+std::string key_of(const char* what, int64_t rank) { return c10::str(what, "/", rank); }
+
+// A process group that answers the question which ranks are alive after a collective has failed. A thread
+// asks the store four times a second whether any rank has failed.
+class Group : public ProcessGroup {
+ public:
+  Group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
+      : ProcessGroup(store, rank, size),
+        listener_([state = state_, store = store->clone(), rank] { listen(*state, *store, rank); }) {}
+  ~Group() override {
+    std::unique_lock lock(state_->mutex);
+    state_->stop = true;
+    state_->changed.notify_all();
+    // A store that does not answer must not keep the process from its end.
+    const bool ended = state_->changed.wait_for(lock, std::chrono::seconds(1), [&] { return state_->ended; });
+    lock.unlock();
+    ended ? listener_.join() : listener_.detach();
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool stop = false, ended = false;
+  };
+
+  static void listen(State& state, c10d::Store& store, int64_t rank) {
+    std::unique_lock lock(state.mutex);
+    try {
+      while (!state.stop) {
+        lock.unlock();
+        const bool failed = store.check({kFailed});
+        if (failed) store.set(key_of("heard", rank), std::vector<uint8_t>{1});
+        lock.lock();
+        if (failed) break;
+        state.changed.wait_for(lock, std::chrono::milliseconds(250), [&] { return state.stop; });
+      }
+    } catch (const std::exception&) {  // the process that holds the store has ended
+      lock.lock();
+    }
+    state.ended = true;
+    state.changed.notify_all();
+  }
+
+  std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::thread listener_;
+};
+
+// Tells the other ranks that this rank has failed, and returns the ranks that do not answer within two
+// seconds.
+std::string absent_ranks(ProcessGroup& group) {
   const auto store = group.getStore();
   if (!store) return "";
   std::vector<int64_t> absent;
   try {
-    store->set(key(group.getRank()), std::vector<uint8_t>{1});
+    const std::vector<uint8_t> yes{1};
+    store->set(key_of("heard", group.getRank()), yes);
+    store->set(kFailed, yes);
     const auto end = Clock::now() + std::chrono::milliseconds(1800);
     do {
       absent.clear();
       for (int64_t rank = 0; rank < group.getSize(); ++rank)
-        if (!store->check({key(rank)})) absent.push_back(rank);
+        if (!store->check({key_of("heard", rank)})) absent.push_back(rank);
       if (!absent.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(50));
     } while (!absent.empty() && Clock::now() < end);
   } catch (const std::exception&) {
     return "; rank 0, which holds the store, has ended";
   }
-  if (absent.empty()) return "";
+  if (absent.empty()) return "; all ranks are alive";
   const bool one = absent.size() == 1;
   return c10::str("; ", one ? "rank " : "ranks ", c10::Join(", ", absent),
-                  " did not come here: ", one ? "it has ended, is stopped" : "they have ended, are stopped",
-                  " or elsewhere in the program");
+                  one ? " has ended or is stopped" : " have ended or are stopped");
 }
 
 }  // namespace
@@ -110,14 +163,14 @@ GroupPtr init_process_group(const ProcessGroupOptions& options) {
     TORCH_CHECK(false, kInit, ": rank ", rank, " of ", size, ": expected the store at ", address, ":", port,
                 ", received ", first_line(error));
   }
-  auto group = c10::make_intrusive<ProcessGroup>(store, static_cast<int>(rank), static_cast<int>(size));
+  auto group = GroupPtr(c10::make_intrusive<Group>(store, static_cast<int>(rank), static_cast<int>(size)));
   try {
     group->setBackend(c10::DeviceType::CPU, ProcessGroup::BackendType::GLOO,
                       make_gloo(c10::make_intrusive<c10d::PrefixStore>("gloo", store), static_cast<int>(rank),
                                 static_cast<int>(size), options.timeout()));
   } catch (const std::exception& error) {
     TORCH_CHECK(false, kInit, ": rank ", rank, " of ", size, ": expected all ranks within ",
-                options.timeout().count(), " ms, received ", first_line(error), absent_ranks(*group, kInit));
+                options.timeout().count(), " ms, received ", first_line(error), absent_ranks(*group));
   }
   group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
   group->setGroupName("shoestring");
@@ -126,7 +179,7 @@ GroupPtr init_process_group(const ProcessGroupOptions& options) {
 
 void fail_collective(c10d::ProcessGroup& group, const std::exception& error, const std::string& what) {
   TORCH_CHECK(false, "rank ", group.getRank(), " of ", group.getSize(), ": ", what, ": ", first_line(error),
-              absent_ranks(group, what));
+              absent_ranks(group));
 }
 
 void wait_for(const GroupPtr& group, const c10::intrusive_ptr<c10d::Work>& work, const std::string& what) {

@@ -76,9 +76,44 @@ int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Te
   return offload::State::bytes(shape.dtypes, shape.per_block, shape.sizes, shape.splits);
 }
 
+namespace {
+
+// Splits `blocks` blocks evenly over processes, in their order. If a parameter cannot be split, it belongs to
+// the process to which its first block would belong.
+std::vector<Owned> split_over(int64_t processes, const std::vector<int64_t>& begins, int64_t blocks,
+                              bool splits) {
+  std::vector<Owned> parts(static_cast<size_t>(processes));
+  const int64_t each = (blocks + processes - 1) / processes;
+  const auto after = [&](int64_t block) {  // index of the first parameter that begins after a block
+    return static_cast<size_t>(std::upper_bound(begins.begin(), begins.end(), block) - begins.begin());
+  };
+  for (int64_t process = 0; process < processes; ++process) {
+    const int64_t from = std::min(each * process, blocks), to = std::min(from + each, blocks);
+    if (from == to) continue;
+    Owned& part = parts[static_cast<size_t>(process)];
+    if (splits) {
+      // of parameters with equal begins, all but the last one are empty
+      const size_t first = after(from) - 1;
+      part = {first, after(to - 1), from - begins[first], to - from};
+    } else {
+      const size_t first = from == 0 ? 0 : after(from - 1), last = after(to - 1);
+      if (first < last)
+        part = {first, last, 0, (last < begins.size() ? begins[last] : blocks) - begins[first]};
+    }
+  }
+  return parts;
+}
+
+}  // namespace
+
 Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers,
-             const c10::intrusive_ptr<offload::Offload>& offload, bool on_host)
+             const c10::intrusive_ptr<offload::Offload>& offload, bool on_host,
+             const std::optional<Ranks>& ranks)
     : Arena(kind, std::move(members), std::move(numbers)) {
+  if (ranks.has_value()) {
+    rank = static_cast<size_t>(ranks->rank);
+    owned = split_over(ranks->count, begins, blocks, rule.takes_parts() && kind.device.is_cpu());
+  }
   const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
   step = at::zeros({static_cast<int64_t>(params.size())}, fp32);
   const auto every = parts(rule, kind);
@@ -95,8 +130,30 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
     return;
   }
   for (const Part& part : every) {
-    values[part.name] = at::zeros({blocks * part.per_block}, fp32.dtype(part.dtype));
+    const int64_t own = owned.empty() ? blocks : owned[rank].blocks;
+    values[part.name] = at::zeros({own * part.per_block}, fp32.dtype(part.dtype));
   }
+}
+
+std::pair<int64_t, int64_t> Arena::elements_of(size_t process, size_t index) const {
+  const Owned& part = owned[process];
+  if (index < part.first || index >= part.last) return {0, 0};
+  const int64_t from = begins[part.first] + part.first_block, to = from + part.blocks;
+  const auto clamped = [&](int64_t block) {
+    return std::clamp<int64_t>((block - begins[index]) * kBlock, 0, params[index].numel());
+  };
+  return {clamped(from), clamped(to)};
+}
+
+Arena Arena::own_piece() const {
+  const Owned& part = owned[rank];
+  const auto from = static_cast<int64_t>(part.first), to = static_cast<int64_t>(part.last);
+  Arena piece(kind, {params.begin() + from, params.begin() + to},
+              {numbers.begin() + from, numbers.begin() + to});
+  if (part.first_block != 0 || part.blocks != piece.blocks) piece.part = {part.first_block, part.blocks};
+  piece.step = step.narrow(0, from, to - from);
+  piece.values = values;
+  return piece;
 }
 
 void Arena::check_place(const std::string& optimizer) const {
@@ -110,6 +167,17 @@ void Arena::check_place(const std::string& optimizer) const {
 std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const {
   const Tensor& p = params[index];
   std::map<std::string, Tensor> views{{"step", step.select(0, static_cast<int64_t>(index))}};
+  if (!owned.empty()) {
+    // a part of the parameter: the elements that this process steps, or the blocks around them
+    const auto [begin, end] = elements_of(rank, index);
+    const int64_t block =
+        begins[index] + begin / kBlock - begins[owned[rank].first] - owned[rank].first_block;
+    for (const Part& part : parts(rule, kind)) {
+      const int64_t size = part.shaped ? end - begin : (end - begin + kBlock - 1) / kBlock * part.per_block;
+      views[part.name] = values.at(part.name).narrow(0, block * part.per_block, size);
+    }
+    return views;
+  }
   for (const Part& part : parts(rule, kind)) {
     const auto shape = part.shape(p);
     const Tensor& all = values.at(part.name);

@@ -69,6 +69,18 @@ struct Part {
 /// Describes the tensors in a parameter's optimizer state, except for the tensor `step`.
 std::vector<Part> parts(const Rule& rule, const Kind& kind);
 
+/// The number of this process, and that of all processes that split the steps of an optimizer.
+struct Ranks {
+  int64_t rank, count;
+};
+
+/// The part of an arena that one process steps: parameters [first, last), from block `first_block` of the
+/// first one, `blocks` blocks in all. All processes' parts follow each other.
+struct Owned {
+  size_t first = 0, last = 0;
+  int64_t first_block = 0, blocks = 0;
+};
+
 /// The optimizer state of all parameters in a parameter group that have the same Kind (state format and
 /// devices). The state of each parameter begins at a multiple of 256 elements.
 struct Arena {
@@ -101,14 +113,27 @@ struct Arena {
   // After a failed step: index of the first parameter that has not been stepped.
   size_t next_param = 0;
 
+  // The next members are used only if processes split the steps. The tensors in `values` then hold the blocks
+  // of this process alone.
+  std::vector<Owned> owned;  // the part of each process
+  size_t rank = 0;
+
   /// Creates an arena in which all optimizer state is zero.
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
-        const c10::intrusive_ptr<offload::Offload>& offload, bool on_host);
+        const c10::intrusive_ptr<offload::Offload>& offload, bool on_host, const std::optional<Ranks>& ranks);
 
   /// Raises if a parameter has left the device for which its state was made.
   void check_place(const std::string& optimizer) const;
   /// Returns the optimizer state of parameter `index`, as views into the arena.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
+  /// Returns whether this process steps blocks of parameter `index`.
+  bool owns(size_t index) const {
+    return owned.empty() || (index >= owned[rank].first && index < owned[rank].last);
+  }
+  /// Returns the elements [begin, end) of parameter `index` that a process steps.
+  std::pair<int64_t, int64_t> elements_of(size_t process, size_t index) const;
+  /// Returns an arena of the parameters of which this process steps blocks.
+  Arena own_piece() const;
   /// Returns a view of each parameter's accumulated gradient, in the parameter's shape. The first call
   /// allocates the accumulated gradients as zeros.
   std::vector<Tensor> accumulated_views(at::ScalarType dtype);

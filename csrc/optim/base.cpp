@@ -53,13 +53,18 @@ Layout& Core::layout(size_t group) {
   }
   for (const Tensor& p : layout.absent) changed |= has_gradient(p);
   if (!changed && count == params.size()) return layout;
+  TORCH_CHECK(!ranks || layout.arenas.empty(), label,
+              ": step: expected the parameters that required gradients in the first step, among which ",
+              "processes have split the state, received others");
 
   std::vector<Tensor> absent;
   // A gradient hook can step a parameter or accumulate its gradient at any time in backward. The state of
   // parameters with hooks must therefore exist before backward.
   const bool from_hooks = step_in_backward || (on_cpu() && (watches || !watched_.empty()));
   const auto found = members(group, [&](const Tensor& p) {
-    const bool belongs = state(p) != nullptr || has_gradient(p) || (from_hooks && p.requires_grad());
+    // Processes that split the state must agree on it, also if gradients are missing on some of them.
+    const bool always = from_hooks || ranks.has_value();
+    const bool belongs = state(p) != nullptr || has_gradient(p) || (always && p.requires_grad());
     if (!belongs) absent.push_back(p);
     return belongs;
   });
@@ -72,8 +77,9 @@ Layout& Core::layout(size_t group) {
       if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
     }
     const Arena& arena =
-        made.arenas.emplace_back(rule, kind, same, numbers, offload_of(kind.source), on_cpu());
+        made.arenas.emplace_back(rule, kind, same, numbers, offload_of(kind.source), on_cpu(), ranks);
     for (size_t i = 0; i < arena.params.size(); ++i) {
+      if (!arena.owns(i)) continue;
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
         for (const auto& [name, tensor] : old->tensors()) {
@@ -153,7 +159,31 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
   return found;
 }
 
+void Core::set_shard(int64_t rank, int64_t count,
+                     std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather) {
+  expect(count > 0 && rank >= 0 && rank < count, name(), "set_shard", "a rank from 0 to the number of ranks",
+         c10::str(rank, " of ", count));
+  const auto refuse = [&](bool good, const char* expected, const char* received) {
+    expect(good, name(), "set_shard", expected, received);
+  };
+  refuse(optimizer->state().empty(), "an optimizer before its first step", "one that has a state");
+  refuse(offload.empty(), "an optimizer without offload", "one with it");
+  refuse(!step_in_backward, "an optimizer without step_in_backward", "one with it");
+  for (const auto& group : optimizer->param_groups()) {
+    for (const Tensor& p : group.params())
+      refuse(p.is_contiguous(), "contiguous parameters", "one that is not contiguous");
+  }
+  ranks = Ranks{rank, count};
+  gather_weights = std::move(gather);
+}
+
+void Core::expect_unsharded(const char* what) const {
+  TORCH_CHECK(!ranks, label, ": ", what, ": expected an optimizer whose state is in this process, ",
+              "received one whose state processes have split");
+}
+
 void Core::set_offload(const std::string& where) {
+  expect_unsharded("set_offload");
   settle();
   abandon();
   const auto old = std::exchange(offloads_, decltype(offloads_)(offloads_.key_comp()));
@@ -242,6 +272,14 @@ void Core::bring_back() {
 void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                       const Tensor& clip_coef) {
   if (arena.host != nullptr) return step_on_host(group, arena, grads, accumulated, clip_coef);
+  if (!arena.owned.empty()) {
+    const auto [first, last, block, blocks] = arena.owned[arena.rank];
+    if (blocks == 0) return;
+    const auto begin = grads.begin();
+    return step_values(group, arena.own_piece(),
+                       {begin + static_cast<int64_t>(first), begin + static_cast<int64_t>(last)}, {},
+                       clip_coef);
+  }
   if (arena.offloaded == nullptr) return step_values(group, arena, grads, accumulated, clip_coef);
   arena.in_pieces(rule(group), grads, accumulated,
                   [&](const Arena& piece, const auto& own, const Tensor& sums) {

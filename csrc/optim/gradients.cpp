@@ -391,7 +391,13 @@ Tensor LowMemoryOptimizer::scaled_step(const Tensor& grad_scale, const Tensor& f
 
 const Tensor& LowMemoryOptimizer::grad_norm() const { return core_->grad_norm; }
 
+void LowMemoryOptimizer::set_shard(
+    int64_t rank, int64_t ranks, std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather) {
+  core_->set_shard(rank, ranks, std::move(gather));
+}
+
 void LowMemoryOptimizer::set_step_in_backward(bool step_in_backward) {
+  if (step_in_backward) core_->expect_unsharded("set_step_in_backward");
   core_->step_in_backward = step_in_backward;
   if (!step_in_backward) return;
   for (const auto& group : param_groups_) core_->watch(group.params());
@@ -408,6 +414,7 @@ void LowMemoryOptimizer::set_accumulate_dtype(at::ScalarType dtype) {
 }
 
 std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
+  core_->expect_unsharded("accumulate");
   core_->begin_sums();
   for (const auto& group : param_groups_) core_->watch(group.params());
   const bool before = std::exchange(core_->accumulating, true);

@@ -12,6 +12,7 @@ using torch::serialize::OutputArchive;
 
 void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
   Core& core = Access::core(optimizer);
+  core.expect_unsharded("load");
   const char* name = core.name();
   auto& groups = optimizer.param_groups();
   expect(saved.groups.size() == groups.size(), name, "load", c10::str(groups.size(), " groups of parameters"),

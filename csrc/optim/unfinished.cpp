@@ -68,6 +68,18 @@ Tensor Core::finish_step(Unfinished step) {
     if (call.arena->offloaded != nullptr) call.arena->commit();
   }
   drop_sums();
+  if (gather_weights != nullptr) {
+    std::vector<std::vector<ParameterPart>> parts(static_cast<size_t>(ranks->count));
+    for (const Call& call : step.calls) {
+      for (size_t process = 0; process < parts.size(); ++process) {
+        for (size_t i = call.arena->owned[process].first; i < call.arena->owned[process].last; ++i) {
+          const auto [begin, end] = call.arena->elements_of(process, i);
+          if (begin < end) parts[process].push_back({call.arena->params[i], begin, end});
+        }
+      }
+    }
+    gather_weights(parts);
+  }
   return step.found_inf;
 }
 
@@ -234,6 +246,7 @@ void Core::begin_sums() {
 }
 
 void Core::settle(const char* what) {
+  expect_unsharded(what);
   const std::lock_guard lock(mutex_);
   end_backward();
   drain();

@@ -229,6 +229,102 @@ void tokens(char**) {
          "gradient of the mean over all tokens");
 }
 
+template <class Optimizer, class Options>
+std::unique_ptr<shoestring::optim::LowMemoryOptimizer> made(const std::vector<Tensor>& params,
+                                                            char** arguments, Options options) {
+  options.state_format(arguments[1]).weight_rounding(arguments[2]);
+  auto optimizer = std::make_unique<Optimizer>(params, options);
+  optimizer->set_max_grad_norm(0.5);
+  return optimizer;
+}
+
+std::unique_ptr<shoestring::optim::LowMemoryOptimizer> optimizer_of(const std::vector<Tensor>& params,
+                                                                    char** arguments) {
+  namespace optim = shoestring::optim;
+  const std::string name = arguments[0];
+  if (name == "sgd") return made<optim::SGD>(params, arguments, optim::SGDOptions(1e-2).momentum(0.9));
+  if (name == "muon") return made<optim::Muon>(params, arguments, optim::MuonOptions(1e-2));
+  if (name == "came") return made<optim::CAME>(params, arguments, optim::CAMEOptions(1e-2));
+  if (name == "lamb") return made<optim::LAMB>(params, arguments, optim::LAMBOptions(1e-2));
+  if (name == "adafactor") return made<optim::Adafactor>(params, arguments, optim::AdafactorOptions(1e-2));
+  return made<optim::AdamW>(params, arguments, optim::AdamWOptions(1e-2).min_quantize_size(100));
+}
+
+// Returns the bytes of the storages of an optimizer's state, without the step counters.
+int64_t state_bytes(const torch::optim::Optimizer& optimizer) {
+  std::map<const void*, int64_t> storages;
+  for (const auto& [key, state] : optimizer.state()) {
+    for (const auto& [name, tensor] : dynamic_cast<const shoestring::optim::ParamState&>(*state).tensors())
+      if (tensor.numel() > 0 && name != "step")
+        storages[tensor.storage().data()] = static_cast<int64_t>(tensor.storage().nbytes());
+  }
+  int64_t bytes = 0;
+  for (const auto& [address, size] : storages) bytes += size;
+  return bytes;
+}
+
+// Steps that processes split have the bits of steps that each process takes alone. Prints the bytes of state.
+void zero(char** arguments) {
+  const GroupPtr group = connect();
+  const auto dtype = std::string(arguments[2]) == "nearest" ? at::kFloat : at::kBFloat16;
+  std::vector<Tensor> own, alone;
+  torch::manual_seed(3);
+  for (const std::vector<int64_t>& sizes :
+       std::vector<std::vector<int64_t>>{{70, 41}, {5}, {0}, {300, 7}, {256}, {1}, {33, 33}}) {
+    if (arguments[0] == std::string("muon") && sizes.size() != 2) continue;
+    const Tensor values = at::randn(sizes).to(dtype);
+    own.push_back(values.clone().requires_grad_());
+    alone.push_back(values.clone().requires_grad_());
+  }
+  const auto split = optimizer_of(own, arguments), whole = optimizer_of(alone, arguments);
+  shoestring::distributed::shard(*split, group);
+  for (int64_t step = 0; step < 4; ++step) {
+    for (size_t i = 0; i < own.size(); ++i) {
+      own[i].mutable_grad() = at::randn(own[i].sizes()).to(dtype);
+      alone[i].mutable_grad() = own[i].grad().clone();
+    }
+    split->step();
+    whole->step();
+    split->zero_grad();
+    for (size_t i = 0; i < own.size(); ++i)
+      expect(own[i].equal(alone[i]), c10::str("parameter ", i, " after step ", step));
+    expect(split->grad_norm().equal(whole->grad_norm()), "norms are equal");
+  }
+  std::printf("%lld %lld\n", static_cast<long long>(state_bytes(*split)),
+              static_cast<long long>(state_bytes(*whole)));
+}
+
+// Prints what an optimizer refuses before processes split it, and afterwards.
+void zero_refuses(char** arguments) {
+  const GroupPtr group = connect();
+  const auto error_of = [](const auto& call) {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string("none");
+  };
+  using shoestring::optim::AdamW;
+  const Tensor p = at::ones({300}).requires_grad_();
+  AdamW split({p}), stepped({p}), offloaded({p}), transposed({at::ones({20, 30}).t().requires_grad_()});
+  const std::string path = arguments[0];
+  shoestring::distributed::shard(split, group);
+  p.mutable_grad() = at::ones({300});
+  stepped.step();
+  shoestring::optim::save_optimizer(stepped, path);
+  offloaded.set_offload("stream");
+  for (const auto& text :
+       {error_of([&] { shoestring::distributed::shard(stepped, group); }),
+        error_of([&] { shoestring::distributed::shard(offloaded, group); }),
+        error_of([&] { shoestring::distributed::shard(transposed, group); }),
+        error_of([&] { split.set_offload("cpu"); }), error_of([&] { split.set_step_in_backward(true); }),
+        error_of([&] { split.accumulate(); }),
+        error_of([&] { shoestring::optim::save_optimizer(split, path); }),
+        error_of([&] { shoestring::optim::load_optimizer(split, path); })})
+    std::printf("%s\n", text.c_str());
+}
+
 // Rank 1 has another model.
 void other_model(char** arguments) {
   const GroupPtr group = connect();
@@ -268,7 +364,9 @@ int main(int count, char** arguments) {
                                                                  {"tokens", tokens},
                                                                  {"other_model", other_model},
                                                                  {"fault", fault},
-                                                                 {"missing", missing}};
+                                                                 {"missing", missing},
+                                                                 {"zero", zero},
+                                                                 {"zero_refuses", zero_refuses}};
   try {
     tests.at(count > 1 ? arguments[1] : "")(arguments + 2);
   } catch (const c10::Error& error) {

@@ -15,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <shoestring/export.h>
+#include <shoestring/optim/base.h>
 
 namespace shoestring::distributed {
 
@@ -40,8 +41,8 @@ struct SHOESTRING_API ProcessGroupOptions {
 /// the other processes do not come within the timeout.
 SHOESTRING_API GroupPtr init_process_group(const ProcessGroupOptions& options = {});
 
-/// Waits for a collective. An error names this rank, `what` and the ranks that did not reach the same point,
-/// which the ranks tell each other within two seconds.
+/// Waits for a collective. An error names this rank, `what`, and the ranks that have ended or are stopped:
+/// those of the group that do not answer within two seconds. Groups of init_process_group answer.
 SHOESTRING_API void wait_for(const GroupPtr& group, const c10::intrusive_ptr<c10d::Work>& work,
                              const std::string& what);
 
@@ -98,5 +99,17 @@ class SHOESTRING_API DataParallel {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+/// Splits the steps of an optimizer over the ranks (ZeRO-1). Each rank keeps 1 / ranks of the optimizer's
+/// state, to within one block of 256 elements (on a GPU, and in optimizers that step whole parameters: to
+/// within one parameter), steps its part, and receives the other parts. Training has the bits that it has
+/// without.
+///
+/// DataParallel, or any other means, must have averaged the gradients. The group must outlive the optimizer.
+/// See LowMemoryOptimizer::set_shard for what it excludes. Call it before the first step:
+///
+///     optim::AdamW optimizer(model->parameters(), optim::AdamWOptions(1e-3));
+///     shard(optimizer, group);
+SHOESTRING_API void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group);
 
 }  // namespace shoestring::distributed

@@ -3,6 +3,7 @@
 // The base classes that all optimizers share: options, state, steps, and saving to files.
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -119,6 +120,12 @@ class SHOESTRING_API ParamState : public torch::optim::OptimizerCloneableParamSt
   std::map<std::string, at::Tensor> tensors_;
 };
 
+/// The elements [begin, end) of a contiguous parameter.
+struct ParameterPart {
+  at::Tensor param;
+  int64_t begin, end;
+};
+
 /// Base class of all optimizers in shoestring::optim. It stores moments in few bits, and steps all tensors of
 /// a group in one pass. Parameters are fp32, bf16 or fp16. A parameter's state is created when it first has a
 /// gradient.
@@ -200,6 +207,20 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   ///
   /// Existing state moves to the new place. save() does not save this setting.
   void set_offload(const std::optional<std::string>& where);
+
+  /// Splits the steps over processes (ZeRO-1): each has the state of its part of the parameters alone, and
+  /// steps this part. shoestring/distributed.h has a function that does so over a process group.
+  ///
+  /// `gather` is called at the end of each step with the parts of each process, and must copy the weights of
+  /// each part from the process that has stepped it to the others. The parts are whole blocks of 256 elements
+  /// in the order of the parameters; on a GPU, and in optimizers that step whole parameters, they are whole
+  /// parameters. So the weights are bit for bit those of one process with the same gradients.
+  ///
+  /// All processes must have the same parameters and options, and gradients of all parameters that require
+  /// them. Call it before the first step. Raises c10::Error with offload, accumulate(), set_step_in_backward
+  /// or parameters that are not contiguous. save() and save_optimizer raise c10::Error afterwards.
+  void set_shard(int64_t rank, int64_t ranks,
+                 std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather);
 
   /// Adds up gradients over micro-batches, and frees grad(), for as long as the returned object lives. Hold
   /// the object during forward and backward of every micro-batch of a step except the last. Run the last

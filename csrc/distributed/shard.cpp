@@ -1,0 +1,87 @@
+// Copies the weights that each rank has stepped to all ranks.
+
+#include <algorithm>
+#include <vector>
+
+#include <ATen/Functions.h>
+
+#include <shoestring/distributed.h>
+
+#include "distributed/backends.h"
+
+namespace shoestring::distributed {
+namespace {
+
+using at::Tensor;
+using optim::ParameterPart;
+
+constexpr int64_t kChunk = 4 << 20;  // bytes that each rank sends at a time
+
+// Reads or writes the bytes of a rank's parts as one sequence.
+class Bytes {
+ public:
+  explicit Bytes(const std::vector<ParameterPart>& parts) {
+    for (const auto& [param, begin, end] : parts) {
+      const Tensor bytes = param.detach().view({-1}).narrow(0, begin, end - begin).view(at::kByte);
+      parts_.push_back(bytes);
+      size_ += bytes.numel();
+    }
+  }
+  int64_t size() const { return size_; }
+
+  // Copies the next bytes to `buffer`, or from it. Fewer bytes are copied at the end of the sequence.
+  void copy(const Tensor& buffer, bool from) {
+    for (int64_t at = 0; at < buffer.numel() && part_ < parts_.size();) {
+      const Tensor& part = parts_[part_];
+      const int64_t count = std::min(buffer.numel() - at, part.numel() - begin_);
+      Tensor mine = part.narrow(0, begin_, count), other = buffer.narrow(0, at, count);
+      from ? mine.copy_(other) : other.copy_(mine);
+      at += count;
+      begin_ += count;
+      if (begin_ == part.numel()) {
+        ++part_;
+        begin_ = 0;
+      }
+    }
+  }
+
+ private:
+  std::vector<Tensor> parts_;
+  int64_t size_ = 0, begin_ = 0;
+  size_t part_ = 0;
+};
+
+void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>& parts) {
+  const at::NoGradGuard no_grad;
+  const auto own = static_cast<size_t>(group->getRank());
+  std::vector<Bytes> bytes(parts.begin(), parts.end());
+  int64_t most = 0;
+  at::Device device(at::kCPU);
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    most = std::max(most, bytes[rank].size());
+    if (!parts[rank].empty()) device = parts[rank][0].param.device();
+  }
+  if (parts.size() < 2 || most == 0) return;
+  const int64_t chunk = std::min(kChunk, most);
+  const auto options = at::TensorOptions(device).dtype(at::kByte);
+  Tensor sent = at::empty({chunk}, options);
+  Tensor all = at::empty({chunk * static_cast<int64_t>(parts.size())}, options);
+  for (int64_t begin = 0; begin < most; begin += chunk) {
+    bytes[own].copy(sent, /*from=*/false);
+    wait_for(group, group->_allgather_base(all, sent), "all-gather of the weights after a step");
+    for (size_t rank = 0; rank < parts.size(); ++rank) {
+      if (rank != own)
+        bytes[rank].copy(all.narrow(0, static_cast<int64_t>(rank) * chunk, chunk), /*from=*/true);
+    }
+  }
+}
+
+}  // namespace
+
+void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group) {
+  TORCH_CHECK_VALUE(group.defined(), "shard: group: expected a process group, received none");
+  optimizer.set_shard(group->getRank(), group->getSize(),
+                      [group](const auto& parts) { gather(group, parts); });
+}
+
+}  // namespace shoestring::distributed

@@ -1,6 +1,8 @@
 // One process of a test of several. The first argument names the test; the environment says which rank this
 // is. A test prints lines that tests/python/distributed compares, and "passed" at its end.
 
+#include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +10,7 @@
 #include <functional>
 #include <iostream>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -325,6 +328,34 @@ void zero_refuses(char** arguments) {
     std::printf("%s\n", text.c_str());
 }
 
+// Prints the median of the seconds of a step, for benchmarks/distributed. The arguments are "alone",
+// "parallel" or "shard", the width and the rows.
+void time_steps(char** arguments) {
+  const std::string kind = arguments[0];
+  const int64_t width = argument(arguments, 1, 64), rows = argument(arguments, 2, 8);
+  const GroupPtr group = connect();
+  torch::manual_seed(0);
+  torch::nn::Sequential model;
+  for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(width, width));
+  std::optional<DataParallel> parallel;
+  if (kind != "alone") parallel.emplace(*model, group);
+  shoestring::optim::AdamW optimizer(model->parameters(), shoestring::optim::AdamWOptions(1e-6));
+  if (kind == "shard") shoestring::distributed::shard(optimizer, group);
+  const Tensor x = at::randn({rows, width});
+  std::vector<double> seconds;
+  for (int step = 0; step < 12; ++step) {
+    const auto begin = std::chrono::steady_clock::now();
+    const Tensor loss = model->forward(x).square().mean();
+    parallel.has_value() ? parallel->backward(loss) : loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+    if (step >= 2) seconds.push_back(taken.count());
+  }
+  std::sort(seconds.begin(), seconds.end());
+  if (group->getRank() == 0) std::printf("%.6f\n", (seconds[4] + seconds[5]) / 2);
+}
+
 // Rank 1 has another model.
 void other_model(char** arguments) {
   const GroupPtr group = connect();
@@ -366,7 +397,8 @@ int main(int count, char** arguments) {
                                                                  {"fault", fault},
                                                                  {"missing", missing},
                                                                  {"zero", zero},
-                                                                 {"zero_refuses", zero_refuses}};
+                                                                 {"zero_refuses", zero_refuses},
+                                                                 {"time", time_steps}};
   try {
     tests.at(count > 1 ? arguments[1] : "")(arguments + 2);
   } catch (const c10::Error& error) {

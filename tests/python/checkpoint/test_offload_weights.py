@@ -469,6 +469,12 @@ def test_losses_read_a_head_that_is_away(
     assert torch.equal(here, away)
     if dtype == torch.float64:  # PyTorch's library computes these products, and sums in an order of its own
         torch.testing.assert_close(hidden.grad, expected, rtol=1e-12, atol=1e-15)
+    elif case == "chunks" and of_weight != dtype and torch.cpu._is_avx512_bf16_supported():
+        # A chunk has fewer than 8 tokens. The library computes products of so few rows in bf16, and rounds that of
+        # each panel. With s the largest sum, the roundings are at most 2**-9 s of the whole product, 1.3 and 0.3
+        # of that for two panels of 64,512 and 5,489 random terms, and 1 for their sum.
+        scale = expected.abs().max().item()  # type: ignore[union-attr]
+        torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=4 * 2**-9 * scale)
     else:
         assert torch.equal(hidden.grad, expected)  # type: ignore[arg-type]
     assert store.statistics()["fetched"] % weight.nbytes == 0

@@ -1,0 +1,105 @@
+"""Time a training step in two processes of one thread: C++ classes of this package beside PyTorch's of Python.
+
+Each candidate runs in two processes of its own, over Gloo on this machine, and reports the median of its steps. The
+candidates take turns. The step is forward, backward with the reduction of gradients, and AdamW with 8-bit state. The
+limit is the step of one process, without communication. The C++ program is that of tests/distributed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.common import Report, arguments
+from shoestring.optim import AdamW
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(os.environ.get("SHOESTRING_BUILD", ROOT / "build")) / "tests/distributed/distributed_program"
+LAYERS, STEPS = 8, 12
+
+
+def worker(kind: str, width: int, rows: int) -> None:
+    """Train in this process, of those that the environment describes; rank 0 prints the seconds of a step."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+    torch.distributed.init_process_group("gloo")
+    if kind != "alone":
+        model = DistributedDataParallel(model)
+    optimizer: torch.optim.Optimizer
+    if kind == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-6)
+    else:
+        optimizer = AdamW(model.parameters(), lr=1e-6)
+    x = torch.randn(rows, width)
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    if torch.distributed.get_rank() == 0:
+        print(statistics.median(times[2:]))
+    torch.distributed.destroy_process_group()
+
+
+def seconds(command: list[str], ranks: int) -> float:
+    """Run a command in several processes; return the number that rank 0 prints."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    processes = [
+        subprocess.Popen(
+            command, env=os.environ | place | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    for process in processes:
+        if process.returncode != 0:
+            sys.exit(f"bench_data_parallel: {' '.join(command)}: a process ended with {process.returncode}")
+    return float(outputs[0].split()[0])
+
+
+def main() -> None:
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+
+    options = arguments(__doc__.splitlines()[0], more=more)
+    if options.worker:
+        kind, width, rows = options.worker
+        worker(kind, int(width), int(rows))
+        return
+    width, rows = (128, 32) if options.quick else (1024, 256)
+    sizes = [str(width), str(rows)]
+    python = [sys.executable, "-m", "benchmarks.distributed.bench_data_parallel", "--worker"]
+    commands: dict[str, tuple[list[str], int]] = {
+        "shoestring, C++ DataParallel": ([str(PROGRAM), "time", "parallel", *sizes], 2),
+        "shoestring, C++ DataParallel, shard": ([str(PROGRAM), "time", "shard", *sizes], 2),
+        "PyTorch, DistributedDataParallel": ([*python, "parallel", *sizes], 2),
+        "PyTorch, ZeroRedundancyOptimizer": ([*python, "zero", *sizes], 2),
+        "limit: one process": ([str(PROGRAM), "time", "alone", *sizes], 1),
+    }
+    report = Report("data_parallel", options)
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(options.repeats):
+        for name, (command, ranks) in commands.items():
+            times[name].append(seconds(command, ranks))
+    report.table(f"A step of {LAYERS} layers of {width}, {rows} rows in each process", times, 1.0, "steps/s")
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 // Copies the weights that each rank has stepped to all ranks.
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include <ATen/Functions.h>
@@ -64,14 +65,27 @@ void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>
   if (parts.size() < 2 || most == 0) return;
   const int64_t chunk = std::min(kChunk, most);
   const auto options = at::TensorOptions(device).dtype(at::kByte);
-  Tensor sent = at::empty({chunk}, options);
-  Tensor all = at::empty({chunk * static_cast<int64_t>(parts.size())}, options);
-  for (int64_t begin = 0; begin < most; begin += chunk) {
-    bytes[own].copy(sent, /*from=*/false);
-    wait_for(group, group->_allgather_base(all, sent), "all-gather of the weights after a step");
-    for (size_t rank = 0; rank < parts.size(); ++rank) {
-      if (rank != own)
-        bytes[rank].copy(all.narrow(0, static_cast<int64_t>(rank) * chunk, chunk), /*from=*/true);
+  // While a chunk is on its way, the one before is copied to the parameters.
+  struct Chunk {
+    Tensor sent, all;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  const auto ranks = static_cast<int64_t>(parts.size());
+  std::array<Chunk, 2> chunks;
+  for (Chunk& c : chunks) c = {at::empty({chunk}, options), at::empty({chunk * ranks}, options), {}};
+  const int64_t count = (most + chunk - 1) / chunk;
+  for (int64_t i = 0; i <= count; ++i) {
+    if (i < count) {
+      Chunk& next = chunks[i % 2];
+      bytes[own].copy(next.sent, /*from=*/false);
+      next.work = group->_allgather_base(next.all, next.sent);
+    }
+    if (i == 0) continue;
+    Chunk& last = chunks[(i - 1) % 2];
+    wait_for(group, last.work, "all-gather of the weights after a step");
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      if (static_cast<size_t>(rank) != own)
+        bytes[static_cast<size_t>(rank)].copy(last.all.narrow(0, rank * chunk, chunk), /*from=*/true);
     }
   }
 }

@@ -157,6 +157,8 @@ void DataParallel::backward(const at::Tensor& loss) {
     if (reducer.should_rebuild_buckets()) reducer.rebuild_buckets();
     reducer.prepare_for_backward(impl_->finds_unused ? std::vector<Tensor>{loss} : std::vector<Tensor>{});
     loss.backward();
+  } catch (const c10::OutOfMemoryError&) {
+    throw;  // callers try smaller batches
   } catch (const std::exception& error) {
     fail_collective(*impl_->group, error, c10::str("DataParallel: backward ", step));
   }

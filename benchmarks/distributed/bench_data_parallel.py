@@ -30,13 +30,12 @@ LAYERS, STEPS = 8, 12
 
 
 def worker(kind: str, width: int, rows: int) -> None:
-    """Train in this process, of those that the environment describes; rank 0 prints the seconds of a step."""
+    """Train in this process, one of those that the environment describes; rank 0 prints the seconds of a step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
     torch.distributed.init_process_group("gloo")
-    if kind != "alone":
-        model = DistributedDataParallel(model)
+    model = DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer
     if kind == "zero":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-6)

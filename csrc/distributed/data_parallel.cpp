@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <sstream>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -11,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <shoestring/distributed.h>
+#include <shoestring/training.h>
 
 #include "distributed/backends.h"
 
@@ -21,33 +23,19 @@ using at::Tensor;
 
 constexpr const char* kSame = "comparison of the parameters of all ranks";
 
-// Returns a description of each parameter, one line each.
-std::vector<std::string> described(const std::vector<std::pair<std::string, Tensor>>& parameters) {
-  std::vector<std::string> lines;
-  for (const auto& [name, tensor] : parameters)
-    lines.push_back(c10::str(name, " ", tensor.sizes(), " ", tensor.scalar_type()));
-  return lines;
-}
-
 std::vector<std::string> lines_of(const std::vector<uint8_t>& bytes) {
+  std::istringstream text(std::string(bytes.begin(), bytes.end()));
   std::vector<std::string> lines;
-  std::string line;
-  for (const uint8_t byte : bytes) {
-    if (byte != '\n') {
-      line.push_back(static_cast<char>(byte));
-      continue;
-    }
-    lines.push_back(std::move(line));
-    line.clear();
-  }
+  for (std::string line; std::getline(text, line);) lines.push_back(line);
   return lines;
 }
 
-// Raises on all ranks if the lines of two ranks differ. All ranks compare with the lowest rank that differs
-// from rank 0, so they name the same ranks.
-void check_same(const GroupPtr& group, const std::vector<std::string>& lines) {
-  std::string text;
-  for (const std::string& line : lines) text += line + "\n";
+// Raises on all ranks if the tensors of two ranks differ in number, name, shape or dtype. All ranks compare
+// with the lowest rank that differs from rank 0, so they name the same ranks.
+void check_same(const GroupPtr& group, const TensorDict& tensors) {
+  std::string text;  // a line for each tensor
+  for (const auto& item : tensors)
+    text += c10::str(item.key(), " ", item.value().sizes(), " ", item.value().scalar_type(), "\n");
   const auto hash = static_cast<int64_t>(std::hash<std::string>()(text));
   std::vector<Tensor> own{at::full({1}, hash, at::kLong)};
   std::vector<std::vector<Tensor>> all(1);
@@ -80,28 +68,17 @@ struct DataParallel::Impl {
     TORCH_CHECK_VALUE(group.defined(), "DataParallel: group: expected a process group, received none");
     TORCH_CHECK_VALUE(options.bucket_bytes() > 0, "DataParallel: bucket_bytes: expected a number above 0, ",
                       "received ", options.bucket_bytes());
-    std::vector<std::pair<std::string, Tensor>> trained, kept;
-    const auto add = [&](const std::string& name, const Tensor& tensor, bool is_trained) {
-      const auto same = [&](const auto& other) { return other.second.is_same(tensor); };
-      auto& to = is_trained ? trained : kept;
-      if (tensor.defined() && std::none_of(to.begin(), to.end(), same)) to.emplace_back(name, tensor);
-    };
-    for (const auto& item : module.named_parameters())
-      add(item.key(), item.value(), item.value().requires_grad());
-    for (const auto& item : module.named_buffers()) add(item.key(), item.value(), false);
-    TORCH_CHECK_VALUE(!trained.empty(), "DataParallel: module: expected parameters that require gradients, ",
-                      "received none");
-    std::vector<std::string> lines = described(trained), frozen = described(kept);
-    lines.insert(lines.end(), frozen.begin(), frozen.end());
-    check_same(group, lines);
-
+    const TensorDict tensors = training_tensors(module, /*frozen=*/true);
     std::vector<Tensor> parameters, all;
-    for (const auto& [name, tensor] : trained) {
-      names.push_back(name);
-      parameters.push_back(tensor);
-      all.push_back(tensor.detach());
+    for (const auto& item : tensors) {
+      all.push_back(item.value().detach());
+      if (!item.value().requires_grad()) continue;
+      names.push_back(item.key());
+      parameters.push_back(item.value());
     }
-    for (const auto& [name, tensor] : kept) all.push_back(tensor.detach());
+    TORCH_CHECK_VALUE(!parameters.empty(), "DataParallel: module: expected parameters that require ",
+                      "gradients, received none");
+    check_same(group, tensors);
     broadcast(all);
 
     const auto cap = static_cast<size_t>(options.bucket_bytes());

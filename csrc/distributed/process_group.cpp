@@ -62,7 +62,7 @@ std::string first_line(const std::exception& error) {
 
 constexpr const char* kFailed = "failed";
 
-std::string key_of(const char* what, int64_t rank) { return c10::str(what, "/", rank); }
+std::string heard(int64_t rank) { return c10::str("heard/", rank); }
 
 // A process group that answers the question which ranks are alive after a collective has failed. A thread
 // asks the store four times a second whether any rank has failed.
@@ -94,7 +94,7 @@ class Group : public ProcessGroup {
       while (!state.stop) {
         lock.unlock();
         const bool failed = store.check({kFailed});
-        if (failed) store.set(key_of("heard", rank), std::vector<uint8_t>{1});
+        if (failed) store.set(heard(rank), std::vector<uint8_t>{1});
         lock.lock();
         if (failed) break;
         state.changed.wait_for(lock, std::chrono::milliseconds(250), [&] { return state.stop; });
@@ -118,13 +118,13 @@ std::string absent_ranks(ProcessGroup& group) {
   std::vector<int64_t> absent;
   try {
     const std::vector<uint8_t> yes{1};
-    store->set(key_of("heard", group.getRank()), yes);
+    store->set(heard(group.getRank()), yes);
     store->set(kFailed, yes);
     const auto end = Clock::now() + std::chrono::milliseconds(1800);
     do {
       absent.clear();
       for (int64_t rank = 0; rank < group.getSize(); ++rank)
-        if (!store->check({key_of("heard", rank)})) absent.push_back(rank);
+        if (!store->check({heard(rank)})) absent.push_back(rank);
       if (!absent.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(50));
     } while (!absent.empty() && Clock::now() < end);
   } catch (const std::exception&) {

@@ -15,15 +15,11 @@ namespace {
 
 using at::Tensor;
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 /// Returns the layout of a parameter. `key` is its name in a module of type `type`.
 MupLayout layout_of(const std::string& type, const std::string& key) {
-  const auto is = [&](const char* end) { return ends_with(type, end); };
+  const auto is = [&](const char* end) { return type.ends_with(end); };
   const bool is_conv = type.find("Conv") != std::string::npos && (is("1d") || is("2d") || is("3d"));
-  if (is("MultiheadAttention") && ends_with(key, "proj_weight")) return MupLayout::kOutIn;
+  if (is("MultiheadAttention") && key.ends_with("proj_weight")) return MupLayout::kOutIn;
   if (key != "weight") return MupLayout::kUnknown;
   if (is("Embedding") || is("EmbeddingBag")) return MupLayout::kInOut;
   if (is_conv && type.find("ConvTranspose") != std::string::npos) return MupLayout::kInOut;
@@ -41,8 +37,8 @@ struct Roles {
       add(child.key(), *child.value());
   }
 
-  std::map<std::string, std::vector<int64_t>> sizes() const {
-    std::map<std::string, std::vector<int64_t>> found;
+  MupSizes sizes() const {
+    MupSizes found;
     for (const MupRole& role : roles) found.emplace(role.name, role.sizes);
     return found;
   }
@@ -50,14 +46,13 @@ struct Roles {
  private:
   void add(const std::string& prefix, const torch::nn::Module& module) {
     std::string type = module.name();
-    if (ends_with(type, "Impl")) type.resize(type.size() - 4);
+    if (type.ends_with("Impl")) type.resize(type.size() - 4);
     for (const auto& p : module.named_parameters(/*recurse=*/false)) {
       const Tensor& tensor = p.value();
       if (!tensor.defined()) continue;  // a layer without bias
-      const auto same = std::find_if(tensors.begin(), tensors.end(),
-                                     [&](const Tensor& other) { return other.is_same(tensor); });
       roles.push_back({prefix.empty() ? p.key() : prefix + "." + p.key(), layout_of(type, p.key()),
-                       tensor.sizes().vec(), same - tensors.begin(), tensor.requires_grad()});
+                       tensor.sizes().vec(), reinterpret_cast<int64_t>(tensor.unsafeGetTensorImpl()),
+                       tensor.requires_grad()});
       tensors.push_back(tensor);
     }
   }
@@ -85,25 +80,23 @@ double deviation_of(const Tensor& t) {
 std::vector<MupGroup> mup_groups(const torch::nn::Module& module, const torch::nn::Module& base,
                                  const MupOptions& options) {
   const Roles own(module);
-  const auto sizes = Roles(base).sizes();
-  return grouped(own, mup_scales(own.roles, base_by_name(sizes), options));
+  return grouped(own, mup_scales(own.roles, Roles(base).sizes(), options));
 }
 
 std::vector<MupGroup> mup_groups_by_size(const torch::nn::Module& module,
                                          const std::map<int64_t, int64_t>& base_widths,
                                          const MupOptions& options) {
   const Roles own(module);
-  return grouped(own, mup_scales(own.roles, base_by_width(base_widths, own.roles, "base_widths"), options));
+  return grouped(own, mup_scales(own.roles, sizes_by_width(base_widths, own.roles, "base_widths"), options));
 }
 
 void mup_(torch::nn::Module& module, const torch::nn::Module& base, const MupOptions& options) {
   const at::NoGradGuard no_grad;
   const Roles own(module), other(base);
-  const auto sizes = other.sizes();
   std::map<std::string, Tensor> base_tensors;
   for (size_t i = 0; i < other.roles.size(); ++i) base_tensors.emplace(other.roles[i].name, other.tensors[i]);
-  for (const MupScale& scale : mup_scales(own.roles, base_by_name(sizes), options)) {
-    if (!scale.has_fan_in) continue;
+  for (const MupScale& scale : mup_scales(own.roles, other.sizes(), options)) {
+    if (scale.kind != "hidden" && scale.kind != "output") continue;
     Tensor tensor = own.tensors[scale.role];
     const double before = deviation_of(tensor);
     const double wanted = deviation_of(base_tensors.at(own.roles[scale.role].name)) * scale.deviation;

@@ -79,17 +79,8 @@ void check_options(const std::vector<MupRole>& roles, const MupOptions& options)
 
 }  // namespace
 
-MupBase base_by_name(const std::map<std::string, std::vector<int64_t>>& sizes) {
-  return [&sizes](const MupRole& role) {
-    const auto found = sizes.find(role.name);
-    TORCH_CHECK_VALUE(found != sizes.end(), kMup, ": base: expected a parameter ", role.name,
-                      ", received none");
-    return found->second;
-  };
-}
-
-MupBase base_by_width(const std::map<int64_t, int64_t>& widths, const std::vector<MupRole>& roles,
-                      const char* argument) {
+MupSizes sizes_by_width(const std::map<int64_t, int64_t>& widths, const std::vector<MupRole>& roles,
+                        const char* argument) {
   std::set<int64_t> sizes;
   for (const MupRole& role : roles) sizes.insert(role.sizes.begin(), role.sizes.end());
   for (const auto& [width, base] : widths) {
@@ -98,17 +89,18 @@ MupBase base_by_width(const std::map<int64_t, int64_t>& widths, const std::vecto
     TORCH_CHECK_VALUE(sizes.count(width) > 0, kMup, ": ", argument,
                       ": expected sizes of dimensions, received ", width, ", which no parameter has");
   }
-  return [&widths](const MupRole& role) {
-    std::vector<int64_t> base = role.sizes;
-    for (int64_t& size : base) {
+  MupSizes base;
+  for (const MupRole& role : roles) {
+    std::vector<int64_t>& own = base[role.name] = role.sizes;
+    for (int64_t& size : own) {
       const auto found = widths.find(size);
       if (found != widths.end()) size = found->second;
     }
-    return base;
-  };
+  }
+  return base;
 }
 
-std::vector<MupScale> mup_scales(const std::vector<MupRole>& roles, const MupBase& base,
+std::vector<MupScale> mup_scales(const std::vector<MupRole>& roles, const MupSizes& base,
                                  const MupOptions& options) {
   check_options(roles, options);
   std::vector<MupScale> scales;
@@ -116,15 +108,18 @@ std::vector<MupScale> mup_scales(const std::vector<MupRole>& roles, const MupBas
   for (size_t i = 0; i < roles.size(); ++i) {
     const MupRole& role = roles[i];
     if (!role.trained) continue;
-    const Ratios own = ratios_of(role, ratios_of_dimensions(role, base(role)), options);
+    const auto sizes = base.find(role.name);
+    TORCH_CHECK_VALUE(sizes != base.end(), kMup, ": base: expected a parameter ", role.name,
+                      ", received none");
+    const Ratios own = ratios_of(role, ratios_of_dimensions(role, sizes->second), options);
     const auto [entry, is_new] = seen.try_emplace(role.tensor, &role, own);
     const auto& [first, before] = entry->second;
     TORCH_CHECK_VALUE(before == own, kMup, ": ", role.name, ": expected one role, received that of \"",
                       before.kind(), "\" (", first->name, ") and of \"", own.kind(),
                       "\". Untie the weights.");
     if (is_new)
-      scales.push_back({static_cast<int64_t>(i), own.kind(), own.lr(options.optimizer() == "sgd"),
-                        own.deviation(), own.in != 1});
+      scales.push_back(
+          {static_cast<int64_t>(i), own.kind(), own.lr(options.optimizer() == "sgd"), own.deviation()});
   }
   return scales;
 }
@@ -133,7 +128,7 @@ namespace {
 
 /// The rule for modules of Python.
 struct Mup : torch::CustomClassHolder {
-  using Scale = std::tuple<int64_t, std::string, double, double, bool>;
+  using Scale = std::tuple<int64_t, std::string, double, double>;
 
   Mup(const std::vector<std::string>& names, const std::vector<int64_t>& layouts,
       const std::vector<std::vector<int64_t>>& sizes, const std::vector<int64_t>& tensors,
@@ -145,26 +140,26 @@ struct Mup : torch::CustomClassHolder {
   std::vector<Scale> by_name(const std::vector<std::string>& names,
                              const std::vector<std::vector<int64_t>>& base_sizes,
                              const c10::Dict<std::string, std::string>& kinds, const std::string& optimizer) {
-    std::map<std::string, std::vector<int64_t>> base;
+    MupSizes base;
     for (size_t i = 0; i < names.size(); ++i) base.emplace(names[i], base_sizes[i]);
-    return scales(base_by_name(base), kinds, optimizer);
+    return scales(base, kinds, optimizer);
   }
   std::vector<Scale> by_width(const c10::Dict<int64_t, int64_t>& widths,
                               const c10::Dict<std::string, std::string>& kinds,
                               const std::string& optimizer) {
     std::map<int64_t, int64_t> base;
     for (const auto& item : widths) base.emplace(item.key(), item.value());
-    return scales(base_by_width(base, roles, "base"), kinds, optimizer);
+    return scales(sizes_by_width(base, roles, "base"), kinds, optimizer);
   }
 
-  std::vector<Scale> scales(const MupBase& base, const c10::Dict<std::string, std::string>& kinds,
+  std::vector<Scale> scales(const MupSizes& base, const c10::Dict<std::string, std::string>& kinds,
                             const std::string& optimizer) const {
     MupOptions options;
     options.optimizer(optimizer);
     for (const auto& item : kinds) options.kinds()[item.key()] = item.value();
     std::vector<Scale> result;
     for (const MupScale& scale : mup_scales(roles, base, options))
-      result.emplace_back(scale.role, scale.kind, scale.lr, scale.deviation, scale.has_fan_in);
+      result.emplace_back(scale.role, scale.kind, scale.lr, scale.deviation);
     return result;
   }
 

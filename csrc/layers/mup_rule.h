@@ -3,7 +3,6 @@
 // The rule of muP: how learning rates and initial deviations change with the sizes of a parameter.
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -28,26 +27,23 @@ struct MupRole {
   bool trained;
 };
 
-/// The multipliers of roles[role]. has_fan_in: the fan-in differs from that of the base model.
+/// The multipliers of roles[role].
 struct MupScale {
   int64_t role;
   std::string kind;
   double lr, deviation;
-  bool has_fan_in;
 };
 
-/// Returns the sizes of a parameter in the base model.
-using MupBase = std::function<std::vector<int64_t>(const MupRole&)>;
+/// The sizes of the parameters of a model, by their names.
+using MupSizes = std::map<std::string, std::vector<int64_t>>;
 
-/// Returns a base model by the sizes of its parameters. It must not outlive `sizes`.
-MupBase base_by_name(const std::map<std::string, std::vector<int64_t>>& sizes);
-/// Returns a base model whose dimensions have the sizes widths[size]. `argument` is the name of `widths` in
-/// errors. The base must not outlive `widths`.
-MupBase base_by_width(const std::map<int64_t, int64_t>& widths, const std::vector<MupRole>& roles,
-                      const char* argument);
+/// Returns the sizes of the parameters in a base model whose dimensions have the sizes widths[size].
+/// `argument` is the name of `widths` in errors.
+MupSizes sizes_by_width(const std::map<int64_t, int64_t>& widths, const std::vector<MupRole>& roles,
+                        const char* argument);
 
-/// Returns the multipliers of each trained tensor, under its first name.
-std::vector<MupScale> mup_scales(const std::vector<MupRole>& roles, const MupBase& base,
+/// Returns the multipliers of each trained tensor, under its first name. `base`: the sizes in the base model.
+std::vector<MupScale> mup_scales(const std::vector<MupRole>& roles, const MupSizes& base,
                                  const MupOptions& options);
 
 }  // namespace shoestring::nn::init

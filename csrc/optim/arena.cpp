@@ -145,15 +145,28 @@ std::pair<int64_t, int64_t> Arena::elements_of(size_t process, size_t index) con
   return {clamped(from), clamped(to)};
 }
 
-Arena Arena::own_piece() const {
-  const Owned& part = owned[rank];
+std::vector<ParameterPart> Arena::parts_of(size_t process) const {
+  std::vector<ParameterPart> found;
+  for (size_t i = owned[process].first; i < owned[process].last; ++i) {
+    const auto [begin, end] = elements_of(process, i);
+    if (begin < end) found.push_back({params[i], begin, end});
+  }
+  return found;
+}
+
+Arena Arena::piece(const Owned& part) const {
   const auto from = static_cast<int64_t>(part.first), to = static_cast<int64_t>(part.last);
   Arena piece(kind, {params.begin() + from, params.begin() + to},
               {numbers.begin() + from, numbers.begin() + to});
   if (part.first_block != 0 || part.blocks != piece.blocks) piece.part = {part.first_block, part.blocks};
   piece.step = step.narrow(0, from, to - from);
-  piece.values = values;
   return piece;
+}
+
+Arena Arena::own_piece() const {
+  Arena own = piece(owned[rank]);
+  own.values = values;
+  return own;
 }
 
 void Arena::check_place(const std::string& optimizer) const {
@@ -233,10 +246,9 @@ void Arena::in_pieces(const Rule& rule, const Gradients& grads, const Tensor& ac
     const auto device = offloaded->take(chunk);
     const auto at = offloaded->piece(chunk, start, end);
     const int64_t first = at.first - start, last = at.last - start;
-    Arena piece(kind, {params.begin() + first, params.begin() + last},
-                {numbers.begin() + first, numbers.begin() + last});
-    if (at.first_block != 0 || at.blocks != piece.blocks) piece.part = {at.first_block, at.blocks};
-    piece.step = step.narrow(0, first, last - first).clone();
+    Arena piece =
+        this->piece({static_cast<size_t>(first), static_cast<size_t>(last), at.first_block, at.blocks});
+    piece.step = piece.step.clone();
     for (size_t i = 0; i < every.size(); ++i) {
       const int64_t n = every[i].per_block;
       piece.values[every[i].name] = device[i].narrow(0, at.offset * n, at.blocks * n);

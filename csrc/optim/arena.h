@@ -132,6 +132,8 @@ struct Arena {
   }
   /// Returns the elements [begin, end) of parameter `index` that a process steps.
   std::pair<int64_t, int64_t> elements_of(size_t process, size_t index) const;
+  /// Returns the parts of parameters that a process steps, without those of no elements.
+  std::vector<ParameterPart> parts_of(size_t process) const;
   /// Returns an arena of the parameters of which this process steps blocks.
   Arena own_piece() const;
   /// Returns a view of each parameter's accumulated gradient, in the parameter's shape. The first call
@@ -155,6 +157,8 @@ struct Arena {
 
  private:
   Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
+  /// Returns an arena of a part of the parameters, without values. Its step counters are views.
+  Arena piece(const Owned& part) const;
 };
 
 /// Returns the number of bytes that the optimizer state of `params` takes in the file of

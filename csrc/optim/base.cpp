@@ -159,8 +159,7 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
   return found;
 }
 
-void Core::set_shard(int64_t rank, int64_t count,
-                     std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather) {
+void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather) {
   expect(count > 0 && rank >= 0 && rank < count, name(), "set_shard", "a rank from 0 to the number of ranks",
          c10::str(rank, " of ", count));
   const auto refuse = [&](bool good, const char* expected, const char* received) {

@@ -61,9 +61,8 @@ struct Core : std::enable_shared_from_this<Core> {
   int64_t layouts_made = 0;
   /// Set if processes split the steps; see LowMemoryOptimizer::set_shard.
   std::optional<Ranks> ranks;
-  std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather_weights;
-  void set_shard(int64_t rank, int64_t count,
-                 std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather);
+  GatherWeights gather_weights;
+  void set_shard(int64_t rank, int64_t count, GatherWeights gather);
   /// Raises if processes split the steps. `what` is what needs an optimizer that takes whole steps.
   void expect_unsharded(const char* what) const;
   /// How processes split the parameters that are shards. A parameter without an entry is whole.

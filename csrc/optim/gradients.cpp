@@ -391,8 +391,7 @@ Tensor LowMemoryOptimizer::scaled_step(const Tensor& grad_scale, const Tensor& f
 
 const Tensor& LowMemoryOptimizer::grad_norm() const { return core_->grad_norm; }
 
-void LowMemoryOptimizer::set_shard(
-    int64_t rank, int64_t ranks, std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather) {
+void LowMemoryOptimizer::set_shard(int64_t rank, int64_t ranks, GatherWeights gather) {
   core_->set_shard(rank, ranks, std::move(gather));
 }
 

@@ -72,10 +72,7 @@ Tensor Core::finish_step(Unfinished step) {
     std::vector<std::vector<ParameterPart>> parts(static_cast<size_t>(ranks->count));
     for (const Call& call : step.calls) {
       for (size_t process = 0; process < parts.size(); ++process) {
-        for (size_t i = call.arena->owned[process].first; i < call.arena->owned[process].last; ++i) {
-          const auto [begin, end] = call.arena->elements_of(process, i);
-          if (begin < end) parts[process].push_back({call.arena->params[i], begin, end});
-        }
+        for (ParameterPart& part : call.arena->parts_of(process)) parts[process].push_back(std::move(part));
       }
     }
     gather_weights(parts);

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-# Which dimensions of a parameter are fan-out and fan-in; see csrc/layers/mup_rule.h.
+# The layouts of a parameter say which of its dimensions are fan-out and fan-in; see csrc/layers/mup_rule.h.
 _UNKNOWN, _OUT_IN, _IN_OUT = range(3)
 
 
@@ -21,7 +21,6 @@ class _Scaled(NamedTuple):
     kind: str
     lr: float
     deviation: float
-    has_fan_in: bool  # whether the fan-in differs from that of the base model
 
 
 def mup_groups(
@@ -128,7 +127,7 @@ def mup_(
     """
     before = dict(base.named_parameters(remove_duplicate=False))
     for scaled in _scaled(model, base, kinds):
-        if not scaled.has_fan_in or scaled.parameter.numel() < 2:
+        if scaled.kind not in ("hidden", "output") or scaled.parameter.numel() < 2:
             continue
         own, wanted = scaled.parameter.double().std(), before[scaled.name].double().std() * scaled.deviation
         if own > 0:

@@ -26,10 +26,10 @@ def free_port() -> int:
         return port
 
 
-def start(ranks: int, *arguments: object, **more: str) -> list[subprocess.Popen[str]]:
+def start(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
     """Start a test of the program in several processes."""
     port = str(free_port())
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | more
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         subprocess.Popen(
             [PROGRAM, *map(str, arguments)],
@@ -192,11 +192,11 @@ def test_survivors_name_the_rank_that_failed(kind: str) -> None:
     last.communicate()
 
 
-def refused(arguments: list[str] | None = None, **environment: str) -> str:
+def refused(**environment: str) -> str:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     plain = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        [PROGRAM, *(arguments or ["missing"])],
+        [PROGRAM, "missing"],
         env=plain | environment,
         capture_output=True,
         text=True,

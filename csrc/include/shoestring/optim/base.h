@@ -125,6 +125,8 @@ struct ParameterPart {
   at::Tensor param;
   int64_t begin, end;
 };
+/// Copies the weights of the parts of each process from that process to all others.
+using GatherWeights = std::function<void(const std::vector<std::vector<ParameterPart>>&)>;
 
 /// Base class of all optimizers in shoestring::optim. It stores moments in few bits, and steps all tensors of
 /// a group in one pass. Parameters are fp32, bf16 or fp16. A parameter's state is created when it first has a
@@ -219,8 +221,7 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// All processes must have the same parameters and options, and gradients of all parameters that require
   /// them. Call it before the first step. Raises c10::Error with offload, accumulate(), set_step_in_backward
   /// or parameters that are not contiguous. save() and save_optimizer raise c10::Error afterwards.
-  void set_shard(int64_t rank, int64_t ranks,
-                 std::function<void(const std::vector<std::vector<ParameterPart>>&)> gather);
+  void set_shard(int64_t rank, int64_t ranks, GatherWeights gather);
 
   /// Adds up gradients over micro-batches, and frees grad(), for as long as the returned object lives. Hold
   /// the object during forward and backward of every micro-batch of a step except the last. Run the last

@@ -1,16 +1,31 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <shoestring/safetensors.h>
 
 namespace shoestring::distributed {
 
 /// Connects the ranks by Gloo. Raises c10::Error in a build without Gloo's headers.
 c10::intrusive_ptr<c10d::Backend> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                             std::chrono::milliseconds timeout);
+
+/// Copies tensors of rank 0 to all ranks. Throws c10::Error on all ranks if they differ in number, name,
+/// shape or dtype.
+void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const TensorDict& tensors,
+                       const char* caller);
+
+/// Returns the name under which c10d's operators find a group. A group without such a name gets one.
+std::string registered_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
+
+/// Lets this rank answer after a collective has failed on another rank, so that errors of wait_for name the
+/// ranks that are missing. Groups of init_process_group answer by themselves.
+void answer_failures(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
 /// Raises c10::Error for a collective that failed: see wait_for.
 [[noreturn]] void fail_collective(c10d::ProcessGroup& group, const std::exception& error,

@@ -32,7 +32,7 @@ std::vector<std::string> lines_of(const std::vector<uint8_t>& bytes) {
 
 // Raises on all ranks if the tensors of two ranks differ in number, name, shape or dtype. All ranks compare
 // with the lowest rank that differs from rank 0, so they name the same ranks.
-void check_same(const GroupPtr& group, const TensorDict& tensors) {
+void check_same(const GroupPtr& group, const TensorDict& tensors, const char* caller) {
   std::string text;  // a line for each tensor
   for (const auto& item : tensors)
     text += c10::str(item.key(), " ", item.value().sizes(), " ", item.value().scalar_type(), "\n");
@@ -48,7 +48,7 @@ void check_same(const GroupPtr& group, const TensorDict& tensors) {
 
   const auto store = group->getStore();
   const int64_t rank = group->getRank();
-  const auto key = [](int64_t of) { return c10::str("parameters/", of); };
+  const auto key = [&](int64_t of) { return c10::str("parameters/", of, "/", all[0][of].item<int64_t>()); };
   if (rank == 0 || rank == other) store->set(key(rank), std::vector<uint8_t>(text.begin(), text.end()));
   const auto first = lines_of(store->get(key(0))), second = lines_of(store->get(key(other)));
   const auto line_of = [](const std::vector<std::string>& found, size_t i) {
@@ -56,11 +56,34 @@ void check_same(const GroupPtr& group, const TensorDict& tensors) {
   };
   size_t i = 0;
   while (i < first.size() && i < second.size() && first[i] == second[i]) ++i;
-  TORCH_CHECK(false, "DataParallel: module: expected the same parameters on all ranks; parameter ", i, " is ",
+  TORCH_CHECK(false, caller, ": module: expected the same parameters on all ranks; parameter ", i, " is ",
               line_of(first, i), " on rank 0 and ", line_of(second, i), " on rank ", other);
 }
 
+// Copies the tensors of rank 0 to all ranks, those of one dtype together.
+void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  std::map<at::ScalarType, std::vector<Tensor>> by_dtype;
+  for (const Tensor& tensor : tensors)
+    if (tensor.numel() > 0) by_dtype[tensor.scalar_type()].push_back(tensor.detach());
+  try {
+    for (const auto& [dtype, own] : by_dtype) c10d::broadcast_coalesced(group, own, 250 << 20, 0);
+  } catch (const std::exception& error) {
+    fail_collective(*group, error, "broadcast of the parameters of rank 0");
+  }
+}
+
 }  // namespace
+
+void broadcast_tensors(const GroupPtr& group, const TensorDict& tensors, const char* caller) {
+  check_same(group, tensors, caller);
+  broadcast(group, tensors.values());
+}
+
+void broadcast_module(const torch::nn::Module& module, const GroupPtr& group) {
+  TORCH_CHECK_VALUE(group.defined(), "broadcast_module: group: expected a process group, received none");
+  broadcast_tensors(group, training_tensors(module, /*frozen=*/true), "broadcast_module");
+}
 
 struct DataParallel::Impl {
   Impl(const torch::nn::Module& module, GroupPtr own, const DataParallelOptions& options)
@@ -69,17 +92,15 @@ struct DataParallel::Impl {
     TORCH_CHECK_VALUE(options.bucket_bytes() > 0, "DataParallel: bucket_bytes: expected a number above 0, ",
                       "received ", options.bucket_bytes());
     const TensorDict tensors = training_tensors(module, /*frozen=*/true);
-    std::vector<Tensor> parameters, all;
+    std::vector<Tensor> parameters;
     for (const auto& item : tensors) {
-      all.push_back(item.value().detach());
       if (!item.value().requires_grad()) continue;
       names.push_back(item.key());
       parameters.push_back(item.value());
     }
     TORCH_CHECK_VALUE(!parameters.empty(), "DataParallel: module: expected parameters that require ",
                       "gradients, received none");
-    check_same(group, tensors);
-    broadcast(all);
+    broadcast_tensors(group, tensors, "DataParallel");
 
     const auto cap = static_cast<size_t>(options.bucket_bytes());
     // The first bucket is small, so that the first reduction begins early.
@@ -93,19 +114,6 @@ struct DataParallel::Impl {
         /*skip_all_reduce_unused_params=*/false,
         /*use_python_reducer=*/false, std::vector<int64_t>{});
     finds_unused = options.find_unused();
-  }
-
-  // Copies the tensors of rank 0 to all ranks, those of one dtype together.
-  void broadcast(const std::vector<Tensor>& tensors) {
-    const at::NoGradGuard no_grad;
-    std::map<at::ScalarType, std::vector<Tensor>> by_dtype;
-    for (const Tensor& tensor : tensors)
-      if (tensor.numel() > 0) by_dtype[tensor.scalar_type()].push_back(tensor);
-    try {
-      for (const auto& [dtype, own] : by_dtype) c10d::broadcast_coalesced(group, own, 250 << 20, 0);
-    } catch (const std::exception& error) {
-      fail_collective(*group, error, "broadcast of the parameters of rank 0");
-    }
   }
 
   GroupPtr group;

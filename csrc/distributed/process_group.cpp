@@ -2,13 +2,16 @@
 
 #include <charconv>
 #include <condition_variable>
+#include <csignal>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
 
 #include <ATen/Functions.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -62,24 +65,36 @@ std::string first_line(const std::exception& error) {
 
 constexpr const char* kFailed = "failed";
 
+// Gloo writes to the socket of a rank that has ended. Without this the signal would end the process, without
+// a word.
+void ignore_broken_pipes() {
+  struct sigaction now{};
+  if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
+}
+
 std::string heard(int64_t rank) { return c10::str("heard/", rank); }
 
-// A process group that answers the question which ranks are alive after a collective has failed. A thread
-// asks the store four times a second whether any rank has failed.
-class Group : public ProcessGroup {
+std::string listens(int64_t rank) { return c10::str("listens/", rank); }
+
+// Answers the other ranks, which ask whether this rank is alive after a collective has failed. A thread asks
+// the store four times a second whether any rank has failed.
+class Listener {
  public:
-  Group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
-      : ProcessGroup(store, rank, size),
-        listener_([state = state_, store = store->clone(), rank] { listen(*state, *store, rank); }) {}
-  ~Group() override {
+  Listener(c10d::Store& store, int64_t rank) {
+    store.set(listens(rank), std::vector<uint8_t>{1});
+    thread_ = std::thread([state = state_, own = store.clone(), rank] { listen(*state, *own, rank); });
+  }
+  ~Listener() {
     std::unique_lock lock(state_->mutex);
     state_->stop = true;
     state_->changed.notify_all();
     // A store that does not answer must not keep the process from its end.
     const bool ended = state_->changed.wait_for(lock, std::chrono::seconds(1), [&] { return state_->ended; });
     lock.unlock();
-    ended ? listener_.join() : listener_.detach();
+    ended ? thread_.join() : thread_.detach();
   }
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
 
  private:
   struct State {
@@ -107,24 +122,38 @@ class Group : public ProcessGroup {
   }
 
   std::shared_ptr<State> state_ = std::make_shared<State>();
-  std::thread listener_;
+  std::thread thread_;
+};
+
+// A process group with a Listener.
+class Group : public ProcessGroup {
+ public:
+  Group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)
+      : ProcessGroup(store, rank, size), listener_(*store, rank) {}
+
+ private:
+  Listener listener_;
 };
 
 // Tells the other ranks that this rank has failed, and returns the ranks that do not answer within two
-// seconds.
+// seconds. A group of which no rank has a Listener gives no answer.
 std::string absent_ranks(ProcessGroup& group) {
   const auto store = group.getStore();
   if (!store) return "";
   std::vector<int64_t> absent;
   try {
     const std::vector<uint8_t> yes{1};
+    const bool all_listen = dynamic_cast<Group*>(&group) != nullptr;
+    if (!all_listen && !store->check({listens(group.getRank())})) return "";
     store->set(heard(group.getRank()), yes);
     store->set(kFailed, yes);
     const auto end = Clock::now() + std::chrono::milliseconds(1800);
     do {
       absent.clear();
-      for (int64_t rank = 0; rank < group.getSize(); ++rank)
-        if (!store->check({heard(rank)})) absent.push_back(rank);
+      for (int64_t rank = 0; rank < group.getSize(); ++rank) {
+        if ((all_listen || store->check({listens(rank)})) && !store->check({heard(rank)}))
+          absent.push_back(rank);
+      }
       if (!absent.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(50));
     } while (!absent.empty() && Clock::now() < end);
   } catch (const std::exception&) {
@@ -147,6 +176,7 @@ GroupPtr init_process_group(const ProcessGroupOptions& options) {
   const int64_t rank = number_of(options.rank(), "RANK", 0, size - 1);
   const std::string address = options.address().has_value() ? *options.address() : text_of("MASTER_ADDR");
   const int64_t port = number_of(options.port(), "MASTER_PORT", 1, 65535);
+  ignore_broken_pipes();
   c10::intrusive_ptr<c10d::Store> store;
   try {
     c10d::TCPStoreOptions tcp;
@@ -175,6 +205,27 @@ GroupPtr init_process_group(const ProcessGroupOptions& options) {
   group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
   group->setGroupName("shoestring");
   return group;
+}
+
+std::string registered_name(const GroupPtr& group) {
+  static int64_t number = 0;
+  const std::string name = group->hasBackends() ? group->getGroupName() : "";
+  try {
+    if (!name.empty() && c10d::resolve_process_group(name) == group) return name;
+  } catch (const std::exception&) {  // no group has this name
+  }
+  const std::string own = c10::str("shoestring/", number++);
+  c10d::register_process_group(own, group);
+  return own;
+}
+
+void answer_failures(const GroupPtr& group) {
+  static std::mutex mutex;
+  static std::map<std::string, std::unique_ptr<Listener>> listeners;
+  if (dynamic_cast<Group*>(group.get()) != nullptr || !group->getStore()) return;
+  const std::lock_guard lock(mutex);
+  auto& listener = listeners[group->getGroupName()];
+  if (listener == nullptr) listener = std::make_unique<Listener>(*group->getStore(), group->getRank());
 }
 
 void fail_collective(c10d::ProcessGroup& group, const std::exception& error, const std::string& what) {

@@ -9,6 +9,7 @@
 #include <shoestring/distributed.h>
 
 #include "distributed/backends.h"
+#include "distributed/split_gradients.h"
 
 namespace shoestring::distributed {
 namespace {
@@ -92,10 +93,18 @@ void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>
 
 }  // namespace
 
-void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group) {
+void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group, const ShardOptions& options) {
   TORCH_CHECK_VALUE(group.defined(), "shard: group: expected a process group, received none");
-  optimizer.set_shard(group->getRank(), group->getSize(),
-                      [group](const auto& parts) { gather(group, parts); });
+  TORCH_CHECK_VALUE(options.bucket_bytes() > 0, "shard: bucket_bytes: expected a number above 0, received ",
+                    options.bucket_bytes());
+  TORCH_CHECK_VALUE(!options.find_unused() || options.gradients(),
+                    "shard: find_unused: expected split gradients, received whole ones, for which ",
+                    "DataParallel has this option");
+  std::shared_ptr<optim::SplitGradients> gradients;
+  if (options.gradients()) gradients = std::make_shared<ReducedParts>(group, options);
+  optimizer.set_shard(
+      group->getRank(), group->getSize(), [group](const auto& parts) { gather(group, parts); },
+      std::move(gradients));
 }
 
 }  // namespace shoestring::distributed

@@ -169,6 +169,23 @@ Arena Arena::own_piece() const {
   return own;
 }
 
+Arena Arena::whole(const Rule& rule, std::vector<std::vector<ParameterPart>>& found) const {
+  Arena all(rule, kind, params, numbers, nullptr, /*on_host=*/false, std::nullopt);
+  all.step.copy_(step);
+  for (size_t process = 0; process < owned.size(); ++process) {
+    const auto& [first, last, first_block, count] = owned[process];
+    if (count == 0) continue;
+    found[process].push_back({all.step, static_cast<int64_t>(first), static_cast<int64_t>(last)});
+    for (const Part& part : parts(rule, kind)) {
+      const Tensor& values_of_all = all.values.at(part.name);
+      const int64_t begin = (begins[first] + first_block) * part.per_block, size = count * part.per_block;
+      if (process == rank) values_of_all.narrow(0, begin, size).copy_(values.at(part.name));
+      found[process].push_back({values_of_all, begin, begin + size});
+    }
+  }
+  return all;
+}
+
 void Arena::check_place(const std::string& optimizer) const {
   for (const Tensor& p : params) {
     TORCH_CHECK(p.device() == kind.source, optimizer, ": params: expected all parameters on ", kind.source,
@@ -198,6 +215,20 @@ std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const
         all.narrow(0, begins[index] * part.per_block, c10::multiply_integers(shape)).view(shape);
   }
   return views;
+}
+
+void Arena::set_state(const Rule& rule, size_t index, const std::map<std::string, Tensor>& state) {
+  std::map<std::string, Tensor> own = views(rule, index);
+  own.at("step").copy_(state.at("step"));
+  for (const Part& part : parts(rule, kind)) {
+    Tensor given = state.at(part.name);
+    if (!owned.empty()) {
+      const int64_t from = elements_of(rank, index).first;
+      given = given.reshape({-1}).narrow(0, part.shaped ? from : from / kBlock * part.per_block,
+                                         own.at(part.name).numel());
+    }
+    own.at(part.name).copy_(given);
+  }
 }
 
 std::vector<Tensor> Arena::accumulated_views(at::ScalarType dtype) {

@@ -136,6 +136,11 @@ struct Arena {
   std::vector<ParameterPart> parts_of(size_t process) const;
   /// Returns an arena of the parameters of which this process steps blocks.
   Arena own_piece() const;
+  /// Returns an arena of the state of all processes, in which this process's part has its values, and adds
+  /// the part of each process to `parts`.
+  Arena whole(const Rule& rule, std::vector<std::vector<ParameterPart>>& parts) const;
+  /// Copies the state of parameter `index`, as one process has it, to this arena.
+  void set_state(const Rule& rule, size_t index, const std::map<std::string, Tensor>& state);
   /// Returns a view of each parameter's accumulated gradient, in the parameter's shape. The first call
   /// allocates the accumulated gradients as zeros.
   std::vector<Tensor> accumulated_views(at::ScalarType dtype);

@@ -76,19 +76,19 @@ Layout& Core::layout(size_t group) {
     for (const Tensor& p : same) {
       if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
     }
-    const Arena& arena =
+    Arena& arena =
         made.arenas.emplace_back(rule, kind, same, numbers, offload_of(kind.source), on_cpu(), ranks);
     for (size_t i = 0; i < arena.params.size(); ++i) {
-      if (!arena.owns(i)) continue;
+      if (!arena.owns(i)) {
+        states.emplace_back(arena.params[i].unsafeGetTensorImpl(), std::map<std::string, Tensor>());
+        continue;
+      }
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
-        for (const auto& [name, tensor] : old->tensors()) {
-          const auto view = views.find(name);
-          if (view != views.end()) {
-            view->second.copy_(tensor);
-          } else {
-            views[name] = tensor.to(kind.device, tensor.scalar_type(), false, /*copy=*/true);
-          }
+        arena.set_state(rule, i, old->tensors());
+        for (const Extra& extra : rule.extras) {
+          const Tensor& tensor = (*old)[extra.name];
+          views[extra.name] = tensor.to(kind.device, tensor.scalar_type(), false, /*copy=*/true);
         }
       }
       for (const Extra& extra : rule.extras) {
@@ -101,7 +101,13 @@ Layout& Core::layout(size_t group) {
   alone_.clear();  // drops the arenas of single parameters, which are views of the old arenas
   drop_buckets();
   ++layouts_made;
-  for (auto& [key, views] : states) optimizer->state()[key] = std::make_unique<ParamState>(std::move(views));
+  for (auto& [key, views] : states) {
+    if (views.empty()) {
+      optimizer->state().erase(key);  // another process has it
+    } else {
+      optimizer->state()[key] = std::make_unique<ParamState>(std::move(views));
+    }
+  }
   return layout = std::move(made);
 }
 
@@ -116,6 +122,7 @@ std::vector<Core::Members> Core::members(size_t group, c10::function_ref<bool(co
     if (on_cpu()) kind.device = at::kCPU;
     const auto shard = shards.find(p.unsafeGetTensorImpl());
     if (shard != shards.end()) kind.shard = shard->second;
+    if (split_gradients != nullptr) kind.shard = {{split_gradients->group()}, 0, p.device().type()};
     auto same = std::find_if(found.begin(), found.end(), [&](const Members& m) { return m.kind == kind; });
     if (same == found.end()) same = found.insert(found.end(), {kind, {}, {}});
     same->params.push_back(p);
@@ -159,7 +166,8 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
   return found;
 }
 
-void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather) {
+void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather,
+                     std::shared_ptr<SplitGradients> gradients) {
   expect(count > 0 && rank >= 0 && rank < count, name(), "set_shard", "a rank from 0 to the number of ranks",
          c10::str(rank, " of ", count));
   const auto refuse = [&](bool good, const char* expected, const char* received) {
@@ -174,6 +182,56 @@ void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather) {
   }
   ranks = Ranks{rank, count};
   gather_weights = std::move(gather);
+  split_gradients = std::move(gradients);
+}
+
+// Returns the parts that each process steps.
+Core::Parts Core::parts_of(const std::vector<const Arena*>& arenas) const {
+  Parts parts(static_cast<size_t>(ranks->count));
+  for (const Arena* arena : arenas) {
+    for (size_t process = 0; process < parts.size(); ++process) {
+      for (ParameterPart& part : arena->parts_of(process)) parts[process].push_back(std::move(part));
+    }
+  }
+  return parts;
+}
+
+WholeState::WholeState(Core& core) : core_(core) {
+  if (!core.ranks) return;
+  const at::NoGradGuard no_grad;
+  Core::Parts parts(static_cast<size_t>(core.ranks->count));
+  std::decay_t<decltype(core.optimizer->state())> whole;
+  for (size_t group = 0; group < core.optimizer->param_groups().size(); ++group) {
+    const auto layout = core.layouts.find(group);
+    if (layout == core.layouts.end()) continue;
+    const Rule& rule = core.rule(group);
+    for (const Arena& arena : layout->second.arenas) {
+      const Arena all = arena.whole(rule, parts);
+      for (size_t i = 0; i < arena.params.size(); ++i) {
+        auto views = all.views(rule, i);
+        for (const Extra& extra : rule.extras) {
+          Tensor& tensor = views[extra.name];
+          tensor = arena.owns(i) ? (*core.state(arena.params[i]))[extra.name].clone()
+                                 : at::zeros(extra.shape_of(arena.params[i]), arena.step.options());
+          for (size_t process = 0; process < parts.size(); ++process) {
+            const Owned& part = arena.owned[process];
+            if (i >= part.first && i < part.last) parts[process].push_back({tensor, 0, tensor.numel()});
+          }
+        }
+        whole[arena.params[i].unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(views));
+      }
+    }
+  }
+  core.gather_weights(parts);
+  own_ = std::exchange(core.optimizer->state(), std::move(whole));
+}
+
+WholeState::~WholeState() {
+  if (core_.ranks.has_value() && own_.has_value()) core_.optimizer->state() = std::move(*own_);
+}
+
+void Core::share_weights(const std::vector<const Arena*>& arenas) const {
+  if (ranks.has_value()) gather_weights(parts_of(arenas));
 }
 
 void Core::expect_unsharded(const char* what) const {
@@ -398,7 +456,7 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
     param_groups_.pop_back();
     throw;
   }
-  if (core_->step_in_backward) core_->watch(group.params());
+  if (core_->step_in_backward || core_->split_gradients != nullptr) core_->watch(group.params());
 }
 
 void LowMemoryOptimizer::zero_grad(bool set_to_none) {

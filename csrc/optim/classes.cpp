@@ -11,7 +11,9 @@
 #include <shoestring/optim/rules.h>
 
 #include "optim/core.h"
+#include "optim/optimizer_holder.h"
 #include "optim/saved.h"
+#include "optim/stored.h"
 #include "optim/values.h"
 
 namespace shoestring::optim {
@@ -69,11 +71,14 @@ void read_options(const Options& values, LowMemoryOptions& to) {
 
 // ---- The class
 
-class OptimizerCore : public torch::CustomClassHolder {
+class OptimizerCore : public OptimizerHolder {
  public:
   OptimizerCore(const std::string& name, std::string label) : optimizer_(make_by_name(name)) {
     core().label = std::move(label);
+    core().installs_hooks = false;
   }
+
+  LowMemoryOptimizer& optimizer() override { return *optimizer_; }
 
   // ---- groups
 
@@ -126,7 +131,10 @@ class OptimizerCore : public torch::CustomClassHolder {
   }
   int64_t host_bytes() { return core().host_bytes(); }
   void set_max_grad_norm(std::optional<double> norm) { optimizer_->set_max_grad_norm(norm); }
-  void set_step_in_backward(bool step_in_backward) { core().step_in_backward = step_in_backward; }
+  void set_step_in_backward(bool step_in_backward) {
+    if (step_in_backward) core().expect_unsharded("step_in_backward");
+    core().step_in_backward = step_in_backward;
+  }
   void set_accumulate_dtype(at::ScalarType dtype) { optimizer_->set_accumulate_dtype(dtype); }
 
   // ---- steps
@@ -198,6 +206,18 @@ class OptimizerCore : public torch::CustomClassHolder {
         entries.insert(name, (*state)[name]);
       }
     }
+    return found;
+  }
+
+  bool writes() { return detail::writes(*optimizer_); }
+
+  /// Returns the state of each parameter of each group, as one process would have it. If processes have split
+  /// the state, all of them must call it.
+  std::vector<std::vector<Entries>> whole_states() {
+    const WholeState whole(core());
+    std::vector<std::vector<Entries>> found;
+    for (size_t g = 0; g < optimizer_->param_groups().size(); ++g)
+      found.push_back(states(static_cast<int64_t>(g)));
     return found;
   }
 
@@ -282,6 +302,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("grad_norm", &OptimizerCore::grad_norm)
       .def("set_grad_norm", &OptimizerCore::set_grad_norm)
       .def("states", &OptimizerCore::states)
+      .def("whole_states", &OptimizerCore::whole_states)
+      .def("writes", &OptimizerCore::writes)
       .def("arenas", &OptimizerCore::arenas)
       .def("load", &OptimizerCore::load);
 }

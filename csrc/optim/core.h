@@ -61,8 +61,13 @@ struct Core : std::enable_shared_from_this<Core> {
   int64_t layouts_made = 0;
   /// Set if processes split the steps; see LowMemoryOptimizer::set_shard.
   std::optional<Ranks> ranks;
+  using Parts = std::vector<std::vector<ParameterPart>>;
   GatherWeights gather_weights;
-  void set_shard(int64_t rank, int64_t count, GatherWeights gather);
+  std::shared_ptr<SplitGradients> split_gradients;  // null if each process has whole gradients
+  void set_shard(int64_t rank, int64_t count, GatherWeights gather,
+                 std::shared_ptr<SplitGradients> gradients);
+  /// Gives the weights that processes have stepped in parts to all of them. Does nothing with whole steps.
+  void share_weights(const std::vector<const Arena*>& arenas) const;
   /// Raises if processes split the steps. `what` is what needs an optimizer that takes whole steps.
   void expect_unsharded(const char* what) const;
   /// How processes split the parameters that are shards. A parameter without an entry is whole.
@@ -105,6 +110,8 @@ struct Core : std::enable_shared_from_this<Core> {
   Tensor grad_norm;
   bool step_in_backward = false, accumulating = false;
   bool watches = false;  // whether hooks outside of the core call on_gradient
+  // Whether watch() installs hooks. Python's optimizers have hooks of their own.
+  bool installs_hooks = true;
   at::ScalarType accumulate_dtype = at::kFloat;
 
   /// Installs a post-accumulate-grad hook on each parameter. step_in_backward and accumulate() need the
@@ -204,6 +211,8 @@ struct Core : std::enable_shared_from_this<Core> {
   enum class Broken { kNone, kSums, kWeights };
 
   std::vector<Members> members(size_t group, c10::function_ref<bool(const Tensor&)> belongs) const;
+  Parts parts_of(const std::vector<const Arena*>& arenas) const;
+  void split_gradient(const Tensor& param);
   void check_process() const;
   Versions versions() const;
   Unfinished begin_step();
@@ -219,6 +228,7 @@ struct Core : std::enable_shared_from_this<Core> {
   bool is_pending(const Tensor& param) const { return pending_.count(param.unsafeGetTensorImpl()) > 0; }
   bool any_pending(const Arena& arena) const;
   void add(const Tensor& param);
+  void take_sum(const Tensor& param);
   std::vector<Tensor> into_arena(Arena& arena);
   void gather(Call& call);
   void find_inf(const std::vector<Call>& calls);
@@ -253,6 +263,7 @@ struct Core : std::enable_shared_from_this<Core> {
   // Arguments of scaled_step(), set while it runs. If found_inf_ is not zero, the operators skip the step.
   Tensor grad_scale_, found_inf_;
   bool is_checked_ = false;
+  bool knows_parts_ = false;  // whether split_gradients knows the parts of each process
   // The accumulated gradient of each parameter; a view into an arena, once the arena exists.
   std::unordered_map<Key, Tensor> sums_;
   // Parameters whose accumulated gradient contains at least one micro-batch.
@@ -279,6 +290,20 @@ struct Core : std::enable_shared_from_this<Core> {
   std::unordered_map<const void*, Tensor> known_norms_;
   // Declared last, so that the worker thread ends before the members that it uses are destroyed.
   std::unique_ptr<offload::CopyLane> worker_;
+};
+
+/// Gives an optimizer, for as long as this object lives, the state that one process would have, if processes
+/// have split it. All of them must make such an object.
+class WholeState {
+ public:
+  explicit WholeState(Core& core);
+  ~WholeState();
+  WholeState(const WholeState&) = delete;
+  WholeState& operator=(const WholeState&) = delete;
+
+ private:
+  Core& core_;
+  std::optional<std::decay_t<decltype(core_.optimizer->state())>> own_;
 };
 
 }  // namespace shoestring::optim::detail

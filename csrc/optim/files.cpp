@@ -132,6 +132,7 @@ void expect_metadata(const Metadata& metadata, const char* key, const std::strin
 Stored store_own(const LowMemoryOptimizer& optimizer) {
   Core& core = Access::core(optimizer);
   core.settle();
+  const WholeState whole(core);
   Stored stored;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
@@ -330,6 +331,11 @@ Stored detail::store(const torch::optim::Optimizer& optimizer) {
   return store_libtorch(name_of(optimizer, "save"), optimizer);
 }
 
+bool detail::writes(const torch::optim::Optimizer& optimizer) {
+  const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
+  return own == nullptr || !Access::core(*own).ranks || Access::core(*own).ranks->rank == 0;
+}
+
 void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, const std::string& where) {
   if (auto* own = dynamic_cast<LowMemoryOptimizer*>(&optimizer)) return restore_own(*own, stored, where);
   restore_libtorch(name_of(optimizer, "load"), optimizer, stored, where);
@@ -337,6 +343,7 @@ void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, c
 
 void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
   Stored stored = store_own(optimizer);
+  if (!writes(optimizer)) return;
   stored.metadata["format"] = kFormat;
   save_safetensors(path, stored.tensors, stored.metadata);
 }

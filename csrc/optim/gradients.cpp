@@ -33,6 +33,7 @@ struct Hook final : torch::autograd::PostAccumulateGradHook {
 }  // namespace
 
 bool Core::has_gradient(const Tensor& param) const {
+  if (split_gradients != nullptr) return split_gradients->any() && param.requires_grad();
   return param.grad().defined() || is_pending(param) || collected_.count(param.unsafeGetTensorImpl()) > 0;
 }
 
@@ -55,6 +56,7 @@ bool Core::any_pending(const Arena& arena) const {
 }
 
 void Core::watch(const std::vector<Tensor>& params) {
+  if (!installs_hooks) return;
   for (const Tensor& p : params) {
     if (!p.requires_grad() || !watched_.insert(p.unsafeGetTensorImpl()).second) continue;
     auto& place = torch::autograd::impl::post_acc_grad_hooks(p);
@@ -79,12 +81,35 @@ void Core::on_gradient(const Tensor& param) {
     add(param);
   } else if (step_in_backward) {
     step_alone(param);
+  } else if (ranks.has_value()) {
+    take_sum(param);
+    if (split_gradients != nullptr) split_gradient(param);
   }
+}
+
+// Gives a complete gradient to split_gradients.
+void Core::split_gradient(const Tensor& param) {
+  if (!knows_parts_) {
+    std::vector<Tensor> params;
+    std::vector<const Arena*> arenas;
+    for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
+      for (const Arena& arena : layout(g).arenas) arenas.push_back(&arena);
+      for (const Tensor& p : optimizer->param_groups()[g].params())
+        if (p.requires_grad()) params.push_back(p);
+    }
+    split_gradients->set_parts(params, parts_of(arenas));
+    knows_parts_ = true;
+  }
+  split_gradients->add(param);
 }
 
 void Core::add_sum_to_gradient(const Tensor& param) {
   const std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
+  take_sum(param);
+}
+
+void Core::take_sum(const Tensor& param) {
   if (!is_pending(param)) return;
   drain();
   Tensor& sum = sums_.at(param.unsafeGetTensorImpl());
@@ -136,12 +161,22 @@ std::vector<Tensor> Core::into_arena(Arena& arena) {
 // call. In these cases, adds the gradients to the accumulated gradients and passes the sums as the gradients.
 void Core::gather(Call& call) {
   bool here = false;  // whether some gradients, collected or accumulated, are in host memory
+  if (split_gradients != nullptr) {
+    for (const Tensor& p : call.arena->params) {
+      const Tensor part = split_gradients->part(p);
+      call.grads.push_back(part.numel() == p.numel() ? part.view(p.sizes()) : part);
+    }
+    return;
+  }
   for (const Tensor& p : call.arena->params) {
     call.grads.push_back(p.grad());
     here |= is_pending(p) || collected_.count(p.unsafeGetTensorImpl()) > 0;
   }
   if (here && call.arena->host != nullptr) call.grads = on_host(*call.arena, std::move(call.grads));
   if (!any_pending(*call.arena)) return;
+  TORCH_CHECK(!ranks, label,
+              ": step: expected a last micro-batch outside of accumulate() that has a gradient ",
+              "for each parameter, received sums without one");
   const auto views = into_arena(*call.arena);
   const bool whole = max_grad_norm || grad_scale_.defined();
   for (size_t i = 0; i < views.size(); ++i) {
@@ -166,6 +201,7 @@ void Core::drop_sums() {
   collected_.clear();
   known_norms_.clear();
   micro_norms_.clear();
+  if (split_gradients != nullptr) split_gradients->clear();
 }
 
 // ---- scaled losses
@@ -391,8 +427,11 @@ Tensor LowMemoryOptimizer::scaled_step(const Tensor& grad_scale, const Tensor& f
 
 const Tensor& LowMemoryOptimizer::grad_norm() const { return core_->grad_norm; }
 
-void LowMemoryOptimizer::set_shard(int64_t rank, int64_t ranks, GatherWeights gather) {
-  core_->set_shard(rank, ranks, std::move(gather));
+void LowMemoryOptimizer::set_shard(int64_t rank, int64_t ranks, GatherWeights gather,
+                                   std::shared_ptr<SplitGradients> gradients) {
+  core_->set_shard(rank, ranks, std::move(gather), std::move(gradients));
+  if (core_->split_gradients == nullptr) return;
+  for (const auto& group : param_groups_) core_->watch(group.params());
 }
 
 void LowMemoryOptimizer::set_step_in_backward(bool step_in_backward) {
@@ -413,7 +452,6 @@ void LowMemoryOptimizer::set_accumulate_dtype(at::ScalarType dtype) {
 }
 
 std::shared_ptr<void> LowMemoryOptimizer::accumulate() {
-  core_->expect_unsharded("accumulate");
   core_->begin_sums();
   for (const auto& group : param_groups_) core_->watch(group.params());
   const bool before = std::exchange(core_->accumulating, true);

@@ -48,11 +48,15 @@ void check_param(const char* op, int64_t i, const Tensor& param, c10::Device dev
       "]: expected a tensor without overlapping memory, received an expanded one; call .contiguous()");
 }
 
-void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& grad) {
+// `piece`: number of elements that the call steps, if it steps a part of the parameter. The gradient may then
+// have these elements alone.
+void check_grad(const char* op, int64_t i, const Tensor& param, const Tensor& grad,
+                std::optional<int64_t> piece) {
   TORCH_CHECK(grad.layout() == at::kStrided, op, ": grads[", i, "]: expected a dense tensor, received ",
               grad.layout(), "; sparse gradients are not supported");
-  TORCH_CHECK(grad.sizes() == param.sizes(), op, ": grads[", i, "]: expected the parameter's shape, ",
-              param.sizes(), ", received ", grad.sizes());
+  const bool is_piece = piece.has_value() && grad.dim() == 1 && grad.numel() == *piece;
+  TORCH_CHECK(is_piece || grad.sizes() == param.sizes(), op, ": grads[", i,
+              "]: expected the parameter's shape, ", param.sizes(), ", received ", grad.sizes());
   TORCH_CHECK(is_supported(grad) && grad.device() == param.device(), op, ": grads[", i,
               "]: expected fp32, bf16 or fp16 on the parameter's device, ", param.device(), ", received ",
               grad.scalar_type(), " on ", grad.device());
@@ -177,11 +181,15 @@ std::vector<Stepped> checked(const Call& call) {
   int64_t begin = -call.first_block;
   for (size_t i = 0; i < call.params.size(); begin += blocks_of(call.params[i++])) {
     if (!call.grads[i]) continue;
-    check_param(call.op, i, call.params[i], device);
-    check_grad(call.op, i, call.params[i], *call.grads[i]);
-    const int64_t last = std::min(blocks_of(call.params[i]), blocks - begin);
+    const Tensor &param = call.params[i], &grad = *call.grads[i];
+    check_param(call.op, i, param, device);
+    const int64_t last = std::min(blocks_of(param), blocks - begin);
     const int64_t first = std::max<int64_t>(-begin, 0);
-    work.push_back({static_cast<int64_t>(i), begin, first, last, call.params[i], *call.grads[i], {}});
+    std::optional<int64_t> piece;
+    if (!call.is_whole()) piece = std::min(last * kStateBlock, param.numel()) - first * kStateBlock;
+    check_grad(call.op, i, param, grad, piece);
+    const int64_t grad_begin = grad.sizes() == param.sizes() ? 0 : first * kStateBlock;
+    work.push_back({static_cast<int64_t>(i), begin, first, last, param, grad, {}, grad_begin});
   }
   check_arena(call.op, "step", call.step, at::kFloat, call.params.size(), device);
   check_moments(call, device);

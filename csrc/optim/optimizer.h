@@ -130,7 +130,13 @@ struct Stepped {
   int64_t index, block;
   int64_t first, last;  // range of the parameter's blocks to step
   Tensor param, grad;
-  Tensor strided;  // the original parameter, if `param` is a contiguous copy
+  Tensor strided;      // the original parameter, if `param` is a contiguous copy
+  int64_t grad_begin;  // index in the parameter of the first element that `grad` has
+
+  /// Returns the address at which the gradient of the parameter's first element would be.
+  const void* grad_data() const {
+    return static_cast<const char*>(grad.const_data_ptr()) - grad_begin * grad.element_size();
+  }
 };
 
 kernels::ElementType type_of(const Tensor& t);
@@ -206,8 +212,7 @@ void step_cpu(const Call& call, const typename Op::Options& own) {
       rule = options.rule(previous);
     }
     work.push_back({rule, static_cast<uint32_t>(previous), call.number_of(s.index), type_of(s.param),
-                    type_of(s.grad), s.param.mutable_data_ptr(), s.grad.const_data_ptr(), s.block,
-                    s.param.numel()});
+                    type_of(s.grad), s.param.mutable_data_ptr(), s.grad_data(), s.block, s.param.numel()});
   }
   const auto& kernels = Op::table();
   over_blocks(stepped,

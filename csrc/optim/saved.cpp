@@ -12,7 +12,6 @@ using torch::serialize::OutputArchive;
 
 void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
   Core& core = Access::core(optimizer);
-  core.expect_unsharded("load");
   const char* name = core.name();
   auto& groups = optimizer.param_groups();
   expect(saved.groups.size() == groups.size(), name, "load", c10::str(groups.size(), " groups of parameters"),
@@ -71,6 +70,7 @@ void ParamState::serialize(InputArchive& archive) {
 
 void LowMemoryOptimizer::save(OutputArchive& archive) const {
   core_->settle();
+  const WholeState whole(*core_);
   archive.write("format_version", c10::IValue(kFormatVersion));
   archive.write("optimizer", c10::IValue(std::string(core_->name())));
   if (core_->step_in_backward && grad_norm().defined())

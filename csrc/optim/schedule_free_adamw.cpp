@@ -59,6 +59,7 @@ void ScheduleFreeAdamWOptions::check_step() const {
 void ScheduleFreeAdamW::set_mode(bool train_mode) {
   at::NoGradGuard no_grad;
   Core& core = Access::core(*this);
+  std::vector<const Arena*> moved;
   for (size_t g = 0; g < param_groups().size(); ++g) {
     auto& options = static_cast<ScheduleFreeAdamWOptions&>(param_groups()[g].options());
     if (options.train_mode() == train_mode) continue;
@@ -69,8 +70,11 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
         const auto device = some.params[0].device();
         ops::Arguments arguments(move);
         arguments.params = some.params;
-        for (const Tensor& p : some.params)
-          arguments.grads.emplace_back((*core.state(p))["offset"].to(device));
+        for (const Tensor& p : some.params) {
+          const Tensor offset = (*core.state(p))["offset"].to(device);
+          arguments.grads.emplace_back(offset.numel() == p.numel() ? offset.view(p.sizes()) : offset);
+        }
+        if (some.part) std::tie(arguments.first_block, arguments.blocks) = *some.part;
         arguments.step = some.step.to(device, some.step.scalar_type(), false, /*copy=*/true);
         arguments.maximize = train_mode;
         const auto kept = some.values.find("weight_remainder");
@@ -79,7 +83,10 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
         arguments.call();
         if (remainder.defined() && !remainder.is_same(kept->second)) kept->second.copy_(remainder);
       };
-      if (arena.offloaded == nullptr && arena.host == nullptr) {
+      moved.push_back(&arena);
+      if (!arena.owned.empty()) {
+        if (arena.owned[arena.rank].blocks > 0) apply(arena.own_piece());
+      } else if (arena.offloaded == nullptr && arena.host == nullptr) {
         apply(arena);
       } else {
         // Offloaded state is copied to the device one parameter at a time, since the device may not have
@@ -89,6 +96,7 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
     }
     options.train_mode(train_mode);
   }
+  core.share_weights(moved);
 }
 
 }  // namespace shoestring::optim

@@ -35,7 +35,8 @@ namespace {
 // index in the parameter.
 //
 // If `blocks` is given, the arenas hold only that many blocks of 256 elements, from block first_block of
-// the first parameter on. Only these blocks are stepped.
+// the first parameter on. Only these blocks are stepped. The gradient of a parameter of which some blocks are
+// stepped may be flat, with the elements of these blocks alone.
 template <class Options>
 void define(torch::Library& m, const std::string& name) {
   const Options options;

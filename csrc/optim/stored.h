@@ -21,8 +21,13 @@ struct Stored {
 };
 
 /// Returns the state of one of our optimizers, or of LibTorch's Adam, AdamW or SGD. The tensors share the
-/// memory of the state.
+/// memory of the state. If processes have split the state, all of them must call it, and each gets a copy of
+/// all of it.
 Stored store(const torch::optim::Optimizer& optimizer);
+
+/// Returns whether this process writes the files of an optimizer. If processes have split its state, only the
+/// first one does.
+bool writes(const torch::optim::Optimizer& optimizer);
 
 /// Restores what store has returned, in C++ or in Python. `where` begins messages. Raises c10::Error before
 /// anything has changed.

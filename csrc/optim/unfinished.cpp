@@ -21,6 +21,7 @@ Core::Unfinished Core::begin_step() {
   // Waits for pending writes of offloaded state, so that a failed step can drop its chunks of state.
   if (step_in_backward) bring_back();
   Unfinished step{{}, 0, {}, {}, {}, {}};
+  if (split_gradients != nullptr && split_gradients->any()) split_gradients->finish();
   for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
     const auto& params = optimizer->param_groups()[g].params();
     if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); }))
@@ -68,23 +69,19 @@ Tensor Core::finish_step(Unfinished step) {
     if (call.arena->offloaded != nullptr) call.arena->commit();
   }
   drop_sums();
-  if (gather_weights != nullptr) {
-    std::vector<std::vector<ParameterPart>> parts(static_cast<size_t>(ranks->count));
-    for (const Call& call : step.calls) {
-      for (size_t process = 0; process < parts.size(); ++process) {
-        for (ParameterPart& part : call.arena->parts_of(process)) parts[process].push_back(std::move(part));
-      }
-    }
-    gather_weights(parts);
-  }
+  std::vector<const Arena*> stepped;
+  for (const Call& call : step.calls) stepped.push_back(call.arena);
+  share_weights(stepped);
   return step.found_inf;
 }
 
 Core::Versions Core::versions() const {
   Versions found;
   for (const auto& group : optimizer->param_groups()) {
-    for (const Tensor& p : group.params())
-      found.emplace_back(p.grad(), p.grad().defined() ? p.grad()._version() : 0);
+    for (const Tensor& p : group.params()) {
+      const Tensor grad = split_gradients != nullptr ? split_gradients->part(p) : p.grad();
+      found.emplace_back(grad, grad.defined() ? grad._version() : 0);
+    }
   }
   return found;
 }
@@ -243,7 +240,6 @@ void Core::begin_sums() {
 }
 
 void Core::settle(const char* what) {
-  expect_unsharded(what);
   const std::lock_guard lock(mutex_);
   end_backward();
   drain();
@@ -266,6 +262,7 @@ void Core::discard() {
   end_backward();
   if (unfinished_ && (unfinished_->done == unfinished_->calls.size() || !has_stepped(*unfinished_)))
     abandon();
+  if (split_gradients != nullptr) split_gradients->clear();
   if (broken_ == Broken::kSums) {
     drop_all_sums();
     broken_ = Broken::kNone;

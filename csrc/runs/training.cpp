@@ -178,6 +178,9 @@ void save_training(const std::string& path, const TrainingRun& run) {
       tensors.insert(c10::str("optimizer.", i, ".", item.key()), item.value());
     optimizers.push_back(stored.metadata);
   }
+  if (!std::all_of(run.optimizers.begin(), run.optimizers.end(),
+                   [](const auto* optimizer) { return optim::detail::writes(*optimizer); }))
+    return;
   for (const auto& [name, part] : run.parts) {
     parts[name] = Json::object();
     for (const auto& item : part.state()) tensors.insert("part." + name + "." + item.key(), item.value());

@@ -297,8 +297,112 @@ void zero(char** arguments) {
               static_cast<long long>(state_bytes(*whole)));
 }
 
+// Split gradients give the steps of one process that has the mean of all ranks' gradients. The arguments are
+// those of `zero`, the bytes of a bucket, the number of micro-batches, how they are added up ("sums" or
+// "sends"), and what the last parameter does ("all", or "unused" on the last rank).
+void split_gradients(char** arguments) {
+  using shoestring::distributed::ShardOptions;
+  const GroupPtr group = connect();
+  const int64_t rank = group->getRank(), size = group->getSize();
+  const auto dtype = std::string(arguments[2]) == "nearest" ? at::kFloat : at::kBFloat16;
+  const int64_t bucket_bytes = argument(arguments, 3, 64), micro_batches = argument(arguments, 4, 1);
+  const bool sums = arguments[5] == std::string("sums"), unused = arguments[6] == std::string("unused");
+  std::vector<Tensor> own, alone;
+  torch::manual_seed(3);
+  for (const std::vector<int64_t>& sizes :
+       std::vector<std::vector<int64_t>>{{70, 41}, {5}, {0}, {300, 7}, {256}, {1}, {33, 33}}) {
+    if (arguments[0] == std::string("muon") && sizes.size() != 2) continue;
+    const Tensor values = at::randn(sizes).to(dtype);
+    own.push_back(values.clone().requires_grad_());
+    alone.push_back(values.clone().requires_grad_());
+  }
+  const auto split = optimizer_of(own, arguments), whole = optimizer_of(alone, arguments);
+  split->set_max_grad_norm(std::nullopt);
+  whole->set_max_grad_norm(std::nullopt);
+  shoestring::distributed::shard(
+      *split, group, ShardOptions().gradients(true).bucket_bytes(bucket_bytes).find_unused(unused));
+  for (int64_t step = 0; step < 4; ++step) {
+    std::vector<Tensor> mean;
+    for (const Tensor& p : own) mean.push_back(at::zeros_like(p));
+    for (int64_t micro = 0; micro < micro_batches; ++micro) {
+      Tensor loss = at::zeros({}, dtype);
+      for (int64_t of = 0; of < size; ++of) {
+        const auto generator = at::make_generator<at::CPUGeneratorImpl>(1000 * step + 10 * of + micro);
+        for (size_t i = 0; i < own.size(); ++i) {
+          if (unused && of == size - 1 && i + 1 == own.size()) continue;
+          // integers, of which all sums are exact; the factor cancels the division by the number of ranks
+          const Tensor grad = at::randint(-3, 4, own[i].sizes(), generator, own[i].options());
+          mean[i] += grad;
+          if (of == rank) loss = loss + (own[i] * grad * size).sum();
+        }
+      }
+      const auto adding = sums && micro + 1 < micro_batches ? split->accumulate() : nullptr;
+      loss.backward();
+    }
+    for (size_t i = 0; i < own.size(); ++i) {
+      expect(!own[i].grad().defined(), "backward frees gradients");
+      alone[i].mutable_grad() = mean[i];
+    }
+    if (step == 2) {  // the norm is the same but for the order of its additions
+      split->set_max_grad_norm(1e9);
+      whole->set_max_grad_norm(1e9);
+    }
+    split->step();
+    whole->step();
+    split->zero_grad();
+    for (size_t i = 0; i < own.size(); ++i)
+      expect(own[i].equal(alone[i]), c10::str("parameter ", i, " after step ", step));
+    if (step >= 2) expect(at::allclose(split->grad_norm(), whole->grad_norm(), 1e-6), "norms are equal");
+  }
+}
+
+// Takes three steps and saves the optimizer, or loads it and compares the next steps with those of one
+// process. The last two arguments are a folder, and "save" or "load".
+void zero_files(char** arguments) {
+  const GroupPtr group = connect();
+  const std::string folder = arguments[3], how = arguments[4];
+  const auto train = [&](const std::vector<Tensor>& params, shoestring::optim::LowMemoryOptimizer& optimizer,
+                         int64_t first, int64_t last) {
+    for (int64_t step = first; step < last; ++step) {
+      torch::manual_seed(step);
+      for (const Tensor& p : params) p.mutable_grad() = at::randn(p.sizes());
+      optimizer.step();
+    }
+  };
+  const auto fresh = [] {
+    torch::manual_seed(3);
+    std::vector<Tensor> params;
+    for (const std::vector<int64_t>& sizes :
+         std::vector<std::vector<int64_t>>{{70, 41}, {5}, {300, 7}, {256}, {33, 33}})
+      params.push_back(at::randn(sizes).requires_grad_());
+    return params;
+  };
+  const auto own = fresh(), alone = fresh();
+  const auto split = optimizer_of(own, arguments), whole = optimizer_of(alone, arguments);
+  shoestring::distributed::shard(*split, group);
+  train(alone, *whole, 0, 3);
+  const std::string path = folder + "/optimizer.safetensors", archive = folder + "/optimizer.pt";
+  if (how == "save") {
+    train(own, *split, 0, 3);
+    shoestring::optim::save_optimizer(*split, path);
+    train(own, *split, 3, 5);  // saving leaves the optimizer as it was
+    train(alone, *whole, 3, 5);
+  } else {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < own.size(); ++i) own[i].copy_(alone[i]);
+    shoestring::optim::load_optimizer(*split, path);
+    train(own, *split, 3, 5);
+    // a second load, into an optimizer that has stepped
+    for (size_t i = 0; i < own.size(); ++i) own[i].copy_(alone[i]);
+    shoestring::optim::load_optimizer(*split, path);
+    train(own, *split, 3, 5);
+    train(alone, *whole, 3, 5);
+  }
+  for (size_t i = 0; i < own.size(); ++i) expect(own[i].equal(alone[i]), c10::str("parameter ", i));
+}
+
 // Prints what an optimizer refuses before processes split it, and afterwards.
-void zero_refuses(char** arguments) {
+void zero_refuses(char**) {
   const GroupPtr group = connect();
   const auto error_of = [](const auto& call) {
     try {
@@ -311,25 +415,20 @@ void zero_refuses(char** arguments) {
   using shoestring::optim::AdamW;
   const Tensor p = at::ones({300}).requires_grad_();
   AdamW split({p}), stepped({p}), offloaded({p}), transposed({at::ones({20, 30}).t().requires_grad_()});
-  const std::string path = arguments[0];
   shoestring::distributed::shard(split, group);
   p.mutable_grad() = at::ones({300});
   stepped.step();
-  shoestring::optim::save_optimizer(stepped, path);
   offloaded.set_offload("stream");
   for (const auto& text :
        {error_of([&] { shoestring::distributed::shard(stepped, group); }),
         error_of([&] { shoestring::distributed::shard(offloaded, group); }),
         error_of([&] { shoestring::distributed::shard(transposed, group); }),
-        error_of([&] { split.set_offload("cpu"); }), error_of([&] { split.set_step_in_backward(true); }),
-        error_of([&] { split.accumulate(); }),
-        error_of([&] { shoestring::optim::save_optimizer(split, path); }),
-        error_of([&] { shoestring::optim::load_optimizer(split, path); })})
+        error_of([&] { split.set_offload("cpu"); }), error_of([&] { split.set_step_in_backward(true); })})
     std::printf("%s\n", text.c_str());
 }
 
 // Prints the median of the seconds of a step, for benchmarks/distributed. The arguments are "alone",
-// "parallel" or "shard", the width and the rows.
+// "parallel", "shard" or "gradients", the width and the rows.
 void time_steps(char** arguments) {
   const std::string kind = arguments[0];
   const int64_t width = argument(arguments, 1, 64), rows = argument(arguments, 2, 8);
@@ -338,9 +437,11 @@ void time_steps(char** arguments) {
   torch::nn::Sequential model;
   for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(width, width));
   std::optional<DataParallel> parallel;
-  if (kind != "alone") parallel.emplace(*model, group);
+  if (kind == "parallel" || kind == "shard") parallel.emplace(*model, group);
   shoestring::optim::AdamW optimizer(model->parameters(), shoestring::optim::AdamWOptions(1e-6));
-  if (kind == "shard") shoestring::distributed::shard(optimizer, group);
+  using shoestring::distributed::ShardOptions;
+  if (kind == "shard" || kind == "gradients")
+    shoestring::distributed::shard(optimizer, group, ShardOptions().gradients(kind == "gradients"));
   const Tensor x = at::randn({rows, width});
   std::vector<double> seconds;
   for (int step = 0; step < 12; ++step) {
@@ -365,12 +466,21 @@ void other_model(char** arguments) {
   DataParallel parallel(*model, group);
 }
 
-// The last rank does something else in the third backward.
+// The last rank does something else in the third backward. With a third argument, gradients are split.
 void fault(char** arguments) {
   const std::string kind = arguments[0];
   const GroupPtr group = connect(argument(arguments, 1, 3000));
   Exact model(0);
-  DataParallel parallel(*model, group, DataParallelOptions().find_unused(kind == "found"));
+  const bool splits = argument(arguments, 2, 0) == 1;
+  std::optional<DataParallel> parallel;
+  shoestring::optim::SGD optimizer(model->parameters(), shoestring::optim::SGDOptions(0.125));
+  using shoestring::distributed::ShardOptions;
+  if (splits) {
+    shoestring::distributed::shard(optimizer, group,
+                                   ShardOptions().gradients(true).find_unused(kind == "found"));
+  } else {
+    parallel.emplace(*model, group, DataParallelOptions().find_unused(kind == "found"));
+  }
   for (int64_t step = 0; step < 4; ++step) {
     const bool now = step == 2 && group->getRank() == group->getSize() - 1;
     if (now && kind == "kill") std::raise(SIGKILL);
@@ -378,7 +488,9 @@ void fault(char** arguments) {
     if (now && kind == "throw") throw std::runtime_error("the loss is not finite");
     const bool partly = step == 2 && (kind == "unused" || kind == "found");
     Tensor x = inputs(step, group->getRank(), 0);
-    parallel.backward(partly ? x.matmul(model->first).sum() : model->forward(x).sum());
+    const Tensor loss = partly ? x.matmul(model->first).sum() : model->forward(x).sum();
+    splits ? loss.backward() : parallel->backward(loss);
+    if (splits) optimizer.step();
   }
 }
 
@@ -397,6 +509,8 @@ int main(int count, char** arguments) {
                                                                  {"fault", fault},
                                                                  {"missing", missing},
                                                                  {"zero", zero},
+                                                                 {"split_gradients", split_gradients},
+                                                                 {"zero_files", zero_files},
                                                                  {"zero_refuses", zero_refuses},
                                                                  {"time", time_steps}};
   try {

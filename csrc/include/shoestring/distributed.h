@@ -37,8 +37,9 @@ struct SHOESTRING_API ProcessGroupOptions {
 };
 
 /// Connects this process to the others and returns the group of all processes. torchrun sets the variables
-/// that the options read. A group of one process works as well. Throws c10::Error if a variable is missing or
-/// the other processes do not come within the timeout.
+/// that the options read. A group of one process works as well. SIGPIPE is ignored from then on, unless the
+/// program handles it, since it would end the process when another one ends. Throws c10::Error if a variable
+/// is missing or the other processes do not come within the timeout.
 SHOESTRING_API GroupPtr init_process_group(const ProcessGroupOptions& options = {});
 
 /// Waits for a collective. An error names this rank, `what`, and the ranks that have ended or are stopped:
@@ -65,6 +66,10 @@ struct SHOESTRING_API DataParallelOptions {
   TORCH_ARG(bool, gradient_as_bucket_view) = false;
 };
 
+/// Copies the parameters and buffers of rank 0 to all ranks. Throws c10::Error on all ranks if parameters
+/// differ in number, name, shape or dtype, and names the first that differs.
+SHOESTRING_API void broadcast_module(const torch::nn::Module& module, const GroupPtr& group);
+
 /// Data parallelism: every rank has the whole model and a part of each batch, and backward averages the
 /// gradients over the ranks, as DistributedDataParallel does in Python. PyTorch's c10d::Reducer does the
 /// work, while backward goes on. Example:
@@ -81,9 +86,7 @@ struct SHOESTRING_API DataParallelOptions {
 /// on the rank, and parallel.backward() of the last one.
 class SHOESTRING_API DataParallel {
  public:
-  /// Broadcasts the parameters and buffers of rank 0. Parameters that are frozen now are left out, also
-  /// later. Throws c10::Error on all ranks if parameters differ in number, name, shape or dtype, and names
-  /// the first that differs.
+  /// Calls broadcast_module(). Parameters that are frozen now are left out, also later.
   DataParallel(const torch::nn::Module& module, GroupPtr group, const DataParallelOptions& options = {});
   ~DataParallel();
   DataParallel(DataParallel&&) noexcept;
@@ -100,16 +103,32 @@ class SHOESTRING_API DataParallel {
   std::unique_ptr<Impl> impl_;
 };
 
+struct SHOESTRING_API ShardOptions {
+  /// Whether the gradients are split as well (ZeRO-2). Backward then sends each gradient to the rank that
+  /// steps it, and frees it. DataParallel is not needed, but broadcast_module() is. grad() is not defined
+  /// after backward: clip with set_max_grad_norm, and scale with shoestring::optim::GradScaler.
+  TORCH_ARG(bool, gradients) = false;
+  /// Split gradients are sent in buckets of about this size, while backward computes the others.
+  TORCH_ARG(int64_t, bucket_bytes) = 25 << 20;
+  /// Whether a backward may leave parameters without a gradient, if gradients are split. Zeros are sent for
+  /// them.
+  TORCH_ARG(bool, find_unused) = false;
+};
+
 /// Splits the steps of an optimizer over the ranks (ZeRO-1). Each rank keeps 1 / ranks of the optimizer's
 /// state, to within one block of 256 elements (on a GPU, and in optimizers that step whole parameters: to
 /// within one parameter), steps its part, and receives the other parts. Training has the bits that it has
 /// without.
 ///
-/// DataParallel, or any other means, must have averaged the gradients. The group must outlive the optimizer.
-/// See LowMemoryOptimizer::set_shard for what it excludes. Call it before the first step:
+/// Without split gradients, DataParallel, or any other means, must have averaged the gradients. The optimizer
+/// keeps the group. See LowMemoryOptimizer::set_shard for what it excludes. Call it before the first step:
 ///
 ///     optim::AdamW optimizer(model->parameters(), optim::AdamWOptions(1e-3));
 ///     shard(optimizer, group);
-SHOESTRING_API void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group);
+///
+/// To accumulate split gradients without sending them, hold optimizer.accumulate() during all micro-batches
+/// but the last. Without it each backward sends its gradients, which takes less memory.
+SHOESTRING_API void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group,
+                          const ShardOptions& options = {});
 
 }  // namespace shoestring::distributed

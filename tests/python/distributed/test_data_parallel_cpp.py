@@ -125,8 +125,43 @@ def test_optimizers_that_are_split(optimizer: str) -> None:
         assert owned == int(found[0][1]) and all(int(own) < owned for own, _ in found)
 
 
-def test_split_steps_exclude_what_needs_whole_state(tmp_path: Path) -> None:
-    (out,) = run(1, "zero_refuses", tmp_path / "state.safetensors")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("bucket_bytes", [64, 8192, 25 << 20])
+@pytest.mark.parametrize(
+    ("optimizer", "state", "rounding"),
+    [
+        ("adamw", "8bit", "nearest"),
+        ("adamw", "4bit", "stochastic"),
+        ("sgd", "fp32", "remainder"),
+        ("lamb", "8bit", "nearest"),
+        ("muon", "bf16", "nearest"),
+    ],
+)
+@pytest.mark.sample(8)
+def test_split_gradients_give_the_steps_of_one_process(
+    ranks: int, bucket_bytes: int, optimizer: str, state: str, rounding: str
+) -> None:
+    run(ranks, "split_gradients", optimizer, state, rounding, bucket_bytes, 1, "sends", "all")
+
+
+@pytest.mark.parametrize("how", ["sums", "sends"])
+@pytest.mark.parametrize("last", ["all", "unused"])
+def test_split_gradients_of_micro_batches(how: str, last: str) -> None:
+    if (how, last) == ("sums", "unused"):
+        pytest.skip("the last micro-batch has a gradient of each parameter")
+    run(3, "split_gradients", "adamw", "8bit", "nearest", 4096, 3, how, last)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adafactor"])
+@pytest.mark.parametrize("state", ["8bit", "4bit"])
+def test_files_are_those_of_one_process(optimizer: str, state: str, tmp_path: Path) -> None:
+    """Three processes save what one would save; two and four continue it bit for bit."""
+    for ranks, how in ((3, "save"), (1, "load"), (2, "load"), (4, "load")):
+        run(ranks, "zero_files", optimizer, state, "nearest", tmp_path, how)
+
+
+def test_split_steps_exclude_what_needs_whole_state() -> None:
+    (out,) = run(1, "zero_refuses")
     state = (
         "expected an optimizer whose state is in this process, received one whose state processes have split"
     )
@@ -134,10 +169,7 @@ def test_split_steps_exclude_what_needs_whole_state(tmp_path: Path) -> None:
         "set_shard: expected an optimizer before its first step, received one that has a state",
         "set_shard: expected an optimizer without offload, received one with it",
         "set_shard: expected contiguous parameters, received one that is not contiguous",
-        *(
-            f"{what}: {state}"
-            for what in ("set_offload", "set_step_in_backward", "accumulate", "save", "load")
-        ),
+        *(f"{what}: {state}" for what in ("set_offload", "set_step_in_backward")),
     ]
 
 
@@ -170,12 +202,21 @@ def test_unused_parameters() -> None:
             "does not use second, bias. Freeze them before, or pass find_unused(true).\n"
         )
     run(2, "fault", "found")
+    for code, _, errors in finish(start(2, "fault", "unused", 3000, 1)):
+        assert code == 2 and errors == (
+            "shard: expected a backward that computes the gradients of all parameters, received one that does not "
+            "use parameter 1 of shape [6, 4], 2 of shape [4] of the optimizer. Freeze them before the first step, "
+            "or pass find_unused.\n"
+        )
+    run(2, "fault", "found", 3000, 1)
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "throw"])
-def test_survivors_name_the_rank_that_failed(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "splits"), [("kill", 0), ("stop", 0), ("throw", 0), ("kill", 1), ("stop", 1)]
+)
+def test_survivors_name_the_rank_that_failed(kind: str, splits: int) -> None:
     """Each rank ends within the timeout of 3 s and 2 s more, after start and two steps."""
-    processes = start(3, "fault", kind, 3000)
+    processes = start(3, "fault", kind, 3000, splits)
     *survivors, last = processes
     began = time.monotonic()
     try:
@@ -184,9 +225,10 @@ def test_survivors_name_the_rank_that_failed(kind: str) -> None:
         seconds = time.monotonic() - began
         last.send_signal(signal.SIGKILL)
     assert seconds < 3 + 2 + 5
+    what = "reduction of gradients" if splits else "DataParallel: backward 3"
     for rank, (process, (_, errors)) in enumerate(zip(survivors, found, strict=True)):
         assert process.returncode == 2 and re.fullmatch(
-            rf"rank {rank} of 3: DataParallel: backward 3: .*; rank 2 has ended or is stopped\n",
+            rf"rank {rank} of 3: {what}: .*; rank 2 has ended or is stopped\n",
             errors,
         ), errors
     last.communicate()

@@ -128,6 +128,31 @@ struct ParameterPart {
 /// Copies the weights of the parts of each process from that process to all others.
 using GatherWeights = std::function<void(const std::vector<std::vector<ParameterPart>>&)>;
 
+/// Gradients of which each process keeps only the parts that it steps (ZeRO-2). An optimizer gives every
+/// gradient to this interface as soon as it is complete on this process; shoestring/distributed.h implements
+/// it over a process group.
+class SHOESTRING_API SplitGradients {
+ public:
+  virtual ~SplitGradients() = default;
+  /// Returns the name under which c10d knows the group of the processes. Norms are added over the group.
+  virtual std::string group() const = 0;
+  /// Receives the parts of each process, before the first gradient. `params` are the optimizer's parameters
+  /// that require gradients, in its order.
+  virtual void set_parts(const std::vector<at::Tensor>& params,
+                         const std::vector<std::vector<ParameterPart>>& parts) = 0;
+  /// Takes the gradient of a parameter out of grad(), and adds it to that of the other processes.
+  virtual void add(const at::Tensor& param) = 0;
+  /// Returns whether any gradient has arrived.
+  virtual bool any() const = 0;
+  /// Waits until all gradients are complete. Raises if some are missing.
+  virtual void finish() = 0;
+  /// Returns the gradient of the part of a parameter that this process steps: its elements, one after the
+  /// other. Undefined if no gradient has arrived.
+  virtual at::Tensor part(const at::Tensor& param) const = 0;
+  /// Drops all gradients.
+  virtual void clear() = 0;
+};
+
 /// Base class of all optimizers in shoestring::optim. It stores moments in few bits, and steps all tensors of
 /// a group in one pass. Parameters are fp32, bf16 or fp16. A parameter's state is created when it first has a
 /// gradient.
@@ -218,10 +243,18 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// in the order of the parameters; on a GPU, and in optimizers that step whole parameters, they are whole
   /// parameters. So the weights are bit for bit those of one process with the same gradients.
   ///
+  /// With `gradients`, each process also has its parts of the gradients alone (ZeRO-2): a gradient leaves
+  /// grad() as soon as backward has completed it. Clip with set_max_grad_norm.
+  ///
   /// All processes must have the same parameters and options, and gradients of all parameters that require
-  /// them. Call it before the first step. Raises c10::Error with offload, accumulate(), set_step_in_backward
-  /// or parameters that are not contiguous. save() and save_optimizer raise c10::Error afterwards.
-  void set_shard(int64_t rank, int64_t ranks, GatherWeights gather);
+  /// them. Call it before the first step. The last micro-batch after accumulate() must have a gradient of
+  /// each parameter. Raises c10::Error with offload, set_step_in_backward or parameters that are not
+  /// contiguous.
+  ///
+  /// All processes must call save() and the functions that write files, which write the state that one
+  /// process would have. Only the first process writes a file. Any number of processes can load it.
+  void set_shard(int64_t rank, int64_t ranks, GatherWeights gather,
+                 std::shared_ptr<SplitGradients> gradients = nullptr);
 
   /// Adds up gradients over micro-batches, and frees grad(), for as long as the returned object lives. Hold
   /// the object during forward and backward of every micro-batch of a step except the last. Run the last

@@ -1,0 +1,179 @@
+// Sends gradients to the processes that step them, while backward computes the others.
+
+#include "distributed/split_gradients.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <c10/util/StringUtil.h>
+
+#include "distributed/backends.h"
+
+namespace shoestring::distributed {
+
+using at::Tensor;
+using optim::ParameterPart;
+
+namespace {
+constexpr size_t kUnderWay = 4;  // buckets that are sent at the same time
+}
+
+ReducedParts::ReducedParts(GroupPtr group, const ShardOptions& options)
+    : group_(std::move(group)), options_(options), name_(registered_name(group_)) {}
+
+void ReducedParts::set_parts(const std::vector<Tensor>& params,
+                             const std::vector<std::vector<ParameterPart>>& parts) {
+  for (const Tensor& p : params) {
+    numbers_[p.unsafeGetTensorImpl()] = params_.size();
+    params_.push_back({p, {}, false});
+  }
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    for (const auto& [param, begin, end] : parts[rank])
+      params_[numbers_.at(param.unsafeGetTensorImpl())].pieces.push_back({begin, end, rank, 0, 0});
+  }
+  // Backward computes the gradients of the last parameters first. A bucket holds parts of one rank and one
+  // dtype; of each, one bucket at a time is open.
+  std::map<std::tuple<size_t, at::ScalarType, std::string>, size_t> open;
+  for (size_t i = params_.size(); i-- > 0;) {
+    Param& param = params_[i];
+    const int64_t size = param.tensor.element_size();
+    for (Piece& piece : param.pieces) {
+      const auto key = std::make_tuple(piece.owner, param.tensor.scalar_type(), param.tensor.device().str());
+      const auto found = open.find(key);
+      const int64_t elements = piece.end - piece.begin;
+      const bool fits = found != open.end() &&
+                        (buckets_[found->second].elements + elements) * size <= options_.bucket_bytes();
+      const size_t index = fits ? found->second : buckets_.size();
+      if (!fits) {
+        open[key] = index;
+        buckets_.push_back({piece.owner, 0, 0, 0, i, {}, {}});
+      }
+      Bucket& bucket = buckets_[index];
+      piece.bucket = index;
+      piece.offset = bucket.elements;
+      bucket.elements += elements;
+      ++bucket.pieces;
+      bucket.last = i;
+    }
+  }
+  // Buckets are sent in the order in which they are complete if gradients come in the expected order. The
+  // order is the same on all ranks, whatever the order of their gradients.
+  for (size_t i = 0; i < buckets_.size(); ++i) order_.push_back(i);
+  std::stable_sort(order_.begin(), order_.end(),
+                   [&](size_t a, size_t b) { return buckets_[a].last > buckets_[b].last; });
+  begin_round();
+}
+
+void ReducedParts::begin_round() {
+  for (Bucket& bucket : buckets_) bucket.missing = bucket.pieces;
+  for (Param& param : params_) param.has_arrived = false;
+  next_ = 0;
+  arrived_ = 0;
+}
+
+void ReducedParts::add(const Tensor& tensor) {
+  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+  TORCH_CHECK(found != numbers_.end(),
+              "shard: expected gradients of the parameters that required them in the first backward, ",
+              "received one of another parameter");
+  Param& param = params_[found->second];
+  if (param.has_arrived) end_round();  // another backward has begun
+  param.has_arrived = any_ = true;
+  ++arrived_;
+  const Tensor grad = tensor.grad();
+  take(param, &grad);
+  tensor.mutable_grad() = Tensor();
+  send_complete();
+}
+
+// Copies a gradient to its buckets. A null pointer means zeros.
+void ReducedParts::take(Param& param, const Tensor* grad) {
+  const Tensor flat = grad != nullptr ? grad->reshape({-1}) : Tensor();
+  for (const Piece& piece : param.pieces) {
+    Bucket& bucket = buckets_[piece.bucket];
+    if (!bucket.buffer.defined()) bucket.buffer = at::empty({bucket.elements}, param.tensor.options());
+    const int64_t elements = piece.end - piece.begin;
+    Tensor place = bucket.buffer.narrow(0, piece.offset, elements);
+    if (grad == nullptr) {
+      place.zero_();
+    } else {
+      at::mul_out(place, flat.narrow(0, piece.begin, elements), at::scalar_tensor(1.0 / group_->getSize()));
+    }
+    --bucket.missing;
+  }
+}
+
+void ReducedParts::send_complete() {
+  for (; next_ < order_.size() && buckets_[order_[next_]].missing == 0; ++next_) {
+    Bucket& bucket = buckets_[order_[next_]];
+    std::vector<Tensor> sent{std::exchange(bucket.buffer, Tensor())};
+    c10d::ReduceOptions reduce;
+    reduce.rootRank = static_cast<int64_t>(bucket.owner);
+    try {
+      under_way_.push_back({order_[next_], sent[0], group_->reduce(sent, reduce)});
+    } catch (const std::exception& error) {
+      fail_collective(*group_, error, "reduction of gradients");
+    }
+    while (under_way_.size() > kUnderWay) receive_first();
+  }
+  if (next_ == order_.size() && arrived_ == params_.size()) begin_round();
+}
+
+// Waits for the first bucket that is under way. The owner keeps its memory as its gradients, or adds it to
+// those of an earlier backward.
+void ReducedParts::receive_first() {
+  const auto [index, sum, work] = std::move(under_way_.front());
+  under_way_.pop_front();
+  wait_for(group_, work, "reduction of gradients");
+  Bucket& bucket = buckets_[index];
+  if (bucket.owner != static_cast<size_t>(group_->getRank())) return;
+  if (bucket.sum.defined()) {
+    bucket.sum.add_(sum);
+  } else {
+    bucket.sum = sum;
+  }
+}
+
+// Completes a backward in which gradients are missing, or raises.
+void ReducedParts::end_round() {
+  std::vector<std::string> missing;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!params_[i].has_arrived) missing.push_back(c10::str(i, " of shape ", params_[i].tensor.sizes()));
+  }
+  TORCH_CHECK(options_.find_unused() || missing.empty(),
+              "shard: expected a backward that computes the gradients of all parameters, received one that ",
+              "does not use parameter ", c10::Join(", ", missing),
+              " of the optimizer. Freeze them before the first step, or pass find_unused.");
+  for (Param& param : params_) {
+    if (!param.has_arrived) take(param, nullptr);
+  }
+  arrived_ = params_.size();
+  send_complete();
+}
+
+void ReducedParts::finish() {
+  if (arrived_ > 0) end_round();
+  while (!under_way_.empty()) receive_first();
+}
+
+Tensor ReducedParts::part(const Tensor& tensor) const {
+  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
+  if (found == numbers_.end() || !any_) return {};
+  for (const Piece& piece : params_[found->second].pieces) {
+    if (piece.owner == static_cast<size_t>(group_->getRank()))
+      return buckets_[piece.bucket].sum.narrow(0, piece.offset, piece.end - piece.begin);
+  }
+  return at::empty({0}, tensor.options());
+}
+
+void ReducedParts::clear() {
+  while (!under_way_.empty()) receive_first();
+  for (Bucket& bucket : buckets_) bucket.buffer = bucket.sum = Tensor();
+  any_ = false;
+  begin_round();
+}
+
+}  // namespace shoestring::distributed

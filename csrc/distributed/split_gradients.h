@@ -1,0 +1,72 @@
+#pragma once
+
+#include <deque>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <shoestring/distributed.h>
+
+namespace shoestring::distributed {
+
+/// The gradients of ZeRO-2 over a process group. Each rank receives the means of the parts that it steps;
+/// buckets of gradients are sent while backward computes the others.
+class ReducedParts final : public optim::SplitGradients {
+ public:
+  ReducedParts(GroupPtr group, const ShardOptions& options);
+
+  std::string group() const override { return name_; }
+  void set_parts(const std::vector<at::Tensor>& params,
+                 const std::vector<std::vector<optim::ParameterPart>>& parts) override;
+  void add(const at::Tensor& param) override;
+  bool any() const override { return any_; }
+  void finish() override;
+  at::Tensor part(const at::Tensor& param) const override;
+  void clear() override;
+
+ private:
+  // Elements [begin, end) of a parameter, which lie in a bucket from element `offset` on.
+  struct Piece {
+    int64_t begin, end;
+    size_t owner, bucket;
+    int64_t offset;
+  };
+  struct Param {
+    at::Tensor tensor;
+    std::vector<Piece> pieces;
+    bool has_arrived;
+  };
+  // Pieces that one rank steps, and that are sent together.
+  struct Bucket {
+    size_t owner;
+    int64_t elements, pieces, missing;
+    size_t last;        // the first parameter of the bucket, whose gradient comes last
+    at::Tensor buffer;  // gradients of this rank, until they are sent
+    at::Tensor sum;     // on the owner: gradients of all ranks
+  };
+  struct Sent {
+    size_t bucket;
+    at::Tensor sum;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+
+  void begin_round();
+  void end_round();
+  void take(Param& param, const at::Tensor* grad);
+  void send_complete();
+  void receive_first();
+
+  const GroupPtr group_;
+  const ShardOptions options_;
+  const std::string name_;
+  std::vector<Param> params_;
+  std::unordered_map<c10::TensorImpl*, size_t> numbers_;
+  std::vector<Bucket> buckets_;
+  std::vector<size_t> order_;  // in which buckets are sent
+  std::deque<Sent> under_way_;
+  size_t next_ = 0;     // index in order_ of the bucket that is sent next
+  size_t arrived_ = 0;  // parameters whose gradient has arrived in this backward
+  bool any_ = false;
+};
+
+}  // namespace shoestring::distributed

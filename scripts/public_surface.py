@@ -33,6 +33,7 @@ MODULES = (
     "shoestring.data.packing",
     "shoestring.callbacks",
     "shoestring.diffusion",
+    "shoestring.distributed",
     "shoestring.lora",
     "shoestring.nn",
     "shoestring.nn.init",

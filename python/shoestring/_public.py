@@ -9,7 +9,7 @@ build = _load.load()
 __version__ = build.version
 cmake_prefix_path = str(_load.PACKAGE / "share" / "cmake")
 
-from shoestring import callbacks, diffusion, lora, nn, optim  # noqa: E402
+from shoestring import callbacks, diffusion, distributed, lora, nn, optim  # noqa: E402
 from shoestring.checkpoint import (  # noqa: E402
     CheckpointReport,
     OffloadedWeights,
@@ -27,6 +27,7 @@ from shoestring.core.host_allocator import (  # noqa: E402
     HostAllocatorStats,
     host_allocator,
 )
+from shoestring.distributed.parallelize import ParallelReport, parallelize  # noqa: E402
 from shoestring.integrations.quantized_training import (  # noqa: E402
     convert_quantized,
     prepare_quantized,
@@ -99,6 +100,7 @@ __all__ = [
     "MonitorFinding",
     "MonitorReport",
     "OffloadedWeights",
+    "ParallelReport",
     "PatchReport",
     "QuantizedTensor",
     "TrainingPosition",
@@ -117,6 +119,7 @@ __all__ = [
     "dequantize_4bit",
     "dequantize_int8",
     "diffusion",
+    "distributed",
     "embedding",
     "fake_quantize",
     "fast_defaults",
@@ -143,6 +146,7 @@ __all__ = [
     "offload_activations",
     "offload_weights",
     "optim",
+    "parallelize",
     "patch",
     "prepare_quantized",
     "quantize_4bit",

@@ -22,6 +22,9 @@ from shoestring.optim.state_dicts import StateDicts
 from shoestring.optim.state_layout import Kind, Moment, Part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The attribute of a parameter with the function that splits the steps of its optimizer over processes, if
+# they are to be split.
+SPLITS_STEPS = "_shoestring_splits_steps"
 
 
 class LowMemoryOptions(TypedDict, total=False):
@@ -162,6 +165,15 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         )
         super().__init__(params, defaults | own)
         self._core.set_offload(offload)
+        splits = {
+            splits for p in self._all_params() if (splits := getattr(p, SPLITS_STEPS, None)) is not None
+        }
+        try:
+            for splits_steps in splits:
+                splits_steps(self)
+        except BaseException:
+            self._retire()  # the traceback of the error may keep this object
+            raise
 
     def _make_core(
         self,
@@ -321,8 +333,18 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         return loss
 
     def _step(self) -> None:
+        if self._is_retired:
+            raise RuntimeError(
+                f"{self._name}: step: expected an optimizer that was made after undo() of the report of parallelize, "
+                "received one from before"
+            )
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if self._splits_gradients and (scale is not None or found_inf is not None):
+            raise RuntimeError(
+                f"{self._name}: step: expected no GradScaler with split gradients (ZeRO-2), received one, which finds no "
+                "gradients to check; use bf16, or ZeRO-1"
+            )
         if not isinstance(found_inf, Tensor):  # GradScaler's sum over no gradients is the number 0
             found_inf = None
         if self.step_in_backward:
@@ -367,6 +389,14 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         """
         super().zero_grad(set_to_none)
         self._core.discard()
+
+    @torch.no_grad()
+    def _split(self, shard_core: Callable[[Any], None], gradients: bool) -> None:
+        """Split the steps over processes, and the gradients if ``gradients``; ``shard_core`` tells the core."""
+        self._synchronize()
+        shard_core(self._core)
+        self._is_split, self._splits_gradients = True, gradients
+        self._watch(self._all_params())
 
     # ---- what the core knows ---------------------------------------------------------------------------------
 

@@ -26,6 +26,10 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     written as a number. State is written directly from its storage, also from the file of
     ``offload="nvme:DIR"``, so saving takes no extra memory.
 
+    If processes have split the state (``shoestring.distributed.shard``), all of them must call this function.
+    Each gathers the state that one process would have, and the first writes it. Any number of processes can
+    load the file.
+
     Args:
         optimizer: an optimizer of ``shoestring.optim``.
         path: the file to write.
@@ -45,11 +49,17 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         True
     """
     tensors, metadata = store(optimizer, "save_optimizer")
-    save_safetensors(path, tensors, {"format": FORMAT, **metadata})
+    if optimizer._core.writes():
+        save_safetensors(path, tensors, {"format": FORMAT, **metadata})
 
 
 def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the state of an optimizer as tensors and metadata of a safetensors file. ``what`` begins errors."""
+    with optimizer._whole_state():
+        return _store(optimizer, what)
+
+
+def _store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     groups = []
     tensors: dict[str, Tensor] = {}
     for g, group in enumerate(optimizer.param_groups):

@@ -55,6 +55,9 @@ class GradientHooks(Optimizer):
 
     def _init_hooks(self) -> None:
         self._accumulating = False
+        # Whether processes split the steps, and whether they split the gradients, too.
+        self._is_split = self._splits_gradients = self._is_retired = False
+        self._hooks: list[Any] = []
         self._watched: set[Tensor] = set()
         # Whether DistributedDataParallel replicates the parameters. None until the first gradient hook has
         # run.
@@ -97,9 +100,9 @@ class GradientHooks(Optimizer):
     def _watch(self, params: Iterable[Tensor], always: bool = False) -> None:
         """Register gradient hooks on parameters.
 
-        Without ``always``, do so only if parameters are stepped in backward.
+        Without ``always``, do so only if parameters are stepped in backward, or gradients leave it.
         """
-        if not (always or self.step_in_backward):
+        if not (always or self.step_in_backward or self._splits_gradients):
             return
         optimizer = weakref.ref(self)
 
@@ -112,7 +115,13 @@ class GradientHooks(Optimizer):
         for p in params:
             if p.requires_grad and p not in self._watched:
                 self._watched.add(p)
-                p.register_post_accumulate_grad_hook(on_gradient)
+                self._hooks.append(p.register_post_accumulate_grad_hook(on_gradient))
+
+    def _retire(self) -> None:
+        """Take no more gradients and no more steps, since the optimizer has only a part of the state."""
+        self._is_retired = True
+        for hook in self._hooks:
+            hook.remove()
 
     def _on_gradient(self, param: Tensor) -> None:
         if self._is_replicated is None and not is_dtensor(param):
@@ -135,6 +144,8 @@ class GradientHooks(Optimizer):
                 if own is not param:
                     own.grad = None
                 self._show_state()
+        elif self._is_split:
+            self._core.on_gradient(param)
         elif self._is_replicated:
             # DistributedDataParallel all-reduces .grad after this hook, so .grad must include the sum.
             self._core.add_sum_to_gradient(param)

@@ -1,6 +1,8 @@
 """State dicts of the optimizers: saving, loading, copying and pickling."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -43,6 +45,7 @@ class StateDicts(Optimizer):
     accumulate_dtype: torch.dtype
     _moments: tuple[Moment, ...]
     _core: Any
+    _is_split: bool
     _known: list[Any]
     _kind: Callable[[Tensor, dict[str, Any]], Kind]
     _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
@@ -61,7 +64,9 @@ class StateDicts(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict as in ``torch.optim.Optimizer``.
 
-        It also holds ``format_version``, the version of the state's format.
+        It also holds ``format_version``, the version of the state's format. If processes have split the state
+        (``shoestring.distributed.shard``), all of them must call it. Each returns the state that one process
+        would have.
         """
         self._core.settle()
         self._show_state()
@@ -72,7 +77,8 @@ class StateDicts(Optimizer):
         # This hook of state_dict runs before the hooks that the user registered.
         first = self.register_state_dict_post_hook(lambda _, saved: save_dtensors(self, saved), prepend=True)
         try:
-            return {**super().state_dict(), **extra}
+            with self._whole_state():
+                return {**super().state_dict(), **extra}
         finally:
             first.remove()
 
@@ -124,7 +130,28 @@ class StateDicts(Optimizer):
         if self.step_in_backward and norm is not None:
             self._core.set_grad_norm(norm.detach().to(torch.float32).reshape(()).clone())
 
+    @contextmanager
+    def _whole_state(self) -> Iterator[None]:
+        """Within this context, ``state`` is that of one process. All processes that split it must enter it."""
+        if not self._is_split:
+            yield
+            return
+        own, self.state = self.state, defaultdict(dict)
+        try:
+            for group, states in zip(self.param_groups, self._core.whole_states(), strict=True):
+                self.state |= {
+                    p: entries for p, entries in zip(group["params"], states, strict=True) if entries
+                }
+            yield
+        finally:
+            self.state = own
+
     def __getstate__(self) -> dict[str, Any]:
+        if self._is_split:
+            raise RuntimeError(
+                f"{self._name}: expected an optimizer whose state is in this process, to copy or pickle it, received one "
+                "whose state processes have split; use state_dict()"
+            )
         return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -75,6 +75,9 @@ def save_training(
     of each part. C++ reads and writes the same file. An existing file is replaced once the new one is complete and on
     disk, so a process that is killed meanwhile leaves the old file.
 
+    If processes have split the state of an optimizer (``shoestring.distributed.shard``), all of them must call this
+    function. The first writes the file, and any number of processes can continue the run.
+
     Args:
         path: the file to write.
         model: the model. Tied weights are saved once.
@@ -108,6 +111,8 @@ def save_training(
         state, metadata = _files_of(optimizer).store(optimizer, "save_training")
         tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
         descriptions.append(metadata)
+    if not all(own._core.writes() for own in several(optimizers) if isinstance(own, LowMemoryOptimizer)):
+        return  # another process writes the file
     values: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
         own, values[name] = _split(part.state_dict(), f"save_training: {name}")

@@ -1,0 +1,7 @@
+"""Training in several processes over PyTorch's process groups: the parts of :func:`shoestring.parallelize`."""
+
+from shoestring.distributed.groups import broadcast_module, mean_over_ranks
+from shoestring.distributed.parallelize import RankBytes
+from shoestring.distributed.shard import shard
+
+__all__ = ["RankBytes", "broadcast_module", "mean_over_ranks", "shard"]

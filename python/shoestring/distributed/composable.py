@@ -1,0 +1,99 @@
+"""Apply PyTorch's DistributedDataParallel and ``fully_shard`` to a model in place, and take them back.
+
+PyTorch has no functions that take them back. Those of this file remove the hooks, the class and the state that
+``replicate`` and ``fully_shard`` give to a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from shoestring.checkpoint.blocks import find_blocks
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Return whether the model, or a part of it, is in a wrapper, replicated or sharded."""
+    return any(
+        REGISTRY_KEY in module.__dict__ or isinstance(module, DistributedDataParallel)
+        for module in model.modules()
+    )
+
+
+def replicate(model: nn.Module) -> Callable[[], None]:
+    """Average gradients by DistributedDataParallel without a wrapper; return a function that undoes it."""
+    from torch.distributed._composable.replicate import replicate as torch_replicate
+
+    # The ranks have equal parameters already.
+    torch_replicate(model, gradient_as_bucket_view=True, init_sync=False)
+    state: Any = torch_replicate.state(model)
+
+    def undo() -> None:
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
+                del hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
+        _forget(model)
+        # The gradients are views of buckets, which belong to DistributedDataParallel.
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad = p.grad.clone()
+
+    return undo
+
+
+def shard_fully(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+    """Shard a model by ``fully_shard``, each block as a unit; return a function that undoes it."""
+    from torch.distributed.fsdp import fully_shard
+
+    try:
+        blocks = list(find_blocks(model, None).values())
+    except ValueError:  # no list of blocks
+        blocks = []
+    units = [*blocks, model]
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
+
+    def undo() -> None:
+        for unit in units:
+            _gather(unit)
+
+    return undo
+
+
+def _gather(unit: Any) -> None:
+    """Give a unit of ``fully_shard`` whole parameters, which are new tensors."""
+    state = unit._get_fsdp_state()
+    unit.unshard()
+    found: dict[int, nn.Parameter] = {}
+    for module in unit.modules():
+        for name, p in module._parameters.items():
+            if p is None or hasattr(p, "to_local"):  # another unit has it
+                continue
+            if id(p) not in found:
+                whole = p.detach().clone() if type(p) is nn.Parameter else p.detach()
+                found[id(p)] = nn.Parameter(whole, p.requires_grad)
+            module._parameters[name] = found[id(p)]
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(name, None)
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in [state._fsdp_param_group] if state._fsdp_param_group is not None else []:
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+    for handle in handles:
+        handle.remove()
+    _forget(unit)
+
+
+def _forget(module: nn.Module) -> None:
+    """Give a module the class that it had, and drop the record of what was applied to it."""
+    module.__class__ = type(module).__mro__[2]
+    _module_state_mapping.pop(module, None)
+    module.__dict__.pop(STATE_KEY, None)
+    module.__dict__.pop(REGISTRY_KEY, None)

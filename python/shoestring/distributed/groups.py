@@ -1,0 +1,105 @@
+"""Process groups: their names in C++, and what all processes of a group have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shoestring._load import LIBRARIES
+
+
+@functools.cache
+def operators() -> Any:
+    """Load libshoestring_distributed.so, and return the namespace of its operators."""
+    torch.ops.load_library(str(LIBRARIES / "libshoestring_distributed.so"))
+    return torch.ops.shoestring
+
+
+def group_or_default(group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    """Return the group, or the group of all processes.
+
+    Raises:
+        RuntimeError: no process group was initialised.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{caller}: expected an initialised process group, received none; call "
+            "torch.distributed.init_process_group() in a program that torchrun has started"
+        )
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    name: str = group.group_name
+    return name
+
+
+def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor, or the tensors of which a tensor of a subclass such as QuantizedTensor consists."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor.detach()
+        return
+    for inner in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(f"{name}.{inner}", getattr(tensor, inner))
+
+
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Copy the parameters and buffers of rank 0 to all ranks.
+
+    Args:
+        module: the module, with the same parameters and buffers on all ranks.
+        group: the processes; None for all.
+
+    Raises:
+        RuntimeError: parameters differ in number, name, shape or dtype. All ranks raise, and name the first
+            that differs.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shoestring.distributed.broadcast_module(torch.nn.Linear(4, 4))
+        >>> dist.destroy_process_group()
+    """
+    found = group_or_default(group, "broadcast_module")
+    named = chain(module.named_parameters(), module.named_buffers())
+    tensors = [item for name, tensor in named for item in plain_tensors(name, tensor)]
+    operators()._broadcast_tensors(
+        [tensor for _, tensor in tensors], [name for name, _ in tensors], name_of(found), "broadcast_module"
+    )
+
+
+def mean_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the mean of a tensor over the ranks.
+
+    Divide the sum of a rank's token losses by the mean number of tokens of a rank. The gradients, which are
+    averaged over the ranks, are then those of the mean over all tokens of all ranks.
+
+    Args:
+        tensor: a tensor of a floating-point dtype, of the same shape on all ranks. It does not change.
+        group: the processes; None for all.
+
+    Raises:
+        TypeError: the tensor has no floating-point dtype.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shoestring.distributed.mean_over_ranks(torch.tensor([3.0]))
+        tensor([3.])
+        >>> dist.destroy_process_group()
+    """
+    if not tensor.is_floating_point():
+        raise TypeError(f"mean_over_ranks: tensor: expected a floating-point dtype, received {tensor.dtype}")
+    found = group_or_default(group, "mean_over_ranks")
+    total = tensor.detach().clone()
+    dist.all_reduce(total, group=found)
+    return total.div_(dist.get_world_size(found))

@@ -1,0 +1,299 @@
+"""One parameter for the ways in which processes train one model together."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoestring.core.process_memory import spare_bytes
+from shoestring.distributed.groups import (
+    broadcast_module,
+    group_or_default,
+    name_of,
+    operators,
+    plain_tensors,
+)
+from shoestring.distributed.shard import shard
+from shoestring.optim.base import SPLITS_STEPS, LowMemoryOptimizer
+from shoestring.optim.sharded import is_dtensor
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+STATE = 2 + 2 * 4 / 256  # bytes of the state of AdamW in 8 bits, for each trained element
+FILLED = 0.5  # the part of the memory that weights, gradients and state may take, with "auto"
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """The bytes of a rank between two steps: weights, gradients, and the state of AdamW in 8 bits."""
+
+    weights: int
+    gradients: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all bytes."""
+        return self.weights + self.gradients + self.state
+
+
+@dataclass
+class ParallelReport:
+    """What ``parallelize`` has done; ``undo`` reverts it.
+
+    Attributes:
+        strategy: "ddp", "zero1", "zero2", "zero3" or "hsdp"; "none" if there is one process that is not in a
+            process group.
+        ranks: the number of processes.
+        rank_bytes: the bytes of the first rank.
+        reason: why "auto" has chosen this strategy; empty if it was given.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(64, 8)
+        >>> report = shoestring.parallelize(model, "zero1")
+        >>> report.strategy, report.ranks
+        ('zero1', 1)
+        >>> optimizer = shoestring.optim.AdamW(model.parameters())
+        >>> report.undo()
+        >>> dist.destroy_process_group()
+    """
+
+    strategy: str
+    ranks: int
+    rank_bytes: RankBytes
+    reason: str = ""
+    _model: nn.Module | None = field(default=None, init=False, repr=False)
+    _undo: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
+    _optimizers: list[LowMemoryOptimizer] = field(default_factory=list, init=False, repr=False)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context, backward adds gradients up on the rank, without sending them.
+
+        Use it around forward and backward of every micro-batch of a step but the last.
+        """
+        with ExitStack() as stack:
+            if self.strategy == "zero2":
+                for optimizer in self._optimizers:
+                    stack.enter_context(optimizer.accumulate())
+            elif self.strategy != "none":
+                model: Any = self._model
+                model.set_requires_gradient_sync(False)
+                stack.callback(model.set_requires_gradient_sync, True)
+            yield
+
+    def undo(self) -> None:
+        """Give the model whole parameters and its own class again. A second call does nothing.
+
+        With "zero3" and "hsdp", all ranks must call it, and the parameters are new tensors. Make new optimizers
+        after it: those that were made in between refuse to step with "zero1" and "zero2".
+        """
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        own = self.rank_bytes
+        lines = [
+            f"{self.strategy} over {self.ranks} ranks",
+            f"a rank: {own.weights:,} bytes of weights, {own.gradients:,} of gradients, {own.state:,} of the "
+            "state of AdamW in 8 bits",
+        ]
+        return "\n".join(lines + [self.reason] * bool(self.reason))
+
+
+def parallelize(
+    model: nn.Module, strategy: str = "auto", *, mesh: DeviceMesh | tuple[int, ...] | None = None
+) -> ParallelReport:
+    """Prepare a model in place for training by all processes of the default process group.
+
+    Each process trains on its own part of each batch, and calls it with the same model. Rank 0's parameters
+    and buffers are copied to all ranks first. Gradients are averaged over the ranks. Make the optimizer
+    after this call.
+
+    =======  ==============================================================  ================================
+    name     what is split over N ranks                                      bytes of a rank
+    =======  ==============================================================  ================================
+    "ddp"    nothing (PyTorch's DistributedDataParallel)                     W + G + S
+    "zero1"  the optimizer's state and steps (``shard``)                     W + G + S / N
+    "zero2"  state, steps and gradients                                      W + (G + S) / N + buckets
+    "zero3"  weights, too (PyTorch's ``fully_shard``, by blocks)             (W + G + S) / N + a whole block
+    "hsdp"   as "zero3" over the last dimension of the mesh, with replicas   as "zero3", N of that dimension
+             over the first
+    =======  ==============================================================  ================================
+
+    W, G and S are the bytes of the weights, of the gradients, and of the optimizer's state.
+
+    "zero1" and "zero2" split the steps of each optimizer of ``shoestring.optim`` that is made of the
+    parameters afterwards, and a forward without such an optimizer raises. With "zero2", ``.grad`` is None
+    after backward: clip with the optimizer's ``max_grad_norm``. "zero3" and "hsdp" take any optimizer that
+    accepts DTensors.
+
+    Args:
+        model: the model, on its device.
+        strategy: one of the names, or "auto" for the first of "ddp", "zero1", "zero2" and "zero3" with which
+            weights, gradients and the state of AdamW in 8 bits fill at most half of a rank's memory.
+        mesh: for "zero3" and "hsdp", the mesh of the ranks, or its shape. The default is one dimension for
+            "zero3", and (machines, processes of a machine) for "hsdp".
+
+    Raises:
+        ValueError: the strategy is unknown, the mesh does not have as many ranks as there are processes or
+            has other dimensions than the strategy needs, it is given to a strategy without one, no parameter
+            requires a gradient, or the model is parallel already.
+        RuntimeError: no process group was initialised although the environment is that of several processes,
+            or the parameters of the ranks differ.
+
+    Source: ZeRO, arXiv 1910.02054.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(64, 8)
+        >>> report = shoestring.parallelize(model, "zero2")
+        >>> optimizer = shoestring.optim.AdamW(model.parameters(), max_grad_norm=1.0)
+        >>> model(torch.randn(4, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> dist.destroy_process_group()
+    """
+    if strategy not in ("auto", *STRATEGIES):
+        _refuse("strategy", f"auto, {', '.join(STRATEGIES)}", repr(strategy))
+    if not any(p.requires_grad for p in model.parameters()):
+        _refuse("model", "parameters that require gradients", "none")
+    from shoestring.distributed import composable  # imports much of torch.distributed
+
+    if composable.is_parallel(model) or any(hasattr(p, SPLITS_STEPS) for p in model.parameters()):
+        _refuse("model", "a model of one process", "one that is parallel already; call undo() of its report")
+    if not (dist.is_available() and dist.is_initialized()) and os.environ.get("WORLD_SIZE", "1") == "1":
+        return ParallelReport("none", 1, needed(model, "ddp", 1), "there is one process")
+    group = group_or_default(None, "parallelize")
+    ranks = dist.get_world_size(group)
+    reason = ""
+    if strategy == "auto":
+        strategy, reason = choose(model, ranks)
+    made = _mesh(model, strategy, mesh, ranks)
+    operators()._answer_failures(name_of(group))
+    broadcast_module(model, group)
+    split = made.size(made.ndim - 1) if made is not None else ranks
+    report = ParallelReport(strategy, ranks, needed(model, strategy, split), reason)
+    report._model = model
+    if made is not None:
+        report._undo.append(composable.shard_fully(model, made))
+        return report
+    if strategy != "zero2":
+        report._undo.append(composable.replicate(model))
+    if strategy != "ddp":
+        report._undo.append(_split_steps(model, report))
+    return report
+
+
+def needed(model: nn.Module, strategy: str, ranks: int) -> RankBytes:
+    """Return the bytes of the rank that has the most, without buckets and gathered blocks."""
+    weights = trained = gradients = 0
+    for name, p in model.named_parameters():
+        own = sum(t.nbytes for _, t in plain_tensors(name, p))
+        split = strategy in ("zero3", "hsdp")
+        # FSDP2 pads the rows of a parameter to a multiple of the ranks
+        part = math.ceil(p.shape[0] / ranks) / p.shape[0] if split and p.ndim and p.shape[0] else 1.0
+        weights += round(own * part)
+        if p.requires_grad:
+            trained += round(p.numel() * part)
+            gradients += round(p.nbytes * part)
+    part = 1 / ranks
+    return RankBytes(
+        weights,
+        math.ceil(gradients * (part if strategy == "zero2" else 1)),
+        math.ceil(STATE * trained * (part if strategy in ("zero1", "zero2") else 1)),
+    )
+
+
+def choose(model: nn.Module, ranks: int) -> tuple[str, str]:
+    """Return the strategy of "auto", and the reason. All ranks choose by the rank with the least memory."""
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        free = spare_bytes()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    else:
+        free = torch.get_device_module(device).mem_get_info(device)[0]
+    least = torch.tensor(free + sum(p.nbytes for p in model.parameters()), device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    room = FILLED * least.item()
+    for strategy in STRATEGIES[:4]:
+        total = needed(model, strategy, ranks).total
+        if total <= room:
+            return strategy, f"{strategy} needs {total:,} of the {round(room):,} bytes that a rank may fill"
+    return "zero3", f"a rank may fill {round(room):,} bytes, and the strategy with the least needs {total:,}"
+
+
+def _refuse(argument: str, expected: str, received: str) -> None:
+    raise ValueError(f"parallelize: {argument}: expected {expected}, received {received}")
+
+
+def _mesh(
+    model: nn.Module, strategy: str, mesh: DeviceMesh | tuple[int, ...] | None, ranks: int
+) -> DeviceMesh | None:
+    """Return the mesh of a strategy that shards weights; None for the others."""
+    if strategy not in ("zero3", "hsdp"):
+        if mesh is not None:
+            _refuse("mesh", f"none with {strategy!r}, which takes all processes", "one")
+        return None
+    dimensions = 1 if strategy == "zero3" else 2
+    if mesh is None:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        mesh = (ranks,) if strategy == "zero3" else (ranks // local, local)
+    shape = mesh if isinstance(mesh, tuple) else tuple(mesh.shape)
+    if len(shape) != dimensions:
+        _refuse("mesh", f"{dimensions} dimensions with {strategy!r}", f"{shape}")
+    if math.prod(shape) != ranks:
+        _refuse("mesh", f"a product of {ranks}, the number of processes", f"{shape}")
+    if not isinstance(mesh, tuple):
+        return mesh
+    names = ("shards",) if strategy == "zero3" else ("replicas", "shards")
+    return init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=names)
+
+
+def _split_steps(model: nn.Module, report: ParallelReport) -> Callable[[], None]:
+    """Split the steps of optimizers that are made of the parameters; return a function that undoes it."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def split(optimizer: LowMemoryOptimizer) -> None:
+        if any(is_dtensor(p) for p in optimizer._all_params()):
+            _refuse("optimizer", "plain parameters", "DTensors beside parameters of the model")
+        shard(optimizer, gradients=report.strategy == "zero2")
+        report._optimizers.append(optimizer)
+
+    for p in trained:
+        setattr(p, SPLITS_STEPS, split)
+
+    def check(module: nn.Module, *_: Any) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        stepped = {id(p) for optimizer in report._optimizers for p in optimizer._all_params()}
+        missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+        if missing:
+            raise RuntimeError(
+                f"parallelize: {report.strategy}: expected optimizers of shoestring.optim, made after parallelize, for all "
+                f"trained parameters, received none for {missing[0]}"
+            )
+        hook.remove()
+
+    hook = model.register_forward_pre_hook(check)
+
+    def undo() -> None:
+        hook.remove()
+        for p in trained:
+            delattr(p, SPLITS_STEPS)
+        for optimizer in report._optimizers:
+            optimizer._retire()
+
+    return undo
+
+
+__all__ = ["ParallelReport", "RankBytes", "parallelize"]

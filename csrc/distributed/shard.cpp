@@ -83,7 +83,7 @@ void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>
     }
     if (i == 0) continue;
     Chunk& last = chunks[(i - 1) % 2];
-    wait_for(group, last.work, "all-gather of the weights after a step");
+    wait_for(group, last.work, "all-gather of split weights or state");
     for (int64_t rank = 0; rank < ranks; ++rank) {
       if (static_cast<size_t>(rank) != own)
         bytes[static_cast<size_t>(rank)].copy(last.all.narrow(0, rank * chunk, chunk), /*from=*/true);

@@ -159,7 +159,9 @@ def load_operators() -> None:
 
 
 def finish(summary: dict[str, Any], out: Path) -> None:
-    """Print the result of a run and the path of its report."""
+    """Print the result of a run and the path of its report; nothing in the other processes of a run."""
+    if not summary:
+        return
     from shoestring.cli.console import gigabytes
 
     val = f", validation loss {summary['val_loss']:.3f}" if summary["val_loss"] is not None else ""

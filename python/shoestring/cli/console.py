@@ -7,6 +7,7 @@ import sys
 import time
 from typing import Any
 
+_silent = False  # whether another process of the run talks to the terminal
 LINES = 20  # number of lines printed during a run if the output is not a terminal
 RECENT = 10  # number of recent steps whose median time gives the time left
 
@@ -25,7 +26,7 @@ class Console:
         self._seconds: list[float] = []
 
     def __enter__(self) -> Console:
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not _silent:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
             self._bar = Progress(
@@ -45,6 +46,8 @@ class Console:
 
     def step(self, metrics: dict[str, Any], val_loss: float | None) -> None:
         """Show one finished step."""
+        if _silent:
+            return
         number = metrics["step"]
         self._seconds.append(metrics["seconds"])
         text = describe(metrics, val_loss) + self._left(number)
@@ -84,8 +87,16 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
+def silence(silent: bool) -> None:
+    """Select whether this process says nothing, since another process of the run does."""
+    global _silent
+    _silent = silent
+
+
 def say(text: str) -> None:
     """Print a line, with the time of day if the output is a terminal."""
+    if _silent:
+        return
     print(f"{time.strftime('%H:%M:%S')}  {text}" if sys.stdout.isatty() else text, flush=True)
 
 

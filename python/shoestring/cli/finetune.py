@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoestring.cli.config import Source
-from shoestring.cli.console import Console, say
+from shoestring.cli.console import Console, say, silence
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
 from shoestring.data.examples import CHAT, TEXT, encode_examples, kind_of, read_segments
@@ -32,13 +32,15 @@ from shoestring.training.models import (
     plain_loss,
 )
 from shoestring.training.offloaded_weights import check_weights_folder, check_weights_place, kept_bytes
+from shoestring.training.processes import disconnect
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, file_list, run_folder
 
 
 def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
     """Fine-tune and return the summary; raise InputError for input that cannot be used."""
-    check_run(config, out)
+    processes = check_run(config, out)
+    silence(not processes.is_first)
     check_weights_place(config, find_device(config.device))
     if config.merge and config.full:
         raise InputError(
@@ -66,8 +68,9 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
         segments = read_segments(files, kind, tokenizer)
     fingerprint = Fingerprint.of(config, data=file_list(files), model_files=_model_files(folder))
     device, dtype = find_device(config.device), model_dtype(config)
-    with run_folder(config, out, "finetune", fingerprint) as run:
-        rows = _rows(run, files, segments, kind, tokenizer, config)
+    with run_folder(config, out, "finetune", fingerprint, processes) as run:
+        with processes.in_turn():
+            rows = _rows(run, files, segments, kind, tokenizer, config)
         memory.import_models()
         baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
@@ -116,8 +119,9 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
                 save,
                 result,
                 pack,
+                processes,
             )
-        if config.merge:
+        if config.merge and summary:
             del model
             base = merge_adapter(
                 load_model(folder, dtype, trust_remote_code=trust), run / "adapter", config.baseline
@@ -125,7 +129,9 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
             with atomic_directory(run / "model") as partial:
                 base.save_pretrained(partial)
                 tokenizer.save_pretrained(partial)
-        write_report(run)
+        if summary:
+            write_report(run)
+    disconnect(processes)
     return summary
 
 

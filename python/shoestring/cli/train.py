@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoestring.cli.config import Source
-from shoestring.cli.console import Console, say
+from shoestring.cli.console import Console, say, silence
 from shoestring.data.batches import split_blocks
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import read_token_file, write_token_file
@@ -19,31 +19,34 @@ from shoestring.training import memory
 from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
 from shoestring.training.device import find_device, model_dtype
 from shoestring.training.models import build_llama, fused_loss, plain_loss
+from shoestring.training.processes import disconnect
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, file_list, run_folder
 
 
 def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
     """Train from scratch and return the summary; raise InputError for input that cannot be used."""
-    check_run(config, out)
+    processes = check_run(config, out)
+    silence(not processes.is_first)
     files = find_files(source.data, source.glob)
     check_text(files)
     tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code) if config.tokenizer else None
     fingerprint = Fingerprint.of(config, data=file_list(files))
-    with run_folder(config, out, "train", fingerprint) as run:
+    with run_folder(config, out, "train", fingerprint, processes) as run:
         folder = run / "tokenizer"
-        if folder.is_dir():
-            tokenizer = load_tokenizer(folder, config.trust_remote_code)
-        else:
-            if tokenizer is None:
-                say(f"training a tokenizer of {config.vocab_size} tokens on {len(files)} files")
-                tokenizer = train_bpe(files, config.vocab_size)
-            with atomic_directory(folder) as partial:
-                tokenizer.save_pretrained(partial)
-        if not (run / "tokens.bin").is_file():
-            shuffled = list(files)
-            random.Random(config.seed).shuffle(shuffled)
-            write_token_file(run / "tokens.bin", shuffled, tokenizer)
+        with processes.in_turn():
+            if folder.is_dir():
+                tokenizer = load_tokenizer(folder, config.trust_remote_code)
+            else:
+                if tokenizer is None:
+                    say(f"training a tokenizer of {config.vocab_size} tokens on {len(files)} files")
+                    tokenizer = train_bpe(files, config.vocab_size)
+                with atomic_directory(folder) as partial:
+                    tokenizer.save_pretrained(partial)
+            if not (run / "tokens.bin").is_file():
+                shuffled = list(files)
+                random.Random(config.seed).shuffle(shuffled)
+                write_token_file(run / "tokens.bin", shuffled, tokenizer)
         tokens, vocab_size = read_token_file(run / "tokens.bin")
         rows = split_blocks(tokens, config.seq_len, config.val_fraction)
         memory.import_models()
@@ -74,7 +77,20 @@ def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
         )
         with Console(config.steps) as console:
             summary = execute(
-                config, run, fingerprint, model, device, make_loss, rows, console, baseline, save, "model"
+                config,
+                run,
+                fingerprint,
+                model,
+                device,
+                make_loss,
+                rows,
+                console,
+                baseline,
+                save,
+                "model",
+                processes=processes,
             )
-        write_report(run)
+        if summary:
+            write_report(run)
+    disconnect(processes)
     return summary

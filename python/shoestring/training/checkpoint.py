@@ -20,8 +20,10 @@ from torch.amp.grad_scaler import GradScaler
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
+from shoestring.optim.sharded import is_dtensor, local, piece_of
 from shoestring.training.device import CPU
 from shoestring.training.offloaded_weights import copies_in_host_memory
+from shoestring.training.processes import whole
 
 KEEP = 2  # number of checkpoints kept: the newest one and the one before it
 # Name of the JSON file that maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints
@@ -59,18 +61,24 @@ def save_checkpoint(
     scaler: GradScaler | None = None,
     device: torch.device = CPU,
     away: bool = False,
+    writes: bool = True,
 ) -> Path:
     """Write the checkpoint folder ``run/checkpoints/step-N`` and keep the newest two checkpoints.
 
     The checkpoint holds the trained weights, the optimizer state, the state of the loss scaling, the random
     states of the CPU and of ``device``, and ``state`` as JSON. If trained weights may be ``away`` from the device,
     they are all copied to host memory first.
+    If several processes train, all of them call this function, and the one that ``writes`` writes the files.
     The files are written to a temporary folder and synced to disk, and then the folder is renamed. If the
     process is killed meanwhile, the previous checkpoint stays intact.
     """
     folder = run / "checkpoints" / f"step-{step:08d}"
+    # All processes gather what they have split.
+    tensors = whole(trained_tensors(model), keep=writes)
+    optimizer_states = [whole(optimizer.state_dict(), keep=writes) for optimizer in optimizers]
+    if not writes:
+        return folder
     with atomic_directory(folder) as partial:
-        tensors = trained_tensors(model)
         tensors = copies_in_host_memory(model, tensors) if away else tensors
         save_safetensors(partial / "weights.safetensors", tensors, {})
         del tensors
@@ -78,7 +86,7 @@ def save_checkpoint(
         with open(partial / "optimizer.pt", "wb") as file:
             torch.save(
                 {
-                    "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                    "optimizers": optimizer_states,
                     "scaler": {} if scaler is None else scaler.state_dict(),
                     "rng": _random_states(device),
                 },
@@ -139,7 +147,10 @@ def load_checkpoint(
                     f"{list(tensor.shape)} {tensor.dtype} in this model"
                 )
         for name, tensor in tensors.items():
-            file.load_into(name, tensor)
+            if is_dtensor(tensor):
+                local(tensor).copy_(piece_of(file.load(name), tensor))
+            else:
+                file.load_into(name, tensor)
         saved_state = torch.load(folder / "optimizer.pt", weights_only=True)
         scaling, optimizer_states = saved_state["scaler"], saved_state["optimizers"]
         if len(optimizer_states) != len(optimizers):

@@ -31,6 +31,7 @@ from shoestring.training.options import (
     OptimizerArg,
     OptimizerName,
     OptimizerState,
+    Parallel,
     Precision,
     Seed,
     SeqLen,
@@ -186,6 +187,7 @@ class LoopConfig(StepConfig):
         typer.Option(help="CPU threads; by default what PyTorch takes.", callback=within(1, MOST_THREADS)),
     ] = field(default=None, metadata=MAY_CHANGE)
     host_allocator: HostAllocator = field(default=None, metadata=MAY_CHANGE)
+    parallel: Parallel = field(default="none", metadata=MAY_CHANGE)
 
     def learning_rates(self) -> Schedule:
         """Return the learning rate as a function of the step."""
@@ -200,7 +202,9 @@ class LoopConfig(StepConfig):
         values = {
             each.name: getattr(self, each.name) for each in fields(self) if "may_change" not in each.metadata
         }
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        fixed = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        # State of sharded weights is stored in another form.
+        return fixed | {"sharded_weights": True} if self.parallel in ("zero3", "hsdp") else fixed
 
 
 @dataclass(frozen=True, kw_only=True)

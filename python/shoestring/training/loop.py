@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import os
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from shoestring.core.errors import InputError
 from shoestring.data.batches import BatchOrder, Empty, Examples, Rows, in_host_memory, labelled
 from shoestring.data.packing import PackedOrder
 from shoestring.data.prefetcher import Prefetcher
+from shoestring.distributed.parallelize import ParallelReport
 from shoestring.optim import ScheduleFreeAdamW
 from shoestring.training import device, memory, signals
 from shoestring.training.checkpoint import checkpoints, save_checkpoint
@@ -28,6 +30,7 @@ from shoestring.training.config import LoopConfig
 from shoestring.training.metrics import MetricsLog
 from shoestring.training.models import Loss
 from shoestring.training.offloaded_weights import trained_leave
+from shoestring.training.processes import Processes, whole
 from shoestring.training.readings import Readings
 
 LOG_EVERY = 10  # steps between reads from a device other than the CPU
@@ -81,6 +84,8 @@ class Trainer:
     saved: int | None = None  # step of the last checkpoint that this process saved
     # the long waits, such as "a step", that have been announced on the terminal
     told: set[str] = field(default_factory=set)
+    processes: Processes = field(default_factory=Processes)
+    parallel: ParallelReport | None = None  # what --parallel has done
 
     def __post_init__(self) -> None:
         # It scales the loss for fp16, so that small gradients do not become zero; otherwise it does nothing.
@@ -97,10 +102,16 @@ class Trainer:
         config = self.config
         schedule = config.learning_rates()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        readings = Readings(self.device, self._interval(), config.accumulate, not self.scaler.is_enabled())
+        readings = Readings(
+            self.device,
+            self._interval(),
+            config.accumulate // self.processes.count,
+            not self.scaler.is_enabled(),
+            self.processes.total,
+        )
         self._set_mode(training=True)
         with (
-            MetricsLog(self.run / "metrics.jsonl", keep_through=start) as log,
+            MetricsLog(self._log_path(), keep_through=start) as log,
             signals.deferred(),
             device.float32_products(config),
             self._feed(start) as feed,
@@ -132,10 +143,14 @@ class Trainer:
                     if due:
                         self._after_step(step + 1, rows[-1], log)
                     readings.restart_clock()
-                if signals.received():
+                if self.processes.any(signals.received() is not None):
                     self._after_interval(readings.end_interval(wait=True), log)
                     self._save(step + 1, log)
                     break
+
+    def _log_path(self) -> Path:
+        """Return the file of the metrics, which the first process alone keeps."""
+        return self.run / "metrics.jsonl" if self.processes.is_first else Path(os.devnull)
 
     def _order(self) -> BatchOrder | PackedOrder:
         config = self.config
@@ -150,8 +165,11 @@ class Trainer:
 
         def read(step: int, empty: Empty) -> StepData:
             drawn = order.step(step)
-            batches = [self._batch(self.train, rows, empty) for rows in drawn]
+            rank, count = self.processes.rank, self.processes.count
+            batches = [self._batch(self.train, rows, empty) for rows in drawn[rank::count]]
             counted = sum(labelled(labels) for _, labels, _ in batches)
+            for other in (rows for number, rows in enumerate(drawn) if number % count != rank):
+                counted += labelled(self._batch(self.train, other, in_host_memory)[1])
             return StepData(batches, counted, sum(self.train.count(rows) for rows in drawn))
 
         return Prefetcher(read, self.device, start=start, stop=self.config.steps, fills_buffers=True)
@@ -172,12 +190,21 @@ class Trainer:
                 if saved is not None:
                     self.saved_activations = saved.bytes
                 readings.add_loss(loss)
-                if self.config.step_in_backward:
+                if self._steps_before_norm:
                     self._require_finite(step + 1, {"loss": loss.item()})
-                self.scaler.scale(loss).backward()
+                # The gradients are averaged over the processes, and the loss is their sum.
+                self.scaler.scale(loss * self.processes.count).backward()
+
+    @property
+    def _steps_before_norm(self) -> bool:
+        """Whether the optimizer alone knows the norm of all gradients, and clips within its step."""
+        splits = self.parallel is not None and self.parallel.strategy == "zero2"
+        return self.config.step_in_backward or splits
 
     def _sums(self, adds: bool) -> AbstractContextManager[Any]:
         """Return a context in which an optimizer that steps in backward adds up gradients instead."""
+        if adds and self.parallel is not None and not self.config.step_in_backward:
+            return self.parallel.no_sync()
         if not adds or not self.config.step_in_backward:
             return nullcontext()
         context: AbstractContextManager[Any] = self.optimizers[0].accumulate()  # type: ignore[attr-defined]
@@ -189,7 +216,7 @@ class Trainer:
         The host does not wait for the device, except with ``--step-in-backward``, where a loss that is not
         finite must not reach backward.
         """
-        if self.config.step_in_backward:
+        if self._steps_before_norm:
             [own] = self.optimizers
             own.step()
             norm = own.grad_norm  # type: ignore[attr-defined]
@@ -197,7 +224,7 @@ class Trainer:
         else:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.clip or math.inf)
+            norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.clip or math.inf))
             readings.add_norm(norm)
             for optimizer in self.optimizers:
                 if self.scaler.is_enabled():
@@ -241,7 +268,7 @@ class Trainer:
             del names["grad_norm"]
         for key, name in names.items():
             if key in row and not math.isfinite(row[key]):
-                changed = self.config.step_in_backward and key == "grad_norm"
+                changed = self._steps_before_norm and key == "grad_norm"
                 raise InputError(
                     f"step {step}: the {name} is {row[key]}; training stopped "
                     f"{'after' if changed else 'before'} the weights changed; "
@@ -295,7 +322,8 @@ class Trainer:
         """Save a checkpoint unless this step already has one."""
         if self.saved == step:
             return
-        log.sync()
+        if self.processes.is_first:
+            log.sync()
         state = {
             "val_loss": self.val_loss,
             "best_val_loss": self.best_val_loss,
@@ -303,7 +331,7 @@ class Trainer:
         }
         save_checkpoint(
             self.run, step, self.model, self.optimizers, state, scaler=self.scaler, device=self.device,
-            away=trained_leave(self.config),
+            away=trained_leave(self.config), writes=self.processes.is_first,
         )  # fmt: skip
         self.saved = step
 

@@ -14,6 +14,7 @@ from shoestring.core.device import is_asynchronous, is_cuda
 from shoestring.core.errors import InputError
 from shoestring.core.process_memory import peak_bytes, resident_bytes
 from shoestring.core.storages import storages, tensors_in
+from shoestring.optim.base import LowMemoryOptimizer
 
 
 def _allocator(device: torch.device) -> dict[str, int]:
@@ -65,6 +66,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the optimizer's state tensors."""
+    if isinstance(optimizer, LowMemoryOptimizer) and optimizer._is_split:
+        return storage_bytes(tensors_in(dict(optimizer.state)))  # the part of this process
     return storage_bytes(tensors_in(optimizer.state_dict()["state"]))
 
 

@@ -101,10 +101,13 @@ def stored_options(config: StepConfig) -> dict[str, Any]:
     return {"state_format": config.optimizer_state, "weight_rounding": ROUNDING[config.weights]}
 
 
-def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    model: nn.Module, config: LoopConfig, splits_gradients: bool = False
+) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a run, which together step all trained parameters of the model.
 
-    For plain runs, it is PyTorch's fused AdamW.
+    For plain runs, it is PyTorch's fused AdamW. ``splits_gradients``: no process has all gradients, so the
+    optimizer clips.
 
     Raises:
         InputError: an option does not fit the optimizer.
@@ -114,7 +117,12 @@ def make_optimizers(model: nn.Module, config: LoopConfig) -> list[torch.optim.Op
         groups = decayed([{"params": trained(model)}], config.weight_decay)
         return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)]
     return [
-        build(kind, decayed(groups, config.weight_decay), _of_run(kind, config) | options, config)
+        build(
+            kind,
+            decayed(groups, config.weight_decay),
+            _of_run(kind, config, splits_gradients) | options,
+            config,
+        )
         for kind, groups, options in described(model, config)
     ]
 
@@ -127,7 +135,7 @@ def described(model: nn.Module, config: StepConfig) -> Iterator[tuple[type[Own],
         yield kind, groups, stored_options(config) | own
 
 
-def _of_run(kind: type[Own], config: LoopConfig) -> dict[str, Any]:
+def _of_run(kind: type[Own], config: LoopConfig, splits_gradients: bool) -> dict[str, Any]:
     """Return the options of an optimizer that other options of the run decide."""
     options: dict[str, Any] = {"lr": config.lr}
     if kind is AdamW or config.optimizer in LOW_RANK:
@@ -136,7 +144,7 @@ def _of_run(kind: type[Own], config: LoopConfig) -> dict[str, Any]:
         options["adjust_lr_fn"] = "match_rms_adamw"
     if config.optimizer not in LOW_RANK:
         options |= {"offload": config.place, "step_in_backward": config.step_in_backward}
-    if config.step_in_backward:  # the norm of all gradients is known to the optimizer alone
+    if config.step_in_backward or splits_gradients:  # the optimizer alone knows the norm of all gradients
         options["max_grad_norm"] = config.clip or float("inf")
     return options
 

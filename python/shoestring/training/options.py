@@ -132,6 +132,14 @@ StepInBackward = Annotated[
     bool,
     typer.Option("--step-in-backward", help="Each parameter is stepped once its gradient is complete."),
 ]
+Parallel = Annotated[
+    str,
+    typer.Option(
+        help="none, auto, ddp, zero1, zero2, zero3 or hsdp: how the processes that torchrun has started share the "
+        "training; each takes its part of the --accumulate micro-batches of a step.",
+        callback=one_of("none", "auto", "ddp", "zero1", "zero2", "zero3", "hsdp"),
+    ),
+]
 Activations = Annotated[
     str,
     typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Readings:
         device: the device of the losses.
         interval: number of steps between reads.
         micro_batches: number of losses of a step.
+        total: function that adds losses up over the processes of the run.
         norm_must_be_finite: whether ``bad`` also reacts to the norm. Under loss scaling, a norm that is not
             finite is normal.
     """
@@ -36,11 +38,13 @@ class Readings:
         interval: int,
         micro_batches: int,
         norm_must_be_finite: bool = True,
+        total: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> None:
         shape = (interval, micro_batches + 1)
         self._device = device
         self._late = device.type != "cpu"
         self._norm_must_be_finite = norm_must_be_finite
+        self._total = total
         # Two buffers: one collects an interval while the other waits to be read.
         self._values = [torch.zeros(shape, device=device) for _ in range(2)]
         self._host = [torch.zeros(shape, pin_memory=self._late) for _ in range(2)]
@@ -72,7 +76,7 @@ class Readings:
         The norm of an optimizer that steps on the host (``--offload cpu``) is a tensor of the CPU.
         """
         norm = norm.detach().to(self.bad.device, torch.float32, non_blocking=True)
-        values = torch.stack([*self._losses, norm])
+        values = torch.stack([*self._total(torch.stack(self._losses)), norm])
         self._losses.clear()
         self._values[self._current][len(self._rows)].copy_(values)
         checked = values if self._norm_must_be_finite else values[:-1]

@@ -33,12 +33,19 @@ from shoestring.training.offloaded_weights import let_weights_leave, place_of_we
 from shoestring.training.optimizers import check_optimizer, make_optimizers
 from shoestring.training.optimizers import conflicts as optimizer_conflicts
 from shoestring.training.options import refuse_together
+from shoestring.training.processes import Processes, connect, parallel
+from shoestring.training.processes import conflicts as parallel_conflicts
 from shoestring.training.signals import Interrupted
 from shoestring.training.summary import summarise
 
 
-def check_run(config: LoopConfig, out: Path) -> None:
-    """Raise InputError if options contradict each other or if --out is unusable; writes nothing."""
+def check_run(config: LoopConfig, out: Path) -> Processes:
+    """Connect to the other processes of the run.
+
+    Raises:
+        InputError: options contradict each other, --out is unusable, or the processes do not connect.
+            Nothing is written then.
+    """
     if config.memory_budget is not None:
         memory.parse_budget(config.memory_budget)
     if config.offload != "none" and not is_place(config.offload):
@@ -46,6 +53,9 @@ def check_run(config: LoopConfig, out: Path) -> None:
     refuse_together(_conflicts(config))
     check_precision(config, find_device(config.device))
     check_optimizer(config)
+    processes = connect(config)
+    if not processes.is_first:
+        return processes
     try:
         if out.exists() and not out.is_dir():
             raise InputError(f"--out {out}: exists and is not a directory")
@@ -55,6 +65,7 @@ def check_run(config: LoopConfig, out: Path) -> None:
             _check_folder(out, config.resume)
     except OSError as error:  # raised if a permission is missing, or a name is too long
         raise InputError(f"--out {out}: {error.strerror}") from None
+    return processes
 
 
 def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
@@ -79,6 +90,7 @@ def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
     ]
     yield from ((option, other) for option, other, both in pairs if both)
     yield from optimizer_conflicts(config)
+    yield from parallel_conflicts(config)
 
 
 def _check_folder(out: Path, resume: bool) -> None:
@@ -98,7 +110,9 @@ def file_list(files: list[Path]) -> list[list[Any]]:
 
 
 @contextmanager
-def run_folder(config: LoopConfig, out: Path, command: str, fingerprint: Fingerprint) -> Iterator[Path]:
+def run_folder(
+    config: LoopConfig, out: Path, command: str, fingerprint: Fingerprint, processes: Processes
+) -> Iterator[Path]:
     """Lock the run folder, create or check it, write run.json, and yield the folder's path.
 
     If the ``with`` block fails before the first step is complete, the files and folders that this function
@@ -110,6 +124,13 @@ def run_folder(config: LoopConfig, out: Path, command: str, fingerprint: Fingerp
         InputError: another process uses the folder, or the folder holds another run or other files.
         Interrupted: a signal arrived; the text of the exception says what the run folder holds.
     """
+    if not processes.is_first:  # the first process has the lock, and writes all files
+        processes.barrier()
+        recorded = _read_record(out, command, fingerprint)
+        torch.set_num_threads(recorded["threads"])
+        with _allocator(config):
+            yield out
+        return
     created = [parent for parent in [out, *out.parents] if not parent.exists()]
     try:
         with locked(out / LOCK, f"--out {out}"):
@@ -117,6 +138,7 @@ def run_folder(config: LoopConfig, out: Path, command: str, fingerprint: Fingerp
             recorded = _read_record(out, command, fingerprint)
             try:
                 _begin(config, out, command, fingerprint, recorded)
+                processes.barrier()
                 with _allocator(config):
                     yield out
             except BaseException:
@@ -228,8 +250,11 @@ def execute(
     save: Callable[[Path], None],
     result: str,
     pack: str = "none",
+    processes: Processes = Processes(),  # noqa: B008  (immutable)
 ) -> dict[str, Any]:
     """Train, save the result folder and write summary.json; return the summary.
+
+    The first process of the run writes, and the others return an empty dictionary.
 
     Args:
         run: folder of the run.
@@ -241,7 +266,7 @@ def execute(
     if recomputes and config.baseline:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trainer = Trainer(
-        config, model, device, make_loss(), [], *data, run, progress, fingerprint.values, pack
+        config, model, device, make_loss(), [], *data, run, progress, fingerprint.values, pack, processes=processes
     )  # fmt: skip
     report, offload = None, None
     if config.activations == "offload":
@@ -256,8 +281,12 @@ def execute(
         offload.mark_layers(find_blocks(model, None).values())
         trainer.offload = offload
     # The plan of the memory budget runs backward passes, in which --step-in-backward must not step.
+    trainer.parallel = parallel(model, config, processes)
+    if trainer.parallel is not None:
+        progress.note(str(trainer.parallel))
     with _offload_errors(config.offload):
-        trainer.optimizers = make_optimizers(model, config)
+        splits = trainer.parallel is not None and trainer.parallel.strategy == "zero2"
+        trainer.optimizers = make_optimizers(model, config, splits)
     if config.compile:
         model.compile()
     start = 0
@@ -279,6 +308,11 @@ def execute(
         trainer.fit(start)
     used = memory.usage(device)
     peak = used.get("device_peak", used["peak"])
+    peaks = processes.of_all(peak)
+    if trainer.parallel is not None:
+        trainer.parallel.undo()
+    if not processes.is_first:
+        return {}
     if recomputes and config.baseline:
         model.gradient_checkpointing_disable()
     if report is not None:
@@ -286,5 +320,11 @@ def execute(
     with weights_errors(place_of_weights(config), trainer.kept), atomic_directory(run / result) as folder:
         save(folder)
     summary = summarise(trainer, baseline, peak, time.time() - began)
+    if trainer.parallel is not None:
+        summary |= {
+            "parallel": trainer.parallel.strategy,
+            "processes": processes.count,
+            "peak_of_processes": peaks,
+        }
     write_json(run / "summary.json", summary)
     return summary

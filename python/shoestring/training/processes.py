@@ -1,0 +1,178 @@
+"""The processes of one training run, which torchrun has started.
+
+The first process writes all files of the run. The others read what it has prepared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoestring.core.errors import InputError
+from shoestring.distributed.parallelize import ParallelReport, parallelize
+from shoestring.optim.sharded import is_dtensor
+from shoestring.training.config import LoopConfig
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's number among the processes of the run, and their number."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files and talks to the terminal."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.count > 1:
+            dist.barrier()
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Run the block in the first process, and then in the others."""
+        if not self.is_first:
+            self.barrier()
+        yield
+        if self.is_first:
+            self.barrier()
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes."""
+        if self.count == 1:
+            return values
+        found = values.clone()
+        dist.all_reduce(found)
+        return found
+
+    def any(self, here: bool) -> bool:
+        """Return whether the condition holds in any process."""
+        return here if self.count == 1 else bool(self.total(torch.tensor(float(here))).item())
+
+    def of_all(self, value: int) -> list[int]:
+        """Return a number of each process."""
+        found = torch.zeros(self.count, dtype=torch.int64)
+        found[self.rank] = value
+        return [int(each) for each in self.total(found).tolist()]
+
+
+def connect(config: LoopConfig) -> Processes:
+    """Connect to the other processes that torchrun has started.
+
+    Raises:
+        InputError: there are several processes and no ``--parallel``, the environment is damaged, or the
+            other processes do not come.
+    """
+    count = _number("WORLD_SIZE", 1)
+    if config.parallel == "none":
+        if count > 1:
+            raise InputError(
+                f"--parallel: expected auto, ddp, zero1, zero2, zero3 or hsdp in a run of {count} processes, got none"
+            )
+        return Processes()
+    if config.accumulate % count:
+        raise InputError(
+            f"--accumulate: expected a multiple of the {count} processes, which share the micro-batches of a step, got "
+            f"{config.accumulate}"
+        )
+    if count == 1:
+        return Processes()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    backend = "gloo"
+    if config.device not in ("auto", "cpu") and config.device != (accelerator.type if accelerator else ""):
+        raise InputError(
+            f"--device: expected auto, cpu or the name of an accelerator with --parallel, got {config.device}"
+        )
+    if config.device != "cpu" and accelerator is not None:
+        local = _number("LOCAL_RANK", 0)
+        if local >= torch.accelerator.device_count():
+            raise InputError(
+                f"--parallel: expected a device for each process of a machine, got {torch.accelerator.device_count()} "
+                f"for process {local}; start fewer, or take --device cpu"
+            )
+        torch.accelerator.set_device_index(local)
+        backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator.type)}"
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"--parallel {config.parallel}: the processes do not connect: {str(error).splitlines()[0]}; start the command "
+            "with torchrun"
+        ) from None
+    return Processes(dist.get_rank(), count)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise InputError(f"{name}: expected a number in the environment, as torchrun sets it, got {text}")
+    return int(text)
+
+
+def disconnect(processes: Processes) -> None:
+    """Leave the process group."""
+    if processes.count > 1:
+        dist.destroy_process_group()
+
+
+def conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
+    """Yield pairs of ``--parallel`` and options that it cannot have."""
+    name = config.parallel
+    if name == "none":
+        return
+    splits = name in ("auto", "zero1", "zero2")
+    refused = {
+        "--baseline": config.baseline,
+        "--compile": config.compile,
+        f"--offload-weights {getattr(config, 'offload_weights', '')}": getattr(
+            config, "offload_weights", "none"
+        )
+        != "none",
+        f"--offload {config.offload}": splits and config.offload != "none",
+        "--step-in-backward": name not in ("zero3", "hsdp") and config.step_in_backward,
+        f"--optimizer {config.optimizer}": splits and config.optimizer in ("galore", "apollo", "apollo-mini"),
+        # the norm of all gradients is known to one optimizer alone
+        "--optimizer muon": name in ("auto", "zero2") and config.optimizer == "muon",
+        "--precision fp16": name in ("auto", "zero2") and config.precision == "fp16",
+    }
+    for option, given in refused.items():
+        if given:
+            yield f"--parallel {name}", option
+
+
+def parallel(model: nn.Module, config: LoopConfig, processes: Processes) -> ParallelReport | None:
+    """Prepare the model for training by all processes; return None for one process."""
+    if processes.count == 1:
+        return None
+    try:
+        return parallelize(model, config.parallel)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"--parallel {config.parallel}: {str(error).splitlines()[0]}") from None
+
+
+def whole(value: Any, keep: bool = True) -> Any:
+    """Replace the DTensors in a state by whole tensors, which all processes gather.
+
+    A process that does not ``keep`` them gets None in their places.
+    """
+    if isinstance(value, dict):
+        return {key: whole(inner, keep) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(inner, keep) for inner in value)
+    if not is_dtensor(value):
+        return value
+    gathered = value.full_tensor()
+    return gathered if keep else None

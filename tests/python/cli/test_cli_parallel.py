@@ -1,0 +1,188 @@
+"""Test `train` and `finetune` with --parallel in two processes of the CPU (Gloo)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_helpers import TINY, TUNE, losses, refuse, succeed, text, weights
+
+STEPS = [
+    "--accumulate",
+    "4",
+    "--steps",
+    "6",
+    "--eval-every",
+    "3",
+    "--checkpoint-every",
+    "3",
+    "--device",
+    "cpu",
+]
+
+
+def start(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Start a command in several processes, as torchrun does."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    command = [sys.executable, "-m", "shoestring", *map(str, arguments)]
+    return [
+        subprocess.Popen(
+            command,
+            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    try:
+        found = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, found, strict=True)]
+
+
+def together(*arguments: object) -> None:
+    """Run a command in two processes, of which only the first says something."""
+    (first, out, errors), (second, nothing, others) = finish(start(2, *arguments))
+    assert (first, second) == (0, 0), errors + others
+    assert "report:" in out and nothing == ""
+
+
+def assert_close(run: Path, other: Path) -> None:
+    """Compare losses, norms and validation losses of two runs, which differ by the order of additions."""
+    for mine, its in zip(losses(run), losses(other), strict=True):
+        assert [x for x in mine if x is not None] == pytest.approx(
+            [x for x in its if x is not None], rel=1e-3
+        )
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(text())
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    succeed("train", "--data", data, "--out", out, *TINY, *STEPS)
+    return out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "auto"])
+@pytest.mark.sample(2)
+def test_train_is_that_of_one_process(strategy: str, data: Path, alone: Path, tmp_path: Path) -> None:
+    """The processes share the micro-batches of a step, so losses and norms are those of one process."""
+    out = tmp_path / "run"
+    together("train", "--data", data, "--out", out, *TINY, *STEPS, "--parallel", strategy)
+    assert_close(out, alone)
+    own, other = weights(out / "model"), weights(alone / "model")
+    assert own.keys() == other.keys()
+    for name, tensor in own.items():
+        assert tensor.shape == other[name].shape and (tensor - other[name]).abs().max() < 5e-3
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    assert summary["processes"] == 2 and len(summary["peak_of_processes"]) == 2
+    assert summary["parallel"] == ("ddp" if strategy == "auto" else strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.sample(1)
+def test_resumed_run_is_bitwise_the_same(strategy: str, data: Path, tmp_path: Path) -> None:
+    """The checkpoint of step 3 is continued to the same losses, norms and weights."""
+    out, again = tmp_path / "run", tmp_path / "again"
+    together("train", "--data", data, "--out", out, *TINY, *STEPS, "--parallel", strategy)
+    shutil.copytree(out, again)
+    shutil.rmtree(again / "checkpoints/step-00000006")
+    shutil.rmtree(again / "model")
+    together("train", "--data", data, "--out", again, *TINY, *STEPS, "--parallel", strategy, "--resume")
+    assert losses(again) == losses(out)
+    for name, tensor in weights(out / "model").items():
+        assert tensor.equal(weights(again / "model")[name]), name
+
+
+def test_another_number_of_processes_continues_the_run(data: Path, alone: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(alone, again)
+    shutil.rmtree(again / "checkpoints/step-00000006")
+    shutil.rmtree(again / "model")
+    together("train", "--data", data, "--out", again, *TINY, *STEPS, "--parallel", "zero2", "--resume")
+    assert_close(again, alone)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.sample(1)
+def test_finetune_with_a_quantised_base(strategy: str, data: Path, alone: Path, tmp_path: Path) -> None:
+    records = tmp_path / "data.jsonl"
+    records.write_text(
+        "".join(
+            json.dumps({"prompt": f"the cat {i}", "completion": "sat on a mat"}) + "\n" for i in range(40)
+        )
+    )
+    common = [
+        "finetune",
+        "--model",
+        alone / "model",
+        "--data",
+        records,
+        *TUNE,
+        "--steps",
+        "3",
+        "--accumulate",
+        "2",
+    ]
+    common += ["--device", "cpu"]
+    succeed(*common, "--out", tmp_path / "one")
+    together(*common, "--out", tmp_path / "two", "--parallel", strategy)
+    assert_close(tmp_path / "two", tmp_path / "one")
+    assert weights(tmp_path / "two/adapter").keys() == weights(tmp_path / "one/adapter").keys()
+
+
+def test_wrong_options_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["train", "--data", data, "--out", tmp_path / "run", *TINY]
+    assert "--parallel: expected none | auto | ddp" in refuse(capsys, *common, "--parallel", "fsdp")
+    pairs = [
+        ("zero1", ["--offload", "cpu"]),
+        ("ddp", ["--step-in-backward"]),
+        ("zero2", ["--optimizer", "muon"]),
+        ("zero1", ["--optimizer", "galore"]),
+        ("zero2", ["--precision", "fp16"]),
+        ("ddp", ["--baseline"]),
+        ("zero3", ["--compile"]),
+    ]
+    for strategy, more in pairs:
+        error = refuse(capsys, *common, "--parallel", strategy, *more)
+        assert f"--parallel {strategy}: expected no {more[0]}" in error, error
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert (
+        "--parallel: expected auto, ddp, zero1, zero2, zero3 or hsdp in a run of 2 processes, got none"
+        in (refuse(capsys, *common))
+    )
+    assert "--accumulate: expected a multiple of the 2 processes" in refuse(
+        capsys, *common, "--parallel", "ddp"
+    )
+    assert "the processes do not connect: " in refuse(
+        capsys, *common, "--parallel", "ddp", "--accumulate", "2"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "WORLD_SIZE: expected a number in the environment" in refuse(capsys, *common, "--parallel", "ddp")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert not (tmp_path / "run").exists()
+    succeed(*common, "--steps", "1", "--parallel", "zero3")  # one process needs no others

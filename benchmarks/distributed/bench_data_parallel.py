@@ -1,8 +1,8 @@
-"""Time a training step in two processes of one thread: C++ classes of this package beside PyTorch's of Python.
+"""Time a training step in two processes of one thread: this package in C++ and Python beside PyTorch's classes.
 
 Each candidate runs in two processes of its own, over Gloo on this machine, and reports the median of its steps. The
-candidates take turns. The step is forward, backward with the reduction of gradients, and AdamW with 8-bit state. The
-limit is the step of one process, without communication. The C++ program is that of tests/distributed.
+candidates take turns. The step is forward, backward with the reduction of gradients, and AdamW with 8-bit state, which
+FSDP2 has in PyTorch's fused form. The limit is the step of one process, without communication. The C++ program is that of tests/distributed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import shoestring
 from benchmarks.common import Report, arguments
 from shoestring.optim import AdamW
 
@@ -35,11 +37,21 @@ def worker(kind: str, width: int, rows: int) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
     torch.distributed.init_process_group("gloo")
-    model = DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer
-    if kind == "zero":
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-6)
+    if kind == "FSDP2":
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    elif kind in ("DDP", "ZeRO"):
+        model = DistributedDataParallel(model)
+        if kind == "ZeRO":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-6)
+        else:
+            optimizer = AdamW(model.parameters(), lr=1e-6)
     else:
+        model = nn.Sequential(model)  # the layers are the blocks of "zero3"
+        shoestring.parallelize(model, kind)
         optimizer = AdamW(model.parameters(), lr=1e-6)
     x = torch.randn(rows, width)
     times = []
@@ -87,8 +99,14 @@ def main() -> None:
     commands: dict[str, tuple[list[str], int]] = {
         "shoestring, C++ DataParallel": ([str(PROGRAM), "time", "parallel", *sizes], 2),
         "shoestring, C++ DataParallel, shard": ([str(PROGRAM), "time", "shard", *sizes], 2),
-        "PyTorch, DistributedDataParallel": ([*python, "parallel", *sizes], 2),
-        "PyTorch, ZeroRedundancyOptimizer": ([*python, "zero", *sizes], 2),
+        "shoestring, C++ shard with gradients": ([str(PROGRAM), "time", "gradients", *sizes], 2),
+        **{
+            f"shoestring, parallelize {kind}": ([*python, kind, *sizes], 2)
+            for kind in ("ddp", "zero1", "zero2", "zero3")
+        },
+        "PyTorch, DistributedDataParallel": ([*python, "DDP", *sizes], 2),
+        "PyTorch, ZeroRedundancyOptimizer": ([*python, "ZeRO", *sizes], 2),
+        "PyTorch, fully_shard": ([*python, "FSDP2", *sizes], 2),
         "limit: one process": ([str(PROGRAM), "time", "alone", *sizes], 1),
     }
     report = Report("data_parallel", options)

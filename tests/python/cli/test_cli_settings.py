@@ -68,7 +68,7 @@ def test_every_setting_is_an_option(name: str, settings: type[Any]) -> None:
 
 def test_a_resumed_run_shares_all_settings_but_those_marked() -> None:
     free = {"activations", "checkpoint_every", "device", "log_every", "memory_budget", "offload", "resume"}
-    free |= {"host_allocator", "threads", "trust_remote_code"}
+    free |= {"host_allocator", "parallel", "threads", "trust_remote_code"}
     config = FinetuneConfig(model="m")
     assert {each.name for each in fields(config)} - config.fixed().keys() == free | {
         "merge",
@@ -78,6 +78,9 @@ def test_a_resumed_run_shares_all_settings_but_those_marked() -> None:
     assert {each.name for each in fields(TrainConfig)} - TrainConfig().fixed().keys() == free
     before = Fingerprint.of(config).values
     Fingerprint.of(replace(config, merge=True, offload="cpu", threads=2)).require_equal(before, "run")
+    Fingerprint.of(replace(config, parallel="zero2")).require_equal(before, "run")
+    with pytest.raises(InputError, match="sharded_weights differs"):
+        Fingerprint.of(replace(config, parallel="zero3")).require_equal(before, "run")
     with pytest.raises(InputError, match="pack differs"):
         Fingerprint.of(replace(config, pack="none")).require_equal(before, "run")
 

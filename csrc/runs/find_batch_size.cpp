@@ -49,7 +49,6 @@ class Peak {
       before_ = status("VmRSS:");
       return;
     }
-    synchronize(device_);
     auto* allocator = at::getDeviceAllocator(device_.type());
     allocator->emptyCache();
     allocator->resetPeakStats(device_.index());

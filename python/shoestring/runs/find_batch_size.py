@@ -168,7 +168,6 @@ def _try(
 def _clear(device: torch.device) -> None:
     gc.collect()
     if is_asynchronous(device):
-        torch.accelerator.synchronize(device)
         torch.accelerator.empty_cache()
 
 

@@ -12,8 +12,9 @@ from simdev import device as simdev
 from torch import Tensor, nn
 
 import shoestring
+from shoestring.checkpoint import measure
 from shoestring.data import Prefetcher
-from training import STEPS, compare, mlp, rows
+from training import STEPS, WatchedClock, busy, compare, mlp, rows
 
 
 def deep(layers: int = 6) -> nn.Module:
@@ -165,3 +166,15 @@ def test_a_budget_is_kept(mode: simdev.Mode) -> None:
     assert report.held_bytes is not None and report.held_bytes > 0
     assert peak() <= budget + weights  # gradients of weights are not part of the budget
     report.undo()
+
+
+def test_a_plan_is_timed_when_the_device_is_idle(mode: simdev.Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = WatchedClock()
+    monkeypatch.setattr(measure, "time", clock)
+    model, x = deep().to("simdev"), rows(0).to("simdev").requires_grad_()
+    work = busy()
+    shoestring.checkpoint_model(
+        model, [nn.Sequential], budget=1 << 18, example=lambda: model(x).square().mean()
+    ).undo()
+    del work
+    assert clock.idle and all(clock.idle)

@@ -1,6 +1,7 @@
 """Train a model on the CPU and on the device, and compare the two bit for bit."""
 
 import copy
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -56,6 +57,23 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.detach())
     return torch.stack(losses), simdev.take_synchronisations()
+
+
+class WatchedClock:
+    """Stands in for the module ``time``. ``idle`` tells for each reading whether the device had no work left."""
+
+    def __init__(self) -> None:
+        self.idle: list[bool] = []
+
+    def perf_counter(self) -> float:
+        self.idle.append(torch.accelerator.current_stream().query())
+        return time.perf_counter()
+
+
+def busy() -> Tensor:
+    """Give the device work that takes much longer than the host needs for a step."""
+    x = torch.ones(1200, 1200, device="simdev")
+    return x @ x
 
 
 def compare(

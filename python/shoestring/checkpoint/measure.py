@@ -290,6 +290,7 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     hooks += [module.register_forward_hook(leave) for module in modules]
     try:
         with metered(device) as meter:
+            synchronize(device)
             began = time.perf_counter()
             loss = step()
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -1,5 +1,6 @@
 """Every optimizer takes the same steps on the device as on the CPU, and the host never waits."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from simdev import device as simdev
 from torch import nn
 
 import shoestring.optim
-from training import compare, mlp, rows
+from training import busy, compare, mlp, rows
 
 # The optimizers with the state formats that run; None is the default, "8bit" for most.
 FORMATS: dict[str, tuple[str | None, ...]] = {
@@ -69,6 +70,25 @@ def test_offloaded_state_equals_cpu(mode: simdev.Mode, tmp_path: Path, place: st
         return build("AdamW", model, **options, **({"offload": offload} if device != "cpu" else {}))
 
     compare(mlp(), make)
+
+
+def test_accumulated_gradients_equal_cpu(mode: simdev.Mode) -> None:
+    """The copy of a gradient takes the host memory of the one before only when that one has been added."""
+    results = []
+    for device, place in (("simdev", {"offload": "cpu"}), ("cpu", {})):
+        model = mlp().to(device)
+        optimizer: Any = build("AdamW", model, lr=1e-3, step_in_backward=True, **place)
+        for step in range(2):
+            for part in range(3):
+                with optimizer.accumulate() if part < 2 else nullcontext():
+                    loss = model(rows(3 * step + part).to(device)).square().mean()
+                    work = busy()
+                    loss.backward()
+            del work
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().cpu() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def test_gradient_scaler_equals_cpu(mode: simdev.Mode) -> None:

@@ -10,8 +10,10 @@ import torch
 from simdev import device as simdev
 from torch import Tensor, nn
 
+import shoestring
 from shoestring.optim import AdamW, Averages, GradientNoise, Guard, Muon
-from training import mlp, rows
+from shoestring.runs import fast_defaults
+from training import WatchedClock, busy, mlp, rows
 
 Loop = Callable[[nn.Module, str], list[Tensor]]
 
@@ -58,6 +60,27 @@ def test_guard(mode: simdev.Mode, on: Any, kind: str) -> None:
     of_both(loop)
 
 
+def test_guard_with_a_gradient_scaler(mode: simdev.Mode) -> None:
+    """The guard takes over the scaler's judgement, and reads it one step later as it does its own."""
+
+    def loop(model: nn.Module, device: str) -> list[Tensor]:
+        guard = Guard(optimizers_of(model, "AdamW"))
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+        for step in range(5):
+            loss = model(rows(step).to(device)).square().mean()
+            guard.watch(loss * float("nan") if step == 2 else loss)
+            scaler.scale(loss).backward()
+            scaler.step(guard)  # type: ignore[arg-type]
+            scaler.update()
+            model.zero_grad()
+        guard.check()
+        assert guard.steps == 5
+        assert [(bad.step, bad.reason) for bad in guard.bad_steps] == [(2, "loss")]
+        return list(model.parameters())
+
+    of_both(loop)
+
+
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("kind", ["ema", "lawa"])
 def test_averages(mode: simdev.Mode, kind: Any, offload: Any) -> None:
@@ -87,6 +110,24 @@ def test_averages(mode: simdev.Mode, kind: Any, offload: Any) -> None:
     of_both(loop, roundings=4 * (2 + 3) if kind == "ema" and offload is None else 0)
 
 
+def test_averages_wait_for_the_update_before(mode: simdev.Mode) -> None:
+    """The CPU still averages the weights of one update when the next one is due."""
+
+    def loop(model: nn.Module, device: str) -> list[Tensor]:
+        averages = Averages(model, decay=0.5, offload="cpu")
+        for step in range(3):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(step + 1)
+            work = busy()
+            averages.update()
+        del work
+        with averages.swap():
+            return [p.detach().clone() for p in model.parameters()]
+
+    of_both(loop)
+
+
 def test_gradient_noise(mode: simdev.Mode) -> None:
     def loop(model: nn.Module, device: str) -> list[Tensor]:
         optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -105,3 +146,13 @@ def test_gradient_noise(mode: simdev.Mode) -> None:
         return [torch.tensor([noise.noise, noise.square], dtype=torch.float64)]
 
     of_both(loop)
+
+
+def test_switches_are_timed_when_the_device_is_idle(
+    mode: simdev.Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = WatchedClock()
+    monkeypatch.setattr(fast_defaults, "time", clock)
+    model, x = nn.Conv2d(3, 4, 3).to("simdev"), torch.ones(1, 3, 5, 5, device="simdev")
+    shoestring.fast_defaults(lambda: model(x), model, switches=["channels_last"], repeats=2).undo()
+    assert clock.idle == [True] * (2 * 2 * 2 * 2)  # at both ends of each of 2 steps, with and without, twice

@@ -111,6 +111,19 @@ def current_stream(device: torch.device | str | int | None = None) -> torch.Stre
     return torch.accelerator.current_stream(_index(device))
 
 
+def Stream(priority: int = 0) -> torch.Stream:
+    return torch.Stream("simdev", priority=priority)
+
+
+def stream(to: torch.Stream) -> torch.Stream:
+    """Return the stream, which is a context manager that makes itself current."""
+    return to
+
+
+def Event() -> torch.Event:
+    return torch.Event("simdev")
+
+
 def synchronize(device: torch.device | str | int | None = None) -> None:
     torch.accelerator.synchronize(_index(device))
 

@@ -174,6 +174,44 @@ def test_backward_guards_its_device(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+OPERATORS = torch.ops.shoestring
+
+
+def round_trip_4bit(x: Tensor) -> list[Tensor]:
+    parts = OPERATORS.quantize_4bit(x, quant_type="nf4")
+    into = torch.empty_like(x)
+    OPERATORS.dequantize_(into, *parts, quant_type="nf4")
+    return [*parts, into, OPERATORS.dequantize_4bit(*parts, shape=x.shape, dtype=x.dtype)]
+
+
+def round_trip_int8(x: Tensor) -> list[Tensor]:
+    parts = OPERATORS.quantize_int8(x)
+    return [*parts, OPERATORS.dequantize_int8(*parts, dtype=x.dtype)]
+
+
+def round_trip_8bit_state(x: Tensor) -> list[Tensor]:
+    parts = OPERATORS.quantize_8bit(x, signed=True)
+    return [*parts, OPERATORS.dequantize_8bit(*parts, signed=True)]
+
+
+def round_trip_4bit_state(x: Tensor) -> list[Tensor]:
+    parts = OPERATORS.quantize_state_4bit(x, signed=True)
+    return [*parts, OPERATORS.dequantize_state_4bit(*parts, signed=True, numel=x.numel())]
+
+
+ROUND_TRIPS = [round_trip_4bit, round_trip_int8, round_trip_8bit_state, round_trip_4bit_state]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("round_trip", ROUND_TRIPS)
+def test_quantisation_guards_its_device(round_trip: Callable[[Tensor], list[Tensor]]) -> None:
+    torch.manual_seed(6)
+    values = torch.randn(8, 64)
+    first, second = ([t.cpu() for t in round_trip(values.to(device))] for device in ("simdev:0", "simdev:1"))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert (first[-1].view_as(values) - values).norm() < values.norm() / 2  # not the error of zeros
+
+
 @pytest.mark.usefixtures("emulated")
 def test_scale_guards_its_device() -> None:
     x = torch.full((100,), 2.0, device="simdev:1")

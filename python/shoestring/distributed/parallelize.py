@@ -33,7 +33,18 @@ FILLED = 0.5  # the part of the memory that weights, gradients and state may tak
 
 @dataclass(frozen=True)
 class RankBytes:
-    """The bytes of a rank between two steps: weights, gradients, and the state of AdamW in 8 bits."""
+    """The bytes of a rank between two steps: weights, gradients, and the state of AdamW in 8 bits.
+
+    Attributes:
+        weights: the bytes of parameters and buffers.
+        gradients: the bytes of gradients.
+        state: the bytes of the optimizer.
+
+    Example:
+        >>> from shoestring.distributed import RankBytes
+        >>> RankBytes(weights=4096, gradients=4096, state=2080).total
+        10272
+    """
 
     weights: int
     gradients: int

@@ -1,6 +1,9 @@
 """Helpers for distributed tests: start several CPU processes with Gloo, and a small model that they train."""
 
 import multiprocessing
+import multiprocessing.forkserver
+import os
+import socket
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,15 +18,21 @@ from torch.nn import Module
 
 # Importing torch takes each process seconds. So a server process imports everything once, and forks the
 # others.
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    [
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint.state_dict",
-        "torch._dynamo",
-        "pytest",
-        "shoestring",
-    ]
-)
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "pytest",
+    "shoestring",
+]
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Let the server process import more modules. A server that runs already ends, and a new one starts."""
+    server: Any = multiprocessing.forkserver._forkserver
+    server._stop()
+    server.set_forkserver_preload([*PRELOADED, *modules])
 
 
 def _process(
@@ -46,6 +55,34 @@ def run(world: int, folder: Path, task: Callable[..., None], *arguments: Any) ->
     store = folder / f"store{len(list(folder.iterdir()))}"
     torch.multiprocessing.start_processes(
         _process, (world, str(store), task, arguments), nprocs=world, start_method="forkserver"
+    )
+
+
+def _launched(
+    rank: int, world: int, port: int, task: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if world > 1:
+        own = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+        os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    task(*arguments)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def launch(world: int, task: Callable[..., None], *arguments: Any) -> None:
+    """Run ``task`` in `world` processes with the environment of torchrun; raise the first exception of any process.
+
+    The task, or the framework that it tests, connects the processes. One process has no such environment.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(
+        _launched, (world, port, task, arguments), nprocs=world, start_method="forkserver"
     )
 
 

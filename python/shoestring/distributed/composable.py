@@ -6,6 +6,7 @@ PyTorch has no functions that take them back. Those of this file remove the hook
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,12 @@ def is_parallel(model: nn.Module) -> bool:
         REGISTRY_KEY in module.__dict__ or isinstance(module, DistributedDataParallel)
         for module in model.modules()
     )
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Return whether a DistributedDataParallel wraps the model. A module does not know its wrapper."""
+    wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    return any(module is model for wrapper in wrappers for module in wrapper.modules())
 
 
 def replicate(model: nn.Module) -> Callable[[], None]:

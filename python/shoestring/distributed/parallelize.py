@@ -196,6 +196,7 @@ def parallelize(
     split = made.size(made.ndim - 1) if made is not None else ranks
     report = ParallelReport(strategy, ranks, needed(model, strategy, split), reason)
     report._model = model
+    report._undo.append(_refuse_wrappers(model))
     if made is not None:
         report._undo.append(composable.shard_fully(model, made))
         return report
@@ -268,6 +269,28 @@ def _mesh(
         return mesh
     names = ("shards",) if strategy == "zero3" else ("replicas", "shards")
     return init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=names)
+
+
+def _refuse_wrappers(model: nn.Module) -> Callable[[], None]:
+    """Raise at the first forward if DistributedDataParallel wraps the model; return a function that undoes it.
+
+    The wrapper would reduce gradients that are reduced already, or in part.
+    """
+    from shoestring.distributed import composable
+
+    def check(module: nn.Module, *_: Any) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        if composable.is_wrapped(module):
+            raise RuntimeError(
+                "parallelize: model: expected no wrapper, received a model in DistributedDataParallel, which reduces the "
+                "gradients a second time. If a trainer wraps the model, as Accelerator.prepare(model) does, leave out "
+                "parallelize, and call shoestring.distributed.shard(optimizer) for ZeRO-1"
+            )
+        hook.remove()
+
+    hook = model.register_forward_pre_hook(check)
+    return hook.remove
 
 
 def _split_steps(model: nn.Module, report: ParallelReport) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shoestring.distributed.all_ranks import AllRanks
 from shoestring.distributed.groups import group_or_default, name_of, operators
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
@@ -34,7 +35,8 @@ def shard(
 
     Args:
         optimizer: an optimizer of ``shoestring.optim`` that has not stepped, without offload and without
-            ``step_in_backward``. It cannot be saved afterwards.
+            ``step_in_backward``. All ranks must call its ``state_dict()``, or ``consolidate_state_dict()``
+            before rank 0 calls ``state_dict()``.
         group: the processes; None for all.
         gradients: whether the gradients are split.
         bucket_bytes: split gradients are sent in buckets of about this size, while backward computes the
@@ -68,6 +70,8 @@ def shard(
         )
     found = group_or_default(group, "shard")
     optimizer._split(
-        lambda core: operators()._shard(core, name_of(found), gradients, bucket_bytes, find_unused), gradients
+        lambda core: operators()._shard(core, name_of(found), gradients, bucket_bytes, find_unused),
+        AllRanks(found),
+        gradients,
     )
     operators()._answer_failures(name_of(found))

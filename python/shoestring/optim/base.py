@@ -18,7 +18,7 @@ from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
 from shoestring.optim.sharded import is_dtensor, local, local_gradient, shards
-from shoestring.optim.state_dicts import StateDicts
+from shoestring.optim.state_dicts import OWN, RanksTogether, StateDicts
 from shoestring.optim.state_layout import Kind, Moment, Part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -360,6 +360,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         if scale is not None and found_inf is None:
             found_inf = torch.zeros_like(scale)
         self._synchronize()
+        self._consolidated = None
         try:
             with self._shard_gradients():
                 self._skipped = self._core.step(scale, found_inf)
@@ -391,11 +392,11 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         self._core.discard()
 
     @torch.no_grad()
-    def _split(self, shard_core: Callable[[Any], None], gradients: bool) -> None:
+    def _split(self, shard_core: Callable[[Any], None], all_ranks: RanksTogether, gradients: bool) -> None:
         """Split the steps over processes, and the gradients if ``gradients``; ``shard_core`` tells the core."""
         self._synchronize()
         shard_core(self._core)
-        self._is_split, self._splits_gradients = True, gradients
+        self._all_ranks, self._splits_gradients = all_ranks, gradients
         self._watch(self._all_params())
 
     # ---- what the core knows ---------------------------------------------------------------------------------
@@ -442,9 +443,36 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
             own = [self._own(p) for p in group["params"]] if known.is_sharded else group["params"]
             params = [p._cdata for p in own]
             if params != known.params:
+                if not known.is_sharded and any(map(is_dtensor, own)):
+                    self._take_dtensors()
+                    return
                 self._core.replace_params(index, own)
                 known.params = params
             known.own = own
+
+    def _take_dtensors(self) -> None:
+        """Make the core anew for DTensors that have replaced the parameters before the first step.
+
+        Accelerate replaces them when it shards a model that already has an optimizer.
+        """
+        if self._all_ranks is not None:
+            raise RuntimeError(
+                f"{self._name}: params: expected plain parameters after shard(), received DTensors in their place. Leave out "
+                "shard(), since FSDP splits the state"
+            )
+        if any(self.state.values()):
+            raise RuntimeError(
+                f"{self._name}: params: expected DTensors before the optimizer has state, received them after. Shard the "
+                "model first, then load the state"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self._make_core(**{name: getattr(self, name) for name in OWN})
+        for group in self.param_groups:
+            self._add_to_core(group)
+            self._watch(group["params"])
+        self._core.set_offload(self.offload)
+        self._synchronize()
 
     @contextmanager
     def _shard_gradients(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
 
 def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the state of an optimizer as tensors and metadata of a safetensors file. ``what`` begins errors."""
-    with optimizer._whole_state():
+    with optimizer._whole_state(what):
         return _store(optimizer, what)
 
 

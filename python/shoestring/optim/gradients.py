@@ -48,6 +48,8 @@ class GradientHooks(Optimizer):
     # This mixin uses the following attributes and methods of the optimizer.
     step_in_backward: bool
     _core: Any
+    _all_ranks: Any  # the processes that have split the steps
+    _consolidated: Any
     _accumulating: bool
     _own: Callable[[Tensor], Tensor]
     _synchronize: Callable[[], None]
@@ -55,8 +57,8 @@ class GradientHooks(Optimizer):
 
     def _init_hooks(self) -> None:
         self._accumulating = False
-        # Whether processes split the steps, and whether they split the gradients, too.
-        self._is_split = self._splits_gradients = self._is_retired = False
+        self._all_ranks = self._consolidated = None
+        self._splits_gradients = self._is_retired = False  # whether processes split the gradients
         self._hooks: list[Any] = []
         self._watched: set[Tensor] = set()
         # Whether DistributedDataParallel replicates the parameters. None until the first gradient hook has
@@ -144,7 +146,7 @@ class GradientHooks(Optimizer):
                 if own is not param:
                     own.grad = None
                 self._show_state()
-        elif self._is_split:
+        elif self._all_ranks is not None:
             self._core.on_gradient(param)
         elif self._is_replicated:
             # DistributedDataParallel all-reduces .grad after this hook, so .grad must include the sum.

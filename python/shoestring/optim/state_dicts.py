@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ from shoestring.optim.state_layout import Kind, Moment, Part
 FORMAT_VERSION = 1
 # Settings of an optimizer that copies and pickles hold, beside state and groups.
 OWN = ("max_grad_norm", "step_in_backward", "accumulate_dtype", "offload")
+# How to save the state that processes have split. It ends errors.
+REMEDY = (
+    "Call it on all ranks, or call consolidate_state_dict() on all ranks before. With the Trainer of transformers, pass "
+    "callbacks=[shoestring.callbacks.transformers_callback()]"
+)
 
 
 def numbered(entry: dict[str, Any]) -> dict[str, Any]:
@@ -35,6 +40,14 @@ class AsSaved:
         self.tensor = tensor
 
 
+class RanksTogether(Protocol):
+    """Waits until all ranks call a function, as ``shoestring.distributed.all_ranks.AllRanks`` does."""
+
+    rank: int
+
+    def wait(self, what: str, remedy: str) -> None: ...
+
+
 class StateDicts(Optimizer):
     """Mixin of the optimizers. It saves and loads the optimizer state."""
 
@@ -45,8 +58,11 @@ class StateDicts(Optimizer):
     accumulate_dtype: torch.dtype
     _moments: tuple[Moment, ...]
     _core: Any
-    _is_split: bool
+    _all_ranks: RanksTogether | None  # the processes that have split the state
+    # The rank with the state that consolidate_state_dict has gathered, and that state; it is empty on other ranks.
+    _consolidated: tuple[int, dict[Any, Any]] | None
     _known: list[Any]
+    _shown: int
     _kind: Callable[[Tensor, dict[str, Any]], Kind]
     _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
     _extra: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]]
@@ -65,8 +81,12 @@ class StateDicts(Optimizer):
         """Return the state dict as in ``torch.optim.Optimizer``.
 
         It also holds ``format_version``, the version of the state's format. If processes have split the state
-        (``shoestring.distributed.shard``), all of them must call it. Each returns the state that one process
-        would have.
+        (``shoestring.distributed.shard``), all of them must call it, or have called ``consolidate_state_dict``
+        since the last step. The state is that of one process.
+
+        Raises:
+            RuntimeError: processes have split the state, and not all of them call. The error comes 120 s after
+                the call of rank 0.
         """
         self._core.settle()
         self._show_state()
@@ -77,10 +97,29 @@ class StateDicts(Optimizer):
         # This hook of state_dict runs before the hooks that the user registered.
         first = self.register_state_dict_post_hook(lambda _, saved: save_dtensors(self, saved), prepend=True)
         try:
-            with self._whole_state():
+            with self._whole_state("state_dict", may_be_consolidated=True):
                 return {**super().state_dict(), **extra}
         finally:
             first.remove()
+
+    @_disable_dynamo
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the state that processes have split on one rank, for a ``state_dict()`` on that rank alone.
+
+        All ranks must call it. The state is kept until the next step or load. The method has the name and the
+        meaning of that of ``torch.distributed.optim.ZeroRedundancyOptimizer``, so Lightning calls it by itself.
+        It does nothing if the state is not split.
+
+        Args:
+            to: the rank, in the process group of ``shoestring.distributed.shard``.
+
+        Raises:
+            RuntimeError: not all ranks call it.
+        """
+        if self._all_ranks is None:
+            return
+        whole = self._gathered_state("consolidate_state_dict")
+        self._consolidated = to, whole if self._all_ranks.rank == to else {}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -131,23 +170,40 @@ class StateDicts(Optimizer):
             self._core.set_grad_norm(norm.detach().to(torch.float32).reshape(()).clone())
 
     @contextmanager
-    def _whole_state(self) -> Iterator[None]:
-        """Within this context, ``state`` is that of one process. All processes that split it must enter it."""
-        if not self._is_split:
+    def _whole_state(self, what: str, *, may_be_consolidated: bool = False) -> Iterator[None]:
+        """Within this context, ``state`` is that of one process. All processes that split it must enter it.
+
+        With ``may_be_consolidated``, the rank of ``consolidate_state_dict`` enters it alone.
+        """
+        if self._all_ranks is None:
             yield
             return
-        own, self.state = self.state, defaultdict(dict)
+        if may_be_consolidated and self._consolidated is not None:
+            to, whole = self._consolidated
+            if to != self._all_ranks.rank:
+                raise RuntimeError(
+                    f"{self._name}: {what}: expected rank {to}, which has the state since consolidate_state_dict(), "
+                    f"received rank {self._all_ranks.rank}"
+                )
+        else:
+            whole = self._gathered_state(what)
+        own, self.state = self.state, defaultdict(dict, whole)
         try:
-            for group, states in zip(self.param_groups, self._core.whole_states(), strict=True):
-                self.state |= {
-                    p: entries for p, entries in zip(group["params"], states, strict=True) if entries
-                }
             yield
         finally:
             self.state = own
 
+    def _gathered_state(self, what: str) -> dict[Any, Any]:
+        """Return the state that one process would have. All processes that split it must call this."""
+        assert self._all_ranks is not None
+        self._all_ranks.wait(f"{self._name}: {what}", REMEDY)
+        whole: dict[Any, Any] = {}
+        for group, states in zip(self.param_groups, self._core.whole_states(), strict=True):
+            whole |= {p: entries for p, entries in zip(group["params"], states, strict=True) if entries}
+        return whole
+
     def __getstate__(self) -> dict[str, Any]:
-        if self._is_split:
+        if self._all_ranks is not None:
             raise RuntimeError(
                 f"{self._name}: expected an optimizer whose state is in this process, to copy or pickle it, received one "
                 "whose state processes have split; use state_dict()"
@@ -180,6 +236,10 @@ class StateDicts(Optimizer):
         self._synchronize()
         entries = [[self.state.get(p, {}) for p in group["params"]] for group in self.param_groups]
         self._core.load(entries, None)
+        self._consolidated = None
+        if self._all_ranks is not None:  # the core has copied the part of this process
+            self.state.clear()
+            self._shown = -1
         self._show_state()
 
     def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoestring.optim.state_dicts import StateDicts
+
 
 @dataclass
 class Run:
@@ -327,13 +329,17 @@ class _LateLoss:
 STATE_FILE = "shoestring_callbacks.pt"
 
 
-def transformers_callback(callbacks: Callback) -> Any:
+def transformers_callback(callbacks: Callback | None = None) -> Any:
     """Return a callback for the Trainer of transformers, which calls ours.
 
     Their state is saved in each checkpoint folder, and restored when the Trainer resumes from it.
 
+    An optimizer whose state processes have split (``shoestring.distributed.shard``) needs this callback, also
+    without callbacks of ours. The Trainer reads the state on one rank alone. So this callback gathers it there
+    before each checkpoint, by ``consolidate_state_dict``.
+
     Args:
-        callbacks: the callback, such as a ``Callbacks``.
+        callbacks: the callback, such as a ``Callbacks``; None for none.
 
     Returns:
         A ``transformers.TrainerCallback``.
@@ -346,6 +352,8 @@ def transformers_callback(callbacks: Callback) -> Any:
         >>> callback = shoestring.callbacks.transformers_callback(shoestring.callbacks.Callbacks())
     """
     from transformers import TrainerCallback
+
+    ours = Callbacks() if callbacks is None else callbacks
 
     class Adapter(TrainerCallback):
         def __init__(self) -> None:
@@ -362,27 +370,42 @@ def transformers_callback(callbacks: Callback) -> Any:
             if state.global_step > 0:
                 path = _checkpoint_of(args, state) / STATE_FILE
                 if path.exists():
-                    callbacks.load_state_dict(torch.load(path, weights_only=True))
-            callbacks.on_start(self.run)
+                    ours.load_state_dict(torch.load(path, weights_only=True))
+            ours.on_start(self.run)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             self._update(state, kwargs.get("model"), kwargs.get("optimizer"))
-            callbacks.on_step(self.run)
+            ours.on_step(self.run)
             control.should_training_stop |= self.run.should_stop
+            self._consolidate(args, control)
             return control
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            self._update(state, kwargs.get("model"), kwargs.get("optimizer"))
+            self._consolidate(args, control)
+
+        def _consolidate(self, args: Any, control: Any) -> None:
+            # With "best", the Trainer decides after the evaluation whether it saves.
+            may_save = control.should_save or (args.save_strategy == "best" and control.should_evaluate)
+            if not may_save or args.save_only_model:
+                return
+            for optimizer in self.run.optimizers:
+                if isinstance(optimizer, StateDicts):
+                    # With save_on_each_node, several ranks save.
+                    optimizer.consolidate_state_dict(args.process_index if args.should_save else 0)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> Any:
             self._update(state)
             self.run.metrics = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
-            callbacks.on_metrics(self.run)
+            ours.on_metrics(self.run)
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             if folder.is_dir() and state.is_world_process_zero:
-                torch.save(callbacks.state_dict(), folder / STATE_FILE)
+                torch.save(ours.state_dict(), folder / STATE_FILE)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            callbacks.on_end(self.run)
+            ours.on_end(self.run)
 
     return Adapter()
 

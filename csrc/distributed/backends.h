@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,6 +16,10 @@ namespace shoestring::distributed {
 c10::intrusive_ptr<c10d::Backend> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                             std::chrono::milliseconds timeout);
 
+/// Sets the tag of the next collective of a Gloo backend. Collectives with different tags never meet. Does
+/// nothing to other backends, and in a build without Gloo's headers.
+void set_gloo_tag(c10d::Backend& backend, uint32_t tag);
+
 /// Copies tensors of rank 0 to all ranks. Throws c10::Error on all ranks if they differ in number, name,
 /// shape or dtype.
 void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const TensorDict& tensors,
@@ -23,11 +28,7 @@ void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group, cons
 /// Returns the name under which c10d's operators find a group. A group without such a name gets one.
 std::string registered_name(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
-/// Lets this rank answer after a collective has failed on another rank, so that errors of wait_for name the
-/// ranks that are missing. Groups of init_process_group answer by themselves.
-void answer_failures(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
-
-/// Raises c10::Error for a collective that failed: see wait_for.
+/// Raises c10::DistBackendError for a collective that failed: see wait_for.
 [[noreturn]] void fail_collective(c10d::ProcessGroup& group, const std::exception& error,
                                   const std::string& what);
 

@@ -1,5 +1,6 @@
-// Makes Gloo backends. No other file includes the header of ProcessGroupGloo, which needs Gloo's own headers.
-// LibTorch contains Gloo, but its packages have no headers of it; Debian's libgloo-dev has.
+// Makes Gloo backends, and sets their tags. No other file includes the header of ProcessGroupGloo, which
+// needs Gloo's own headers. LibTorch contains Gloo, but its packages have no headers of it; Debian's
+// libgloo-dev has.
 
 #include "distributed/backends.h"
 
@@ -18,6 +19,15 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const c10::intrusive_ptr<c10d::Store
   TORCH_CHECK(false,
               "init_process_group: backend: expected a build with Gloo, received one without: Gloo's headers "
               "(Debian: libgloo-dev) were missing when this library was built");
+#endif
+}
+
+void set_gloo_tag(c10d::Backend& backend, uint32_t tag) {
+#ifdef SHOESTRING_GLOO
+  struct Counter : c10d::ProcessGroupGloo {
+    static void set(ProcessGroupGloo& gloo, uint32_t tag) { gloo.*& Counter::collectiveCounter_ = tag; }
+  };
+  if (auto* gloo = dynamic_cast<c10d::ProcessGroupGloo*>(&backend)) Counter::set(*gloo, tag);
 #endif
 }
 

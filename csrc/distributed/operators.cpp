@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "distributed/backends.h"
+#include "distributed/named_backend.h"
 #include "distributed/split_gradients.h"
 #include "optim/optimizer_holder.h"
 
@@ -31,13 +32,14 @@ void broadcast_named(const std::vector<at::Tensor>& tensors, const std::vector<s
   broadcast_tensors(c10d::resolve_process_group(group), all, caller.c_str());
 }
 
-// Returns the text of an error with the ranks that do not answer.
-std::string explain(const std::string& group, const std::string& what, const std::string& error) {
+void remove_names_of(const std::string& name, int64_t number) {
+  GroupPtr group;
   try {
-    fail_collective(*c10d::resolve_process_group(group), std::runtime_error(error), what);
-  } catch (const c10::Error& explained) {
-    return explained.what_without_backtrace();
+    group = c10d::resolve_process_group(name);
+  } catch (const std::exception&) {
+    return;  // the group was destroyed
   }
+  remove_names(*group, number);
 }
 
 }  // namespace
@@ -45,9 +47,9 @@ std::string explain(const std::string& group, const std::string& what, const std
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def("_shard(Any core, str group, bool gradients, int bucket_bytes, bool find_unused) -> ()", shard_core);
   m.def("_broadcast_tensors(Tensor[] tensors, str[] names, str group, str caller) -> ()", broadcast_named);
-  m.def("_answer_failures(str group) -> ()",
-        [](const std::string& group) { answer_failures(c10d::resolve_process_group(group)); });
-  m.def("_explain_failure(str group, str what, str error) -> str", explain);
+  m.def("_name_collectives(str group) -> int",
+        [](const std::string& group) { return name_collectives(*c10d::resolve_process_group(group)); });
+  m.def("_remove_names(str group, int number) -> ()", remove_names_of);
 }
 
 }  // namespace shoestring::distributed

@@ -466,7 +466,22 @@ void other_model(char** arguments) {
   DataParallel parallel(*model, group);
 }
 
-// The last rank does something else in the third backward. With a third argument, gradients are split.
+// The last rank issues a sum of another shape than the others, or two collectives in another order.
+void diverge(const GroupPtr& group, const std::string& kind, bool is_last) {
+  std::vector<Tensor> summed{at::ones({kind == "shape" && is_last ? 6 : 4})}, sent{at::ones({4})};
+  const auto sum = [&] { wait_for(group, group->allreduce(summed), "sum"); };
+  const auto copy = [&] { wait_for(group, group->broadcast(sent), "copy"); };
+  if (kind == "order" && is_last) {
+    sum();
+    copy();
+  } else {
+    if (kind == "order") copy();
+    sum();
+  }
+}
+
+// The last rank does something else in the third backward; with "stop_first", the first rank does. With a
+// third argument, gradients are split.
 void fault(char** arguments) {
   const std::string kind = arguments[0];
   const GroupPtr group = connect(argument(arguments, 1, 3000));
@@ -485,6 +500,9 @@ void fault(char** arguments) {
     const bool now = step == 2 && group->getRank() == group->getSize() - 1;
     if (now && kind == "kill") std::raise(SIGKILL);
     if (now && kind == "stop") std::raise(SIGSTOP);
+    if (step == 2 && kind == "stop_first" && group->getRank() == 0) std::raise(SIGSTOP);
+    if (step == 2 && (kind == "shape" || kind == "order"))
+      diverge(group, kind, group->getRank() == group->getSize() - 1);
     if (now && kind == "throw") throw std::runtime_error("the loss is not finite");
     const bool partly = step == 2 && (kind == "unused" || kind == "found");
     Tensor x = inputs(step, group->getRank(), 0);

@@ -42,8 +42,10 @@ struct SHOESTRING_API ProcessGroupOptions {
 /// is missing or the other processes do not come within the timeout.
 SHOESTRING_API GroupPtr init_process_group(const ProcessGroupOptions& options = {});
 
-/// Waits for a collective. An error names this rank, `what`, and the ranks that have ended or are stopped:
-/// those of the group that do not answer within two seconds. Groups of init_process_group answer.
+/// Waits for a collective. An error (c10::DistBackendError) names this rank, `what`, the collective, and the
+/// ranks that have ended or are stopped: those that do not answer within two seconds. If ranks have issued
+/// different collectives, the error says at which collective each rank is. Only ranks of groups of
+/// init_process_group() answer. Collectives of these groups raise such errors without this function, too.
 SHOESTRING_API void wait_for(const GroupPtr& group, const c10::intrusive_ptr<c10d::Work>& work,
                              const std::string& what);
 

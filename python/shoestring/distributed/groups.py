@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -41,6 +41,22 @@ def group_or_default(group: dist.ProcessGroup | None, caller: str) -> dist.Proce
 def name_of(group: dist.ProcessGroup) -> str:
     name: str = group.group_name
     return name
+
+
+def name_collectives(*groups: dist.ProcessGroup) -> Callable[[], None]:
+    """Let errors of collectives name the ranks and the collective; return a function that undoes it.
+
+    All ranks must call it between the same collectives. See ``NamedBackend`` in C++.
+    """
+    numbers = {
+        name: operators()._name_collectives(name) for name in {name_of(group): None for group in groups}
+    }
+
+    def undo() -> None:
+        for name, number in numbers.items():
+            operators()._remove_names(name, number)
+
+    return undo
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -18,11 +18,10 @@ from shoestring.core.process_memory import spare_bytes
 from shoestring.distributed.groups import (
     broadcast_module,
     group_or_default,
-    name_of,
-    operators,
+    name_collectives,
     plain_tensors,
 )
-from shoestring.distributed.shard import shard
+from shoestring.distributed.shard import split_steps
 from shoestring.optim.base import SPLITS_STEPS, LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
 
@@ -106,8 +105,8 @@ class ParallelReport:
     def undo(self) -> None:
         """Give the model whole parameters and its own class again. A second call does nothing.
 
-        With "zero3" and "hsdp", all ranks must call it, and the parameters are new tensors. Make new optimizers
-        after it: those that were made in between refuse to step with "zero1" and "zero2".
+        All ranks must call it between the same collectives. With "zero3" and "hsdp", the parameters are new
+        tensors. Make new optimizers after it: those that were made in between refuse to step with "zero1" and "zero2".
         """
         while self._undo:
             self._undo.pop()()
@@ -191,20 +190,31 @@ def parallelize(
     if strategy == "auto":
         strategy, reason = choose(model, ranks)
     made = _mesh(model, strategy, mesh, ranks)
-    operators()._answer_failures(name_of(group))
-    broadcast_module(model, group)
     split = made.size(made.ndim - 1) if made is not None else ranks
     report = ParallelReport(strategy, ranks, needed(model, strategy, split), reason)
     report._model = model
-    report._undo.append(_refuse_wrappers(model))
-    if made is not None:
-        report._undo.append(composable.shard_fully(model, made))
-        return report
-    if strategy != "zero2":
-        report._undo.append(composable.replicate(model))
-    if strategy != "ddp":
-        report._undo.append(_split_steps(model, report))
+    report._undo.append(name_collectives(group, *(made.get_all_groups() if made is not None else ())))
+    try:
+        _apply(model, report, made)
+    except BaseException:
+        report.undo()
+        raise
     return report
+
+
+def _apply(model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None) -> None:
+    """Apply the strategy of a report to a model."""
+    from shoestring.distributed import composable
+
+    broadcast_module(model)
+    report._undo.append(_refuse_wrappers(model))
+    if mesh is not None:
+        report._undo.append(composable.shard_fully(model, mesh))
+        return
+    if report.strategy != "zero2":
+        report._undo.append(composable.replicate(model))
+    if report.strategy != "ddp":
+        report._undo.append(_split_steps(model, report))
 
 
 def needed(model: nn.Module, strategy: str, ranks: int) -> RankBytes:
@@ -300,7 +310,7 @@ def _split_steps(model: nn.Module, report: ParallelReport) -> Callable[[], None]
     def split(optimizer: LowMemoryOptimizer) -> None:
         if any(is_dtensor(p) for p in optimizer._all_params()):
             _refuse("optimizer", "plain parameters", "DTensors beside parameters of the model")
-        shard(optimizer, gradients=report.strategy == "zero2")
+        split_steps(optimizer, gradients=report.strategy == "zero2")
         report._optimizers.append(optimizer)
 
     for p in trained:

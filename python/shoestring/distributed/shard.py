@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from shoestring.distributed.all_ranks import AllRanks
-from shoestring.distributed.groups import group_or_default, name_of, operators
+from shoestring.distributed.groups import group_or_default, name_collectives, name_of, operators
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
 
@@ -43,6 +43,8 @@ def shard(
             others.
         find_unused: whether a backward may leave parameters without a gradient. Zeros are sent for them.
 
+    Errors of collectives of the group name the ranks and the collective from then on.
+
     Raises:
         TypeError: the optimizer is not of ``shoestring.optim``, or is one of its low-rank optimizers.
         ValueError: the optimizer has DTensor parameters, which are split already.
@@ -59,6 +61,18 @@ def shard(
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
+    found = split_steps(optimizer, group, gradients, bucket_bytes, find_unused)
+    name_collectives(found)
+
+
+def split_steps(
+    optimizer: torch.optim.Optimizer,
+    group: dist.ProcessGroup | None = None,
+    gradients: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    find_unused: bool = False,
+) -> dist.ProcessGroup:
+    """Split the steps of an optimizer as ``shard`` does; return the group."""
     if not isinstance(optimizer, LowMemoryOptimizer):
         raise TypeError(
             "shard: optimizer: expected an optimizer of shoestring.optim with state for each parameter, such as AdamW, "
@@ -74,4 +88,4 @@ def shard(
         AllRanks(found),
         gradients,
     )
-    operators()._answer_failures(name_of(found))
+    return found

@@ -234,6 +234,42 @@ def test_survivors_name_the_rank_that_failed(kind: str, splits: int) -> None:
     last.communicate()
 
 
+def test_survivors_of_the_rank_that_holds_the_store() -> None:
+    """The store of rank 0 does not answer while the process is stopped."""
+    first, *survivors = start(3, "fault", "stop_first", 2000)
+    began = time.monotonic()
+    try:
+        found = [process.communicate(timeout=30) for process in survivors]
+    finally:
+        seconds = time.monotonic() - began
+        first.send_signal(signal.SIGKILL)
+    assert seconds < 2 + 2 + 5
+    for rank, (_, errors) in enumerate(found, start=1):
+        end = "; rank 0, which holds the store, has ended or is stopped\n"
+        assert errors.startswith(f"rank {rank} of 3: DataParallel: backward 3: ") and errors.endswith(end), (
+            errors
+        )
+    first.communicate()
+
+
+@pytest.mark.parametrize("splits", [0, 1])
+def test_ranks_that_diverge_say_where_they_are(splits: int) -> None:
+    """Gloo would compute with the bytes of other collectives, or end the process."""
+    processes = {kind: start(3, "fault", kind, 2000, splits) for kind in ("shape", "order")}
+    for kind, found in processes.items():
+        done = finish(found, 2 + 2 + 10)
+        for rank, (code, _, errors) in enumerate(done):
+            where = re.search("collective ([0-9]+)", errors)
+            assert where is not None, errors
+            at = f"at collective {where[1]}, "
+            if kind == "shape":
+                others, last = "all_reduce of [4] Float", "all_reduce of [6] Float"
+            else:
+                others, last = "broadcast from rank 0 of [4] Float", "all_reduce of [4] Float"
+            assert code == 2 and errors.startswith(f"rank {rank} of 3: "), errors
+            assert f"; ranks 0, 1 are {at}{others}" in errors and f"; rank 2 is {at}{last}" in errors, errors
+
+
 def refused(**environment: str) -> str:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     plain = {name: value for name, value in os.environ.items() if name not in names}

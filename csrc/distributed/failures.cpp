@@ -1,0 +1,236 @@
+// Explains the failure of a collective: which ranks have ended, and which have issued another collective.
+
+#include "distributed/failures.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <map>
+#include <sstream>
+#include <tuple>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+namespace shoestring::distributed {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr size_t kKept = 32;  // collectives of a rank that are compared with those of the others
+constexpr const char* kFailed = "failed";
+constexpr std::array<const char*, 9> kReductions{"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
+                                                 "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
+
+std::string heard(int64_t rank) { return c10::str("heard/", rank); }
+
+std::string done(int64_t rank) { return c10::str("done/", rank); }
+
+std::string ranks_of(const std::vector<int64_t>& ranks, const char* one, const char* several) {
+  const bool is_one = ranks.size() == 1;
+  return c10::str("; ", is_one ? "rank " : "ranks ", c10::Join(", ", ranks), is_one ? one : several);
+}
+
+std::string lost_store() {
+  return c10::str("; ", agent_has_store() ? "torchrun's agent" : "rank 0",
+                  ", which holds the store, has ended or is stopped");
+}
+
+// The key and the text of the last collectives of a rank, by number.
+using Last = std::map<int64_t, std::pair<uint32_t, std::string>>;
+
+Last parse(const std::vector<uint8_t>& bytes) {
+  std::istringstream lines(std::string(bytes.begin(), bytes.end()));
+  Last last;
+  int64_t number = 0;
+  uint32_t key = 0;
+  std::string text;
+  while (lines >> number >> key && std::getline(lines >> std::ws, text)) last[number] = {key, text};
+  return last;
+}
+
+// Returns the first collective that is not the same on all ranks that have issued it, or 0.
+int64_t first_difference(const std::map<int64_t, Last>& ranks) {
+  std::map<int64_t, uint32_t> keys;
+  int64_t first = 0;
+  for (const auto& [rank, last] : ranks) {
+    for (const auto& [number, collective] : last) {
+      const auto [found, is_new] = keys.emplace(number, collective.first);
+      if (!is_new && found->second != collective.first && (first == 0 || number < first)) first = number;
+    }
+  }
+  return first;
+}
+
+// Says at which collective each rank is: at the given one, or at its last if it has not come so far.
+std::string places(const std::map<int64_t, Last>& ranks, int64_t number) {
+  std::map<std::pair<int64_t, uint32_t>, std::pair<std::string, std::vector<int64_t>>> groups;
+  for (const auto& [rank, last] : ranks) {
+    auto at = last.upper_bound(number);
+    if (at == last.begin()) {  // the rank is so far ahead that it has forgotten the collective, or is at none
+      groups[{0, 0}].first = last.empty() ? "no collective" : "a later collective";
+      groups[{0, 0}].second.push_back(rank);
+      continue;
+    }
+    --at;
+    auto& group = groups[{at->first, at->second.first}];
+    if (group.second.empty()) group.first = at->second.second;
+    group.second.push_back(rank);
+  }
+  if (groups.size() < 2) return "";
+  std::string text;
+  for (const auto& [key, group] : groups) text += ranks_of(group.second, " is at ", " are at ") + group.first;
+  return text;
+}
+
+}  // namespace
+
+uint32_t Collective::key() const {
+  uint32_t hash = 2166136261U;  // FNV-1a, which is the same on all machines
+  const auto add = [&](uint64_t value) {
+    for (int i = 0; i < 8; ++i, value >>= 8) hash = (hash ^ (value & 0xff)) * 16777619U;
+  };
+  for (const char* c = name; *c != '\0'; ++c) add(static_cast<uint64_t>(*c));
+  for (const auto value : {static_cast<int64_t>(tensors), static_cast<int64_t>(dtype), elements, root,
+                           static_cast<int64_t>(reduction)})
+    add(static_cast<uint64_t>(value));
+  return hash;
+}
+
+std::string Collective::text() const {
+  std::ostringstream text;
+  if (number > 0) text << "collective " << number << ", ";
+  text << name;
+  if (root >= 0) text << " rank " << root;
+  if (reduction != c10d::ReduceOp::SUM && reduction < kReductions.size())
+    text << " (" << kReductions[reduction] << ")";
+  if (tensors > 1) text << " of " << tensors << " tensors, first";
+  if (tensors > 0) text << (tensors > 1 ? " " : " of ") << at::IntArrayRef(sizes) << " " << dtype;
+  return text.str();
+}
+
+struct Listener::State {
+  State(int64_t own, int64_t ranks) : rank(own), size(ranks) {}
+  const int64_t rank, size;
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool stop = false, asked = false, ended = false;
+  std::string verdict;
+  std::array<Collective, kKept> last;  // collective `number` is at `number % kKept`
+  int64_t count = 0;
+};
+
+Listener::Listener(c10d::Store& store, int64_t rank, int64_t size)
+    : state_(std::make_shared<State>(rank, size)) {
+  if (size > 1) thread_ = std::thread([state = state_, own = store.clone()] { listen(*state, *own); });
+}
+
+Listener::~Listener() {
+  if (!thread_.joinable()) return;
+  std::unique_lock lock(state_->mutex);
+  state_->stop = true;
+  state_->changed.notify_all();
+  // A store that does not answer must not keep the process from its end.
+  const bool ended = state_->changed.wait_for(lock, std::chrono::seconds(1), [&] { return state_->ended; });
+  lock.unlock();
+  ended ? thread_.join() : thread_.detach();
+}
+
+void Listener::record(Collective& collective) {
+  const std::lock_guard lock(state_->mutex);
+  collective.number = ++state_->count;
+  state_->last[static_cast<size_t>(collective.number) % kKept] = collective;
+}
+
+std::string Listener::verdict() {
+  if (!thread_.joinable()) return "";
+  std::unique_lock lock(state_->mutex);
+  state_->asked = true;
+  state_->changed.notify_all();
+  const bool ended = state_->changed.wait_for(lock, milliseconds(1950), [&] { return state_->ended; });
+  return ended ? state_->verdict : lost_store();
+}
+
+std::string Listener::rank() const { return c10::str("rank ", state_->rank, " of ", state_->size, ": "); }
+
+void Listener::listen(State& state, c10d::Store& store) {
+  std::unique_lock lock(state.mutex);
+  try {
+    while (!state.stop) {
+      const bool is_own = state.asked;
+      lock.unlock();
+      const bool failed = is_own || store.check({kFailed});
+      if (failed) confer(state, store, is_own);
+      lock.lock();
+      if (failed) break;
+      state.changed.wait_for(lock, milliseconds(250), [&] { return state.stop || state.asked; });
+    }
+  } catch (const std::exception&) {  // the process that holds the store has ended
+    if (!lock.owns_lock()) lock.lock();
+    state.verdict = lost_store();
+  }
+  state.ended = true;
+  state.changed.notify_all();
+}
+
+// Publishes the last collectives of this rank, and compares them with those of the other ranks.
+void Listener::confer(State& state, c10d::Store& store, bool is_own) {
+  const auto begin = Clock::now();
+  std::ostringstream own;
+  {
+    const std::lock_guard lock(state.mutex);
+    for (const Collective& collective : state.last)
+      if (collective.number > 0)
+        own << collective.number << " " << collective.key() << " " << collective.text() << "\n";
+  }
+  const std::string text = own.str() + "\n";
+  store.set(heard(state.rank), std::vector<uint8_t>(text.begin(), text.end()));
+  const std::vector<uint8_t> yes{1};
+  if (is_own) store.set(kFailed, yes);
+
+  std::map<int64_t, Last> ranks;
+  std::vector<int64_t> absent;
+  bool all_done = false;
+  try {
+    while (Clock::now() - begin < milliseconds(1800)) {
+      absent.clear();
+      all_done = true;
+      for (int64_t rank = 0; rank < state.size; ++rank) {
+        if (ranks.count(rank) == 0 && store.check({heard(rank)})) ranks[rank] = parse(store.get(heard(rank)));
+        if (ranks.count(rank) == 0) absent.push_back(rank);
+      }
+      // The rank that holds the store stays until the others have read from it.
+      if (absent.empty()) store.set(done(state.rank), yes);
+      for (int64_t rank = 0; rank < state.size; ++rank)
+        all_done = all_done && absent.empty() && store.check({done(rank)});
+      if (all_done) break;
+      std::this_thread::sleep_for(milliseconds(50));
+    }
+  } catch (const std::exception&) {
+    // The process that holds the store has ended. Living ranks have answered by now, or it was too early.
+    if (!absent.empty() && Clock::now() - begin < milliseconds(600)) throw;
+  }
+  const int64_t difference = first_difference(ranks);
+  std::string verdict;
+  if (difference > 0) {
+    verdict = places(ranks, difference);
+  } else if (absent.empty()) {
+    verdict = places(ranks, INT64_MAX);
+  }
+  if (!absent.empty()) verdict += ranks_of(absent, " has ended or is stopped", " have ended or are stopped");
+  const std::lock_guard lock(state.mutex);
+  state.verdict = verdict.empty() ? "; all ranks are alive" : verdict;
+}
+
+std::string first_line(const std::exception& error) {
+  const auto* own = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = own != nullptr ? own->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+bool agent_has_store() {
+  const char* text = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
+  return text != nullptr && std::string(text) == "True";
+}
+
+}  // namespace shoestring::distributed

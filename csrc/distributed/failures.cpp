@@ -2,11 +2,13 @@
 
 #include "distributed/failures.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <iterator>
 #include <map>
+#include <numeric>
 #include <sstream>
-#include <tuple>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -19,6 +21,8 @@ using std::chrono::milliseconds;
 
 constexpr size_t kKept = 32;  // collectives of a rank that are compared with those of the others
 constexpr const char* kFailed = "failed";
+constexpr const char* kOver = "over";  // the process that holds the store is about to end
+const std::vector<uint8_t> kYes{1};
 constexpr std::array<const char*, 9> kReductions{"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
                                                  "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
 
@@ -34,6 +38,18 @@ std::string ranks_of(const std::vector<int64_t>& ranks, const char* one, const c
 std::string lost_store() {
   return c10::str("; ", agent_has_store() ? "torchrun's agent" : "rank 0",
                   ", which holds the store, has ended or is stopped");
+}
+
+// Waits until each of the ranks but rank 0 reads the store no more. Without this, a rank that reads from a
+// store whose process has ended prints warnings of PyTorch.
+void wait_for_readers(c10d::Store& store, std::vector<int64_t> ranks, Clock::time_point end) {
+  while (true) {
+    ranks.erase(std::remove_if(ranks.begin(), ranks.end(),
+                               [&](int64_t rank) { return rank == 0 || store.check({done(rank)}); }),
+                ranks.end());
+    if (ranks.empty() || Clock::now() > end) return;
+    std::this_thread::sleep_for(milliseconds(20));
+  }
 }
 
 // The key and the text of the last collectives of a rank, by number.
@@ -64,22 +80,27 @@ int64_t first_difference(const std::map<int64_t, Last>& ranks) {
 
 // Says at which collective each rank is: at the given one, or at its last if it has not come so far.
 std::string places(const std::map<int64_t, Last>& ranks, int64_t number) {
-  std::map<std::pair<int64_t, uint32_t>, std::pair<std::string, std::vector<int64_t>>> groups;
+  struct Place {
+    std::pair<int64_t, uint32_t> key;
+    std::string text;
+    std::vector<int64_t> ranks;
+  };
+  std::vector<Place> groups;  // by the first rank of each
   for (const auto& [rank, last] : ranks) {
-    auto at = last.upper_bound(number);
-    if (at == last.begin()) {  // the rank is so far ahead that it has forgotten the collective, or is at none
-      groups[{0, 0}].first = last.empty() ? "no collective" : "a later collective";
-      groups[{0, 0}].second.push_back(rank);
-      continue;
+    Place place{{0, 0}, last.empty() ? "no collective" : "a later collective", {}};
+    // Otherwise the rank is so far ahead that it has forgotten the collective, or is at none.
+    if (const auto after = last.upper_bound(number); after != last.begin()) {
+      const auto at = std::prev(after);
+      place = {{at->first, at->second.first}, at->second.second, {}};
     }
-    --at;
-    auto& group = groups[{at->first, at->second.first}];
-    if (group.second.empty()) group.first = at->second.second;
-    group.second.push_back(rank);
+    auto found =
+        std::find_if(groups.begin(), groups.end(), [&](const Place& p) { return p.key == place.key; });
+    if (found == groups.end()) found = groups.insert(groups.end(), std::move(place));
+    found->ranks.push_back(rank);
   }
   if (groups.size() < 2) return "";
   std::string text;
-  for (const auto& [key, group] : groups) text += ranks_of(group.second, " is at ", " are at ") + group.first;
+  for (const Place& group : groups) text += ranks_of(group.ranks, " is at ", " are at ") + group.text;
   return text;
 }
 
@@ -156,13 +177,22 @@ std::string Listener::rank() const { return c10::str("rank ", state_->rank, " of
 void Listener::listen(State& state, c10d::Store& store) {
   std::unique_lock lock(state.mutex);
   try {
-    while (!state.stop) {
-      const bool is_own = state.asked;
+    while (true) {
+      const bool is_own = state.asked, stop = state.stop;
       lock.unlock();
-      const bool failed = is_own || store.check({kFailed});
-      if (failed) confer(state, store, is_own);
+      bool is_end = true;
+      if (is_own || (!stop && store.check({kFailed}))) {
+        confer(state, store, is_own);
+      } else if (stop) {
+        leave(state, store);
+      } else if (state.rank != 0 && store.check({kOver})) {
+        store.set(done(state.rank), kYes);
+        state.verdict = "; rank 0 has left the group";  // no other thread reads it before `ended`
+      } else {
+        is_end = false;
+      }
       lock.lock();
-      if (failed) break;
+      if (is_end) break;
       state.changed.wait_for(lock, milliseconds(250), [&] { return state.stop || state.asked; });
     }
   } catch (const std::exception&) {  // the process that holds the store has ended
@@ -171,6 +201,16 @@ void Listener::listen(State& state, c10d::Store& store) {
   }
   state.ended = true;
   state.changed.notify_all();
+}
+
+// Lets the other ranks go on without this one.
+void Listener::leave(State& state, c10d::Store& store) {
+  if (agent_has_store()) return;
+  if (state.rank != 0) return store.set(done(state.rank), kYes);
+  store.set(kOver, kYes);
+  std::vector<int64_t> ranks(static_cast<size_t>(state.size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  wait_for_readers(store, std::move(ranks), Clock::now() + milliseconds(500));
 }
 
 // Publishes the last collectives of this rank, and compares them with those of the other ranks.
@@ -185,26 +225,25 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
   }
   const std::string text = own.str() + "\n";
   store.set(heard(state.rank), std::vector<uint8_t>(text.begin(), text.end()));
-  const std::vector<uint8_t> yes{1};
-  if (is_own) store.set(kFailed, yes);
+  if (is_own) store.set(kFailed, kYes);
 
   std::map<int64_t, Last> ranks;
   std::vector<int64_t> absent;
-  bool all_done = false;
   try {
-    while (Clock::now() - begin < milliseconds(1800)) {
+    while (true) {
       absent.clear();
-      all_done = true;
       for (int64_t rank = 0; rank < state.size; ++rank) {
         if (ranks.count(rank) == 0 && store.check({heard(rank)})) ranks[rank] = parse(store.get(heard(rank)));
         if (ranks.count(rank) == 0) absent.push_back(rank);
       }
-      // The rank that holds the store stays until the others have read from it.
-      if (absent.empty()) store.set(done(state.rank), yes);
-      for (int64_t rank = 0; rank < state.size; ++rank)
-        all_done = all_done && absent.empty() && store.check({done(rank)});
-      if (all_done) break;
+      if (absent.empty() || Clock::now() - begin > milliseconds(1600)) break;
       std::this_thread::sleep_for(milliseconds(50));
+    }
+    if (state.rank != 0 && !agent_has_store()) store.set(done(state.rank), kYes);
+    if (state.rank == 0 && !agent_has_store()) {
+      std::vector<int64_t> present;
+      for (const auto& [rank, last] : ranks) present.push_back(rank);
+      wait_for_readers(store, std::move(present), begin + milliseconds(1850));
     }
   } catch (const std::exception&) {
     // The process that holds the store has ended. Living ranks have answered by now, or it was too early.
@@ -224,8 +263,11 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
 
 std::string first_line(const std::exception& error) {
   const auto* own = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = own != nullptr ? own->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
+  std::string text = own != nullptr ? own->what_without_backtrace() : error.what();
+  text.resize(std::min(text.size(), text.find('\n')));
+  // Gloo begins with "[file:line] ".
+  const size_t place = text.rfind("[/", 0) == 0 ? text.find("] ") : std::string::npos;
+  return place == std::string::npos ? text : text.substr(place + 2);
 }
 
 bool agent_has_store() {

@@ -36,7 +36,7 @@ struct Collective {
 ///
 /// A thread asks the store four times a second whether any rank has failed. It then publishes the last
 /// collectives of this rank, and reads those of the others. Only this thread uses the store, so a store that
-/// does not answer never blocks the threads of the program.
+/// does not answer never blocks the threads of the program. Each Listener needs keys of its own in the store.
 class Listener {
  public:
   Listener(c10d::Store& store, int64_t rank, int64_t size);
@@ -57,6 +57,7 @@ class Listener {
  private:
   struct State;
   static void listen(State& state, c10d::Store& store);
+  static void leave(State& state, c10d::Store& store);
   static void confer(State& state, c10d::Store& store, bool is_own);
 
   std::shared_ptr<State> state_;

@@ -3,10 +3,13 @@
 #include "distributed/named_backend.h"
 
 #include <atomic>
+#include <map>
+#include <mutex>
 #include <type_traits>
 #include <utility>
 
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "distributed/backends.h"
 
@@ -343,7 +346,14 @@ int64_t name_collectives(ProcessGroup& group) {
   const auto backends = backends_of(group);
   if (backends.empty() || !group.getStore()) return 0;
   const int64_t number = ++numbers;
-  const auto listener = std::make_shared<Listener>(*group.getStore(), group.getRank(), group.getSize());
+  // All ranks name the collectives of a group equally often.
+  static std::mutex mutex;
+  static std::map<std::string, int64_t> times;
+  std::unique_lock lock(mutex);
+  const auto prefix = c10::str("shoestring/listener/", ++times[group.getGroupName()]);
+  lock.unlock();
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group.getStore());
+  const auto listener = std::make_shared<Listener>(*store, group.getRank(), group.getSize());
   for (const auto& backend : backends)
     Backends::replace(group, backend, c10::make_intrusive<NamedBackend>(backend, listener, number));
   return number;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -56,6 +57,7 @@ def name_collectives(*groups: dist.ProcessGroup) -> Callable[[], None]:
         for name, number in numbers.items():
             operators()._remove_names(name, number)
 
+    atexit.register(undo)  # the threads that listen end before the store does
     return undo
 
 

@@ -66,7 +66,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the optimizer's state tensors."""
-    if isinstance(optimizer, LowMemoryOptimizer) and optimizer._is_split:
+    if isinstance(optimizer, LowMemoryOptimizer) and optimizer._all_ranks is not None:
         return storage_bytes(tensors_in(dict(optimizer.state)))  # the part of this process
     return storage_bytes(tensors_in(optimizer.state_dict()["state"]))
 

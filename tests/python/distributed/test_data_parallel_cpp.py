@@ -259,7 +259,7 @@ def test_ranks_that_diverge_say_where_they_are(splits: int) -> None:
     for kind, found in processes.items():
         done = finish(found, 2 + 2 + 10)
         for rank, (code, _, errors) in enumerate(done):
-            where = re.search("collective ([0-9]+)", errors)
+            where = re.search(" is at collective ([0-9]+)", errors)
             assert where is not None, errors
             at = f"at collective {where[1]}, "
             if kind == "shape":

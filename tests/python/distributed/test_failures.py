@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import re
 import signal
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +26,7 @@ from shoestring.optim import AdamW
 TIMEOUT = 2.0
 RANKS = 3
 FAULTS = ("kill", "stop", "throw", "idle", "shape", "order")
-AT = r"; ranks 0, 1 are at collective (\d+), {} of \[4\] Float; rank 2 is at collective \5, all_reduce of \[{}\] Float"
+AT = r"; ranks 0, 1 are at collective (?P<at>\d+), {} of \[4\] Float; rank 2 is at collective (?P=at), all_reduce of \[{}\] Float"
 ENDS = {
     "shape": AT.format("all_reduce", 6),
     "order": AT.format("broadcast from rank 0", 4),
@@ -70,7 +72,7 @@ def _fails(rank: int, folder: Path, strategy: str, fault: str) -> None:
         opt.step()
     dist.barrier()
     group: Any = dist.group.WORLD
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=TIMEOUT))
+    group.set_timeout(timedelta(seconds=TIMEOUT))
     began = time.monotonic()
     if rank == RANKS - 1:
         _misbehave(fault)
@@ -185,15 +187,15 @@ def _goes_through(rank: int) -> None:
     named = group._get_backend(cpu)
     assert type(named) is not dist.ProcessGroupGloo and dist.get_backend() == named.name() == "gloo"
     assert (named.rank(), named.size(), named.supports_splitting) == (rank, RANKS, True)
-    assert not named.supports_coalescing and named.options._timeout == timedelta(seconds=60)
-    named._set_default_timeout(timedelta(seconds=50))
+    assert not named.supports_coalescing
+    group.set_timeout(timedelta(seconds=50))
     assert gloo.options._timeout == timedelta(seconds=50) and group._get_sequence_number_for_group() > 0
     for found, result in zip(_collectives(rank), expected, strict=True):
         assert torch.equal(found, result)
 
     # The errors of arguments and of a time that the caller gives are no failures of the group.
     with pytest.raises(
-        ValueError, match=rf"rank {rank} of 3: collective \d+, all_reduce of 2 tensors, first \[1\]"
+        RuntimeError, match=rf"rank {rank} of 3: collective \d+, all_reduce of 2 tensors, first \[1\]"
     ):
         group.allreduce([torch.ones(1), torch.ones(2)]).wait()
     dist.barrier()
@@ -223,3 +225,37 @@ def _goes_through(rank: int) -> None:
 
 def test_collectives_are_those_of_the_backend(tmp_path: Path) -> None:
     run(RANKS, tmp_path, _goes_through)
+
+
+def _ends(rank: int, folder: Path, port: int, destroys: bool) -> None:
+    """End on rank 0, which holds the store, before rank 1; write what the process prints to a file."""
+    with (folder / f"errors-{rank}").open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    report = shoestring.parallelize(nn.Linear(4, 4), "zero1")
+    report.undo()
+    shoestring.parallelize(nn.Linear(4, 4), "ddp")  # the threads that listen need other keys now
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    if destroys:
+        dist.destroy_process_group()
+    atexit._run_exitfuncs()  # processes of multiprocessing do not run them
+    if rank == 1:
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_rank_that_ends_first_is_no_failure(destroys: bool, tmp_path: Path) -> None:
+    """PyTorch would print stacks where a rank asks the store of a process that has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    started = [context.Process(target=_ends, args=(rank, tmp_path, port, destroys)) for rank in range(2)]
+    for process in started:
+        process.start()
+    for rank, process in enumerate(started):
+        process.join(60)
+        assert (process.exitcode, (tmp_path / f"errors-{rank}").read_text()) == (0, "")

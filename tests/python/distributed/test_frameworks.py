@@ -290,6 +290,9 @@ def _lightning(folder: Path, how: str) -> None:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    # Under FSDP2, Lightning adds the gradients of two ranks before those of two micro-batches, which changes the
+    # last bits: see _trains.
+    options, atol = (dict(state_format="fp32", eps=1e-4), 3 * LR * 1e-3) if how == "fsdp2" else ({}, 0.0)
     rank = int(os.environ["RANK"])
 
     class Net(lightning.LightningModule):
@@ -303,16 +306,15 @@ def _lightning(folder: Path, how: str) -> None:
                     if not isinstance(module, nn.Tanh):
                         torch.distributed.fsdp.fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
-        def training_step(self, rows: Tensor, _: int) -> Tensor:
-            return self.net(rows[rank]).square().mean()
+        def training_step(self, _: Tensor, index: int) -> Tensor:
+            # A loader without a state begins anew after a resume, while Lightning continues to count.
+            return self.net(rows_of(index, rank)).square().mean()
 
         def configure_optimizers(self) -> AdamW:
-            optimizer = AdamW(self.parameters(), lr=LR)
+            optimizer = AdamW(self.parameters(), lr=LR, **options)
             if how == "split":
                 shard(optimizer)
             return optimizer
-
-    data = [torch.stack([rows_of(i, rank) for rank in range(2)]) for i in range(6)]
 
     def fit(steps: int, resume: str | None) -> Any:
         trainer = lightning.Trainer(
@@ -322,23 +324,23 @@ def _lightning(folder: Path, how: str) -> None:
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         )  # fmt: skip
         net = Net()
-        loader = torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+        loader = torch.utils.data.DataLoader(range(6), batch_size=None)  # type: ignore[arg-type]
         trainer.fit(net, loader, ckpt_path=resume)
         return trainer, net
 
     clip = 1e6 if how == "fsdp2" else 0.01
     trainer, net = fit(2, None)
-    assert_same(net.net, train_alone(clip, 2, {}))
+    assert_same(net.net, train_alone(clip, 2, options), atol)
     trainer.save_checkpoint(folder / "saved.ckpt")
     trainer, net = fit(3, str(folder / "saved.ckpt"))
-    assert_same(net.net, train_alone(clip, 3, {}))
+    assert_same(net.net, train_alone(clip, 3, options), atol)
     if how != "ddp":
         elements = sum(p.numel() for p in net.parameters())
-        assert state_bytes(trainer.optimizers[0]) == elements * (2 + 8 / 256) / 2
+        assert state_bytes(trainer.optimizers[0]) == elements * (8 if options else 2 + 8 / 256) / 2
 
 
 @pytest.mark.parametrize("how", ["ddp", "split", "fsdp2"])
 def test_lightning(how: str, tmp_path: Path) -> None:
-    """Lightning accumulates, clips, saves and resumes with the bits of one process."""
+    """Lightning accumulates, clips, saves and resumes as one process does, without FSDP2 with its bits."""
     pytest.importorskip("lightning")
     launch(2, _lightning, tmp_path, how)

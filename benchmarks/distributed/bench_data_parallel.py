@@ -87,6 +87,9 @@ def seconds(command: list[str], ranks: int) -> float:
 def main() -> None:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+        parser.add_argument(
+            "--only", nargs="+", help="time only the candidates whose names contain one of these texts"
+        )
 
     options = arguments(__doc__.splitlines()[0], more=more)
     if options.worker:
@@ -100,6 +103,7 @@ def main() -> None:
         "shoestring, C++ DataParallel": ([str(PROGRAM), "time", "parallel", *sizes], 2),
         "shoestring, C++ DataParallel, shard": ([str(PROGRAM), "time", "shard", *sizes], 2),
         "shoestring, C++ shard with gradients": ([str(PROGRAM), "time", "gradients", *sizes], 2),
+        "shoestring, C++ FullyShard": ([str(PROGRAM), "time", "fully", *sizes], 2),
         **{
             f"shoestring, parallelize {kind}": ([*python, kind, *sizes], 2)
             for kind in ("ddp", "zero1", "zero2", "zero3")
@@ -109,6 +113,8 @@ def main() -> None:
         "PyTorch, fully_shard": ([*python, "FSDP2", *sizes], 2),
         "limit: one process": ([str(PROGRAM), "time", "alone", *sizes], 1),
     }
+    if options.only:
+        commands = {name: c for name, c in commands.items() if any(text in name for text in options.only)}
     report = Report("data_parallel", options)
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(options.repeats):

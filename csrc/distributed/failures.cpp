@@ -146,7 +146,9 @@ Listener::Listener(c10d::Store& store, int64_t rank, int64_t size)
   if (size > 1) thread_ = std::thread([state = state_, own = store.clone()] { listen(*state, *own); });
 }
 
-Listener::~Listener() {
+Listener::~Listener() { end(); }
+
+void Listener::end() {
   if (!thread_.joinable()) return;
   std::unique_lock lock(state_->mutex);
   state_->stop = true;

@@ -51,6 +51,9 @@ class Listener {
   /// answer and the ranks that have issued other collectives, as the end of an error message.
   std::string verdict();
 
+  /// Ends the thread. verdict() says nothing from then on.
+  void end();
+
   /// Returns "rank 0 of 3: " of the rank.
   std::string rank() const;
 

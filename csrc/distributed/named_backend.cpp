@@ -2,7 +2,6 @@
 
 #include "distributed/named_backend.h"
 
-#include <atomic>
 #include <map>
 #include <mutex>
 #include <type_traits>
@@ -337,34 +336,47 @@ std::shared_ptr<Listener> listener_of(ProcessGroup& group) {
   return own != nullptr ? own->listener() : nullptr;
 }
 
+namespace {
+
+std::mutex names_mutex;
+std::map<std::string, int64_t> times_named;            // by the name of the group
+std::map<int64_t, std::weak_ptr<Listener>> listeners;  // by number
+
+}  // namespace
+
 int64_t name_collectives(ProcessGroup& group) {
-  static std::atomic<int64_t> numbers = 0;
   if (NamedBackend* own = named(group)) {
     ++own->users;
     return own->number;
   }
   const auto backends = backends_of(group);
   if (backends.empty() || !group.getStore()) return 0;
-  const int64_t number = ++numbers;
+  const std::lock_guard lock(names_mutex);
+  const int64_t number = listeners.empty() ? 1 : listeners.rbegin()->first + 1;
   // All ranks name the collectives of a group equally often.
-  static std::mutex mutex;
-  static std::map<std::string, int64_t> times;
-  std::unique_lock lock(mutex);
-  const auto prefix = c10::str("shoestring/listener/", ++times[group.getGroupName()]);
-  lock.unlock();
+  const auto prefix = c10::str("shoestring/listener/", ++times_named[group.getGroupName()]);
   const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group.getStore());
   const auto listener = std::make_shared<Listener>(*store, group.getRank(), group.getSize());
+  listeners[number] = listener;
   for (const auto& backend : backends)
     Backends::replace(group, backend, c10::make_intrusive<NamedBackend>(backend, listener, number));
   return number;
 }
 
-void remove_names(ProcessGroup& group, int64_t number) {
-  NamedBackend* first = named(group);
+void remove_names(ProcessGroup* group, int64_t number) {
+  if (group == nullptr) {  // it was destroyed, but may be in use
+    std::unique_lock lock(names_mutex);
+    const auto found = listeners.find(number);
+    const auto listener = found == listeners.end() ? nullptr : found->second.lock();
+    lock.unlock();
+    if (listener) listener->end();
+    return;
+  }
+  NamedBackend* first = named(*group);
   if (first == nullptr || first->number != number || --first->users > 0) return;
-  for (const auto& backend : backends_of(group))
+  for (const auto& backend : backends_of(*group))
     if (const auto* own = dynamic_cast<const NamedBackend*>(backend.get()))
-      Backends::replace(group, backend, own->wrapped());
+      Backends::replace(*group, backend, own->wrapped());
 }
 
 }  // namespace shoestring::distributed

@@ -120,8 +120,9 @@ class NamedBackend : public c10d::Backend {
 /// it between the same collectives. Returns a number for remove_names(), or 0 for a group without a store.
 int64_t name_collectives(c10d::ProcessGroup& group);
 
-/// Gives a group its own backends again. Does nothing if `number` is that of another group.
-void remove_names(c10d::ProcessGroup& group, int64_t number);
+/// Gives a group its own backends again. Does nothing if `number` is that of another group. For a group that
+/// was destroyed, null, it ends the listener.
+void remove_names(c10d::ProcessGroup* group, int64_t number);
 
 /// Returns the listener of the NamedBackends of a group, or null.
 std::shared_ptr<Listener> listener_of(c10d::ProcessGroup& group);

@@ -36,10 +36,9 @@ void remove_names_of(const std::string& name, int64_t number) {
   GroupPtr group;
   try {
     group = c10d::resolve_process_group(name);
-  } catch (const std::exception&) {
-    return;  // the group was destroyed
+  } catch (const std::exception&) {  // the group was destroyed
   }
-  remove_names(*group, number);
+  remove_names(group.get(), number);
 }
 
 }  // namespace

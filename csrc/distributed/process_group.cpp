@@ -1,9 +1,12 @@
 // Connects processes, and waits for collectives.
 
+#include <algorithm>
 #include <charconv>
 #include <csignal>
 #include <cstdlib>
+#include <map>
 #include <memory>
+#include <mutex>
 
 #include <ATen/Functions.h>
 #include <c10/util/StringUtil.h>
@@ -53,6 +56,25 @@ void ignore_broken_pipes() {
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
+// Returns a group over Gloo. `caller` begins errors.
+GroupPtr connect(const char* caller, const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
+                 std::chrono::milliseconds timeout, const std::string& name) {
+  const int own = static_cast<int>(rank), all = static_cast<int>(size);
+  auto group = c10::make_intrusive<ProcessGroup>(store, own, all);
+  const auto listener = std::make_shared<Listener>(*store, rank, size);
+  try {
+    auto gloo = make_gloo(c10::make_intrusive<c10d::PrefixStore>("gloo", store), own, all, timeout);
+    group->setBackend(c10::DeviceType::CPU, ProcessGroup::BackendType::GLOO,
+                      c10::make_intrusive<NamedBackend>(std::move(gloo), listener));
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, caller, ": rank ", rank, " of ", size, ": expected all ranks within ", timeout.count(),
+                " ms, received ", first_line(error), listener->verdict());
+  }
+  group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
+  group->setGroupName(name);
+  return group;
+}
+
 }  // namespace
 
 GroupPtr init_process_group(const ProcessGroupOptions& options) {
@@ -81,20 +103,28 @@ GroupPtr init_process_group(const ProcessGroupOptions& options) {
     TORCH_CHECK(false, kInit, ": rank ", rank, " of ", size, ": expected the store at ", address, ":", port,
                 ", received ", first_line(error));
   }
-  const int own = static_cast<int>(rank), all = static_cast<int>(size);
-  auto group = c10::make_intrusive<ProcessGroup>(store, own, all);
-  const auto listener = std::make_shared<Listener>(*store, rank, size);
-  try {
-    auto gloo = make_gloo(c10::make_intrusive<c10d::PrefixStore>("gloo", store), own, all, options.timeout());
-    group->setBackend(c10::DeviceType::CPU, ProcessGroup::BackendType::GLOO,
-                      c10::make_intrusive<NamedBackend>(std::move(gloo), listener));
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, kInit, ": rank ", rank, " of ", size, ": expected all ranks within ",
-                options.timeout().count(), " ms, received ", first_line(error), listener->verdict());
-  }
-  group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
-  group->setGroupName("shoestring");
-  return group;
+  return connect(kInit, store, rank, size, options.timeout(), "shoestring");
+}
+
+GroupPtr new_group(const GroupPtr& group, const std::vector<int64_t>& ranks,
+                   std::chrono::milliseconds timeout) {
+  constexpr const char* kNew = "new_group";
+  TORCH_CHECK_VALUE(group.defined() && group->getStore(), kNew, ": group: expected a group of ",
+                    "init_process_group(), received ", group.defined() ? "one without a store" : "none");
+  for (const int64_t rank : ranks)
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < group->getSize() && std::count(ranks.begin(), ranks.end(), rank) == 1, kNew,
+        ": ranks: expected different ranks of ", group->getSize(), ", received ", at::IntArrayRef(ranks));
+  // All ranks make the same groups in the same order, also those that are in none.
+  static std::mutex mutex;
+  static std::map<std::string, int64_t> numbers;
+  std::unique_lock lock(mutex);
+  const std::string name = c10::str(group->getGroupName(), "/", ++numbers[group->getGroupName()]);
+  lock.unlock();
+  const auto own = std::find(ranks.begin(), ranks.end(), group->getRank());
+  if (own == ranks.end()) return {};
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(name, group->getStore());
+  return connect(kNew, store, own - ranks.begin(), std::ssize(ranks), timeout, name);
 }
 
 std::string registered_name(const GroupPtr& group) {

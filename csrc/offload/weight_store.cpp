@@ -22,12 +22,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "core/device.h"
 #include "core/row_source.h"
+#include "offload/block_runs.h"
 #include "offload/checksums.h"
 #include "offload/copy_lane.h"
 #include "offload/host_memory.h"
@@ -46,20 +44,10 @@ constexpr int64_t kPiece = int64_t{4} << 20;
 constexpr int64_t kStaging = 4 * kPiece;
 // Rows of a table that embedding() reads at a time.
 constexpr int64_t kRowsAtATime = 512;
-constexpr int kNoPass = -1;  // what PyTorch returns as the number of the backward pass outside of one
 
 at::Tensor bytes_at(void* memory, int64_t size, c10::Device device = c10::kCPU) {
   return at::from_blob(memory, {size}, at::TensorOptions().dtype(at::kByte).device(device));
 }
-
-// Gives access to a private member of StorageImpl, which says that a read of the storage is an error. PyTorch
-// can set it, and has no function that clears it. Explicit instantiations may name private members.
-bool& throws_on_read(c10::StorageImpl& storage);
-template <bool c10::StorageImpl::* member>
-struct ThrowsOnRead {
-  friend bool& throws_on_read(c10::StorageImpl& storage) { return storage.*member; }
-};
-template struct ThrowsOnRead<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
 }  // namespace
 
@@ -88,13 +76,10 @@ struct WeightBlock {
   at::Tensor leaving;   // the former `memory`, while it is written
   FencePtr out;         // the write
 
-  int uses = 0;        // number of enter() and open() that have not ended
-  int pass = kNoPass;  // the backward pass that uses the block
-  int64_t next = -1;   // the block whose input was the output of this block in the last forward
-  bool is_idle() const { return uses == 0 && pass == kNoPass; }
+  BlockUses uses;
 };
 
-struct WeightStoreCore final : RowSource, std::enable_shared_from_this<WeightStoreCore> {
+struct WeightStoreCore final : RowSource, BlockRuns, std::enable_shared_from_this<WeightStoreCore> {
   WeightStoreCore(c10::Device on, const std::string& folder, int64_t keep)
       : device(on), keep(keep), host(kOffloadWeights, on), reading(on), in(on), out(on) {
     if (folder.empty()) return;
@@ -105,6 +90,8 @@ struct WeightStoreCore final : RowSource, std::enable_shared_from_this<WeightSto
                  "page cache; a local disk is faster");
     }
   }
+
+  using BlockRuns::mutex;
 
   WeightBlock& block(int64_t index) {
     process.check(kOffloadWeights);
@@ -408,19 +395,16 @@ struct WeightStoreCore final : RowSource, std::enable_shared_from_this<WeightSto
   // Lets the storages of a block point into `memory`, or nowhere.
   void place(WeightBlock& b, const at::Tensor* memory) {
     for (const WeightPiece& p : b.pieces) {
-      auto* const impl = p.storage.unsafeGetStorageImpl();
-      if (memory == nullptr) {
-        impl->set_data_ptr_noswap(b.row != 0 ? pointer_to_source(weak_from_this(), device)
-                                             : at::DataPtr(nullptr, device));
-        impl->release_data_and_set_meta_custom_data_ptr_error_msg_(c10::str(
-            kOffloadWeights, ": ", b.name, ": expected weights on ", device, ", received some that are ",
-            file ? "in a file" : "in host memory", ": read or change them within present()"));
-      } else {
-        char* const begin = static_cast<char*>(memory->data_ptr());
-        throws_on_read(*impl) = false;
-        impl->set_data_ptr_noswap({begin + p.at, new at::Tensor(*memory),
-                                   [](void* owner) { delete static_cast<at::Tensor*>(owner); }, device});
+      auto& storage = *p.storage.unsafeGetStorageImpl();
+      if (memory != nullptr) {
+        place_storage(storage, static_cast<char*>(memory->data_ptr()) + p.at, *memory);
+        continue;
       }
+      empty_storage(storage,
+                    c10::str(kOffloadWeights, ": ", b.name, ": expected weights on ", device,
+                             ", received some that are ", file ? "in a file" : "in host memory",
+                             ": read or change them within present()"),
+                    b.row != 0 ? pointer_to_source(weak_from_this(), device) : at::DataPtr(nullptr, device));
     }
     b.here = memory != nullptr;
   }
@@ -430,7 +414,7 @@ struct WeightStoreCore final : RowSource, std::enable_shared_from_this<WeightSto
     const at::NoGradGuard no_grad;
     const c10::OptionalDeviceGuard guard(device);
     for (const auto& other : blocks) {
-      if (other.get() != &b && other->is_idle()) evict(*other);
+      if (other.get() != &b && other->uses.none()) evict(*other);
     }
     release_retired();
     if (b.leaving.defined()) {
@@ -461,6 +445,11 @@ struct WeightStoreCore final : RowSource, std::enable_shared_from_this<WeightSto
     fetched += b.size;
   }
 
+  BlockUses& uses_of(int64_t index) override { return block(index).uses; }
+  int64_t count() const override { return static_cast<int64_t>(blocks.size()); }
+  std::weak_ptr<BlockRuns> self() override { return weak_from_this(); }
+  void fetch(int64_t index) override { fetch(block(index)); }
+
   void fetch(WeightBlock& b) {
     if (b.stays || b.here) return;
     if (!b.memory.defined()) begin_in(b);
@@ -474,10 +463,9 @@ struct WeightStoreCore final : RowSource, std::enable_shared_from_this<WeightSto
   }
 
   // Starts to bring the block at `index`, or else the next one in this direction that is no table.
-  void prefetch(int64_t index, int64_t direction) {
-    const auto count = static_cast<int64_t>(blocks.size());
-    while (index >= 0 && index < count && blocks[static_cast<size_t>(index)]->row != 0) index += direction;
-    if (index < 0 || index >= count) return;
+  void prefetch(int64_t index, int64_t direction) override {
+    while (index >= 0 && index < count() && blocks[static_cast<size_t>(index)]->row != 0) index += direction;
+    if (index < 0 || index >= count()) return;
     WeightBlock& b = block(index);
     if (!b.stays && !b.memory.defined()) begin_in(b);
   }
@@ -543,53 +531,21 @@ struct WeightStoreCore final : RowSource, std::enable_shared_from_this<WeightSto
   }
 
   // Returns the index of the last block that is no table, or -1.
-  int64_t last_block() const {
+  int64_t last_block() const override {
     auto last = static_cast<int64_t>(blocks.size()) - 1;
     while (last >= 0 && blocks[static_cast<size_t>(last)]->row != 0) --last;
     return last;
   }
 
-  void begin_backward(int64_t index) {
-    const std::lock_guard lock(mutex);
-    const int pass = torch::autograd::get_current_graph_task_id();
+  void ended(int64_t index) override {
     WeightBlock& b = block(index);
-    if (b.next >= 0) end_backward(b.next);
-    b.pass = pass;
-    fetch(b);
-    prefetch(index - 1, -1);
-    if (pass == kNoPass || std::find(passes.begin(), passes.end(), pass) != passes.end()) return;
-    passes.push_back(pass);
-    torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), pass] {
-      if (const auto core = weak.lock()) core->end_pass(pass);
-    });
-  }
-
-  void end_backward(int64_t index) {
-    const std::lock_guard lock(mutex);
-    WeightBlock& b = block(index);
-    if (b.pass == kNoPass) return;
-    b.pass = kNoPass;
     b.changed = std::max(b.changed, b.trained);
-  }
-
-  void end_pass(int pass) {
-    const std::lock_guard lock(mutex);
-    std::erase(passes, pass);
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      if (blocks[i]->pass == pass) end_backward(static_cast<int64_t>(i));
-    }
   }
 
   const OwnProcess process;
   const c10::Device device;
-  // recursive, because a hook may run while this thread brings weights
-  mutable std::recursive_mutex mutex;
   int64_t keep, fetched = 0, written = 0;
   std::vector<std::unique_ptr<WeightBlock>> blocks;
-  std::vector<int> passes;  // the backward passes whose end is awaited
-  // the first output of the block that ran last, and the index of this block
-  c10::weak_intrusive_ptr<c10::TensorImpl> output{c10::intrusive_ptr<c10::TensorImpl>()};
-  int64_t output_of = -1;
   WeightBlock* leaves = nullptr;                         // the block whose changed weights are being written
   std::vector<std::pair<at::Tensor, FencePtr>> retired;  // host memory that a copy may still read
   HostMemory host;
@@ -629,61 +585,23 @@ at::Tensor WeightStore::embedding(const at::Tensor& weight, const at::Tensor& in
   return core_->embedding(weight, indices);
 }
 
-void WeightStore::enter(int64_t index, const std::vector<at::Tensor>& inputs) {
-  const std::lock_guard lock(core_->mutex);
-  WeightBlock& b = core_->block(index);
-  core_->fetch(b);
-  ++b.uses;
-  if (torch::autograd::get_current_graph_task_id() != kNoPass) {
-    core_->prefetch(index - 1, -1);
-  } else {
-    const int64_t last = core_->last_block();
-    // without backward, the next forward follows
-    if (index < last || !at::GradMode::is_enabled()) core_->prefetch(index < last ? index + 1 : 0, 1);
-  }
-  if (!at::GradMode::is_enabled()) return;
-  // Backward computes the gradient of the first input last. The hooks of a leaf would stay with it.
-  const auto first = std::find_if(inputs.begin(), inputs.end(), [](auto& x) { return x.requires_grad(); });
-  if (first == inputs.end() || first->is_leaf()) return;
-  if (core_->output_of >= 0 && core_->output.lock().get() == first->unsafeGetTensorImpl()) {
-    core_->block(core_->output_of).next = index;  // backward of the block before begins where this one's ends
-    return;
-  }
-  first->register_hook([weak = std::weak_ptr(core_), index](const at::Tensor&) {
-    if (const auto core = weak.lock()) core->end_backward(index);
-  });
-}
+void WeightStore::enter(int64_t index, const std::vector<at::Tensor>& inputs) { core_->enter(index, inputs); }
 
 void WeightStore::leave(int64_t index, const std::vector<at::Tensor>& outputs) {
-  const std::lock_guard lock(core_->mutex);
-  WeightBlock& b = core_->block(index);
-  b.uses = std::max(0, b.uses - 1);
-  b.next = -1;
-  core_->output_of = -1;
-  if (!at::GradMode::is_enabled()) return;
-  for (const at::Tensor& y : outputs) {
-    if (!y.requires_grad() || y.is_leaf()) continue;
-    if (core_->output_of < 0) {
-      core_->output = c10::weak_intrusive_ptr<c10::TensorImpl>(y.getIntrusivePtr());
-      core_->output_of = index;
-    }
-    y.register_hook([weak = std::weak_ptr(core_), index](const at::Tensor&) {
-      if (const auto core = weak.lock()) core->begin_backward(index);
-    });
-  }
+  core_->leave(index, outputs);
 }
 
 void WeightStore::open(int64_t index) {
   const std::lock_guard lock(core_->mutex);
   WeightBlock& b = core_->block(index);
   core_->fetch(b);
-  ++b.uses;
+  ++b.uses.count;
 }
 
 void WeightStore::close(int64_t index, bool changed) {
   const std::lock_guard lock(core_->mutex);
   WeightBlock& b = core_->block(index);
-  b.uses = std::max(0, b.uses - 1);
+  b.uses.count = std::max(0, b.uses.count - 1);
   if (changed) b.changed = b.size;
 }
 
@@ -692,7 +610,7 @@ void WeightStore::restore() {
   core_->process.check(kOffloadWeights);
   core_->settle();
   for (const auto& b : core_->blocks) {
-    ++b->uses;  // the next fetch must not evict the block
+    ++b->uses.count;  // the next fetch must not evict the block
     core_->fetch(*b);
   }
   core_->blocks.clear();

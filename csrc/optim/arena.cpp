@@ -4,6 +4,8 @@
 
 #include <ATen/Functions.h>
 
+#include "optim/split_params.h"
+
 namespace shoestring::optim::detail {
 namespace {
 
@@ -16,7 +18,9 @@ std::string names(const std::map<std::string, Tensor>& tensors) {
 }  // namespace
 
 Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
-  const bool large = param.numel() >= Access::min_quantize_size(options);
+  const SplitParameter* split = split_of(param);
+  const int64_t numel = split != nullptr ? split->numel : param.numel();
+  const bool large = numel >= Access::min_quantize_size(options);
   return {large ? Access::state_format(options) : "fp32",
           Access::weight_rounding(options) == "remainder" && param.scalar_type() == at::kBFloat16,
           param.device(), param.device()};

@@ -8,6 +8,7 @@
 #include "optim/core.h"
 #include "optim/optimizer.h"
 #include "optim/scaled.h"
+#include "optim/split_params.h"
 
 namespace shoestring::optim {
 
@@ -120,8 +121,7 @@ std::vector<Core::Members> Core::members(size_t group, c10::function_ref<bool(co
     if (!belongs(p)) continue;
     Kind kind = kind_of(p, options(group));
     if (on_cpu()) kind.device = at::kCPU;
-    const auto shard = shards.find(p.unsafeGetTensorImpl());
-    if (shard != shards.end()) kind.shard = shard->second;
+    kind.shard = shard_of(p);
     if (split_gradients != nullptr) kind.shard = {{split_gradients->group()}, 0, p.device().type()};
     auto same = std::find_if(found.begin(), found.end(), [&](const Members& m) { return m.kind == kind; });
     if (same == found.end()) same = found.insert(found.end(), {kind, {}, {}});
@@ -177,8 +177,10 @@ void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather,
   refuse(offload.empty(), "an optimizer without offload", "one with it");
   refuse(!step_in_backward, "an optimizer without step_in_backward", "one with it");
   for (const auto& group : optimizer->param_groups()) {
-    for (const Tensor& p : group.params())
+    for (const Tensor& p : group.params()) {
       refuse(p.is_contiguous(), "contiguous parameters", "one that is not contiguous");
+      refuse(split_of(p) == nullptr, "whole parameters", "parts of FullyShard, whose steps are split");
+    }
   }
   ranks = Ranks{rank, count};
   gather_weights = std::move(gather);
@@ -437,6 +439,9 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
     const bool half = type == at::kHalf && Access::weight_rounding(options) != "nearest";
     expect(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, name, which.c_str(),
            "fp32, bf16 or fp16", type);
+    expect(split_of(p) == nullptr || Access::rule(options).takes_parts(), name, which.c_str(),
+           "a whole parameter, since the rule is not elementwise (use DataParallel and shard())",
+           "a part of FullyShard");
     expect(p.dim() == 2 || !Access::rule(options).takes_matrices_alone, name, which.c_str(),
            "a matrix (use shoestring::optim::AdamW for parameters of other shapes)",
            c10::str("shape ", p.sizes()));

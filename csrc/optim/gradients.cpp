@@ -12,6 +12,7 @@
 #include "optim/core.h"
 #include "optim/foreach_norm.h"
 #include "optim/norm.h"
+#include "optim/split_params.h"
 
 namespace shoestring::optim {
 namespace detail {
@@ -313,7 +314,10 @@ std::vector<Tensor>& Core::of_shard(ByShard& all, const Shard& shard) {
 
 Shard Core::shard_of(const Tensor& param) const {
   const auto found = shards.find(param.unsafeGetTensorImpl());
-  return found == shards.end() ? Shard() : found->second;
+  if (found != shards.end()) return found->second;
+  if (const SplitParameter* split = split_of(param))
+    return {split->groups, split->piece, param.device().type()};
+  return {};
 }
 
 void Core::add_norm(ByShard& norms, const Tensor& param, const Tensor& gradient) const {
@@ -438,7 +442,12 @@ void LowMemoryOptimizer::set_step_in_backward(bool step_in_backward) {
   if (step_in_backward) core_->expect_unsharded("set_step_in_backward");
   core_->step_in_backward = step_in_backward;
   if (!step_in_backward) return;
-  for (const auto& group : param_groups_) core_->watch(group.params());
+  for (const auto& group : param_groups_) {
+    for (const Tensor& p : group.params())
+      expect(split_of(p) == nullptr, core_->name(), "set_step_in_backward", "whole parameters",
+             "parts of FullyShard, whose gradients arrive after backward");
+    core_->watch(group.params());
+  }
 }
 
 void LowMemoryOptimizer::set_offload(const std::optional<std::string>& where) {

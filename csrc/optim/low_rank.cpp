@@ -8,6 +8,7 @@
 
 #include "optim/core.h"
 #include "optim/low_rank_step.h"
+#include "optim/split_params.h"
 
 namespace shoestring::optim::detail {
 namespace {
@@ -60,6 +61,9 @@ void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o)
   const std::string rounding = class_.weight_rounding(*options);
   expect(!o.rank || rounding == "nearest", "weight_rounding", "\"nearest\" (or no rank)",
          "\"" + rounding + "\"");
+
+  for (const Tensor& p : group.params())
+    expect(split_of(p) == nullptr, "params", "whole parameters (use DataParallel)", "a part of FullyShard");
 
   Optimizer::add_param_group(group);
   param_groups_.back().set_options(options->clone());

@@ -27,6 +27,8 @@
 #include <shoestring/distributed.h>
 #include <shoestring/optim.h>
 
+#include "common.h"
+
 namespace {
 
 using at::Tensor;
@@ -35,26 +37,6 @@ using shoestring::distributed::DataParallelOptions;
 using shoestring::distributed::GroupPtr;
 using shoestring::distributed::mean_over_ranks;
 using shoestring::distributed::wait_for;
-
-int failures = 0;
-
-void expect(bool good, const std::string& what) {
-  if (good) return;
-  ++failures;
-  std::cerr << "not so: " << what << "\n";
-}
-
-int64_t argument(char** arguments, int number, int64_t otherwise) {
-  for (int i = 0; i <= number; ++i)
-    if (arguments[i] == nullptr) return otherwise;
-  return std::atoll(arguments[number]);
-}
-
-GroupPtr connect(int64_t milliseconds = 60000) {
-  using shoestring::distributed::ProcessGroupOptions;
-  return shoestring::distributed::init_process_group(
-      ProcessGroupOptions().timeout(std::chrono::milliseconds(milliseconds)));
-}
 
 // Every collective, with numbers that all dtypes hold exactly.
 void collectives(char**) {
@@ -232,40 +214,6 @@ void tokens(char**) {
          "gradient of the mean over all tokens");
 }
 
-template <class Optimizer, class Options>
-std::unique_ptr<shoestring::optim::LowMemoryOptimizer> made(const std::vector<Tensor>& params,
-                                                            char** arguments, Options options) {
-  options.state_format(arguments[1]).weight_rounding(arguments[2]);
-  auto optimizer = std::make_unique<Optimizer>(params, options);
-  optimizer->set_max_grad_norm(0.5);
-  return optimizer;
-}
-
-std::unique_ptr<shoestring::optim::LowMemoryOptimizer> optimizer_of(const std::vector<Tensor>& params,
-                                                                    char** arguments) {
-  namespace optim = shoestring::optim;
-  const std::string name = arguments[0];
-  if (name == "sgd") return made<optim::SGD>(params, arguments, optim::SGDOptions(1e-2).momentum(0.9));
-  if (name == "muon") return made<optim::Muon>(params, arguments, optim::MuonOptions(1e-2));
-  if (name == "came") return made<optim::CAME>(params, arguments, optim::CAMEOptions(1e-2));
-  if (name == "lamb") return made<optim::LAMB>(params, arguments, optim::LAMBOptions(1e-2));
-  if (name == "adafactor") return made<optim::Adafactor>(params, arguments, optim::AdafactorOptions(1e-2));
-  return made<optim::AdamW>(params, arguments, optim::AdamWOptions(1e-2).min_quantize_size(100));
-}
-
-// Returns the bytes of the storages of an optimizer's state, without the step counters.
-int64_t state_bytes(const torch::optim::Optimizer& optimizer) {
-  std::map<const void*, int64_t> storages;
-  for (const auto& [key, state] : optimizer.state()) {
-    for (const auto& [name, tensor] : dynamic_cast<const shoestring::optim::ParamState&>(*state).tensors())
-      if (tensor.numel() > 0 && name != "step")
-        storages[tensor.storage().data()] = static_cast<int64_t>(tensor.storage().nbytes());
-  }
-  int64_t bytes = 0;
-  for (const auto& [address, size] : storages) bytes += size;
-  return bytes;
-}
-
 // Steps that processes split have the bits of steps that each process takes alone. Prints the bytes of state.
 void zero(char** arguments) {
   const GroupPtr group = connect();
@@ -428,25 +376,43 @@ void zero_refuses(char**) {
 }
 
 // Prints the median of the seconds of a step, for benchmarks/distributed. The arguments are "alone",
-// "parallel", "shard" or "gradients", the width and the rows.
+// "parallel", "shard", "gradients" or "fully", the width and the rows.
 void time_steps(char** arguments) {
+  using shoestring::distributed::FullyShard;
+  using shoestring::distributed::ShardOptions;
   const std::string kind = arguments[0];
   const int64_t width = argument(arguments, 1, 64), rows = argument(arguments, 2, 8);
   const GroupPtr group = connect();
   torch::manual_seed(0);
+  std::vector<torch::nn::Linear> layers;
   torch::nn::Sequential model;
-  for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(width, width));
+  for (int i = 0; i < 8; ++i) {
+    layers.emplace_back(width, width);
+    model->push_back(layers.back());
+  }
   std::optional<DataParallel> parallel;
+  std::optional<FullyShard> fully;
   if (kind == "parallel" || kind == "shard") parallel.emplace(*model, group);
-  shoestring::optim::AdamW optimizer(model->parameters(), shoestring::optim::AdamWOptions(1e-6));
-  using shoestring::distributed::ShardOptions;
+  if (kind == "fully") {
+    fully.emplace(group);
+    for (const auto& layer : layers) fully->add(layer->parameters());
+  }
+  shoestring::optim::AdamW optimizer(fully ? fully->parameters() : model->parameters(),
+                                     shoestring::optim::AdamWOptions(1e-6));
   if (kind == "shard" || kind == "gradients")
     shoestring::distributed::shard(optimizer, group, ShardOptions().gradients(kind == "gradients"));
   const Tensor x = at::randn({rows, width});
+  const auto forward = [&] {
+    Tensor y = x;
+    if (!fully) return model->forward(y);
+    for (size_t i = 0; i < layers.size(); ++i)
+      y = fully->run(static_cast<int64_t>(i), y, [&](const Tensor& input) { return layers[i](input); });
+    return y;
+  };
   std::vector<double> seconds;
   for (int step = 0; step < 12; ++step) {
     const auto begin = std::chrono::steady_clock::now();
-    const Tensor loss = model->forward(x).square().mean();
+    const Tensor loss = forward().square().mean();
     parallel.has_value() ? parallel->backward(loss) : loss.backward();
     optimizer.step();
     optimizer.zero_grad();
@@ -518,19 +484,24 @@ void missing(char**) { connect(2000); }
 
 int main(int count, char** arguments) {
   at::set_num_threads(1);
-  const std::map<std::string, std::function<void(char**)>> tests{{"collectives", collectives},
-                                                                 {"data_parallel", data_parallel},
-                                                                 {"checkpointed", checkpointed},
-                                                                 {"train", train},
-                                                                 {"tokens", tokens},
-                                                                 {"other_model", other_model},
-                                                                 {"fault", fault},
-                                                                 {"missing", missing},
-                                                                 {"zero", zero},
-                                                                 {"split_gradients", split_gradients},
-                                                                 {"zero_files", zero_files},
-                                                                 {"zero_refuses", zero_refuses},
-                                                                 {"time", time_steps}};
+  const std::map<std::string, std::function<void(char**)>> tests{
+      {"collectives", collectives},
+      {"data_parallel", data_parallel},
+      {"checkpointed", checkpointed},
+      {"train", train},
+      {"tokens", tokens},
+      {"other_model", other_model},
+      {"fault", fault},
+      {"missing", missing},
+      {"zero", zero},
+      {"split_gradients", split_gradients},
+      {"zero_files", zero_files},
+      {"zero_refuses", zero_refuses},
+      {"time", time_steps},
+      {"fully_shard", fully_shard},
+      {"fully_shard_adapters", fully_shard_adapters},
+      {"fully_shard_qlora", fully_shard_qlora},
+      {"fully_shard_refuses", fully_shard_refuses}};
   try {
     tests.at(count > 1 ? arguments[1] : "")(arguments + 2);
   } catch (const c10::Error& error) {

@@ -5,6 +5,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -41,6 +43,11 @@ struct SHOESTRING_API ProcessGroupOptions {
 /// program handles it, since it would end the process when another one ends. Throws c10::Error if a variable
 /// is missing or the other processes do not come within the timeout.
 SHOESTRING_API GroupPtr init_process_group(const ProcessGroupOptions& options = {});
+
+/// Returns a group of some ranks of a group, or no group on the other ranks. All ranks of `group` must call
+/// it, with the same ranks.
+SHOESTRING_API GroupPtr new_group(const GroupPtr& group, const std::vector<int64_t>& ranks,
+                                  std::chrono::milliseconds timeout = std::chrono::minutes(30));
 
 /// Waits for a collective. An error (c10::DistBackendError) names this rank, `what`, the collective, and the
 /// ranks that have ended or are stopped: those that do not answer within two seconds. If ranks have issued
@@ -132,5 +139,84 @@ struct SHOESTRING_API ShardOptions {
 /// but the last. Without it each backward sends its gradients, which takes less memory.
 SHOESTRING_API void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group,
                           const ShardOptions& options = {});
+
+struct SHOESTRING_API FullyShardOptions {
+  /// A group of the ranks that have the same part of the parameters, one in each group that splits them
+  /// (hybrid sharding). Gradients are averaged over it, too.
+  TORCH_ARG(GroupPtr, replicas) = {};
+  /// Whether a backward may leave parameters without a gradient. Zeros are sent for them, and for all
+  /// parameters of a block that it does not use.
+  TORCH_ARG(bool, find_unused) = false;
+};
+
+/// Splits the parameters, gradients and optimizer state of a model over the ranks (ZeRO-3), as fully_shard
+/// does in Python. The parameters of a block are gathered while the block before it runs, and their gradients
+/// are sent to the ranks that step them while backward goes on. Two blocks have whole parameters at a time.
+/// Frozen tensors, such as quantised weights, are split by bytes. Example:
+///
+///     FullyShard sharded(group);
+///     for (auto& block : blocks) sharded.add(block->parameters());
+///     optim::AdamW optimizer(sharded.parameters(), optim::AdamWOptions(1e-3));
+///     ...
+///     for (size_t i = 0; i < blocks.size(); ++i)
+///       x = sharded.run(i, x, [&](const at::Tensor& y) { return blocks[i]->forward(y); });
+///     loss_of(x).backward();
+///     optimizer.step();
+///     optimizer.zero_grad();
+///
+/// Each rank holds 1 / ranks of a block, to within 256 elements of each dtype and parameter. Steps have the
+/// bits of one process, with 8-bit state, too. Optimizers of this library clip by the norm over all ranks
+/// (set_max_grad_norm). Stochastic rounding, of weights and of bf16 state, draws other numbers than one
+/// process does.
+///
+/// Source: ZeRO, arXiv 1910.02054.
+class SHOESTRING_API FullyShard {
+ public:
+  explicit FullyShard(GroupPtr group, const FullyShardOptions& options = {});
+  ~FullyShard();
+  FullyShard(const FullyShard&) = delete;
+  FullyShard& operator=(const FullyShard&) = delete;
+
+  /// Adds the next block and returns its index. Copies the tensors of rank 0 to all ranks, keeps this rank's
+  /// part, and frees the others. Tensors that require gradients now are trained. `keep`: whether the block
+  /// stays whole from its forward to the end of backward, for blocks that run several times in a forward,
+  /// such as an embedding whose weight is also that of the output layer. All ranks must call it. Throws
+  /// c10::Error on all ranks if the tensors differ in number, shape or dtype.
+  int64_t add(const std::vector<at::Tensor>& tensors, bool keep = false);
+
+  /// Returns forward(x), with whole parameters of the block. Blocks run in the order of their indices, on all
+  /// ranks alike. A block may run again in backward, within a checkpoint.
+  at::Tensor run(int64_t block, const at::Tensor& x,
+                 const std::function<at::Tensor(const at::Tensor&)>& forward);
+
+  /// Returns this rank's parts of all trained parameters, for an optimizer: tensors of one dimension, which
+  /// may be empty. Backward sets their gradients.
+  std::vector<at::Tensor> parameters() const;
+  /// Returns this rank's part of a trained parameter, for parameter groups.
+  at::Tensor shard(const at::Tensor& parameter) const;
+
+  /// Backward keeps the gradients on this rank as long as the returned object lives, and sends their sum when
+  /// it is gone. Hold it during all micro-batches but the last. Without it each backward sends its gradients,
+  /// which takes less memory.
+  [[nodiscard]] std::shared_ptr<void> accumulate();
+
+  /// Clips the norm over all ranks, for optimizers of LibTorch. Returns the norm before.
+  at::Tensor clip_grad_norm_(double max_norm);
+
+  /// Calls `function` with whole parameters of all blocks, for example to save them. `changed`: whether the
+  /// function changes parameters, alike on all ranks. All ranks must call it.
+  void present(const std::function<void()>& function, bool changed = false);
+
+  /// Gives all blocks whole parameters for good. The object has no blocks after that. All ranks must call it.
+  void restore();
+
+  /// Returns bytes: "own" of this rank's parts of parameters; "gathered" in memory for whole parameters and
+  /// gradients at present; "received" of parameters and "sent" of gradients so far.
+  std::map<std::string, int64_t> statistics() const;
+
+ private:
+  struct Impl;
+  std::shared_ptr<Impl> impl_;
+};
 
 }  // namespace shoestring::distributed

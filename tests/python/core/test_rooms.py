@@ -41,7 +41,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     ),
     "data": ("core", "files", "offload"),
     "runs": ("core", "files", "optim"),
-    "distributed": ("checkpoint", "core", "files", "optim", "runs"),
+    "distributed": ("checkpoint", "core", "files", "offload", "optim", "runs"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
 # of the library uses them.

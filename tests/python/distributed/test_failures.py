@@ -235,7 +235,9 @@ def _ends(rank: int, folder: Path, port: int, destroys: bool) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     report = shoestring.parallelize(nn.Linear(4, 4), "zero1")
     report.undo()
-    shoestring.parallelize(nn.Linear(4, 4), "ddp")  # the threads that listen need other keys now
+    net = nn.Linear(4, 4)
+    shoestring.parallelize(net, "ddp")  # the threads that listen need other keys now
+    net(torch.ones(1, 4)).sum().backward()  # the network holds the group from now on
     dist.barrier()
     if rank == 1:
         time.sleep(1)

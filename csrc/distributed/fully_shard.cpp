@@ -1,0 +1,528 @@
+// Splits the parameters of blocks over processes, and gathers them while a block runs.
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/ceil_div.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <shoestring/distributed.h>
+
+#include "distributed/backends.h"
+#include "offload/block_runs.h"
+#include "optim/split_params.h"
+
+namespace shoestring::distributed {
+namespace {
+
+using at::Tensor;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+constexpr const char* kName = "FullyShard";
+// Parameters begin at multiples of this many elements, and each rank has a multiple: blocks of 8-bit state
+// are those of one process.
+constexpr int64_t kElements = 256;
+// Frozen storages begin at multiples of this many bytes, as those of PyTorch's CUDA allocator do.
+constexpr int64_t kBytes = 512;
+constexpr size_t kUnderWay = 2;  // sums of gradients that are under way at the same time
+
+// A parameter, or a storage of a frozen tensor, in the memory of a block.
+struct Piece {
+  Tensor tensor;
+  int64_t at, numel;
+  Tensor shard;              // the part of this rank, if the parameter is trained
+  bool has_arrived = false;  // whether backward has computed the gradient
+  bool is_sum = false;       // whether `gradients` has a gradient that waits for others
+};
+
+// Pieces of a block that lie one after the other, and that are gathered together: the trained parameters of a
+// dtype, or the bytes of all that is frozen.
+struct Flat {
+  at::ScalarType dtype;
+  bool is_trained;
+  int64_t unit;     // of elements, to whose multiples places are rounded
+  int64_t end = 0;  // of the last piece
+  std::vector<Piece> pieces;
+  Tensor own;              // the part of this rank, of the same size on all ranks
+  Tensor memory;           // the parts of all ranks, while the block has its weights or receives them
+  WorkPtr arrival;         // of `memory`
+  Tensor gradients;        // whole, until they are sent
+  bool is_scaled = false;  // whether `gradients` are divided by the number of ranks
+};
+
+struct Block {
+  std::vector<Flat> flats;
+  offload::BlockUses uses;
+  bool keep = false;     // whether the weights stay from forward to the end of backward
+  bool is_kept = false;  // whether they stay now
+  bool is_here = false;
+  bool has_memory() const { return !flats.empty() && flats[0].memory.defined(); }
+};
+
+struct Sent {
+  Flat* flat;
+  Tensor whole, part;
+  WorkPtr work;
+};
+
+}  // namespace
+
+struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this<FullyShard::Impl> {
+  struct Hook final : torch::autograd::PostAccumulateGradHook {
+    std::weak_ptr<Impl> impl;
+    size_t block, flat, piece;
+    std::unique_ptr<PostAccumulateGradHook> before;  // a tensor has room for one hook only
+
+    void operator()(const Tensor& param) override {
+      if (before != nullptr) (*before)(param);
+      const auto alive = impl.lock();
+      if (alive != nullptr && param.grad().defined()) alive->take(block, flat, piece, param);
+    }
+  };
+
+  Impl(GroupPtr own, const FullyShardOptions& o) : group(std::move(own)), options(o) {
+    TORCH_CHECK_VALUE(group.defined(), kName, ": group: expected a process group, received none");
+    name = registered_name(group);
+  }
+
+  using BlockRuns::mutex;
+
+  int64_t rank() const { return group->getRank(); }
+  int64_t ranks() const { return group->getSize(); }
+  double scale() const {
+    return 1.0 / static_cast<double>(ranks() * (options.replicas() ? options.replicas()->getSize() : 1));
+  }
+
+  Block& block(int64_t index) {
+    TORCH_CHECK(index >= 0 && index < count(), kName, ": block: expected one of ", blocks.size(),
+                " blocks, received ", index);
+    return *blocks[static_cast<size_t>(index)];
+  }
+
+  // ---- BlockRuns
+
+  offload::BlockUses& uses_of(int64_t index) override { return block(index).uses; }
+  int64_t count() const override { return static_cast<int64_t>(blocks.size()); }
+  std::weak_ptr<BlockRuns> self() override { return weak_from_this(); }
+  bool repeats() const override { return false; }  // an optimizer may step before the next forward
+
+  void fetch(int64_t index) override {
+    Block& b = block(index);
+    b.is_kept |= b.keep && at::GradMode::is_enabled();
+    if (b.is_here) return;
+    if (!b.has_memory()) begin_in(b);
+    for (Flat& f : b.flats) wait_for(group, std::exchange(f.arrival, nullptr), c10::str(kName, ": weights"));
+    place(index, b, /*is_here=*/true);
+  }
+
+  void prefetch(int64_t index, int64_t) override {
+    if (index >= 0 && index < count() && !block(index).has_memory()) begin_in(block(index));
+  }
+
+  // Ranks send gradients and gather weights in the same order, whatever the order of their gradients.
+  void ended(int64_t index) override {
+    const at::NoGradGuard no_grad;
+    for (Flat& f : block(index).flats)
+      if (f.is_trained && (f.gradients.defined() || options.find_unused())) complete(index, f);
+  }
+
+  void ended_pass() override {
+    const at::NoGradGuard no_grad;
+    for (int64_t i = count() - 1; i >= 0; --i) {
+      for (Flat& f : block(i).flats)
+        if (f.gradients.defined()) complete(i, f);
+    }
+    while (!under_way.empty()) receive_first();
+    for (const auto& b : blocks) {
+      b->is_kept = false;
+      leave_idle(*b);  // the next steps change the weights
+    }
+  }
+
+  // ---- weights
+
+  int64_t add(const std::vector<Tensor>& tensors, bool keep) {
+    const std::lock_guard lock(mutex);
+    const at::NoGradGuard no_grad;
+    const int64_t index = count();
+    const std::string label = c10::str("block ", index);
+    auto b = std::make_unique<Block>();
+    b->keep = keep;
+    for (const Tensor& t : tensors) insert(*b, t, label);
+    TensorDict named;
+    for (size_t i = 0; i < tensors.size(); ++i) named.insert(c10::str(label, ", ", i), tensors[i].detach());
+    if (options.replicas()) broadcast_tensors(options.replicas(), named, kName);
+    broadcast_tensors(group, named, kName);
+    for (size_t f = 0; f < b->flats.size(); ++f) split(index, *b, f);
+    blocks.push_back(std::move(b));
+    place(index, *blocks.back(), /*is_here=*/false);
+    return index;
+  }
+
+  void insert(Block& b, const Tensor& t, const std::string& label) {
+    TORCH_CHECK(t.has_storage(), kName, ": ", label,
+                ": expected tensors with storages, received one without");
+    const auto size = static_cast<int64_t>(t.storage().nbytes());
+    if (size == 0) return;
+    const bool trained = t.requires_grad();
+    TORCH_CHECK(!trained || (t.is_leaf() && t.is_contiguous() && t.storage_offset() == 0 &&
+                             size == static_cast<int64_t>(t.nbytes())),
+                kName, ": ", label,
+                ": expected parameters that are contiguous and have storages of their own, ",
+                "received one of ", t.sizes(), " in a storage of ", size, " bytes");
+    const auto same = [&](const Flat& f) {
+      return std::any_of(f.pieces.begin(), f.pieces.end(), [&](const Piece& p) {
+        return p.tensor.storage().unsafeGetStorageImpl() == t.storage().unsafeGetStorageImpl();
+      });
+    };
+    if (std::any_of(b.flats.begin(), b.flats.end(), same))
+      return;  // the parts of a quantised weight, for one
+    for (const auto& other : blocks)
+      TORCH_CHECK(
+          std::none_of(other->flats.begin(), other->flats.end(), same), kName, ": ", label,
+          ": expected parameters of its own, received one that another block has, too; add both as one "
+          "block with keep");
+    const auto dtype = trained ? t.scalar_type() : at::kByte;
+    auto flat = std::find_if(b.flats.begin(), b.flats.end(), [&](const Flat& f) {
+      return f.dtype == dtype && f.is_trained == trained && f.pieces[0].tensor.device() == t.device();
+    });
+    if (flat == b.flats.end()) flat = b.flats.insert(flat, {dtype, trained, trained ? kElements : kBytes});
+    const int64_t at = at::round_up(flat->end, flat->unit);
+    const int64_t numel = trained ? t.numel() : size;
+    flat->pieces.push_back({t, at, numel, {}});
+    flat->end = at + numel;
+  }
+
+  // Returns a tensor of the elements of a piece, or of its bytes if it is frozen.
+  static Tensor elements_of(const Flat& f, const Piece& p) {
+    if (f.is_trained) return p.tensor.detach().view({-1});
+    auto* const data = p.tensor.storage().unsafeGetStorageImpl()->mutable_data();
+    return at::from_blob(data, {p.numel}, p.tensor.options().dtype(at::kByte).requires_grad(false));
+  }
+
+  // Copies the part of this rank, and makes the tensors that optimizers step.
+  void split(int64_t index, Block& b, size_t number) {
+    Flat& f = b.flats[number];
+    const int64_t size = at::ceil_div(at::ceil_div(f.end, f.unit), ranks()) * f.unit;
+    f.own = at::zeros({size}, f.pieces[0].tensor.options().dtype(f.dtype).requires_grad(false));
+    const int64_t first = rank() * size, last = first + size;
+    for (size_t i = 0; i < f.pieces.size(); ++i) {
+      Piece& p = f.pieces[i];
+      const int64_t begin = std::clamp(p.at, first, last), end = std::clamp(p.at + p.numel, first, last);
+      const Tensor part = f.own.narrow(0, begin - first, end - begin);
+      if (end > begin) part.copy_(elements_of(f, p).narrow(0, begin - p.at, end - begin));
+      if (!f.is_trained) continue;
+      p.shard = part.detach().requires_grad_(true);
+      optim::set_split(p.shard, {{name}, rank(), p.numel});
+      auto hook = std::make_unique<Hook>();
+      hook->impl = weak_from_this();
+      hook->block = static_cast<size_t>(index);
+      hook->flat = number;
+      hook->piece = i;
+      hook->before = std::move(torch::autograd::impl::post_acc_grad_hooks(p.tensor));
+      torch::autograd::impl::set_post_acc_grad_hooks(p.tensor, std::move(hook));
+    }
+  }
+
+  // Lets the storages of a block point into its memory, or nowhere.
+  static void place(int64_t index, Block& b, bool is_here) {
+    for (Flat& f : b.flats) {
+      for (Piece& p : f.pieces) {
+        auto& storage = *p.tensor.storage().unsafeGetStorageImpl();
+        if (is_here) {
+          char* const begin = static_cast<char*>(f.memory.data_ptr());
+          offload::place_storage(storage, begin + p.at * f.own.element_size(), f.memory);
+        } else {
+          offload::empty_storage(
+              storage,
+              c10::str(kName, ": block ", index, ": expected whole weights, received some that ",
+                       "processes have split: read or change them within present()"),
+              at::DataPtr(nullptr, p.tensor.device()));
+        }
+      }
+    }
+    b.is_here = is_here;
+  }
+
+  // Starts to gather the weights of a block, after the memory of all idle blocks has been freed.
+  void begin_in(Block& b) {
+    const at::NoGradGuard no_grad;
+    for (const auto& other : blocks)
+      if (other.get() != &b) leave_idle(*other);
+    for (Flat& f : b.flats) {
+      f.memory = buffer(f.own.numel() * ranks(), f.own.options());
+      received += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
+      f.arrival = start("weights", [&] { return group->_allgather_base(f.memory, f.own); });
+    }
+  }
+
+  void leave_idle(Block& b) {
+    if (!b.uses.none() || b.is_kept || !b.has_memory()) return;
+    for (Flat& f : b.flats) {
+      if (f.arrival) wait_for(group, std::exchange(f.arrival, nullptr), c10::str(kName, ": weights"));
+    }
+    if (b.is_here) place(number_of(b), b, /*is_here=*/false);
+    for (Flat& f : b.flats) keep_buffer(std::exchange(f.memory, Tensor()));
+  }
+
+  int64_t number_of(const Block& b) const {
+    const auto found =
+        std::find_if(blocks.begin(), blocks.end(), [&](const auto& other) { return other.get() == &b; });
+    return found - blocks.begin();
+  }
+
+  // Memory of the CPU is used again, since the first write to each new page takes long. A GPU's allocator
+  // does the same by itself.
+  Tensor buffer(int64_t numel, const at::TensorOptions& like) {
+    const auto fits = [&](const Tensor& t) {
+      return t.numel() == numel && t.scalar_type() == c10::typeMetaToScalarType(like.dtype());
+    };
+    const auto found = std::find_if(free.begin(), free.end(), fits);
+    if (found == free.end()) {
+      free.clear();
+      return at::empty({numel}, like);
+    }
+    Tensor t = std::move(*found);
+    free.erase(found);
+    return t;
+  }
+
+  void keep_buffer(Tensor t) {
+    // Another tensor may hold the memory still, such as a view that the caller has kept.
+    if (t.device().is_cpu() && t.storage().use_count() == 1 && t.use_count() == 1)
+      free.push_back(std::move(t));
+  }
+
+  // ---- gradients
+
+  // Copies the gradient of a parameter to its place, and sends the gradients of the block if they are
+  // complete.
+  void take(size_t block_number, size_t flat_number, size_t number, const Tensor& param) {
+    const std::lock_guard lock(mutex);
+    if (block_number >= blocks.size()) return;  // after restore()
+    const at::NoGradGuard no_grad;
+    Flat& f = blocks[block_number]->flats[flat_number];
+    Piece& p = f.pieces[number];
+    const Tensor grad = param.grad().reshape({-1});
+    param.mutable_grad() = Tensor();
+    if (!f.gradients.defined()) {
+      f.gradients = clean(f);
+      f.is_scaled = accumulating == 0;  // sums of several gradients are divided once, as one process does
+    }
+    Tensor place = f.gradients.narrow(0, p.at, p.numel);
+    const double factor = f.is_scaled ? scale() : 1;
+    if (p.is_sum || p.has_arrived) {
+      place.add_(grad, factor);
+    } else {
+      at::mul_out(place, grad, at::scalar_tensor(factor));
+    }
+    p.has_arrived = true;
+  }
+
+  // Returns memory for gradients with zeros between the parameters.
+  Tensor clean(const Flat& f) {
+    Tensor whole = buffer(f.own.numel() * ranks(), f.own.options());
+    int64_t end = 0;
+    for (const Piece& p : f.pieces) {
+      whole.narrow(0, end, p.at - end).zero_();
+      end = p.at + p.numel;
+    }
+    whole.narrow(0, end, whole.numel() - end).zero_();
+    return whole;
+  }
+
+  // Sends the gradients of a block, of which backward has computed all that it will.
+  void complete(int64_t index, Flat& f) {
+    if (accumulating > 0) {
+      for (Piece& p : f.pieces) p.is_sum |= std::exchange(p.has_arrived, false);
+      return;
+    }
+    if (!f.gradients.defined()) f.gradients = clean(f);
+    for (size_t i = 0; i < f.pieces.size(); ++i) {
+      Piece& p = f.pieces[i];
+      if (p.has_arrived || p.is_sum) continue;
+      TORCH_CHECK(
+          options.find_unused(), kName, ": block ", index,
+          ": expected a backward that computes the gradients of all parameters of the block, received one "
+          "that does not use parameter ",
+          i, " of shape ", p.tensor.sizes(), "; freeze it before add(), or pass find_unused");
+      f.gradients.narrow(0, p.at, p.numel).zero_();
+    }
+    send(f);
+  }
+
+  void send(Flat& f) {
+    while (under_way.size() >= kUnderWay) receive_first();
+    Tensor whole = std::exchange(f.gradients, Tensor());
+    if (!f.is_scaled) whole.mul_(scale());
+    for (Piece& p : f.pieces) p.has_arrived = p.is_sum = false;
+    Tensor part = at::empty_like(f.own), from = whole;
+    sent += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
+    under_way.push_back(
+        {&f, whole, part, start("gradients", [&] { return group->_reduce_scatter_base(part, from); })});
+  }
+
+  void receive_first() {
+    Sent first = std::move(under_way.front());
+    under_way.pop_front();
+    wait_for(group, first.work, c10::str(kName, ": gradients"));
+    first.work = nullptr;  // it holds the memory
+    keep_buffer(std::move(first.whole));
+    if (options.replicas()) {
+      std::vector<Tensor> parts{first.part};
+      wait_for(options.replicas(), start("gradients", [&] { return options.replicas()->allreduce(parts); }),
+               c10::str(kName, ": gradients of replicas"));
+    }
+    const int64_t begin = rank() * first.part.numel();
+    for (Piece& p : first.flat->pieces) {
+      // an empty part begins anywhere
+      const int64_t at = std::clamp(p.at - begin, int64_t{0}, first.part.numel() - p.shard.numel());
+      const Tensor grad = first.part.narrow(0, at, p.shard.numel()).detach();
+      if (p.shard.grad().defined()) {
+        p.shard.mutable_grad().add_(grad);
+      } else {
+        p.shard.mutable_grad() = grad;
+      }
+    }
+  }
+
+  template <class Issue>
+  WorkPtr start(const char* what, const Issue& issue) const {
+    try {
+      return issue();
+    } catch (const std::exception& error) {
+      fail_collective(*group, error, c10::str(kName, ": ", what));
+    }
+  }
+
+  const GroupPtr group;
+  const FullyShardOptions options;
+  std::string name;  // of the group
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::deque<Sent> under_way;
+  std::vector<Tensor> free;
+  int accumulating = 0;
+  int64_t received = 0, sent = 0;
+};
+
+FullyShard::FullyShard(GroupPtr group, const FullyShardOptions& options)
+    : impl_(std::make_shared<Impl>(std::move(group), options)) {}
+
+FullyShard::~FullyShard() = default;
+
+int64_t FullyShard::add(const std::vector<Tensor>& tensors, bool keep) { return impl_->add(tensors, keep); }
+
+Tensor FullyShard::run(int64_t block, const Tensor& x, const std::function<Tensor(const Tensor&)>& forward) {
+  impl_->enter(block, {x});
+  Tensor y;
+  try {
+    y = forward(x);
+  } catch (...) {
+    impl_->leave(block, {});
+    throw;
+  }
+  impl_->leave(block, {y});
+  return y;
+}
+
+void FullyShard::present(const std::function<void()>& function, bool changed) {
+  const std::lock_guard lock(impl_->mutex);
+  for (int64_t i = 0; i < impl_->count(); ++i) {
+    ++impl_->block(i).uses.count;  // the next fetch must not free the block
+    impl_->fetch(i);
+  }
+  const auto close = [&] {
+    const at::NoGradGuard no_grad;
+    for (const auto& b : impl_->blocks) {
+      for (Flat& f : b->flats)
+        if (changed) f.own.copy_(f.memory.narrow(0, impl_->rank() * f.own.numel(), f.own.numel()));
+      --b->uses.count;
+      impl_->leave_idle(*b);
+    }
+    impl_->free.clear();
+  };
+  try {
+    function();
+  } catch (...) {
+    close();
+    throw;
+  }
+  close();
+}
+
+void FullyShard::restore() {
+  const std::lock_guard lock(impl_->mutex);
+  for (int64_t i = 0; i < impl_->count(); ++i) {
+    ++impl_->block(i).uses.count;
+    impl_->fetch(i);
+  }
+  impl_->blocks.clear();
+  impl_->free.clear();
+}
+
+std::vector<Tensor> FullyShard::parameters() const {
+  std::vector<Tensor> all;
+  for (const auto& b : impl_->blocks) {
+    for (const Flat& f : b->flats) {
+      if (!f.is_trained) continue;
+      for (const Piece& p : f.pieces) all.push_back(p.shard);
+    }
+  }
+  return all;
+}
+
+Tensor FullyShard::shard(const Tensor& parameter) const {
+  for (const auto& b : impl_->blocks) {
+    for (const Flat& f : b->flats) {
+      for (const Piece& p : f.pieces)
+        if (p.tensor.is_same(parameter) && f.is_trained) return p.shard;
+    }
+  }
+  TORCH_CHECK_VALUE(false, kName,
+                    ": parameter: expected a trained parameter of a block, received another tensor of ",
+                    parameter.sizes());
+}
+
+std::shared_ptr<void> FullyShard::accumulate() {
+  ++impl_->accumulating;
+  return {nullptr, [impl = impl_](void*) { --impl->accumulating; }};
+}
+
+Tensor FullyShard::clip_grad_norm_(double max_norm) {
+  const at::NoGradGuard no_grad;
+  std::vector<Tensor> grads;
+  for (const Tensor& p : parameters())
+    if (p.grad().defined() && p.numel() > 0) grads.push_back(p.grad());
+  Tensor squares = at::zeros({}, at::kDouble);
+  for (const Tensor& g : grads) squares += at::linalg_vector_norm(g, 2, {}, false, at::kFloat).square().cpu();
+  std::vector<Tensor> sum{squares};
+  wait_for(impl_->group, impl_->group->allreduce(sum), c10::str(kName, ": norm of the gradients"));
+  const Tensor norm = squares.sqrt();
+  const double factor = std::min(1.0, max_norm / (norm.item<double>() + 1e-6));
+  if (factor < 1)
+    for (Tensor& g : grads) g.mul_(factor);
+  return norm;
+}
+
+std::map<std::string, int64_t> FullyShard::statistics() const {
+  const std::lock_guard lock(impl_->mutex);
+  int64_t own = 0, gathered = 0;
+  for (const auto& b : impl_->blocks) {
+    for (const Flat& f : b->flats) {
+      own += static_cast<int64_t>(f.own.nbytes());
+      for (const Tensor& t : {f.memory, f.gradients})
+        if (t.defined()) gathered += static_cast<int64_t>(t.nbytes());
+    }
+  }
+  for (const Tensor& t : impl_->free) gathered += static_cast<int64_t>(t.nbytes());
+  for (const auto& s : impl_->under_way) gathered += static_cast<int64_t>(s.whole.nbytes());
+  return {{"own", own}, {"gathered", gathered}, {"received", impl_->received}, {"sent", impl_->sent}};
+}
+
+}  // namespace shoestring::distributed

@@ -1,0 +1,113 @@
+#include "offload/block_runs.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace shoestring::offload {
+namespace {
+
+// Gives access to a private member of StorageImpl, which says that a read of the storage is an error. PyTorch
+// can set it, and has no function that clears it. Explicit instantiations may name private members.
+bool& throws_on_read(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::* member>
+struct ThrowsOnRead {
+  friend bool& throws_on_read(c10::StorageImpl& storage) { return storage.*member; }
+};
+template struct ThrowsOnRead<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+}  // namespace
+
+void place_storage(c10::StorageImpl& storage, void* memory, const at::Tensor& owner) {
+  throws_on_read(storage) = false;
+  storage.set_data_ptr_noswap({memory, new at::Tensor(owner),
+                               [](void* tensor) { delete static_cast<at::Tensor*>(tensor); },
+                               owner.device()});
+}
+
+void empty_storage(c10::StorageImpl& storage, const std::string& error, at::DataPtr source) {
+  storage.set_data_ptr_noswap(std::move(source));
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error);
+}
+
+void BlockRuns::enter(int64_t index, const std::vector<at::Tensor>& inputs) {
+  const std::lock_guard lock(mutex);
+  BlockUses& uses = uses_of(index);
+  fetch(index);
+  ++uses.count;
+  if (torch::autograd::get_current_graph_task_id() != BlockUses::kNoPass) {
+    prefetch(index - 1, -1);
+  } else if (const int64_t last = last_block(); index < last) {
+    prefetch(index + 1, 1);
+  } else if (!at::GradMode::is_enabled() && repeats()) {
+    prefetch(0, 1);
+  }
+  if (!at::GradMode::is_enabled()) return;
+  // Backward computes the gradient of the first input last. The hooks of a leaf would stay with it.
+  const auto first = std::find_if(inputs.begin(), inputs.end(), [](auto& x) { return x.requires_grad(); });
+  if (first == inputs.end() || first->is_leaf()) return;
+  if (output_of_ >= 0 && output_.lock().get() == first->unsafeGetTensorImpl()) {
+    uses_of(output_of_).next = index;  // backward of the block before begins where this one's ends
+    return;
+  }
+  first->register_hook([weak = self(), index](const at::Tensor&) {
+    if (const auto runs = weak.lock()) runs->end_backward(index);
+  });
+}
+
+void BlockRuns::leave(int64_t index, const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard lock(mutex);
+  BlockUses& uses = uses_of(index);
+  uses.count = std::max(0, uses.count - 1);
+  uses.next = -1;
+  output_of_ = -1;
+  if (!at::GradMode::is_enabled()) return;
+  for (const at::Tensor& y : outputs) {
+    if (!y.requires_grad() || y.is_leaf()) continue;
+    if (output_of_ < 0) {
+      output_ = c10::weak_intrusive_ptr<c10::TensorImpl>(y.getIntrusivePtr());
+      output_of_ = index;
+    }
+    y.register_hook([weak = self(), index](const at::Tensor&) {
+      if (const auto runs = weak.lock()) runs->begin_backward(index);
+    });
+  }
+}
+
+void BlockRuns::begin_backward(int64_t index) {
+  const std::lock_guard lock(mutex);
+  const int pass = torch::autograd::get_current_graph_task_id();
+  BlockUses& uses = uses_of(index);
+  if (uses.next >= 0) end_backward(uses.next);
+  uses.pass = pass;
+  fetch(index);
+  prefetch(index - 1, -1);
+  if (pass == BlockUses::kNoPass || std::find(passes_.begin(), passes_.end(), pass) != passes_.end()) return;
+  passes_.push_back(pass);
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = self(), pass] {
+    if (const auto runs = weak.lock()) runs->end_pass(pass);
+  });
+}
+
+void BlockRuns::end_backward(int64_t index) {
+  const std::lock_guard lock(mutex);
+  BlockUses& uses = uses_of(index);
+  if (uses.pass == BlockUses::kNoPass) return;
+  uses.pass = BlockUses::kNoPass;
+  ended(index);
+}
+
+void BlockRuns::end_pass(int pass) {
+  const std::lock_guard lock(mutex);
+  std::erase(passes_, pass);
+  for (int64_t i = 0; i < count(); ++i) {
+    if (uses_of(i).pass == pass) end_backward(i);
+  }
+  ended_pass();
+}
+
+}  // namespace shoestring::offload

@@ -1,0 +1,82 @@
+#pragma once
+
+// What the tests of several processes share.
+
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <shoestring/distributed.h>
+#include <shoestring/optim.h>
+
+using at::Tensor;
+using shoestring::distributed::GroupPtr;
+
+inline int failures = 0;
+
+inline void expect(bool good, const std::string& what) {
+  if (good) return;
+  ++failures;
+  std::cerr << "not so: " << what << "\n";
+}
+
+inline int64_t argument(char** arguments, int number, int64_t otherwise) {
+  for (int i = 0; i <= number; ++i)
+    if (arguments[i] == nullptr) return otherwise;
+  return std::atoll(arguments[number]);
+}
+
+inline GroupPtr connect(int64_t milliseconds = 60000) {
+  using shoestring::distributed::ProcessGroupOptions;
+  return shoestring::distributed::init_process_group(
+      ProcessGroupOptions().timeout(std::chrono::milliseconds(milliseconds)));
+}
+
+template <class Optimizer, class Options>
+std::unique_ptr<shoestring::optim::LowMemoryOptimizer> made(const std::vector<Tensor>& params,
+                                                            char** arguments, Options options) {
+  options.state_format(arguments[1]).weight_rounding(arguments[2]);
+  auto optimizer = std::make_unique<Optimizer>(params, options);
+  optimizer->set_max_grad_norm(0.5);
+  return optimizer;
+}
+
+inline std::unique_ptr<shoestring::optim::LowMemoryOptimizer> optimizer_of(const std::vector<Tensor>& params,
+                                                                           char** arguments) {
+  namespace optim = shoestring::optim;
+  const std::string name = arguments[0];
+  if (name == "sgd") return made<optim::SGD>(params, arguments, optim::SGDOptions(1e-2).momentum(0.9));
+  if (name == "lion") return made<optim::Lion>(params, arguments, optim::LionOptions(1e-3));
+  if (name == "ademamix") return made<optim::AdEMAMix>(params, arguments, optim::AdEMAMixOptions(1e-2));
+  if (name == "muon") return made<optim::Muon>(params, arguments, optim::MuonOptions(1e-2));
+  if (name == "came") return made<optim::CAME>(params, arguments, optim::CAMEOptions(1e-2));
+  if (name == "lamb") return made<optim::LAMB>(params, arguments, optim::LAMBOptions(1e-2));
+  if (name == "adafactor") return made<optim::Adafactor>(params, arguments, optim::AdafactorOptions(1e-2));
+  return made<optim::AdamW>(params, arguments, optim::AdamWOptions(1e-2).min_quantize_size(100));
+}
+
+// Returns the bytes of the storages of an optimizer's state, without the step counters.
+inline int64_t state_bytes(const torch::optim::Optimizer& optimizer) {
+  std::map<const void*, int64_t> storages;
+  for (const auto& [key, state] : optimizer.state()) {
+    for (const auto& [name, tensor] : dynamic_cast<const shoestring::optim::ParamState&>(*state).tensors())
+      if (tensor.numel() > 0 && name != "step")
+        storages[tensor.storage().data()] = static_cast<int64_t>(tensor.storage().nbytes());
+  }
+  int64_t bytes = 0;
+  for (const auto& [address, size] : storages) bytes += size;
+  return bytes;
+}
+
+// Tests of fully_shard.cpp.
+void fully_shard(char** arguments);
+void fully_shard_adapters(char** arguments);
+void fully_shard_qlora(char** arguments);
+void fully_shard_refuses(char** arguments);

@@ -1,0 +1,59 @@
+"""Start the C++ program of tests/distributed in several processes."""
+
+import os
+import socket
+import subprocess
+
+import pytest
+
+from build_folder import BUILD
+
+PROGRAM = BUILD / "tests/distributed/distributed_program"
+GLOO = "expected a build with Gloo"
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def start(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
+    """Start a test of the program in several processes."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        subprocess.Popen(
+            [PROGRAM, *map(str, arguments)],
+            env=os.environ | common | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 60) -> list[tuple[int, str, str]]:
+    """Return the exit code and both outputs of each process."""
+    try:
+        found = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, found, strict=True)]
+
+
+def run(ranks: int, *arguments: object) -> list[str]:
+    """Run a test of the program; return what the ranks print. All must pass."""
+    done = finish(start(ranks, *arguments))
+    assert all(code == 0 and out.endswith("passed\n") for code, out, _ in done), done
+    return [out for _, out, _ in done]
+
+
+def skip_without_gloo() -> None:
+    """Skip the tests of a build that cannot connect processes."""
+    (_, _, errors), *_ = finish(start(1, "missing"))
+    if GLOO in errors:
+        pytest.skip(errors.strip())

@@ -1,0 +1,123 @@
+"""Test FullyShard in C++ programs of several processes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cpp_processes import run, skip_without_gloo
+
+# The elements of the parameters of the test's three blocks.
+BLOCKS = ((70 * 41, 5), (0, 300 * 7, 256), (1, 33 * 33))
+STATE_BYTES = {"8bit": 2 * 256 + 2 * 4, "4bit": 2 * 128 + 40, "bf16": 4 * 256, "fp32": 8 * 256}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_gloo() -> None:
+    skip_without_gloo()
+
+
+def places(block: tuple[int, ...], ranks: int) -> tuple[int, list[tuple[int, int]]]:
+    """Return the elements of a rank's part of a block, and begin and end of each parameter in the block."""
+    end, found = 0, []
+    for numel in filter(None, block):
+        begin = math.ceil(end / 256) * 256
+        end = begin + numel
+        found.append((begin, end))
+    return math.ceil(math.ceil(end / 256) / ranks) * 256, found
+
+
+def bytes_of(rank: int, ranks: int, element: int, state: str, remainder: bool) -> tuple[int, list[int]]:
+    """Return the bytes of optimizer state of a rank, and those of its part of each block."""
+    few = 0
+    for block in BLOCKS:
+        size, found = places(block, ranks)
+        for begin, end in found:
+            elements = max(0, min(end, (rank + 1) * size) - max(begin, rank * size))
+            of_block = STATE_BYTES[state if end - begin >= 100 else "fp32"] + 2 * 256 * remainder
+            few += math.ceil(elements / 256) * of_block
+    return few, [places(block, ranks)[0] * element for block in BLOCKS]
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("state", "rounding"),
+    [(s, r) for s in STATE_BYTES for r in ("nearest", "remainder") if s != "bf16" or r == "nearest"],
+)
+@pytest.mark.parametrize(("micro_batches", "how"), [(1, "sends"), (3, "sends"), (3, "sums")])
+@pytest.mark.parametrize("unused", [0, 1])
+@pytest.mark.sample(10)
+def test_steps_have_the_bits_of_one_process(
+    ranks: int, split: int, state: str, rounding: str, micro_batches: int, how: str, unused: int
+) -> None:
+    """Memory and traffic are the formulas to the byte. With fewer ranks in `split`, the others are replicas.
+
+    State in bf16 is rounded by other random numbers than in one process, so it is compared with a tolerance.
+    """
+    outputs = run(ranks, "fully_shard", "adamw", state, rounding, micro_batches, how, split, unused)
+    for rank, out in enumerate(outputs):
+        remainder = rounding == "remainder"
+        of_state, of_blocks = bytes_of(rank % split, split, 2 if remainder else 4, state, remainder)
+        # Forward gathers all blocks, and backward the first one: the others are still there. The test looks at
+        # all parameters five times. Gradients are sent once a micro-batch, or once a step.
+        gathers, sends = 4 * micro_batches + 5, 4 * (1 if how == "sums" else micro_batches)
+        received = sum(of_blocks) * gathers + of_blocks[0] * 4 * micro_batches
+        expected = [of_state, sum(of_blocks), received * (split - 1), sum(of_blocks) * sends * (split - 1)]
+        assert list(map(int, out.split()[:4])) == expected
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "ademamix"])
+def test_optimizers(optimizer: str) -> None:
+    run(2, "fully_shard", optimizer, "8bit", "nearest", 1, "sends")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("recomputed", ["nowhere", "inside", "outside"])
+@pytest.mark.sample(4)
+def test_a_network_trains_as_in_one_process(ranks: int, recomputed: str) -> None:
+    """Bitwise in two processes, with frozen parameters, frozen bytes, checkpoints and LibTorch's AdamW."""
+    run(ranks, "fully_shard_adapters", recomputed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_quantised_weights_are_split(ranks: int) -> None:
+    """A rank holds, and gathers, 0.516 bytes a weight (NF4, double quantisation) and the adapters: 3.9 times less than bf16."""
+    for out in run(ranks, "fully_shard_qlora"):
+        own, dense = map(int, out.split()[:2])
+        codes, adapters = 256 * 256 * (0.5 + 1 / 64), 2 * 4 * 256 * 4
+        bias = 256 * 4
+        # Three blocks of codes, scales and biases, each at a multiple of 512 bytes; nested scales are small.
+        expected = 3 * (codes + adapters + bias) / ranks
+        assert expected <= own <= expected + 3 * 4 * 512
+        assert dense / (3 * codes) == pytest.approx(3.88, abs=0.01)
+
+
+def test_refusals() -> None:
+    for rank, out in enumerate(run(2, "fully_shard_refuses")):
+        *lines, _ = out.splitlines()
+        assert lines == [
+            "FullyShard: block 1: expected parameters of its own, received one that another block has, too; add both as one "
+            "block with keep",
+            "FullyShard: block 1: expected parameters that are contiguous and have storages of their own, received one of "
+            "[4, 8] in a storage of 128 bytes",
+            "FullyShard: module: expected the same parameters on all ranks; parameter 0 is block 1, 0 [4] Float on rank 0 "
+            "and block 1, 0 [5] Float on rank 1",
+            "FullyShard: block 0: expected whole weights, received some that processes have split: read or change them "
+            "within present()",
+            "FullyShard: block: expected one of 1 blocks, received 3",
+            "FullyShard: parameter: expected a trained parameter of a block, received another tensor of "
+            f"[{rank + 4}]",
+            "shoestring::optim::AdamW: set_shard: expected whole parameters, received parts of FullyShard, whose steps are "
+            "split",
+            "FullyShard: block 0: expected a backward that computes the gradients of all parameters of the block, received "
+            "one that does not use parameter 1 of shape [3]; freeze it before add(), or pass find_unused",
+            "shoestring::optim::Muon: params[0]: expected a whole parameter, since the rule is not elementwise (use "
+            "DataParallel and shard()), received a part of FullyShard",
+            "shoestring::optim::LAMB: params[0]: expected a whole parameter, since the rule is not elementwise (use "
+            "DataParallel and shard()), received a part of FullyShard",
+            "shoestring::optim::GaLore: params: expected whole parameters (use DataParallel), received a part of FullyShard",
+            "shoestring::optim::AdamW: set_step_in_backward: expected whole parameters, received parts of FullyShard, whose "
+            "gradients arrive after backward",
+            "new_group: ranks: expected different ranks of 2, received [0, 7]",
+        ]

@@ -219,7 +219,11 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       if (end > begin) part.copy_(elements_of(f, p).narrow(0, begin - p.at, end - begin));
       if (!f.is_trained) continue;
       p.shard = part.detach().requires_grad_(true);
-      optim::set_split(p.shard, {{name}, rank(), p.numel});
+      std::vector<int64_t> begins;
+      for (int64_t r = 0; r <= ranks(); ++r)
+        begins.push_back(std::clamp(r * size - p.at, int64_t{0}, p.numel));
+      optim::set_split(p.shard,
+                       {{name}, rank(), p.tensor.sizes().vec(), std::move(begins), p.tensor.device().type()});
       auto hook = std::make_unique<Hook>();
       hook->impl = weak_from_this();
       hook->block = static_cast<size_t>(index);

@@ -19,7 +19,7 @@ std::string names(const std::map<std::string, Tensor>& tensors) {
 
 Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
   const SplitParameter* split = split_of(param);
-  const int64_t numel = split != nullptr ? split->numel : param.numel();
+  const int64_t numel = split != nullptr ? split->numel() : param.numel();
   const bool large = numel >= Access::min_quantize_size(options);
   return {large ? Access::state_format(options) : "fp32",
           Access::weight_rounding(options) == "remainder" && param.scalar_type() == at::kBFloat16,

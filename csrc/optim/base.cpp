@@ -284,7 +284,9 @@ void Core::replace_params(size_t group, const std::vector<Tensor>& params) {
   }
   std::unordered_map<Key, Tensor> replaced;
   for (size_t i = 0; i < params.size(); ++i) {
-    if (!params[i].is_same(members[i])) replaced[members[i].unsafeGetTensorImpl()] = params[i];
+    if (params[i].is_same(members[i])) continue;
+    replaced[members[i].unsafeGetTensorImpl()] = params[i];
+    if (const SplitParameter* split = split_of(members[i])) set_split(params[i], SplitParameter(*split));
   }
   if (replaced.empty()) return;
   const auto move = [&](auto& map) {
@@ -301,7 +303,6 @@ void Core::replace_params(size_t group, const std::vector<Tensor>& params) {
     for (auto& [key, value] : moved) map[key] = std::move(value);
   };
   move(optimizer->state());
-  move(shards);
   move(sums_);
   move(collected_);
   alone_.clear();
@@ -439,12 +440,16 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
     const bool half = type == at::kHalf && Access::weight_rounding(options) != "nearest";
     expect(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf, name, which.c_str(),
            "fp32, bf16 or fp16", type);
-    expect(split_of(p) == nullptr || Access::rule(options).takes_parts(), name, which.c_str(),
-           "a whole parameter, since the rule is not elementwise (use DataParallel and shard())",
-           "a part of FullyShard");
-    expect(p.dim() == 2 || !Access::rule(options).takes_matrices_alone, name, which.c_str(),
+    const SplitParameter* split = split_of(p);
+    const Rule& rule = Access::rule(options);
+    expect(split == nullptr || rule.takes_parts() || rule.takes_ranges, name, which.c_str(),
+           "a whole parameter, since the rule needs rows and columns (use DataParallel and shard())",
+           "a part");
+    expect(split == nullptr || rule.takes_parts() || !split->begins.empty(), name, which.c_str(),
+           "a parameter that is split by rows over one dimension of its mesh", "one that is split otherwise");
+    expect(whole_sizes(p).size() == 2 || !rule.takes_matrices_alone, name, which.c_str(),
            "a matrix (use shoestring::optim::AdamW for parameters of other shapes)",
-           c10::str("shape ", p.sizes()));
+           c10::str("shape ", whole_sizes(p)));
     expect(!half, name, which.c_str(),
            "bf16 (or fp32, on which the option has no effect) with weight_rounding=\"" +
                Access::weight_rounding(options) + "\"",

@@ -13,6 +13,7 @@
 #include "optim/core.h"
 #include "optim/optimizer_holder.h"
 #include "optim/saved.h"
+#include "optim/split_params.h"
 #include "optim/stored.h"
 #include "optim/values.h"
 
@@ -82,16 +83,17 @@ class OptimizerCore : public OptimizerHolder {
 
   // ---- groups
 
-  /// Adds a group. A parameter that is a shard has the names of its process groups in `split`, and the index
-  /// of the shard in `pieces`.
+  /// Adds a group. A parameter that is a shard has the names of its process groups in `split`, the index of
+  /// the shard in `pieces`, and the shape of the whole parameter in `sizes`; see SplitParameter for `begins`.
   void add_group(const std::vector<Tensor>& params, const Options& options,
                  const std::vector<std::vector<std::string>>& split, const std::vector<int64_t>& pieces,
-                 at::Device device) {
+                 const std::vector<std::vector<int64_t>>& sizes,
+                 const std::vector<std::vector<int64_t>>& begins, at::Device device) {
     auto own = clone_defaults();
     read_options(options, *own);
     for (size_t i = 0; i < split.size(); ++i) {
       if (split[i].empty() && pieces[i] == 0) continue;
-      core().shards[params[i].unsafeGetTensorImpl()] = {split[i], pieces[i], device.type()};
+      set_split(params[i], {split[i], pieces[i], sizes[i], begins[i], device.type()});
     }
     optimizer_->add_param_group({params, std::move(own)});
   }

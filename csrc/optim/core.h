@@ -70,8 +70,6 @@ struct Core : std::enable_shared_from_this<Core> {
   void share_weights(const std::vector<const Arena*>& arenas) const;
   /// Raises if processes split the steps. `what` is what needs an optimizer that takes whole steps.
   void expect_unsharded(const char* what) const;
-  /// How processes split the parameters that are shards. A parameter without an entry is whole.
-  std::unordered_map<Key, Shard> shards;
   /// Raises if the options of a group allow no step.
   void check_step() const;
   Tensor step();

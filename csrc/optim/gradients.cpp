@@ -313,10 +313,7 @@ std::vector<Tensor>& Core::of_shard(ByShard& all, const Shard& shard) {
 // ---- norms for GradientNoise
 
 Shard Core::shard_of(const Tensor& param) const {
-  const auto found = shards.find(param.unsafeGetTensorImpl());
-  if (found != shards.end()) return found->second;
-  if (const SplitParameter* split = split_of(param))
-    return {split->groups, split->piece, param.device().type()};
+  if (const SplitParameter* split = split_of(param)) return {split->groups, split->piece, split->device};
   return {};
 }
 

@@ -1,5 +1,6 @@
 // Muon (Jordan, 2024): orthogonalises the momentum of a matrix.
 
+#include <algorithm>
 #include <cmath>
 
 #include <ATen/Functions.h>
@@ -9,19 +10,34 @@
 #include "core/device.h"
 #include "gemm/products.h"
 #include "optim/composite.h"
+#include "optim/owners.h"
 #include "optim/rule.h"
 
 namespace shoestring::optim::ops {
 namespace {
 
 using at::Tensor;
+using detail::on_owners;
+using detail::SplitMatrix;
 
-// Returns the factor of the learning rate for the matrix x.
-double lr_scale(const Tensor& x, const MuonOptions& o) {
-  const double rows = x.size(0), columns = x.size(1);
+// Returns the factor of the learning rate for a matrix.
+double lr_scale(at::IntArrayRef sizes, const MuonOptions& o) {
+  const auto rows = static_cast<double>(sizes[0]), columns = static_cast<double>(sizes[1]);
   return o.adjust_lr_fn() == "match_rms_adamw"
              ? 0.2 * std::sqrt(std::max(rows, columns))
              : std::sqrt(std::max(1.0, columns == 0 ? 1.0 : rows / columns));
+}
+
+// Returns the dtype of the products, and of their result.
+at::ScalarType product_dtype(const Tensor& x) {
+  return is_asynchronous(x) || gemm::multiplies_bf16() ? at::kBFloat16 : at::kFloat;
+}
+
+// Returns about the number of multiplications for a matrix.
+double cost_of(at::IntArrayRef sizes, const MuonOptions& o) {
+  const auto least = static_cast<double>(std::min(sizes[0], sizes[1]));
+  return static_cast<double>(o.ns_steps()) * least *
+         (2.0 * static_cast<double>(sizes[0] * sizes[1]) + least * least);
 }
 
 // Returns about scale * U V^T, where x = U S V^T is the singular value decomposition of x, by Newton-Schulz
@@ -32,7 +48,7 @@ Tensor orthogonal(Tensor x, const MuonOptions& o, double scale) {
   x.div_(at::linalg_vector_norm(x).clamp_min_(o.eps()));
   const bool tall = x.size(0) > x.size(1);
   Tensor y = tall ? x.t() : x;
-  y = y.to(is_asynchronous(y) || gemm::multiplies_bf16() ? at::kBFloat16 : at::kFloat);
+  y = y.to(product_dtype(y));
   x.reset();
   const double a = o.ns_coefficients()[0], b = o.ns_coefficients()[1], c = o.ns_coefficients()[2];
   for (int64_t i = 1; i <= o.ns_steps(); ++i) {
@@ -45,11 +61,15 @@ Tensor orthogonal(Tensor x, const MuonOptions& o, double scale) {
 
 void muon(const Call& call, const MuonOptions& o) {
   for (size_t i = 0; i < call.params.size(); ++i) {
-    TORCH_CHECK(call.params[i].dim() == 2, call.op, ": params[", i, "]: expected a matrix, received shape ",
-                call.params[i].sizes(), "; use adamw_ for parameters of other shapes");
+    const auto sizes = whole_sizes(call.params[i]);
+    TORCH_CHECK(sizes.size() == 2, call.op, ": params[", i, "]: expected a matrix, received shape ", sizes,
+                "; use adamw_ for parameters of other shapes");
   }
   const auto ema = EmaOptions().beta(o.momentum()).nesterov(o.nesterov());
-  for (const Share& s : shares(call)) {
+  std::vector<const Share*> split;  // matrices of which this process has a part
+  std::vector<SplitMatrix> parts;
+  const std::vector<Share> all = shares(call);
+  for (const Share& s : all) {
     Tensor x = s.empty();
     {
       Arguments mean = s.arguments(ema, x, s.grad, s.before);
@@ -57,8 +77,20 @@ void muon(const Call& call, const MuonOptions& o) {
       s.pass_moments(mean);
       mean.call();
     }
-    s.apply(orthogonal(std::move(x), o, lr_scale(s.param, o)), o.weight_decay());
+    if (const SplitParameter* whole = split_of(s.param); whole != nullptr && !whole->groups.empty()) {
+      split.push_back(&s);
+      parts.push_back({std::move(x), whole, cost_of(whole->sizes, o)});
+    } else {
+      s.apply(orthogonal(std::move(x), o, lr_scale(s.param.sizes(), o)), o.weight_decay());
+    }
   }
+  if (parts.empty()) return;
+  // Steps within backward have one matrix each, so each begins at another rank.
+  on_owners(parts, product_dtype(parts[0].part), call.number_of(split[0]->index), [&](size_t i, Tensor x) {
+    return orthogonal(std::move(x), o, lr_scale(parts[i].split->sizes, o));
+  });
+  for (size_t i = 0; i < parts.size(); ++i)
+    split[i]->apply(parts[i].part.view(split[i]->param.sizes()), o.weight_decay());
 }
 
 const Registered<MuonOptions, muon, muon> kMuonRegistered;
@@ -75,8 +107,11 @@ constexpr Allowed kNewtonSchulzSteps{"from 1 to 99", [](double x) { return x >= 
 }  // namespace
 
 const Rule& MuonOptions::rule() const {
-  static const Rule rule{
-      .name = "Muon", .op = "muon_", .moments = {{"momentum_buffer", true}}, .takes_matrices_alone = true};
+  static const Rule rule{.name = "Muon",
+                         .op = "muon_",
+                         .moments = {{"momentum_buffer", true}},
+                         .takes_matrices_alone = true,
+                         .takes_ranges = true};
   return rule;
 }
 

@@ -144,6 +144,9 @@ struct Rule {
   // Whether the operator must get all blocks of a parameter in one call. Not used if there are extra tensors
   // or takes_matrices_alone is set, because such an operator always needs all blocks.
   bool takes_whole_parameters = false;
+  // Whether the operator steps ranges of elements of parameters that processes split (split_params.h),
+  // although it needs whole parameters: it communicates.
+  bool takes_ranges = false;
 
   bool takes_parts() const { return extras.empty() && !takes_matrices_alone && !takes_whole_parameters; }
 };

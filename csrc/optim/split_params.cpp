@@ -4,6 +4,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include <c10/util/accumulate.h>
+
 namespace shoestring::optim {
 namespace {
 
@@ -21,6 +23,8 @@ std::unordered_map<c10::TensorImpl*, Known>& known() {
 
 }  // namespace
 
+int64_t SplitParameter::numel() const { return c10::multiply_integers(sizes); }
+
 void set_split(const at::Tensor& part, SplitParameter of) {
   const std::lock_guard lock(mutex);
   std::erase_if(known(), [](const auto& entry) { return entry.second.tensor.expired(); });
@@ -33,6 +37,11 @@ const SplitParameter* split_of(const at::Tensor& tensor) {
   const std::lock_guard lock(mutex);
   const auto found = known().find(tensor.unsafeGetTensorImpl());
   return found != known().end() && !found->second.tensor.expired() ? &found->second.of : nullptr;
+}
+
+at::IntArrayRef whole_sizes(const at::Tensor& tensor) {
+  const SplitParameter* split = split_of(tensor);
+  return split != nullptr ? at::IntArrayRef(split->sizes) : tensor.sizes();
 }
 
 }  // namespace shoestring::optim

@@ -13,7 +13,13 @@ namespace shoestring::optim {
 struct SplitParameter {
   std::vector<std::string> groups;  ///< process groups over whose ranks the parameter is split
   int64_t piece = 0;                ///< the index of the part among all of the parameter
-  int64_t numel = 0;                ///< elements of the whole parameter
+  std::vector<int64_t> sizes;       ///< shape of the whole parameter
+  /// If the parameter is split over one group into ranges of its elements: where the part of each rank
+  /// begins, and the number of all elements. Otherwise empty.
+  std::vector<int64_t> begins;
+  at::DeviceType device = at::kCPU;  ///< on which the groups communicate
+
+  int64_t numel() const;
 };
 
 /// Lets the optimizers of this library treat a tensor as a part of a parameter, as long as the tensor exists.
@@ -21,5 +27,8 @@ SHOESTRING_API void set_split(const at::Tensor& part, SplitParameter of);
 
 /// Returns what set_split() has said of a tensor, or null.
 const SplitParameter* split_of(const at::Tensor& tensor);
+
+/// Returns the shape of a tensor, or of the parameter of which it is a part.
+at::IntArrayRef whole_sizes(const at::Tensor& tensor);
 
 }  // namespace shoestring::optim

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
-from shoestring.optim.sharded import is_dtensor, local, local_gradient, shards
+from shoestring.optim.sharded import is_dtensor, local, local_gradient, row_begins, shards
 from shoestring.optim.state_dicts import OWN, RanksTogether, StateDicts
 from shoestring.optim.state_layout import Kind, Moment, Part
 
@@ -418,17 +418,21 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         known = Known(is_sharded=any(map(is_dtensor, params)))
         split: list[list[str]] = []
         pieces: list[int] = []
+        sizes: list[list[int]] = []
+        begins: list[list[int]] = []
         device = torch.device("cpu")
         if known.is_sharded:
             for p in params:
                 piece = shards(p)
                 split.append([] if piece is None else piece.groups)
                 pieces.append(0 if piece is None else piece.piece)
+                sizes.append(list(p.shape))
+                begins.append([] if piece is None else row_begins(p, piece))
                 if piece is not None:
                     device = torch.device(piece.mesh.device_type)
         with torch.no_grad():
             own = [self._own(p) for p in params] if known.is_sharded else params
-            self._core.add_group(own, self._values(group), split, pieces, device)
+            self._core.add_group(own, self._values(group), split, pieces, sizes, begins, device)
         self._known.append(known)
 
     @torch.no_grad()

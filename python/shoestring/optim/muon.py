@@ -184,6 +184,7 @@ class Muon(WholeTensorOptimizer):
         "ns_coefficients": "three numbers",
     }
     _splits = False
+    _takes_rows = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ that replicas of a shard on several processes stay equal. Both happen in the C++
 """
 
 import gc
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,23 @@ def shards(param: Tensor) -> Shards | None:
     for dim in found.dims:
         piece = piece * param.device_mesh.size(dim) + coordinate[dim]
     return Shards(found.mesh, found.placements, piece)
+
+
+def row_begins(param: "DTensor", found: Shards) -> list[int]:
+    """Return the element at which the rows of each process begin, and the number of elements.
+
+    Return an empty list if the parameter is not split by rows over one dimension of its mesh.
+    """
+    dims = found.dims
+    if (
+        len(dims) != 1
+        or type(found.placements[dims[0]]).__name__ != "Shard"
+        or not found.placements[dims[0]].is_shard(0)
+    ):
+        return []
+    ranks, rows = found.mesh.size(dims[0]), param.shape[0]
+    row = math.prod(param.shape[1:])
+    return [min(rank * math.ceil(rows / ranks), rows) * row for rank in range(ranks + 1)]
 
 
 def reduced_after_hooks(params: Iterable[Tensor]) -> bool:

@@ -67,9 +67,12 @@ def test_steps_have_the_bits_of_one_process(
         assert list(map(int, out.split()[:4])) == expected
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "ademamix"])
-def test_optimizers(optimizer: str) -> None:
-    run(2, "fully_shard", optimizer, "8bit", "nearest", 1, "sends")
+@pytest.mark.parametrize(("ranks", "split"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "ademamix", "lamb", "muon"])
+@pytest.mark.sample(6)
+def test_optimizers(optimizer: str, ranks: int, split: int) -> None:
+    """Muon's matrices are whole on their owners, so all bits are those of one process."""
+    run(ranks, "fully_shard", optimizer, "8bit", "nearest", 1, "sends", split)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -112,10 +115,10 @@ def test_refusals() -> None:
             "split",
             "FullyShard: block 0: expected a backward that computes the gradients of all parameters of the block, received "
             "one that does not use parameter 1 of shape [3]; freeze it before add(), or pass find_unused",
-            "shoestring::optim::Muon: params[0]: expected a whole parameter, since the rule is not elementwise (use "
-            "DataParallel and shard()), received a part of FullyShard",
-            "shoestring::optim::LAMB: params[0]: expected a whole parameter, since the rule is not elementwise (use "
-            "DataParallel and shard()), received a part of FullyShard",
+            "shoestring::optim::Muon: params[1]: expected a matrix (use shoestring::optim::AdamW for parameters of other "
+            "shapes), received shape [3]",
+            "shoestring::optim::CAME: params[0]: expected a whole parameter, since the rule needs rows and columns (use "
+            "DataParallel and shard()), received a part",
             "shoestring::optim::GaLore: params: expected whole parameters (use DataParallel), received a part of FullyShard",
             "shoestring::optim::AdamW: set_step_in_backward: expected whole parameters, received parts of FullyShard, whose "
             "gradients arrive after backward",

@@ -1,0 +1,34 @@
+#pragma once
+
+// Functions of whole matrices that processes have split: each matrix is sent to one rank, its owner, and the
+// result is sent back.
+
+#include <functional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <shoestring/export.h>
+
+#include "optim/split_params.h"
+
+namespace shoestring::optim::detail {
+
+/// Returns the owner of each matrix. `costs`: the work for each one. Largest first, each to the rank with the
+/// least work so far.
+SHOESTRING_API std::vector<int64_t> owners_of(const std::vector<double>& costs, int64_t ranks);
+
+/// A range of elements of a matrix on this rank, in fp32, and how the whole matrix is split.
+struct SplitMatrix {
+  at::Tensor part;
+  const SplitParameter* split;
+  double cost;
+};
+
+/// Replaces the part of each matrix by that of compute(i, whole matrix), which the owner of the matrix calls.
+/// All matrices are split over one group; all of its ranks must call this with the same matrices. Results are
+/// sent in the dtype that compute returns, which is `dtype`. `first`: the rank that counts as the first
+/// owner.
+void on_owners(std::vector<SplitMatrix>& matrices, at::ScalarType dtype, int64_t first,
+               const std::function<at::Tensor(size_t, at::Tensor)>& compute);
+
+}  // namespace shoestring::optim::detail

@@ -192,7 +192,9 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     auto flat = std::find_if(b.flats.begin(), b.flats.end(), [&](const Flat& f) {
       return f.dtype == dtype && f.is_trained == trained && f.pieces[0].tensor.device() == t.device();
     });
-    if (flat == b.flats.end()) flat = b.flats.insert(flat, {dtype, trained, trained ? kElements : kBytes});
+    if (flat == b.flats.end())
+      flat =
+          b.flats.insert(flat, {dtype, trained, trained ? kElements : kBytes, 0, {}, {}, {}, {}, {}, false});
     const int64_t at = at::round_up(flat->end, flat->unit);
     const int64_t numel = trained ? t.numel() : size;
     flat->pieces.push_back({t, at, numel, {}});
@@ -222,8 +224,12 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       std::vector<int64_t> begins;
       for (int64_t r = 0; r <= ranks(); ++r)
         begins.push_back(std::clamp(r * size - p.at, int64_t{0}, p.numel));
-      optim::set_split(p.shard,
-                       {{name}, rank(), p.tensor.sizes().vec(), std::move(begins), p.tensor.device().type()});
+      optim::set_split(p.shard, {{name},
+                                 rank(),
+                                 p.tensor.sizes().vec(),
+                                 std::move(begins),
+                                 p.tensor.device().type(),
+                                 options.replicas() && options.replicas()->getRank() > 0});
       auto hook = std::make_unique<Hook>();
       hook->impl = weak_from_this();
       hook->block = static_cast<size_t>(index);

@@ -8,7 +8,7 @@
 #include "optim/core.h"
 #include "optim/optimizer.h"
 #include "optim/scaled.h"
-#include "optim/split_params.h"
+#include "optim/split_state.h"
 
 namespace shoestring::optim {
 
@@ -199,8 +199,11 @@ Core::Parts Core::parts_of(const std::vector<const Arena*>& arenas) const {
 }
 
 WholeState::WholeState(Core& core) : core_(core) {
-  if (!core.ranks) return;
   const at::NoGradGuard no_grad;
+  if (!core.ranks) {
+    gather_split();
+    return;
+  }
   Core::Parts parts(static_cast<size_t>(core.ranks->count));
   std::decay_t<decltype(core.optimizer->state())> whole;
   for (size_t group = 0; group < core.optimizer->param_groups().size(); ++group) {
@@ -228,8 +231,24 @@ WholeState::WholeState(Core& core) : core_(core) {
   own_ = std::exchange(core.optimizer->state(), std::move(whole));
 }
 
+// Gathers the state of parameters of which each process has a range.
+void WholeState::gather_split() {
+  std::decay_t<decltype(core_.optimizer->state())> whole;
+  for (size_t group = 0; group < core_.optimizer->param_groups().size(); ++group) {
+    for (const Tensor& p : core_.optimizer->param_groups()[group].params()) {
+      const SplitParameter* split = split_of(p);
+      const ParamState* state = core_.state(p);
+      if (split == nullptr || split->begins.empty() || state == nullptr) continue;
+      whole[p.unsafeGetTensorImpl()] = std::make_unique<ParamState>(
+          whole_state(core_.rule(group), kind_of(p, core_.options(group)), *state, *split));
+    }
+  }
+  if (whole.empty()) return;
+  own_ = std::exchange(core_.optimizer->state(), std::move(whole));
+}
+
 WholeState::~WholeState() {
-  if (core_.ranks.has_value() && own_.has_value()) core_.optimizer->state() = std::move(*own_);
+  if (own_.has_value()) core_.optimizer->state() = std::move(*own_);
 }
 
 void Core::share_weights(const std::vector<const Arena*>& arenas) const {

@@ -300,6 +300,8 @@ class WholeState {
   WholeState& operator=(const WholeState&) = delete;
 
  private:
+  void gather_split();
+
   Core& core_;
   std::optional<std::decay_t<decltype(core_.optimizer->state())>> own_;
 };

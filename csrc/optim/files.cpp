@@ -11,6 +11,7 @@
 #include "files/safetensors_format.h"
 #include "optim/libtorch_options.h"
 #include "optim/saved.h"
+#include "optim/split_params.h"
 #include "optim/stored.h"
 
 // The metadata of the file that save_optimizer writes has the key format, "shoestring.optimizer", beside
@@ -333,7 +334,14 @@ Stored detail::store(const torch::optim::Optimizer& optimizer) {
 
 bool detail::writes(const torch::optim::Optimizer& optimizer) {
   const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
-  return own == nullptr || !Access::core(*own).ranks || Access::core(*own).ranks->rank == 0;
+  if (own == nullptr) return true;
+  if (const auto& ranks = Access::core(*own).ranks) return ranks->rank == 0;
+  for (const auto& group : own->param_groups()) {
+    for (const Tensor& p : group.params()) {
+      if (const SplitParameter* split = split_of(p)) return split->piece == 0 && !split->is_replica;
+    }
+  }
+  return true;
 }
 
 void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, const std::string& where) {

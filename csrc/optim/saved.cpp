@@ -4,6 +4,8 @@
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
+#include "optim/split_state.h"
+
 namespace shoestring::optim {
 
 using namespace detail;
@@ -17,7 +19,7 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
   expect(saved.groups.size() == groups.size(), name, "load", c10::str(groups.size(), " groups of parameters"),
          saved.groups.size());
   for (size_t g = 0; g < groups.size(); ++g) {
-    const auto& [any, states] = saved.groups[g];
+    auto& [any, states] = saved.groups[g];
     const auto& options = static_cast<const LowMemoryOptions&>(*any);
     const auto& params = groups[g].params();
     Access::check(options);
@@ -25,6 +27,9 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
            states.size());
     for (size_t i = 0; i < params.size(); ++i) {
       if (states[i].tensors().empty()) continue;
+      const SplitParameter* split = split_of(params[i]);
+      if (split != nullptr && !split->begins.empty())
+        states[i] = part_of_state(Access::rule(options), kind_of(params[i], options), states[i], *split);
       check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
     }
   }

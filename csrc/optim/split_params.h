@@ -18,6 +18,7 @@ struct SplitParameter {
   /// begins, and the number of all elements. Otherwise empty.
   std::vector<int64_t> begins;
   at::DeviceType device = at::kCPU;  ///< on which the groups communicate
+  bool is_replica = false;           ///< whether another process has the same part and writes files
 
   int64_t numel() const;
 };

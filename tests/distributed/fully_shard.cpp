@@ -316,6 +316,51 @@ void fully_shard_qlora(char**) {
               static_cast<long long>(kBlocks * kWidth * kWidth * 2));
 }
 
+// Trains three steps, saves weights and optimizer, and trains two more steps ("train"); or loads them, saves
+// them again, and trains two steps ("resume"). The other arguments are a folder, and the ranks that split the
+// parameters. Prints the sum of the squares of all weights.
+void fully_shard_files(char** arguments) {
+  const GroupPtr all = connect();
+  const std::string how = arguments[0], folder = arguments[1];
+  const Groups groups = groups_of(all, argument(arguments, 2, all->getSize()));
+  torch::manual_seed(7);
+  torch::nn::Sequential model(torch::nn::Linear(70, 41), torch::nn::Linear(41, 33));
+  FullyShard sharded(groups.split, FullyShardOptions().replicas(groups.replicas));
+  for (const auto& layer : model->children()) sharded.add(layer->parameters());
+  shoestring::optim::AdamW optimizer(
+      sharded.parameters(),
+      shoestring::optim::AdamWOptions(1e-2).state_format("8bit").min_quantize_size(100));
+  int64_t step = 0;
+  const auto train = [&](int64_t until) {
+    for (; step < until; ++step) {
+      const auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + all->getRank());
+      Tensor x = at::randn({5, 70}, generator);
+      for (size_t i = 0; i < 2; ++i)
+        x = sharded.run(static_cast<int64_t>(i), x,
+                        [&](const Tensor& y) { return model->ptr<torch::nn::LinearImpl>(i)->forward(y); });
+      x.square().mean().backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  };
+  shoestring::TrainingRun run{shoestring::training_tensors(*model), {&optimizer}, {}};
+  const std::string path = folder + "/run.safetensors";
+  if (how == "train") {
+    train(3);
+    run.step = step;
+    sharded.present([&] { shoestring::save_training(path, run); });
+  } else {
+    sharded.present([&] { shoestring::load_training(path, run); }, /*changed=*/true);
+    step = run.step;
+    sharded.present([&] { shoestring::save_training(folder + "/again.safetensors", run); });
+  }
+  train(5);
+  sharded.restore();
+  double sum = 0;
+  for (const Tensor& p : model->parameters()) sum += p.square().sum(at::kDouble).item<double>();
+  std::printf("%.17g\n", sum);
+}
+
 // Prints what is refused.
 void fully_shard_refuses(char**) {
   const GroupPtr group = connect();

@@ -501,6 +501,7 @@ int main(int count, char** arguments) {
       {"fully_shard", fully_shard},
       {"fully_shard_adapters", fully_shard_adapters},
       {"fully_shard_qlora", fully_shard_qlora},
+      {"fully_shard_files", fully_shard_files},
       {"fully_shard_refuses", fully_shard_refuses}};
   try {
     tests.at(count > 1 ? arguments[1] : "")(arguments + 2);

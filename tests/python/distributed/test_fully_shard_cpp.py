@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,23 @@ def test_quantised_weights_are_split(ranks: int) -> None:
         expected = 3 * (codes + adapters + bias) / ranks
         assert expected <= own <= expected + 3 * 4 * 512
         assert dense / (3 * codes) == pytest.approx(3.88, abs=0.01)
+
+
+def sum_of(outputs: list[str]) -> str:
+    sums = {out.split()[0] for out in outputs}
+    assert len(sums) == 1, sums
+    return sums.pop()
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(3, 3), (4, 2)])
+def test_files_are_those_of_one_process(ranks: int, split: int, tmp_path: Path) -> None:
+    """The processes that wrote a file continue it bit for bit, and any number writes the same bytes again."""
+    trained = sum_of(run(ranks, "fully_shard_files", "train", tmp_path, split))
+    saved = (tmp_path / "run.safetensors").read_bytes()
+    assert sum_of(run(ranks, "fully_shard_files", "resume", tmp_path, split)) == trained
+    for other in (1, 2, 4):
+        run(other, "fully_shard_files", "resume", tmp_path)
+        assert (tmp_path / "again.safetensors").read_bytes() == saved
 
 
 def test_refusals() -> None:

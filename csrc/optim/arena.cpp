@@ -4,6 +4,7 @@
 
 #include <ATen/Functions.h>
 
+#include "optim/owners.h"
 #include "optim/split_params.h"
 
 namespace shoestring::optim::detail {
@@ -82,10 +83,8 @@ int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Te
 
 namespace {
 
-// Splits `blocks` blocks evenly over processes, in their order. If a parameter cannot be split, it belongs to
-// the process to which its first block would belong.
-std::vector<Owned> split_over(int64_t processes, const std::vector<int64_t>& begins, int64_t blocks,
-                              bool splits) {
+// Splits `blocks` blocks evenly over processes, in their order.
+std::vector<Owned> split_over(int64_t processes, const std::vector<int64_t>& begins, int64_t blocks) {
   std::vector<Owned> parts(static_cast<size_t>(processes));
   const int64_t each = (blocks + processes - 1) / processes;
   const auto after = [&](int64_t block) {  // index of the first parameter that begins after a block
@@ -94,18 +93,52 @@ std::vector<Owned> split_over(int64_t processes, const std::vector<int64_t>& beg
   for (int64_t process = 0; process < processes; ++process) {
     const int64_t from = std::min(each * process, blocks), to = std::min(from + each, blocks);
     if (from == to) continue;
-    Owned& part = parts[static_cast<size_t>(process)];
-    if (splits) {
-      // of parameters with equal begins, all but the last one are empty
-      const size_t first = after(from) - 1;
-      part = {first, after(to - 1), from - begins[first], to - from};
-    } else {
-      const size_t first = from == 0 ? 0 : after(from - 1), last = after(to - 1);
-      if (first < last)
-        part = {first, last, 0, (last < begins.size() ? begins[last] : blocks) - begins[first]};
-    }
+    // of parameters with equal begins, all but the last one are empty
+    const size_t first = after(from) - 1;
+    parts[static_cast<size_t>(process)] = {first, after(to - 1), from - begins[first], to - from};
   }
   return parts;
+}
+
+// The parameters of an arena with their numbers, in the order of the processes that own them.
+struct Members {
+  std::vector<Tensor> params;
+  std::vector<int64_t> numbers;
+  std::vector<Owned> owned;
+};
+
+bool splits_parameters(const Rule& rule, const Kind& kind) {
+  return rule.takes_parts() && kind.device.is_cpu();
+}
+
+// Gives each parameter to one process, so that all have about the same work.
+Members by_owner(const Rule& rule, std::vector<Tensor> params, std::vector<int64_t> numbers,
+                 int64_t processes) {
+  std::vector<double> costs;
+  for (const Tensor& p : params)
+    costs.push_back(rule.takes_matrices_alone ? matrix_cost(p.sizes()) : static_cast<double>(p.numel()));
+  const std::vector<int64_t> owners = owners_of(costs, processes);
+  Members sorted;
+  int64_t block = 0;
+  for (int64_t process = 0; process < processes; ++process) {
+    const size_t first = sorted.params.size();
+    const int64_t begin = block;
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (owners[i] != process) continue;
+      block += blocks_of(params[i]);
+      sorted.params.push_back(params[i]);
+      sorted.numbers.push_back(numbers[i]);
+    }
+    const size_t last = sorted.params.size();
+    sorted.owned.push_back(first == last ? Owned{} : Owned{first, last, 0, block - begin});
+  }
+  return sorted;
+}
+
+Members members_of(const Rule& rule, const Kind& kind, std::vector<Tensor> params,
+                   std::vector<int64_t> numbers, const std::optional<Ranks>& ranks) {
+  if (!ranks.has_value() || splits_parameters(rule, kind)) return {std::move(params), std::move(numbers), {}};
+  return by_owner(rule, std::move(params), std::move(numbers), ranks->count);
 }
 
 }  // namespace
@@ -113,10 +146,12 @@ std::vector<Owned> split_over(int64_t processes, const std::vector<int64_t>& beg
 Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers,
              const c10::intrusive_ptr<offload::Offload>& offload, bool on_host,
              const std::optional<Ranks>& ranks)
-    : Arena(kind, std::move(members), std::move(numbers)) {
+    : Arena(kind, {}, {}) {
+  Members found = members_of(rule, kind, std::move(members), std::move(numbers), ranks);
+  *this = Arena(kind, std::move(found.params), std::move(found.numbers));
   if (ranks.has_value()) {
     rank = static_cast<size_t>(ranks->rank);
-    owned = split_over(ranks->count, begins, blocks, rule.takes_parts() && kind.device.is_cpu());
+    owned = splits_parameters(rule, kind) ? split_over(ranks->count, begins, blocks) : std::move(found.owned);
   }
   const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
   step = at::zeros({static_cast<int64_t>(params.size())}, fp32);

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -278,8 +279,13 @@ Tensor Core::clip(const std::vector<Call>& calls) {
   // The gradients of one Shard have one norm, so that each group of processes communicates once.
   ByShard grads, norms;
   for (const Call& call : calls) {
-    for (const Tensor& g : call.grads) {
-      if (g.defined()) of_shard(grads, call.arena->kind.shard).push_back(g);
+    // The order of the parameters, which owners have changed, keeps the bits of one process.
+    std::vector<size_t> order(call.grads.size());
+    std::iota(order.begin(), order.end(), 0);
+    const auto& numbers = call.arena->numbers;
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return numbers[a] < numbers[b]; });
+    for (const size_t i : order) {
+      if (call.grads[i].defined()) of_shard(grads, call.arena->kind.shard).push_back(call.grads[i]);
     }
   }
   if (grads.empty()) return {};

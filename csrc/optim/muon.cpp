@@ -17,6 +17,7 @@ namespace shoestring::optim::ops {
 namespace {
 
 using at::Tensor;
+using detail::matrix_cost;
 using detail::on_owners;
 using detail::SplitMatrix;
 
@@ -31,13 +32,6 @@ double lr_scale(at::IntArrayRef sizes, const MuonOptions& o) {
 // Returns the dtype of the products, and of their result.
 at::ScalarType product_dtype(const Tensor& x) {
   return is_asynchronous(x) || gemm::multiplies_bf16() ? at::kBFloat16 : at::kFloat;
-}
-
-// Returns about the number of multiplications for a matrix.
-double cost_of(at::IntArrayRef sizes, const MuonOptions& o) {
-  const auto least = static_cast<double>(std::min(sizes[0], sizes[1]));
-  return static_cast<double>(o.ns_steps()) * least *
-         (2.0 * static_cast<double>(sizes[0] * sizes[1]) + least * least);
 }
 
 // Returns about scale * U V^T, where x = U S V^T is the singular value decomposition of x, by Newton-Schulz
@@ -79,7 +73,7 @@ void muon(const Call& call, const MuonOptions& o) {
     }
     if (const SplitParameter* whole = split_of(s.param); whole != nullptr && !whole->groups.empty()) {
       split.push_back(&s);
-      parts.push_back({std::move(x), whole, cost_of(whole->sizes, o)});
+      parts.push_back({std::move(x), whole, matrix_cost(whole->sizes)});
     } else {
       s.apply(orthogonal(std::move(x), o, lr_scale(s.param.sizes(), o)), o.weight_decay());
     }

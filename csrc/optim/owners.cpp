@@ -26,6 +26,11 @@ std::vector<int64_t> owners_of(const std::vector<double>& costs, int64_t ranks) 
   return owners;
 }
 
+double matrix_cost(at::IntArrayRef sizes) {
+  const auto least = static_cast<double>(std::min(sizes[0], sizes[1]));
+  return least * (2.0 * static_cast<double>(sizes[0] * sizes[1]) + least * least);
+}
+
 void on_owners(std::vector<SplitMatrix>& matrices, at::ScalarType dtype, int64_t first,
                const std::function<Tensor(size_t, Tensor)>& compute) {
   if (matrices.empty()) return;

@@ -17,6 +17,9 @@ namespace shoestring::optim::detail {
 /// least work so far.
 SHOESTRING_API std::vector<int64_t> owners_of(const std::vector<double>& costs, int64_t ranks);
 
+/// Returns about the number of multiplications of a Newton-Schulz step of a matrix.
+SHOESTRING_API double matrix_cost(at::IntArrayRef sizes);
+
 /// A range of elements of a matrix on this rank, in fp32, and how the whole matrix is split.
 struct SplitMatrix {
   at::Tensor part;

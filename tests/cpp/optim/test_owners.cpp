@@ -5,6 +5,7 @@
 
 #include "optim/owners.h"
 
+using shoestring::optim::detail::matrix_cost;
 using shoestring::optim::detail::owners_of;
 
 TEST_CASE("owners of the matrices of Llama have equal work", "[optim]") {
@@ -16,8 +17,7 @@ TEST_CASE("owners of the matrices of Llama have equal work", "[optim]") {
   for (const Model& m : {Model{2048, 512, 8192, 16}, Model{4096, 1024, 14336, 32}}) {
     std::vector<double> costs;
     const auto add = [&](double rows, double columns) {
-      const double least = std::min(rows, columns);
-      costs.push_back(least * (2 * rows * columns + least * least));
+      costs.push_back(matrix_cost({static_cast<int64_t>(rows), static_cast<int64_t>(columns)}));
     };
     for (int i = 0; i < m.layers; ++i) {
       for (const double rows : {m.width, m.keys, m.keys, m.width}) add(rows, m.width);

@@ -30,7 +30,7 @@ constexpr const char* kName = "FullyShard";
 constexpr int64_t kElements = 256;
 // Frozen storages begin at multiples of this many bytes, as those of PyTorch's CUDA allocator do.
 constexpr int64_t kBytes = 512;
-constexpr size_t kUnderWay = 2;  // sums of gradients that are under way at the same time
+constexpr size_t kUnderWay = 1;  // sums of gradients that are under way at the same time
 
 // A parameter, or a storage of a frozen tensor, in the memory of a block.
 struct Piece {

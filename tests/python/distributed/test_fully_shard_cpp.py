@@ -41,7 +41,7 @@ def bytes_of(rank: int, ranks: int, element: int, state: str, remainder: bool) -
     return few, [places(block, ranks)[0] * element for block in BLOCKS]
 
 
-@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2), (8, 8)])
 @pytest.mark.parametrize(
     ("state", "rounding"),
     [(s, r) for s in STATE_BYTES for r in ("nearest", "remainder") if s != "bf16" or r == "nearest"],

@@ -198,12 +198,10 @@ Core::Parts Core::parts_of(const std::vector<const Arena*>& arenas) const {
   return parts;
 }
 
-WholeState::WholeState(Core& core) : core_(core) {
+WholeState::WholeState(Core& core, bool split) : core_(core) {
   const at::NoGradGuard no_grad;
-  if (!core.ranks) {
-    gather_split();
-    return;
-  }
+  if (split) gather_split();
+  if (!core.ranks) return;
   Core::Parts parts(static_cast<size_t>(core.ranks->count));
   std::decay_t<decltype(core.optimizer->state())> whole;
   for (size_t group = 0; group < core.optimizer->param_groups().size(); ++group) {

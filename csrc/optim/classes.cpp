@@ -245,7 +245,7 @@ class OptimizerCore : public OptimizerHolder {
 
   /// Replaces the state of all parameters, and drops what belongs to the old state.
   void load(const std::vector<std::vector<Entries>>& groups, const std::optional<Tensor>& grad_norm) {
-    Saved saved{{}, grad_norm.value_or(Tensor())};
+    Saved saved{{}, /*has_parts=*/true, grad_norm.value_or(Tensor())};
     for (size_t g = 0; g < groups.size(); ++g) {
       auto& to = saved.groups.emplace_back();
       to.options = optimizer_->param_groups().at(g).options().clone();

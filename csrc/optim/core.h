@@ -294,7 +294,8 @@ struct Core : std::enable_shared_from_this<Core> {
 /// have split it. All of them must make such an object.
 class WholeState {
  public:
-  explicit WholeState(Core& core);
+  /// `split`: also of parameters that are parts; see split_params.h.
+  explicit WholeState(Core& core, bool split = true);
   ~WholeState();
   WholeState(const WholeState&) = delete;
   WholeState& operator=(const WholeState&) = delete;

@@ -130,11 +130,12 @@ void expect_metadata(const Metadata& metadata, const char* key, const std::strin
   expect(value == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), brief(value));
 }
 
-Stored store_own(const LowMemoryOptimizer& optimizer) {
+Stored store_own(const LowMemoryOptimizer& optimizer, bool has_parts = false) {
   Core& core = Access::core(optimizer);
   core.settle();
-  const WholeState whole(core);
+  const WholeState whole(core, !has_parts);
   Stored stored;
+  stored.has_parts = has_parts;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     const auto& params = optimizer.param_groups()[g].params();
@@ -178,6 +179,7 @@ void restore_own(LowMemoryOptimizer& optimizer, const Stored& stored, const std:
   expect_metadata(stored.metadata, "format_version", std::to_string(kFormatVersion), name, where);
   expect_metadata(stored.metadata, "optimizer", name, name, where);
   Saved saved;
+  saved.has_parts = stored.has_parts;
   try {
     saved.groups = read_groups(files::parse_json(where + ": groups", value_of(stored.metadata, "groups")),
                                optimizer, where.c_str());
@@ -327,8 +329,9 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
 
 }  // namespace
 
-Stored detail::store(const torch::optim::Optimizer& optimizer) {
-  if (const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer)) return store_own(*own);
+Stored detail::store(const torch::optim::Optimizer& optimizer, bool has_parts) {
+  if (const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer))
+    return store_own(*own, has_parts);
   return store_libtorch(name_of(optimizer, "save"), optimizer);
 }
 

@@ -28,7 +28,7 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
     for (size_t i = 0; i < params.size(); ++i) {
       if (states[i].tensors().empty()) continue;
       const SplitParameter* split = split_of(params[i]);
-      if (split != nullptr && !split->begins.empty())
+      if (split != nullptr && !split->begins.empty() && !saved.has_parts)
         states[i] = part_of_state(Access::rule(options), kind_of(params[i], options), states[i], *split);
       check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
     }

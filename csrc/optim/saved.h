@@ -14,7 +14,8 @@ struct Saved {
     std::vector<ParamState> states;  // one state per parameter; empty for a parameter without state
   };
   std::vector<Group> groups;
-  Tensor grad_norm;  // gradient norm by which the next steps within backward clip, or undefined
+  bool has_parts = false;  // whether states of split parameters are this process's parts
+  Tensor grad_norm;        // gradient norm by which the next steps within backward clip, or undefined
 };
 
 /// Loads saved options and states into the optimizer, or raises c10::Error before anything has changed.

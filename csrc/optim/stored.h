@@ -18,12 +18,13 @@ namespace shoestring::optim::detail {
 struct Stored {
   TensorDict tensors;
   Metadata metadata;
+  bool has_parts = false;  // whether states of parameters that are parts (split_params.h) are not whole
 };
 
 /// Returns the state of one of our optimizers, or of LibTorch's Adam, AdamW or SGD. The tensors share the
 /// memory of the state. If processes have split the state, all of them must call it, and each gets a copy of
-/// all of it.
-Stored store(const torch::optim::Optimizer& optimizer);
+/// all of it. With `has_parts`, the state of parameters that are parts stays that of this process.
+Stored store(const torch::optim::Optimizer& optimizer, bool has_parts = false);
 
 /// Returns whether this process writes the files of an optimizer. If processes have split its state, only the
 /// first one does.

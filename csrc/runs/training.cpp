@@ -215,7 +215,7 @@ void load_training(const std::string& path, TrainingRun& run) {
   Undo undo;
   for (size_t i = 0; i < optimizers.size(); ++i) {
     torch::optim::Optimizer* optimizer = run.optimizers[i];
-    undo.add([optimizer, before = optim::detail::store(*optimizer)] {
+    undo.add([optimizer, before = optim::detail::store(*optimizer, true)] {
       optim::detail::restore(*optimizer, before, "load_training");
     });
     optim::detail::restore(*optimizer, optimizers[i], "load_training: " + path);

@@ -41,6 +41,12 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // need for moments that change slowly.
   m.def("quantize_state_4bit(Tensor x, *, bool signed, int? step=None) -> (Tensor codes, Tensor scale)");
   m.def("dequantize_state_4bit(Tensor codes, Tensor scale, *, bool signed, SymInt numel) -> Tensor");
+  // Compresses a gradient to 8, 4 or 1 bits with error feedback: adds it to error, writes the codes of the
+  // sums, and subtracts what the codes stand for from error. codes is uint8 with a record for each block of
+  // elements; csrc/quantization/compress_gradient_table.h describes it. error and codes are contiguous.
+  m.def(R"(compress_gradient_(Tensor(a!) error, Tensor gradient, Tensor(b!) codes, *, int bits) -> ())");
+  // Writes the mean of compressed gradients to out. Each row of codes (ranks, bytes) holds one of them.
+  m.def("decompress_mean_(Tensor(a!) out, Tensor codes, *, int bits) -> ()");
   // A quantised weight, in this file and in the schemas of the losses, consists of packed and absmax, the
   // results of quantize_4bit or quantize_int8. If nested is given, absmax holds the codes that
   // quantize_absmax returns. For quant_type 'int8', block_size is the length of a row.

@@ -50,6 +50,13 @@ from shoestring.optim.lion import lion_, lion_reference
 from shoestring.optim.muon import muon_, muon_reference
 from shoestring.optim.schedule_free_adamw import schedule_free_adamw_, schedule_free_adamw_reference
 from shoestring.optim.sgd import sgd_, sgd_reference
+from shoestring.quantization.compress_gradient import (
+    compress_gradient_,
+    compress_gradient_reference,
+    compressed_gradient_bytes,
+    decompress_mean_,
+    decompress_mean_reference,
+)
 from shoestring.quantization.fake_quantize import fake_quantize, fake_quantize_reference
 from shoestring.quantization.quantize_4bit import (
     dequantize_4bit,
@@ -100,9 +107,14 @@ __all__ = [
     "attention_reference",
     "came_",
     "came_reference",
+    "compress_gradient_",
+    "compress_gradient_reference",
+    "compressed_gradient_bytes",
     "cross_entropy",
     "cross_entropy_reference",
     "cross_entropy_with_stats",
+    "decompress_mean_",
+    "decompress_mean_reference",
     "dequantize_4bit",
     "dequantize_4bit_reference",
     "dequantize_8bit",

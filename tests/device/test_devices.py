@@ -199,7 +199,24 @@ def round_trip_4bit_state(x: Tensor) -> list[Tensor]:
     return [*parts, OPERATORS.dequantize_state_4bit(*parts, signed=True, numel=x.numel())]
 
 
-ROUND_TRIPS = [round_trip_4bit, round_trip_int8, round_trip_8bit_state, round_trip_4bit_state]
+def round_trip_compressed(x: Tensor) -> list[Tensor]:
+    error, codes, out = (
+        torch.zeros_like(x),
+        torch.empty(4 * 68, dtype=torch.uint8, device=x.device),
+        torch.empty_like(x),
+    )
+    OPERATORS.compress_gradient_(error, x, codes, bits=4)
+    OPERATORS.decompress_mean_(out, codes[None], bits=4)
+    return [error, codes, out]
+
+
+ROUND_TRIPS = [
+    round_trip_4bit,
+    round_trip_int8,
+    round_trip_8bit_state,
+    round_trip_4bit_state,
+    round_trip_compressed,
+]
 
 
 @pytest.mark.usefixtures("emulated")

@@ -26,7 +26,15 @@ import shoestring
 from build_folder import EMULATOR
 from emulator_attention import attention
 from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
-from shoestring.ops import dequantize_8bit, dequantize_state_4bit, quantize_8bit, quantize_state_4bit
+from shoestring.ops import (
+    compress_gradient_,
+    compressed_gradient_bytes,
+    decompress_mean_,
+    dequantize_8bit,
+    dequantize_state_4bit,
+    quantize_8bit,
+    quantize_state_4bit,
+)
 from shoestring.optim.optimizer import join
 
 Results = dict[str, tuple[Tensor, float]]  # by name: (tensor, largest difference that it may have)
@@ -44,6 +52,27 @@ def byte_values(count: int, seed: int, low: int = 0, high: int = 256) -> Tensor:
     return torch.randint(
         low, high, (count,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
     )
+
+
+def compressed_gradients(device: str) -> Results:
+    found: Results = {}
+    for bits in (8, 4, 1):
+        for size, dtype in ((1, torch.float32), (1000, torch.bfloat16), (4097, torch.float16)):
+            error = uniform(size, seed=size, scale=0.1).to(device)
+            gradient = uniform(size, seed=size + 1).to(dtype).to(device)
+            codes = torch.empty(
+                2, compressed_gradient_bytes(size, bits=bits), dtype=torch.uint8, device=device
+            )
+            for row in codes:
+                compress_gradient_(error, gradient, row, bits=bits)
+            out = torch.empty(size, dtype=dtype, device=device)
+            decompress_mean_(out, codes, bits=bits)
+            found |= {
+                f"codes {size} {bits}": (codes, 0),
+                f"error {size} {bits}": (error, 0),
+                f"mean {size} {bits}": (out, 0),
+            }
+    return found
 
 
 def quantize_8bit_codes(device: str) -> Results:
@@ -390,6 +419,7 @@ def layers(device: str) -> Results:
 
 
 CASES: tuple[Callable[[str], Results], ...] = (
+    compressed_gradients,
     quantize_8bit_codes,
     quantize_state_4bit_codes,
     quantize_4bit,

@@ -143,6 +143,7 @@ CASES: dict[str, Callable[[], object]] = {
         emulator_cases.quantize_8bit_codes("cpu"),
         emulator_cases.quantize_state_4bit_codes("cpu"),
     ),
+    "compressed gradients": case(emulator_cases.compressed_gradients),
 }
 
 

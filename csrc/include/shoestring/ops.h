@@ -360,6 +360,19 @@ SHOESTRING_API std::tuple<at::Tensor, at::Tensor> quantize_state_4bit(
 SHOESTRING_API at::Tensor dequantize_state_4bit(const at::Tensor& codes, const at::Tensor& scale,
                                                 bool is_signed, int64_t numel);
 
+/// Returns the bytes of a gradient of `numel` elements that is compressed to 8, 4 or 1 bits: a record of 260
+/// bytes per 256 elements, of 68 bytes per 128 elements, or of 36 bytes per 256 elements.
+SHOESTRING_API int64_t compressed_gradient_bytes(int64_t numel, int64_t bits);
+/// Compresses a gradient (fp32, bf16 or fp16) to 8, 4 or 1 bits with error feedback: adds it to `error`
+/// (fp32, as many elements), writes the codes of the sums to `codes`, uint8 (compressed_gradient_bytes), and
+/// subtracts what the codes stand for from `error`. With 8 and 4 bits the subtraction is exact. A block with
+/// NaN, with infinity or with magnitudes from 2^127 on decompresses to NaN, and its errors become 0.
+SHOESTRING_API void compress_gradient_(at::Tensor& error, const at::Tensor& gradient, at::Tensor& codes,
+                                       int64_t bits);
+/// Writes the mean of compressed gradients, the rows of `codes` (ranks, bytes), to `out` (fp32, bf16 or fp16,
+/// contiguous), which has the number of elements of each gradient. Bytes of a row beyond them are ignored.
+SHOESTRING_API void decompress_mean_(at::Tensor& out, const at::Tensor& codes, int64_t bits);
+
 /// Computes x W^T + bias for a frozen quantised weight W (out_features, in_features) and x (...,
 /// in_features). packed and absmax are the results of quantize_4bit or quantize_int8; with `nested`, absmax
 /// holds the codes of quantize_absmax. The weight is dequantised one panel of rows at a time. x and bias

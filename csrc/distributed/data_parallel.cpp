@@ -15,6 +15,7 @@
 #include <shoestring/training.h>
 
 #include "distributed/backends.h"
+#include "distributed/compressor.h"
 
 namespace shoestring::distributed {
 namespace {
@@ -73,6 +74,31 @@ void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {
   }
 }
 
+// Averages the buckets of a Reducer in few bits.
+class CompressHook final : public c10d::CommHookInterface {
+ public:
+  CompressHook(const GroupPtr& group, int64_t bits) : compressor_(group, bits) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    return compressor_.all_reduce(bucket.getBuffer(), bucket.getParameters(),
+                                  static_cast<int64_t>(bucket.getIndex()), bucket.isLast());
+  }
+  Tensor parseHookResult(const c10::IValue& result) override { return result.toTensor(); }
+
+ private:
+  Compressor compressor_;
+};
+
+// Raises unless the gradients of parameters can be compressed.
+void check_compressible(const std::vector<Tensor>& parameters, const std::vector<std::string>& names) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto dtype = parameters[i].scalar_type();
+    TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+                     "DataParallel: compress: expected parameters in fp32, bf16 or fp16, received ", names[i],
+                     " in ", dtype, ". Convert it, or compress none.");
+  }
+}
+
 }  // namespace
 
 void broadcast_tensors(const GroupPtr& group, const TensorDict& tensors, const char* caller) {
@@ -100,6 +126,8 @@ struct DataParallel::Impl {
     }
     TORCH_CHECK_VALUE(!parameters.empty(), "DataParallel: module: expected parameters that require ",
                       "gradients, received none");
+    const int64_t bits = bits_of(options.compress(), "DataParallel");
+    if (bits > 0) check_compressible(parameters, names);
     broadcast_tensors(group, tensors, "DataParallel");
 
     const auto cap = static_cast<size_t>(options.bucket_bytes());
@@ -114,6 +142,7 @@ struct DataParallel::Impl {
         /*skip_all_reduce_unused_params=*/false,
         /*use_python_reducer=*/false, std::vector<int64_t>{});
     finds_unused = options.find_unused();
+    if (bits > 0) reducer->register_comm_hook(std::make_unique<CompressHook>(group, bits));
   }
 
   GroupPtr group;

@@ -16,13 +16,17 @@ namespace {
 
 // Splits the steps of the optimizer that an OptimizerCore holds; see shard().
 void shard_core(const c10::IValue& core, const std::string& group, bool gradients, int64_t bucket_bytes,
-                bool find_unused) {
+                bool find_unused, const std::string& compress) {
   TORCH_CHECK_TYPE(core.isObject(), "shard: core: expected an OptimizerCore, received ", core.tagKind());
   const auto holder = core.toObject()->getSlot(0).toCapsule();
   auto* own = dynamic_cast<optim::OptimizerHolder*>(holder.get());
   TORCH_CHECK_TYPE(own != nullptr, "shard: core: expected an OptimizerCore, received another object");
   shard(own->optimizer(), c10d::resolve_process_group(group),
-        ShardOptions().gradients(gradients).bucket_bytes(bucket_bytes).find_unused(find_unused));
+        ShardOptions()
+            .gradients(gradients)
+            .bucket_bytes(bucket_bytes)
+            .find_unused(find_unused)
+            .compress(compress));
 }
 
 void broadcast_named(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
@@ -44,7 +48,10 @@ void remove_names_of(const std::string& name, int64_t number) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
-  m.def("_shard(Any core, str group, bool gradients, int bucket_bytes, bool find_unused) -> ()", shard_core);
+  m.def(
+      "_shard(Any core, str group, bool gradients, int bucket_bytes, bool find_unused, "
+      "str compress) -> ()",
+      shard_core);
   m.def("_broadcast_tensors(Tensor[] tensors, str[] names, str group, str caller) -> ()", broadcast_named);
   m.def("_name_collectives(str group) -> int",
         [](const std::string& group) { return name_collectives(*c10d::resolve_process_group(group)); });

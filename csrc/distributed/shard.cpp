@@ -100,6 +100,9 @@ void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group, const Sh
   TORCH_CHECK_VALUE(!options.find_unused() || options.gradients(),
                     "shard: find_unused: expected split gradients, received whole ones, for which ",
                     "DataParallel has this option");
+  TORCH_CHECK_VALUE(options.compress() == "none" || options.gradients(),
+                    "shard: compress: expected split gradients, received whole ones, for which DataParallel ",
+                    "has this option");
   std::shared_ptr<optim::SplitGradients> gradients;
   if (options.gradients()) gradients = std::make_shared<ReducedParts>(group, options);
   optimizer.set_shard(

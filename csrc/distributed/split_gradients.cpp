@@ -22,11 +22,19 @@ constexpr size_t kUnderWay = 4;  // buckets that are sent at the same time
 }
 
 ReducedParts::ReducedParts(GroupPtr group, const ShardOptions& options)
-    : group_(std::move(group)), options_(options), name_(registered_name(group_)) {}
+    : group_(std::move(group)), options_(options), name_(registered_name(group_)) {
+  // The gradients of one process are not sent, so nothing is compressed.
+  const int64_t bits = bits_of(options.compress(), "shard");
+  if (bits > 0 && group_->getSize() > 1) compressor_.emplace(group_, bits);
+}
 
 void ReducedParts::set_parts(const std::vector<Tensor>& params,
                              const std::vector<std::vector<ParameterPart>>& parts) {
   for (const Tensor& p : params) {
+    const auto dtype = p.scalar_type();
+    TORCH_CHECK_TYPE(!compressor_ || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
+                     "shard: compress: expected parameters in fp32, bf16 or fp16, received one in ", dtype,
+                     ". Convert it, or compress none.");
     numbers_[p.unsafeGetTensorImpl()] = params_.size();
     params_.push_back({p, {}, false});
   }
@@ -89,7 +97,7 @@ void ReducedParts::add(const Tensor& tensor) {
   send_complete();
 }
 
-// Copies a gradient to its buckets. A null pointer means zeros.
+// Copies a gradient to its buckets, divided by the ranks unless it is compressed. A null pointer means zeros.
 void ReducedParts::take(Param& param, const Tensor* grad) {
   const Tensor flat = grad != nullptr ? grad->reshape({-1}) : Tensor();
   for (const Piece& piece : param.pieces) {
@@ -99,6 +107,8 @@ void ReducedParts::take(Param& param, const Tensor* grad) {
     Tensor place = bucket.buffer.narrow(0, piece.offset, elements);
     if (grad == nullptr) {
       place.zero_();
+    } else if (compressor_) {
+      place.copy_(flat.narrow(0, piece.begin, elements));
     } else {
       at::mul_out(place, flat.narrow(0, piece.begin, elements), at::scalar_tensor(1.0 / group_->getSize()));
     }
@@ -108,28 +118,49 @@ void ReducedParts::take(Param& param, const Tensor* grad) {
 
 void ReducedParts::send_complete() {
   for (; next_ < order_.size() && buckets_[order_[next_]].missing == 0; ++next_) {
-    Bucket& bucket = buckets_[order_[next_]];
-    std::vector<Tensor> sent{std::exchange(bucket.buffer, Tensor())};
-    c10d::ReduceOptions reduce;
-    reduce.rootRank = static_cast<int64_t>(bucket.owner);
-    try {
-      under_way_.push_back({order_[next_], sent[0], group_->reduce(sent, reduce)});
-    } catch (const std::exception& error) {
-      fail_collective(*group_, error, "reduction of gradients");
-    }
+    under_way_.push_back(send(order_[next_]));
     while (under_way_.size() > kUnderWay) receive_first();
   }
   if (next_ == order_.size() && arrived_ == params_.size()) begin_round();
 }
 
+ReducedParts::Sent ReducedParts::send(size_t index) {
+  Bucket& bucket = buckets_[index];
+  const auto root = static_cast<int64_t>(bucket.owner);
+  std::vector<Tensor> sent{std::exchange(bucket.buffer, Tensor())};
+  try {
+    if (!compressor_) {
+      c10d::ReduceOptions reduce;
+      reduce.rootRank = root;
+      return {index, sent[0], {}, group_->reduce(sent, reduce)};
+    }
+    c10d::GatherOptions gather;
+    gather.rootRank = root;
+    sent[0] = compressor_->encode(sent[0], static_cast<int64_t>(index));
+    Tensor all = sent[0];
+    std::vector<std::vector<Tensor>> rows;
+    if (root == group_->getRank()) {
+      all = at::empty({group_->getSize(), all.numel()}, all.options());
+      rows.push_back(all.unbind(0));
+    }
+    return {index, {}, all, group_->gather(rows, sent, gather)};
+  } catch (const std::exception& error) {
+    fail_collective(*group_, error, "reduction of gradients");
+  }
+}
+
 // Waits for the first bucket that is under way. The owner keeps its memory as its gradients, or adds it to
 // those of an earlier backward.
 void ReducedParts::receive_first() {
-  const auto [index, sum, work] = std::move(under_way_.front());
+  auto [index, sum, codes, work] = std::move(under_way_.front());
   under_way_.pop_front();
   wait_for(group_, work, "reduction of gradients");
   Bucket& bucket = buckets_[index];
   if (bucket.owner != static_cast<size_t>(group_->getRank())) return;
+  if (compressor_) {
+    sum = at::empty({bucket.elements}, codes.options().dtype(params_[bucket.last].tensor.scalar_type()));
+    compressor_->decode(sum, codes);
+  }
   if (bucket.sum.defined()) {
     bucket.sum.add_(sum);
   } else {

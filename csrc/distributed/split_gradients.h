@@ -7,6 +7,8 @@
 
 #include <shoestring/distributed.h>
 
+#include "distributed/compressor.h"
+
 namespace shoestring::distributed {
 
 /// The gradients of ZeRO-2 over a process group. Each rank receives the means of the parts that it steps;
@@ -46,7 +48,8 @@ class ReducedParts final : public optim::SplitGradients {
   };
   struct Sent {
     size_t bucket;
-    at::Tensor sum;
+    at::Tensor sum;    // of plain gradients
+    at::Tensor codes;  // of compressed ones: on the owner those of all ranks, (ranks, bytes)
     c10::intrusive_ptr<c10d::Work> work;
   };
 
@@ -54,11 +57,13 @@ class ReducedParts final : public optim::SplitGradients {
   void end_round();
   void take(Param& param, const at::Tensor* grad);
   void send_complete();
+  Sent send(size_t index);
   void receive_first();
 
   const GroupPtr group_;
   const ShardOptions options_;
   const std::string name_;
+  std::optional<Compressor> compressor_;
   std::vector<Param> params_;
   std::unordered_map<c10::TensorImpl*, size_t> numbers_;
   std::vector<Bucket> buckets_;

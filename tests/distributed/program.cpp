@@ -166,22 +166,36 @@ void checkpointed(char**) {
   }
 }
 
-// Trains with our 8-bit AdamW. All ranks must stay equal, and the losses are printed.
+// Trains with our 8-bit AdamW. All ranks must stay equal, and the losses are printed. The arguments are the
+// number of steps, how gradients are compressed, and whether they are split (1).
 void train(char** arguments) {
   const int64_t steps = argument(arguments, 0, 5);
+  const bool has_more = arguments[0] != nullptr && arguments[1] != nullptr;
+  const std::string compress = has_more ? arguments[1] : "none";
+  const bool splits = has_more && argument(arguments, 2, 0) == 1;
   const GroupPtr group = connect();
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(32, 64), torch::nn::GELU(), torch::nn::Linear(64, 32));
-  DataParallel parallel(*model, group, DataParallelOptions().gradient_as_bucket_view(true));
   shoestring::optim::AdamW optimizer(model->parameters(),
                                      shoestring::optim::AdamWOptions(1e-2).state_format("8bit"));
+  std::optional<DataParallel> parallel;
+  if (splits) {
+    using shoestring::distributed::ShardOptions;
+    shoestring::distributed::broadcast_module(*model, group);
+    shoestring::distributed::shard(optimizer, group,
+                                   ShardOptions().gradients(true).bucket_bytes(4096).compress(compress));
+  } else {
+    parallel.emplace(
+        *model, group,
+        DataParallelOptions().gradient_as_bucket_view(true).bucket_bytes(4096).compress(compress));
+  }
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
   for (int64_t step = 0; step < steps; ++step) {
     const Tensor x = at::randn({24, 32}, generator);
     const int64_t rows = 24 / group->getSize();
     const Tensor own = x.narrow(0, group->getRank() * rows, rows);
     const Tensor loss = (model->forward(own) - own).square().mean();
-    parallel.backward(loss);
+    splits ? loss.backward() : parallel->backward(loss);
     optimizer.step();
     optimizer.zero_grad();
     const double mean = mean_over_ranks(group, loss.to(at::kDouble)).item<double>();
@@ -375,6 +389,28 @@ void zero_refuses(char**) {
     std::printf("%s\n", text.c_str());
 }
 
+// Prints what compression refuses.
+void compress_refuses(char**) {
+  using shoestring::distributed::ShardOptions;
+  const GroupPtr group = connect();
+  const auto print_error = [](const auto& call) {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      std::printf("%s\n", error.what_without_backtrace());
+    }
+  };
+  const auto options = DataParallelOptions().compress("8bit");
+  torch::nn::Linear model(4, 4), precise(4, 4);
+  precise->to(at::kDouble);
+  shoestring::optim::SGD whole(model->parameters(), shoestring::optim::SGDOptions(0.1));
+  print_error([&] { DataParallel(*model, group, DataParallelOptions().compress("2bit")); });
+  print_error([&] { DataParallel(*precise, group, options); });
+  print_error([&] { shoestring::distributed::shard(whole, group, ShardOptions().compress("8bit")); });
+  print_error(
+      [&] { shoestring::distributed::shard(whole, group, ShardOptions().gradients(true).compress("half")); });
+}
+
 // Prints the median of the seconds of a step, for benchmarks/distributed. The arguments are "alone",
 // "parallel", "shard", "gradients" or "fully", the width and the rows.
 void time_steps(char** arguments) {
@@ -489,6 +525,7 @@ int main(int count, char** arguments) {
       {"data_parallel", data_parallel},
       {"checkpointed", checkpointed},
       {"train", train},
+      {"compress_refuses", compress_refuses},
       {"tokens", tokens},
       {"other_model", other_model},
       {"fault", fault},

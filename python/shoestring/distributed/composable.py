@@ -33,13 +33,19 @@ def is_wrapped(model: nn.Module) -> bool:
     return any(module is model for wrapper in wrappers for module in wrapper.modules())
 
 
-def replicate(model: nn.Module) -> Callable[[], None]:
-    """Average gradients by DistributedDataParallel without a wrapper; return a function that undoes it."""
+def replicate(model: nn.Module, hook: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """Average gradients by DistributedDataParallel without a wrapper; return a function that undoes it.
+
+    ``hook`` is a communication hook, which averages buckets of gradients.
+    """
     from torch.distributed._composable.replicate import replicate as torch_replicate
 
     # The ranks have equal parameters already.
     torch_replicate(model, gradient_as_bucket_view=True, init_sync=False)
     state: Any = torch_replicate.state(model)
+    if hook is not None:
+        replicated: Any = model
+        replicated.register_comm_hook(None, hook)
 
     def undo() -> None:
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
@@ -55,8 +61,13 @@ def replicate(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def shard_fully(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
-    """Shard a model by ``fully_shard``, each block as a unit; return a function that undoes it."""
+def shard_fully(
+    model: nn.Module, mesh: DeviceMesh, reduce_scatter: Callable[[int], Any] | None = None
+) -> Callable[[], None]:
+    """Shard a model by ``fully_shard``, each block as a unit; return a function that undoes it.
+
+    ``reduce_scatter`` returns the reduce-scatter of the gradients of a unit, from the number of the unit.
+    """
     from torch.distributed.fsdp import fully_shard
 
     try:
@@ -66,6 +77,10 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
     units = [*blocks, model]
     for unit in units:
         fully_shard(unit, mesh=mesh)
+    if reduce_scatter is not None:
+        for number, unit in enumerate(units):
+            sharded: Any = unit
+            sharded.set_custom_reduce_scatter(reduce_scatter(number))
 
     def undo() -> None:
         for unit in units:

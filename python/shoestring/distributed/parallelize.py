@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shoestring.optim.base import SPLITS_STEPS, LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+COMPRESS = ("8bit", "4bit", "1bit", "powersgd")
 STATE = 2 + 2 * 4 / 256  # bytes of the state of AdamW in 8 bits, for each trained element
 FILLED = 0.5  # the part of the memory that weights, gradients and state may take, with "auto"
 
@@ -34,10 +36,13 @@ FILLED = 0.5  # the part of the memory that weights, gradients and state may tak
 class RankBytes:
     """The bytes of a rank between two steps: weights, gradients, and the state of AdamW in 8 bits.
 
+    Compressed gradients add residuals.
+
     Attributes:
         weights: the bytes of parameters and buffers.
         gradients: the bytes of gradients.
         state: the bytes of the optimizer.
+        residual: the bytes of what the codes of compressed gradients have left out.
 
     Example:
         >>> from shoestring.distributed import RankBytes
@@ -48,11 +53,12 @@ class RankBytes:
     weights: int
     gradients: int
     state: int
+    residual: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all bytes."""
-        return self.weights + self.gradients + self.state
+        return self.weights + self.gradients + self.state + self.residual
 
 
 @dataclass
@@ -65,6 +71,7 @@ class ParallelReport:
         ranks: the number of processes.
         rank_bytes: the bytes of the first rank.
         reason: why "auto" has chosen this strategy; empty if it was given.
+        compress: how gradients are compressed, or None.
 
     Example:
         >>> import torch.distributed as dist
@@ -82,6 +89,7 @@ class ParallelReport:
     ranks: int
     rank_bytes: RankBytes
     reason: str = ""
+    compress: str | None = None
     _model: nn.Module | None = field(default=None, init=False, repr=False)
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
     _optimizers: list[LowMemoryOptimizer] = field(default_factory=list, init=False, repr=False)
@@ -118,11 +126,19 @@ class ParallelReport:
             f"a rank: {own.weights:,} bytes of weights, {own.gradients:,} of gradients, {own.state:,} of the "
             "state of AdamW in 8 bits",
         ]
+        if self.compress is not None:
+            lines.append(
+                f"gradients are sent by {self.compress}; a rank keeps {own.residual:,} bytes of residuals"
+            )
         return "\n".join(lines + [self.reason] * bool(self.reason))
 
 
 def parallelize(
-    model: nn.Module, strategy: str = "auto", *, mesh: DeviceMesh | tuple[int, ...] | None = None
+    model: nn.Module,
+    strategy: str = "auto",
+    *,
+    mesh: DeviceMesh | tuple[int, ...] | None = None,
+    compress: str | None = None,
 ) -> ParallelReport:
     """Prepare a model in place for training by all processes of the default process group.
 
@@ -148,21 +164,44 @@ def parallelize(
     after backward: clip with the optimizer's ``max_grad_norm``. "zero3" and "hsdp" take any optimizer that
     accepts DTensors.
 
+    ``compress`` sends gradients in few bits, for links that are slower than backward. Each rank adds what the
+    codes leave out, the residual, to the gradients of its next step. All ranks get the same bits.
+
+    ==========  ==============================  ===============================  ==========================
+    name        bytes a parameter on the link,  with "zero2", "zero3"            bytes of residuals a
+                x (N - 1) / N                                                    parameter
+    ==========  ==============================  ===============================  ==========================
+    None        8 in fp32, 4 in bf16            4 in fp32, 2 in bf16             0
+    "8bit"      2.03                            1.02                             4 + 4 / N ("zero2": 4)
+    "4bit"      1.06                            0.53                             the same
+    "1bit"      0.28                            0.14                             the same
+    "powersgd"  8 * 4 (m + n) / (m n) for a     not possible                     that of a gradient
+                matrix (m, n)
+    ==========  ==============================  ===============================  ==========================
+
+    "powersgd" is PyTorch's PowerSGD of rank 4 after ten plain steps. Weights that "zero1", "zero2" and "zero3"
+    send are not compressed. A checkpoint has no residuals, so a resumed run loses what its last step has left
+    out. In one process nothing is sent or compressed.
+
     Args:
         model: the model, on its device.
         strategy: one of the names, or "auto" for the first of "ddp", "zero1", "zero2" and "zero3" with which
             weights, gradients and the state of AdamW in 8 bits fill at most half of a rank's memory.
         mesh: for "zero3" and "hsdp", the mesh of the ranks, or its shape. The default is one dimension for
             "zero3", and (machines, processes of a machine) for "hsdp".
+        compress: how gradients are compressed: "8bit", "4bit", "1bit" or, for "ddp" and "zero1", "powersgd";
+            None for not at all. Trained parameters must be in fp32, bf16 or fp16. "hsdp" takes None only.
 
     Raises:
-        ValueError: the strategy is unknown, the mesh does not have as many ranks as there are processes or
-            has other dimensions than the strategy needs, it is given to a strategy without one, no parameter
-            requires a gradient, or the model is parallel already.
+        TypeError: gradients of a trained parameter's dtype cannot be compressed.
+        ValueError: the strategy or ``compress`` is unknown, or they do not go together, the mesh does not have
+            as many ranks as there are processes or has other dimensions than the strategy needs, it is given
+            to a strategy without one, no parameter requires a gradient, or the model is parallel already.
         RuntimeError: no process group was initialised although the environment is that of several processes,
             or the parameters of the ranks differ.
 
-    Source: ZeRO, arXiv 1910.02054.
+    Source: ZeRO, arXiv 1910.02054; error feedback of both hops: DoubleSqueeze, arXiv 1905.05957; PowerSGD,
+    arXiv 1905.13727.
 
     Example:
         >>> import torch.distributed as dist
@@ -178,6 +217,8 @@ def parallelize(
         _refuse("strategy", f"auto, {', '.join(STRATEGIES)}", repr(strategy))
     if not any(p.requires_grad for p in model.parameters()):
         _refuse("model", "parameters that require gradients", "none")
+    if compress is not None:
+        _check_compress(model, compress)
     from shoestring.distributed import composable  # imports much of torch.distributed
 
     if composable.is_parallel(model) or any(hasattr(p, SPLITS_STEPS) for p in model.parameters()):
@@ -188,10 +229,11 @@ def parallelize(
     ranks = dist.get_world_size(group)
     reason = ""
     if strategy == "auto":
-        strategy, reason = choose(model, ranks)
+        strategy, reason = choose(model, ranks, compress)
+    _check_together(strategy, compress)
     made = _mesh(model, strategy, mesh, ranks)
     split = made.size(made.ndim - 1) if made is not None else ranks
-    report = ParallelReport(strategy, ranks, needed(model, strategy, split), reason)
+    report = ParallelReport(strategy, ranks, needed(model, strategy, split, compress), reason, compress)
     report._model = model
     report._undo.append(name_collectives(group, *(made.get_all_groups() if made is not None else ())))
     try:
@@ -205,21 +247,59 @@ def parallelize(
 def _apply(model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None) -> None:
     """Apply the strategy of a report to a model."""
     from shoestring.distributed import composable
+    from shoestring.distributed import compress as hooks
 
     broadcast_module(model)
     report._undo.append(_refuse_wrappers(model))
+    group, compress = group_or_default(None, "parallelize"), report.compress
     if mesh is not None:
-        report._undo.append(composable.shard_fully(model, mesh))
+        scatter = None
+        if compress is not None:
+            scatter = partial(hooks.CompressedReduceScatter, hooks.compressor(mesh.get_group(), compress))
+        report._undo.append(composable.shard_fully(model, mesh, scatter))
         return
     if report.strategy != "zero2":
-        report._undo.append(composable.replicate(model))
+        hook = None
+        if compress == "powersgd":
+            hook = hooks.powersgd_hook(group)
+        elif compress is not None:
+            hook = hooks.all_reduce_hook(hooks.compressor(group, compress))
+        report._undo.append(composable.replicate(model, hook))
     if report.strategy != "ddp":
         report._undo.append(_split_steps(model, report))
 
 
-def needed(model: nn.Module, strategy: str, ranks: int) -> RankBytes:
+def _check_compress(model: nn.Module, compress: str) -> None:
+    """Raise unless gradients of the model can be compressed in this way."""
+    if compress not in COMPRESS:
+        _refuse("compress", f"None, {', '.join(COMPRESS)}", repr(compress))
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"parallelize: compress: expected trained parameters in fp32, bf16 or fp16, received {name} in {p.dtype}. "
+                "Convert it, or leave compress out."
+            )
+
+
+def _check_together(strategy: str, compress: str | None) -> None:
+    """Raise unless the strategy can compress gradients in this way."""
+    if compress is not None and strategy == "hsdp":
+        _refuse(
+            "compress",
+            "None with 'hsdp', since fully_shard lets nobody replace its all-reduce between machines",
+            f"{compress!r}. Use 'zero3' or 'zero2'.",
+        )
+    if compress == "powersgd" and strategy not in ("ddp", "zero1"):
+        _refuse(
+            "compress",
+            f"8bit, 4bit or 1bit with {strategy!r}, since PowerSGD needs whole gradients",
+            f"{compress!r}. Or use 'ddp' or 'zero1'.",
+        )
+
+
+def needed(model: nn.Module, strategy: str, ranks: int, compress: str | None = None) -> RankBytes:
     """Return the bytes of the rank that has the most, without buckets and gathered blocks."""
-    weights = trained = gradients = 0
+    weights = trained = gradients = whole = 0
     for name, p in model.named_parameters():
         own = sum(t.nbytes for _, t in plain_tensors(name, p))
         split = strategy in ("zero3", "hsdp")
@@ -229,15 +309,22 @@ def needed(model: nn.Module, strategy: str, ranks: int) -> RankBytes:
         if p.requires_grad:
             trained += round(p.numel() * part)
             gradients += round(p.nbytes * part)
+            whole += round(p.numel() * (part * ranks if split else 1))
     part = 1 / ranks
+    residual = 0.0
+    if compress is not None and ranks > 1:
+        residual = gradients if compress == "powersgd" else 4 * whole
+        if compress != "powersgd" and strategy in ("ddp", "zero1"):
+            residual += 4 * whole * part  # of the means
     return RankBytes(
         weights,
         math.ceil(gradients * (part if strategy == "zero2" else 1)),
         math.ceil(STATE * trained * (part if strategy in ("zero1", "zero2") else 1)),
+        math.ceil(residual),
     )
 
 
-def choose(model: nn.Module, ranks: int) -> tuple[str, str]:
+def choose(model: nn.Module, ranks: int, compress: str | None = None) -> tuple[str, str]:
     """Return the strategy of "auto", and the reason. All ranks choose by the rank with the least memory."""
     device = next(model.parameters()).device
     if device.type == "cpu":
@@ -247,11 +334,11 @@ def choose(model: nn.Module, ranks: int) -> tuple[str, str]:
     least = torch.tensor(free + sum(p.nbytes for p in model.parameters()), device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     room = FILLED * least.item()
-    for strategy in STRATEGIES[:4]:
-        total = needed(model, strategy, ranks).total
+    for strategy in STRATEGIES[: 2 if compress == "powersgd" else 4]:
+        total = needed(model, strategy, ranks, compress).total
         if total <= room:
             return strategy, f"{strategy} needs {total:,} of the {round(room):,} bytes that a rank may fill"
-    return "zero3", f"a rank may fill {round(room):,} bytes, and the strategy with the least needs {total:,}"
+    return strategy, f"a rank may fill {round(room):,} bytes, and the strategy with the least needs {total:,}"
 
 
 def _refuse(argument: str, expected: str, received: str) -> None:
@@ -310,7 +397,8 @@ def _split_steps(model: nn.Module, report: ParallelReport) -> Callable[[], None]
     def split(optimizer: LowMemoryOptimizer) -> None:
         if any(is_dtensor(p) for p in optimizer._all_params()):
             _refuse("optimizer", "plain parameters", "DTensors beside parameters of the model")
-        split_steps(optimizer, gradients=report.strategy == "zero2")
+        splits = report.strategy == "zero2"
+        split_steps(optimizer, gradients=splits, compress=report.compress if splits else None)
         report._optimizers.append(optimizer)
 
     for p in trained:

@@ -20,6 +20,7 @@ def shard(
     gradients: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     find_unused: bool = False,
+    compress: str | None = None,
 ) -> None:
     """Split the steps of an optimizer over processes: each keeps and steps a part of the optimizer's state.
 
@@ -42,12 +43,15 @@ def shard(
         bucket_bytes: split gradients are sent in buckets of about this size, while backward computes the
             others.
         find_unused: whether a backward may leave parameters without a gradient. Zeros are sent for them.
+        compress: "8bit", "4bit" or "1bit", the bits in which split gradients are sent, or None; see
+            ``shoestring.parallelize``.
 
     Errors of collectives of the group name the ranks and the collective from then on.
 
     Raises:
         TypeError: the optimizer is not of ``shoestring.optim``, or is one of its low-rank optimizers.
-        ValueError: the optimizer has DTensor parameters, which are split already.
+        ValueError: the optimizer has DTensor parameters, which are split already, or ``compress`` is unknown
+            or given without ``gradients``.
         RuntimeError: no process group was initialised, or the optimizer has state, offload, or parameters
             that are not contiguous.
 
@@ -61,7 +65,7 @@ def shard(
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
-    found = split_steps(optimizer, group, gradients, bucket_bytes, find_unused)
+    found = split_steps(optimizer, group, gradients, bucket_bytes, find_unused, compress)
     name_collectives(found)
 
 
@@ -71,6 +75,7 @@ def split_steps(
     gradients: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     find_unused: bool = False,
+    compress: str | None = None,
 ) -> dist.ProcessGroup:
     """Split the steps of an optimizer as ``shard`` does; return the group."""
     if not isinstance(optimizer, LowMemoryOptimizer):
@@ -84,7 +89,9 @@ def split_steps(
         )
     found = group_or_default(group, "shard")
     optimizer._split(
-        lambda core: operators()._shard(core, name_of(found), gradients, bucket_bytes, find_unused),
+        lambda core: operators()._shard(
+            core, name_of(found), gradients, bucket_bytes, find_unused, compress or "none"
+        ),
         AllRanks(found),
         gradients,
     )

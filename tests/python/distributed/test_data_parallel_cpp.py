@@ -48,6 +48,29 @@ def test_training_hardly_depends_on_the_number_of_ranks() -> None:
         assert other == pytest.approx(one, rel=1e-4)
 
 
+@pytest.mark.parametrize("splits", [0, 1], ids=["whole", "split"])
+@pytest.mark.parametrize(("compress", "tolerance"), [("8bit", 0.01), ("4bit", 0.03), ("1bit", 0.15)])
+def test_training_with_compressed_gradients(compress: str, tolerance: float, splits: int) -> None:
+    """All ranks stay equal bit for bit, and losses stay near those of whole gradients."""
+    expected = [float(x) for x in run(1, "train", 12)[0].split()[:-1]]
+    alone = [float(x) for x in run(1, "train", 12, compress, splits)[0].split()[:-1]]
+    assert alone == expected  # one process sends nothing
+    for ranks in (2, 3):
+        found = [float(x) for x in run(ranks, "train", 12, compress, splits)[0].split()[:-1]]
+        assert found == pytest.approx(expected, rel=tolerance) and found != expected
+
+
+def test_compression_says_what_it_expects() -> None:
+    for out in run(2, "compress_refuses"):
+        assert out.splitlines()[:-1] == [
+            'DataParallel: compress: expected "none", "8bit", "4bit" or "1bit", received "2bit"',
+            "DataParallel: compress: expected parameters in fp32, bf16 or fp16, received weight in Double. Convert it, "
+            "or compress none.",
+            "shard: compress: expected split gradients, received whole ones, for which DataParallel has this option",
+            'shard: compress: expected "none", "8bit", "4bit" or "1bit", received "half"',
+        ]
+
+
 # The parameters of the test have 27 blocks of 256 elements with state in few bits and 2 blocks in fp32.
 STATE_BYTES = {"8bit": 2 * 256 + 2 * 4, "4bit": 2 * 128 + 40, "bf16": 4 * 256, "fp32": 8 * 256}
 

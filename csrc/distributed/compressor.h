@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Stream.h>
+
+#include <shoestring/distributed.h>
+
+namespace shoestring::distributed {
+
+/// Returns the number of bits of "8bit", "4bit" or "1bit", or 0 for "none". Raises for other texts.
+int64_t bits_of(const std::string& compress, const char* caller);
+
+/// Averages gradients over the ranks of a group in few bits, with error feedback. Each rank keeps what its
+/// codes have left out, and adds it to the gradients of the next step.
+///
+/// The mean of all ranks on all ranks takes two hops. Each rank owns an equal part of a bucket. An all-to-all
+/// brings the codes of a part to its owner, which averages them and encodes the mean, with an error of its
+/// own; an all-gather brings the codes of the means to all ranks, so all ranks decode the same bits.
+class Compressor {
+ public:
+  using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  Compressor(GroupPtr group, int64_t bits);
+
+  /// Begins to replace the gradients of a bucket by their means. Call it for all buckets of a step in the
+  /// order of their index, on all ranks. A bucket's second hop begins when the next bucket is added, so that
+  /// all ranks issue collectives in one order; after the last bucket all futures are complete.
+  ///
+  /// `params` are the parameters whose gradients lie in `gradient`, one after the other. Their errors follow
+  /// them if they move to another bucket.
+  FuturePtr all_reduce(const at::Tensor& gradient, const std::vector<at::Tensor>& params, int64_t index,
+                       bool is_last);
+
+  /// Writes the mean over the ranks of this rank's part of `input` to `output`: (n) of (ranks * n). `key`
+  /// names the gradient from step to step.
+  void reduce_scatter(at::Tensor output, const at::Tensor& input, int64_t key);
+
+  /// Compresses a gradient that `key` names from step to step. Returns the codes.
+  at::Tensor encode(const at::Tensor& gradient, int64_t key);
+
+  /// Writes the mean of compressed gradients, the rows of `codes`, to `output`.
+  void decode(at::Tensor output, const at::Tensor& codes) const;
+
+  /// Sets all errors to zero.
+  void reset();
+
+  int64_t bits() const { return bits_; }
+  /// Bytes that this rank has sent to others.
+  int64_t sent_bytes() const { return sent_; }
+  /// Bytes of the errors of this rank.
+  int64_t residual_bytes() const;
+  /// Errors of this rank: those of a parameter's gradients, or of a key. None before the first step.
+  std::optional<at::Tensor> residual(const at::Tensor& param) const;
+  std::optional<at::Tensor> residual(int64_t key) const;
+  /// Errors of the means of this rank's part of a bucket.
+  std::optional<at::Tensor> residual_of_means(int64_t index) const;
+
+ private:
+  struct Bucket {
+    std::vector<c10::TensorImpl*> params;
+    at::Tensor error;  // of the gradients of this rank
+    at::Tensor owned;  // of the means of this rank's part
+  };
+  // A bucket that is under way.
+  struct Flight {
+    Bucket* bucket;
+    at::Tensor gradient;
+    int64_t records;  // of each rank's part
+    at::Tensor codes, parts, means;
+    c10::intrusive_ptr<c10d::Work> work;
+    bool is_second;
+    FuturePtr future;
+  };
+
+  Bucket& bucket_of(const at::Tensor& gradient, const std::vector<at::Tensor>& params, int64_t index);
+  at::Tensor& error_of(const at::Tensor& gradient, int64_t key);
+  void enter(int64_t key);
+  void note(const at::Tensor& codes);
+  void send_means(Flight& flight);
+  void finish(Flight& flight);
+  void drop_errors(at::Tensor& error) const;
+
+  const GroupPtr group_;
+  const int64_t bits_, ranks_, rank_;
+  std::unordered_map<int64_t, Bucket> buckets_;
+  std::unordered_map<int64_t, at::Tensor> errors_;              // of encode()
+  std::unordered_map<c10::TensorImpl*, at::Tensor> of_params_;  // views of the buckets' errors
+  std::deque<Flight> flights_;
+  std::unordered_set<int64_t> entered_;  // buckets or keys of this step
+  // Whether all codes of this step, and of the last one, are finite; was_finite_ is undefined if it is known.
+  at::Tensor finite_, was_finite_;
+  std::optional<c10::Stream> stream_;
+  int64_t sent_ = 0;
+};
+
+}  // namespace shoestring::distributed

@@ -99,7 +99,7 @@ __device__ float scale_of(float top, float inverse_levels) {
   return __uint_as_float((__float_as_uint(__fmul_rn(top, inverse_levels)) + 0xffu) & ~0xffu);
 }
 
-// Budget: 48 registers, no shared memory, no spills.
+// Budget: 48 registers, 0 bytes shared, no spills.
 template <class Codec, class T>
 __global__ void __launch_bounds__(kThreads)
     compress(float* error, const T* gradient, int64_t n, bool vectors, uint8_t* records) {
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Budget: 56 registers, no shared memory, no spills.
+// Budget: 56 registers, 0 bytes shared, no spills.
 template <class Codec, class T>
 __global__ void __launch_bounds__(kThreads)
     decompress_mean(const uint8_t* records, int64_t stride, int64_t ranks, int64_t n, float factor,

@@ -154,5 +154,7 @@ def test_switches_are_timed_when_the_device_is_idle(
     clock = WatchedClock()
     monkeypatch.setattr(fast_defaults, "time", clock)
     model = nn.Conv2d(3, 4, 3).to("simdev")  # the device has no convolutions, but their weights
-    shoestring.fast_defaults(lambda: model.weight.square().sum(), model, switches=["channels_last"], repeats=2).undo()
+    shoestring.fast_defaults(
+        lambda: model.weight.square().sum(), model, switches=["channels_last"], repeats=2
+    ).undo()
     assert clock.idle == [True] * (2 * 2 * 2 * 2)  # at both ends of each of 2 steps, with and without, twice

@@ -99,7 +99,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     return 1.0 / static_cast<double>(ranks() * (options.replicas() ? options.replicas()->getSize() : 1));
   }
 
-  Block& block(int64_t index) {
+  Block& numbered(int64_t index) {
     TORCH_CHECK(index >= 0 && index < count(), kName, ": block: expected one of ", blocks.size(),
                 " blocks, received ", index);
     return *blocks[static_cast<size_t>(index)];
@@ -107,13 +107,13 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
 
   // ---- BlockRuns
 
-  offload::BlockUses& uses_of(int64_t index) override { return block(index).uses; }
+  offload::BlockUses& uses_of(int64_t index) override { return numbered(index).uses; }
   int64_t count() const override { return static_cast<int64_t>(blocks.size()); }
   std::weak_ptr<BlockRuns> self() override { return weak_from_this(); }
   bool repeats() const override { return false; }  // an optimizer may step before the next forward
 
   void fetch(int64_t index) override {
-    Block& b = block(index);
+    Block& b = numbered(index);
     b.is_kept |= b.keep && at::GradMode::is_enabled();
     if (b.is_here) return;
     if (!b.has_memory()) begin_in(b);
@@ -122,20 +122,20 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   }
 
   void prefetch(int64_t index, int64_t) override {
-    if (index >= 0 && index < count() && !block(index).has_memory()) begin_in(block(index));
+    if (index >= 0 && index < count() && !numbered(index).has_memory()) begin_in(numbered(index));
   }
 
   // Ranks send gradients and gather weights in the same order, whatever the order of their gradients.
   void ended(int64_t index) override {
     const at::NoGradGuard no_grad;
-    for (Flat& f : block(index).flats)
+    for (Flat& f : numbered(index).flats)
       if (f.is_trained && (f.gradients.defined() || options.find_unused())) complete(index, f);
   }
 
   void ended_pass() override {
     const at::NoGradGuard no_grad;
     for (int64_t i = count() - 1; i >= 0; --i) {
-      for (Flat& f : block(i).flats)
+      for (Flat& f : numbered(i).flats)
         if (f.gradients.defined()) complete(i, f);
     }
     while (!under_way.empty()) receive_first();
@@ -444,7 +444,7 @@ Tensor FullyShard::run(int64_t block, const Tensor& x, const std::function<Tenso
 void FullyShard::present(const std::function<void()>& function, bool changed) {
   const std::lock_guard lock(impl_->mutex);
   for (int64_t i = 0; i < impl_->count(); ++i) {
-    ++impl_->block(i).uses.count;  // the next fetch must not free the block
+    ++impl_->numbered(i).uses.count;  // the next fetch must not free the block
     impl_->fetch(i);
   }
   const auto close = [&] {
@@ -469,7 +469,7 @@ void FullyShard::present(const std::function<void()>& function, bool changed) {
 void FullyShard::restore() {
   const std::lock_guard lock(impl_->mutex);
   for (int64_t i = 0; i < impl_->count(); ++i) {
-    ++impl_->block(i).uses.count;
+    ++impl_->numbered(i).uses.count;
     impl_->fetch(i);
   }
   impl_->blocks.clear();

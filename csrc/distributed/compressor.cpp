@@ -38,6 +38,13 @@ int64_t bits_of(const std::string& compress, const char* caller) {
                     "\"");
 }
 
+void check_compressible(const char* caller, const Tensor& parameter, const std::string& which) {
+  const auto dtype = parameter.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, caller,
+                   ": compress: expected parameters in fp32, bf16 or fp16, received ", which, " in ", dtype,
+                   ". Convert it, or compress none.");
+}
+
 Compressor::Compressor(GroupPtr group, int64_t bits)
     : group_(std::move(group)), bits_(bits), ranks_(group_->getSize()), rank_(group_->getRank()) {}
 

@@ -18,6 +18,10 @@ namespace shoestring::distributed {
 /// Returns the number of bits of "8bit", "4bit" or "1bit", or 0 for "none". Raises for other texts.
 int64_t bits_of(const std::string& compress, const char* caller);
 
+/// Raises unless the gradients of a parameter can be compressed. `caller` begins the error, which says
+/// `which` parameter it is.
+void check_compressible(const char* caller, const at::Tensor& parameter, const std::string& which);
+
 /// Averages gradients over the ranks of a group in few bits, with error feedback. Each rank keeps what its
 /// codes have left out, and adds it to the gradients of the next step.
 ///

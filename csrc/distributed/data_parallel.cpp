@@ -89,16 +89,6 @@ class CompressHook final : public c10d::CommHookInterface {
   Compressor compressor_;
 };
 
-// Raises unless the gradients of parameters can be compressed.
-void check_compressible(const std::vector<Tensor>& parameters, const std::vector<std::string>& names) {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto dtype = parameters[i].scalar_type();
-    TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-                     "DataParallel: compress: expected parameters in fp32, bf16 or fp16, received ", names[i],
-                     " in ", dtype, ". Convert it, or compress none.");
-  }
-}
-
 }  // namespace
 
 void broadcast_tensors(const GroupPtr& group, const TensorDict& tensors, const char* caller) {
@@ -127,7 +117,8 @@ struct DataParallel::Impl {
     TORCH_CHECK_VALUE(!parameters.empty(), "DataParallel: module: expected parameters that require ",
                       "gradients, received none");
     const int64_t bits = bits_of(options.compress(), "DataParallel");
-    if (bits > 0) check_compressible(parameters, names);
+    for (size_t i = 0; bits > 0 && i < parameters.size(); ++i)
+      check_compressible("DataParallel", parameters[i], names[i]);
     broadcast_tensors(group, tensors, "DataParallel");
 
     const auto cap = static_cast<size_t>(options.bucket_bytes());

@@ -121,6 +121,13 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     place(index, b, /*is_here=*/true);
   }
 
+  void fetch_all() {
+    for (int64_t i = 0; i < count(); ++i) {
+      ++numbered(i).uses.count;  // the next fetch must not free the block
+      fetch(i);
+    }
+  }
+
   void prefetch(int64_t index, int64_t) override {
     if (index >= 0 && index < count() && !numbered(index).has_memory()) begin_in(numbered(index));
   }
@@ -443,10 +450,7 @@ Tensor FullyShard::run(int64_t block, const Tensor& x, const std::function<Tenso
 
 void FullyShard::present(const std::function<void()>& function, bool changed) {
   const std::lock_guard lock(impl_->mutex);
-  for (int64_t i = 0; i < impl_->count(); ++i) {
-    ++impl_->numbered(i).uses.count;  // the next fetch must not free the block
-    impl_->fetch(i);
-  }
+  impl_->fetch_all();
   const auto close = [&] {
     const at::NoGradGuard no_grad;
     for (const auto& b : impl_->blocks) {
@@ -468,10 +472,7 @@ void FullyShard::present(const std::function<void()>& function, bool changed) {
 
 void FullyShard::restore() {
   const std::lock_guard lock(impl_->mutex);
-  for (int64_t i = 0; i < impl_->count(); ++i) {
-    ++impl_->numbered(i).uses.count;
-    impl_->fetch(i);
-  }
+  impl_->fetch_all();
   impl_->blocks.clear();
   impl_->free.clear();
 }

@@ -31,10 +31,7 @@ ReducedParts::ReducedParts(GroupPtr group, const ShardOptions& options)
 void ReducedParts::set_parts(const std::vector<Tensor>& params,
                              const std::vector<std::vector<ParameterPart>>& parts) {
   for (const Tensor& p : params) {
-    const auto dtype = p.scalar_type();
-    TORCH_CHECK_TYPE(!compressor_ || dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-                     "shard: compress: expected parameters in fp32, bf16 or fp16, received one in ", dtype,
-                     ". Convert it, or compress none.");
+    if (compressor_) check_compressible("shard", p, "one");
     numbers_[p.unsafeGetTensorImpl()] = params_.size();
     params_.push_back({p, {}, false});
   }

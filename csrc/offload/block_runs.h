@@ -14,7 +14,7 @@
 
 namespace shoestring::offload {
 
-/// What uses a block at present.
+/// The uses of a block at present.
 struct BlockUses {
   static constexpr int kNoPass =
       -1;  // what PyTorch returns as the number of the backward pass outside of one

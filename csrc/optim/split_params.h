@@ -9,7 +9,7 @@
 
 namespace shoestring::optim {
 
-/// What optimizers know of a tensor that is one process's part of a parameter.
+/// The place of a tensor in the parameter of which it is one process's part, as optimizers know it.
 struct SplitParameter {
   std::vector<std::string> groups;  ///< process groups over whose ranks the parameter is split
   int64_t piece = 0;                ///< the index of the part among all of the parameter

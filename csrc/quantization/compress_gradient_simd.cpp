@@ -214,9 +214,18 @@ SHOESTRING_INLINE F32 number(T x) {
   return __builtin_convertvector(x, F32);
 }
 
+// Returns the values of the codes from element `at` on.
+SHOESTRING_INLINE F32 values(GradientCodec<8>, const uint8_t* record, F32 scale, int at) {
+  return number(widen(record + 4 + at) - 128) * scale;
+}
+SHOESTRING_INLINE F32 values(GradientCodec<1>, const uint8_t* record, F32 scale, int at) {
+  return as_float(as_bits(scale) ^ signs_of(read_bits(record + 4, at)));
+}
+
 // Writes the means of a whole block to out. `records` are those of the first rank.
-template <class E>
-SHOESTRING_INLINE void mean_block(GradientCodec<8>, const uint8_t* records, int64_t stride, int64_t ranks,
+template <class E, class Codec>
+  requires(Codec::kBlock == 256)
+SHOESTRING_INLINE void mean_block(Codec codec, const uint8_t* records, int64_t stride, int64_t ranks,
                                   F32 factor, typename E::Type* out) {
   for (int i = 0; i < 256; i += 4 * kLanes) {
     F32 sum[4] = {};
@@ -224,7 +233,7 @@ SHOESTRING_INLINE void mean_block(GradientCodec<8>, const uint8_t* records, int6
     for (int64_t rank = 0; rank < ranks; ++rank, record += stride) {
       const F32 scale = scale_at(record);
 #pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r) sum[r] += number(widen(record + 4 + i + r * kLanes) - 128) * scale;
+      for (int r = 0; r < 4; ++r) sum[r] += values(codec, record, scale, i + r * kLanes);
     }
 #pragma GCC unroll 2
     for (int r = 0; r < 4; r += 2) E::store(out + i + r * kLanes, sum[r] * factor, sum[r + 1] * factor);
@@ -248,23 +257,6 @@ SHOESTRING_INLINE void mean_block(GradientCodec<4>, const uint8_t* records, int6
     }
     E::store(out + i, low[0] * factor, low[1] * factor);
     E::store(out + i + 64, high[0] * factor, high[1] * factor);
-  }
-}
-
-template <class E>
-SHOESTRING_INLINE void mean_block(GradientCodec<1>, const uint8_t* records, int64_t stride, int64_t ranks,
-                                  F32 factor, typename E::Type* out) {
-  for (int i = 0; i < 256; i += 4 * kLanes) {
-    F32 sum[4] = {};
-    const uint8_t* record = records;
-    for (int64_t rank = 0; rank < ranks; ++rank, record += stride) {
-      const F32 scale = scale_at(record);
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; ++r)
-        sum[r] += as_float(as_bits(scale) ^ signs_of(read_bits(record + 4, i + r * kLanes)));
-    }
-#pragma GCC unroll 2
-    for (int r = 0; r < 4; r += 2) E::store(out + i + r * kLanes, sum[r] * factor, sum[r + 1] * factor);
   }
 }
 

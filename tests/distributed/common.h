@@ -1,6 +1,6 @@
 #pragma once
 
-// What the tests of several processes share.
+// Helpers that the tests of several processes share.
 
 #include <chrono>
 #include <cstdlib>

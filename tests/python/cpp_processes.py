@@ -1,22 +1,15 @@
 """Start the C++ program of tests/distributed in several processes."""
 
 import os
-import socket
 import subprocess
 
 import pytest
 
 from build_folder import BUILD
+from ports import free_port
 
 PROGRAM = BUILD / "tests/distributed/distributed_program"
 GLOO = "expected a build with Gloo"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def start(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:

@@ -3,7 +3,6 @@
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import socket
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+
+from ports import free_port
 
 # Importing torch takes each process seconds. So a server process imports everything once, and forks the
 # others.
@@ -78,11 +79,8 @@ def launch(world: int, task: Callable[..., None], *arguments: Any) -> None:
 
     The task, or the framework that it tests, connects the processes. One process has no such environment.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     torch.multiprocessing.start_processes(
-        _launched, (world, port, task, arguments), nprocs=world, start_method="forkserver"
+        _launched, (world, free_port(), task, arguments), nprocs=world, start_method="forkserver"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from cli_helpers import TINY, TUNE, losses, refuse, succeed, text, weights
+from ports import free_port
 
 STEPS = [
     "--accumulate",
@@ -31,9 +31,7 @@ STEPS = [
 
 def start(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
     """Start a command in several processes, as torchrun does."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "shoestring", *map(str, arguments)]
     return [
         subprocess.Popen(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cpp_processes import PROGRAM, finish, free_port, run, skip_without_gloo, start
+from cpp_processes import PROGRAM, finish, run, skip_without_gloo, start
+from ports import free_port
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -188,6 +189,20 @@ def test_unused_parameters() -> None:
     run(2, "fault", "found", 3000, 1)
 
 
+def outputs_of(
+    survivors: list[subprocess.Popen[str]], lost: subprocess.Popen[str], seconds: float
+) -> list[tuple[str, str]]:
+    """Return both outputs of the processes that go on, which must end in time; kill the one that does not."""
+    began = time.monotonic()
+    try:
+        found = [process.communicate(timeout=30) for process in survivors]
+    finally:
+        taken = time.monotonic() - began
+        lost.send_signal(signal.SIGKILL)
+    assert taken < seconds
+    return found
+
+
 @pytest.mark.parametrize(
     ("kind", "splits"), [("kill", 0), ("stop", 0), ("throw", 0), ("kill", 1), ("stop", 1)]
 )
@@ -195,13 +210,7 @@ def test_survivors_name_the_rank_that_failed(kind: str, splits: int) -> None:
     """Each rank ends within the timeout of 3 s and 2 s more, after start and two steps."""
     processes = start(3, "fault", kind, 3000, splits)
     *survivors, last = processes
-    began = time.monotonic()
-    try:
-        found = [process.communicate(timeout=30) for process in survivors]
-    finally:
-        seconds = time.monotonic() - began
-        last.send_signal(signal.SIGKILL)
-    assert seconds < 3 + 2 + 5
+    found = outputs_of(survivors, last, 3 + 2 + 5)
     what = "reduction of gradients" if splits else "DataParallel: backward 3"
     for rank, (process, (_, errors)) in enumerate(zip(survivors, found, strict=True)):
         assert process.returncode == 2 and re.fullmatch(
@@ -214,13 +223,7 @@ def test_survivors_name_the_rank_that_failed(kind: str, splits: int) -> None:
 def test_survivors_of_the_rank_that_holds_the_store() -> None:
     """The store of rank 0 does not answer while the process is stopped."""
     first, *survivors = start(3, "fault", "stop_first", 2000)
-    began = time.monotonic()
-    try:
-        found = [process.communicate(timeout=30) for process in survivors]
-    finally:
-        seconds = time.monotonic() - began
-        first.send_signal(signal.SIGKILL)
-    assert seconds < 2 + 2 + 5
+    found = outputs_of(survivors, first, 2 + 2 + 5)
     for rank, (_, errors) in enumerate(found, start=1):
         end = "; rank 0, which holds the store, has ended or is stopped\n"
         assert errors.startswith(f"rank {rank} of 3: DataParallel: backward 3: ") and errors.endswith(end), (

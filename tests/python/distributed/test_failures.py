@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 
 import processes  # noqa: F401  # imports what the processes need, once
 import shoestring
+from ports import free_port
 from processes import run
 from shoestring.optim import AdamW
 
@@ -251,9 +251,7 @@ def _ends(rank: int, folder: Path, port: int, destroys: bool) -> None:
 @pytest.mark.parametrize("destroys", [False, True])
 def test_a_rank_that_ends_first_is_no_failure(destroys: bool, tmp_path: Path) -> None:
     """PyTorch would print stacks where a rank asks the store of a process that has ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     started = [context.Process(target=_ends, args=(rank, tmp_path, port, destroys)) for rank in range(2)]
     for process in started:

@@ -19,11 +19,16 @@ OPTIONS = ["--quick", "--threads", "1", "--fonts", str(FONTS)]
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Return a function that imports a module of the example. The number of threads is restored."""
+    """Return a function that imports a module of the example. The number of threads is restored.
+
+    The runs change no other setting of the process, or they would train with settings of each other.
+    """
     monkeypatch.syspath_prepend(str(FOLDER))
-    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     yield importlib.import_module
     torch.set_num_threads(threads)
+    assert torch.get_float32_matmul_precision() == precision
 
 
 def test_rendered_glyphs(module: Callable[[str], Any]) -> None:
@@ -54,7 +59,7 @@ def test_the_classifier_reads_an_unseen_family(module: Callable[[str], Any], tmp
 
 def test_all_parts_take_steps_and_the_figure_shows_them(module: Callable[[str], Any], tmp_path: Path) -> None:
     path, classifier = tmp_path / "glyphs.json", module("glyph_classifier")
-    runs = ["plain", "cutmix", "all"]
+    runs = ["plain", "cutmix", "fast_defaults", "all"]
     options = [*OPTIONS, "--times", "--json", str(path), "--runs", *runs]
     times = classifier.main(options)["times"]["step_milliseconds"]
     assert list(times) == runs and min(times.values()) > 0

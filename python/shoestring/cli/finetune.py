@@ -32,7 +32,7 @@ from shoestring.training.models import (
     plain_loss,
 )
 from shoestring.training.offloaded_weights import check_weights_folder, check_weights_place, kept_bytes
-from shoestring.training.processes import disconnect
+from shoestring.training.processes import Processes, disconnect
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, file_list, run_folder
 
@@ -40,6 +40,12 @@ from shoestring.training.run import check_run, execute, file_list, run_folder
 def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
     """Fine-tune and return the summary; raise InputError for input that cannot be used."""
     processes = check_run(config, out)
+    summary = _finetune(config, source, out, processes)
+    disconnect(processes)
+    return summary
+
+
+def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Processes) -> dict[str, Any]:
     silence(not processes.is_first)
     check_weights_place(config, find_device(config.device))
     if config.merge and config.full:
@@ -131,7 +137,6 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
                 tokenizer.save_pretrained(partial)
         if summary:
             write_report(run)
-    disconnect(processes)
     return summary
 
 

@@ -19,7 +19,7 @@ from shoestring.training import memory
 from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
 from shoestring.training.device import find_device, model_dtype
 from shoestring.training.models import build_llama, fused_loss, plain_loss
-from shoestring.training.processes import disconnect
+from shoestring.training.processes import Processes, disconnect
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, file_list, run_folder
 
@@ -27,6 +27,12 @@ from shoestring.training.run import check_run, execute, file_list, run_folder
 def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
     """Train from scratch and return the summary; raise InputError for input that cannot be used."""
     processes = check_run(config, out)
+    summary = _train(config, source, out, processes)
+    disconnect(processes)
+    return summary
+
+
+def _train(config: TrainConfig, source: Source, out: Path, processes: Processes) -> dict[str, Any]:
     silence(not processes.is_first)
     files = find_files(source.data, source.glob)
     check_text(files)
@@ -92,5 +98,4 @@ def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
             )
         if summary:
             write_report(run)
-    disconnect(processes)
     return summary

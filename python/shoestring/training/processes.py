@@ -5,6 +5,7 @@ The first process writes all files of the run. The others read what it has prepa
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,8 +124,13 @@ def _number(name: str, default: int) -> int:
 
 
 def disconnect(processes: Processes) -> None:
-    """Leave the process group."""
+    """Leave the process group, after the model is gone.
+
+    A model that holds the group keeps its threads alive. One of them may then free a tensor while the interpreter ends,
+    which ends the process with an error.
+    """
     if processes.count > 1:
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -107,7 +107,10 @@ def connect(config: LoopConfig) -> Processes:
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator.type)}"
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        store, rank, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
+        attempt = dist.PrefixStore(f"attempt {_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise InputError(
             f"--parallel {config.parallel}: the processes do not connect: {str(error).splitlines()[0]}; start the command "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,46 @@ def test_resumed_run_is_bitwise_the_same(strategy: str, data: Path, tmp_path: Pa
     together("train", "--data", data, "--out", again, *TINY, *STEPS, "--parallel", strategy, "--resume")
     assert losses(again) == losses(out)
     for name, tensor in weights(out / "model").items():
+        assert tensor.equal(weights(again / "model")[name]), name
+
+
+def worker(marker: str, rank: int) -> int:
+    """Return the number of the process of a rank, among those whose environment has the marker."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            values = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is another user's
+            continue
+        if marker.encode() in values and f"RANK={rank}".encode() in values:
+            return int(folder.name)
+    raise AssertionError(f"no process has {marker} and rank {rank}")
+
+
+def test_torchrun_continues_after_a_killed_process(data: Path, tmp_path: Path) -> None:
+    """torchrun starts all processes again, which continue from the checkpoint, bit for bit."""
+    command = ["train", "--data", data, *TINY, *STEPS, "--steps", "12", "--parallel", "zero2"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    together(*command, "--out", whole)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "shoestring"]
+    process = subprocess.Popen(
+        [*torchrun, *map(str, [*command, "--out", again, "--resume"])],
+        env=os.environ | {"RUN_OF_TEST": str(again)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        while process.poll() is None and not (again / "checkpoints/step-00000003").exists():
+            time.sleep(0.01)
+        os.kill(worker(f"RUN_OF_TEST={again}", 1), signal.SIGKILL)
+        printed = process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 0, printed
+    assert "rank 1 has ended or is stopped" in printed or "SIGTERM" in printed
+    assert losses(again) == losses(whole)
+    for name, tensor in weights(whole / "model").items():
         assert tensor.equal(weights(again / "model")[name]), name
 
 

@@ -106,10 +106,13 @@ def connect(config: LoopConfig) -> Processes:
             )
         torch.accelerator.set_device_index(local)
         backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator.type)}"
+    from torch._C._distributed_c10d import PrefixStore  # a PyTorch without c10d has neither
+    from torch.distributed.rendezvous import rendezvous
+
     try:
-        store, rank, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store, rank, count = next(rendezvous("env://", timeout=TIMEOUT))
         # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
-        attempt = dist.PrefixStore(f"attempt {_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        attempt = PrefixStore(f"attempt {_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise InputError(

@@ -119,7 +119,7 @@ def connect(config: LoopConfig) -> Processes:
             f"--parallel {config.parallel}: the processes do not connect: {str(error).splitlines()[0]}; start the command "
             "with torchrun"
         ) from None
-    return Processes(dist.get_rank(), count)
+    return Processes(rank, count)
 
 
 def _number(name: str, default: int) -> int:

@@ -131,7 +131,23 @@ std::vector<Core::Members> Core::members(size_t group, c10::function_ref<bool(co
   return found;
 }
 
+// Raises if state of split parameters, whose operator communicates, is offloaded: each process takes the
+// chunks of its own parts, so processes would wait for each other.
+void Core::check_offload(size_t first) const {
+  if (offload.empty()) return;
+  for (size_t g = first; g < optimizer->param_groups().size(); ++g) {
+    for (const Tensor& p : optimizer->param_groups()[g].params()) {
+      const SplitParameter* split = split_of(p);
+      const bool is_alone = split == nullptr || split->begins.size() == 2;  // where one rank begins and ends
+      TORCH_CHECK_VALUE(is_alone || rule(g).takes_parts(), label,
+                        ": offload: expected none where processes have split the parameters, since the ",
+                        "rule needs whole ones, received \"", offload, "\"; use AdamW, Lion or SGD");
+    }
+  }
+}
+
 void Core::reserve(size_t first) {
+  check_offload(first);
   if (!streams()) return;
   std::map<c10::intrusive_ptr<offload::Offload>, int64_t> sizes;
   for (size_t g = first; g < optimizer->param_groups().size(); ++g) {
@@ -459,9 +475,6 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
            "fp32, bf16 or fp16", type);
     const SplitParameter* split = split_of(p);
     const Rule& rule = Access::rule(options);
-    expect(split == nullptr || rule.takes_parts() || rule.takes_ranges, name, which.c_str(),
-           "a whole parameter, since the rule needs rows and columns (use DataParallel and shard())",
-           "a part");
     expect(split == nullptr || rule.takes_parts() || !split->begins.empty(), name, which.c_str(),
            "a parameter that is split by rows over one dimension of its mesh", "one that is split otherwise");
     expect(whole_sizes(p).size() == 2 || !rule.takes_matrices_alone, name, which.c_str(),

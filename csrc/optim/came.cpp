@@ -24,6 +24,15 @@ constexpr float kLeast = std::numeric_limits<float>::min();
 
 Tensor inverse_root(const Tensor& square) { return square.clamp_min_(kLeast).rsqrt_(); }
 
+struct CameStep {
+  const Share& s;
+  Tensor u{};  // the gradient, then the update
+  Squares squares{};
+  Tensor length{}, mean{};  // the norm of the update, and the running mean of updates
+
+  bool is_matrix() const { return whole_sizes(s.param).size() > 1; }
+};
+
 void came(const Call& call, const CAMEOptions& o) {
   const auto [beta1, beta2, beta3] = o.betas();
   const auto [eps1, eps2] = o.eps();
@@ -31,27 +40,34 @@ void came(const Call& call, const CAMEOptions& o) {
   const Factored square(call, 0), instability(call, 3);
   const Tensor share2 = at::full({}, 1 - beta2, call.step.options());
   const Tensor share3 = at::full({}, 1 - beta3, call.step.options());
-  for (const Share& s : shares(call)) {
-    if (s.param.numel() == 0) {
-      s.apply(s.empty(), o.weight_decay());
-      continue;
-    }
-    Tensor g = s.gradient();
-    Tensor u = inverse_root(square.advance(s, g.square().add_(eps1), share2, kLeast)).mul_(g);
-    g.reset();
-    u.div_((at::linalg_vector_norm(u) / (std::sqrt(s.param.numel()) * o.clip_threshold())).clamp_min_(1));
-
-    const bool factored = s.param.dim() > 1;
-    const Tensor m = factored ? s.empty() : u;
-    Arguments mean = s.arguments(ema, m, u, s.before);
-    s.pass_moments(mean);
+  const auto add_up = [&, eps1 = eps1](CameStep& x) -> Partial {
+    x.u = x.s.gradient();
+    x.squares = square.fresh(x.s, x.u.square().add_(eps1));
+    return {.sums = x.squares.sums()};
+  };
+  const auto find_update = [&](CameStep& x) -> Partial {
+    x.u = inverse_root(square.advance(x.s, x.squares, share2, kLeast)).mul_(x.u);
+    x.squares = {};
+    x.length = at::linalg_vector_norm(x.u);
+    return {.norms = {x.length}};
+  };
+  const auto find_mean = [&, eps2 = eps2](CameStep& x) -> Partial {
+    const double root = std::sqrt(c10::multiply_integers(whole_sizes(x.s.param)));
+    x.u.div_((x.length / (root * o.clip_threshold())).clamp_min_(1));
+    x.mean = x.is_matrix() ? x.s.empty() : x.u;
+    Arguments mean = x.s.arguments(ema, x.mean, x.u, x.s.before);
+    x.s.pass_moments(mean);
     mean.call();
-    if (factored) {
-      u = instability.advance(s, u.sub_(m).square_().add_(eps2), share3, kLeast);
-      m.mul_(inverse_root(u));
-    }
-    s.apply(m, o.weight_decay());
-  }
+    if (x.is_matrix()) x.squares = instability.fresh(x.s, x.u.sub_(x.mean).square_().add_(eps2));
+    x.u.reset();
+    return {.sums = x.squares.sums()};
+  };
+  const auto apply = [&](CameStep& x) -> Partial {
+    if (x.is_matrix()) x.mean.mul_(inverse_root(instability.advance(x.s, x.squares, share3, kLeast)));
+    x.s.apply(x.mean, o.weight_decay());
+    return {};
+  };
+  in_stages<CameStep>(call, {add_up, find_update, find_mean, apply});
 }
 
 const Registered<CAMEOptions, came, came> kCameRegistered;
@@ -74,7 +90,8 @@ std::vector<Extra> statistics() {
 }  // namespace
 
 const Rule& CAMEOptions::rule() const {
-  static const Rule rule{"CAME", "came_", {{"exp_avg", true}}, statistics()};
+  static const Rule rule{
+      .name = "CAME", .op = "came_", .moments = {{"exp_avg", true}}, .extras = statistics()};
   return rule;
 }
 

@@ -4,10 +4,15 @@
 // parameter at a time, by calling other operators on the parameter's slice of the optimizer state. No
 // function here reads a tensor's values on the host, so one implementation serves every device.
 
+#include <functional>
+#include <utility>
 #include <vector>
+
+#include <c10/util/accumulate.h>
 
 #include "optim/inner.h"
 #include "optim/optimizer.h"
+#include "optim/split_params.h"
 
 namespace shoestring::optim::ops {
 
@@ -67,5 +72,41 @@ class Share {
 /// Checks all arguments of the operator call, and returns a Share (the parameter and its slice of the state)
 /// for each parameter that has a gradient.
 std::vector<Share> shares(const Call& call);
+
+/// What a stage of a step has computed from this process's part of a parameter: tensors that are sums over
+/// elements, and Euclidean norms.
+struct Partial {
+  std::vector<Tensor> sums{}, norms{};
+};
+
+/// Replaces what the processes have of their parts by what it is of whole parameters, which are all split
+/// like `split`, with one all-reduce.
+void combine(const std::vector<Partial>& parts, const SplitParameter& split);
+
+/// Steps the parameters of a call in stages. A stage gets the data of one parameter's step, which begin as
+/// Step{share}, and returns what has to be combined, in place, before the next stage. Parameters that
+/// processes have split take each stage together. Any other parameter takes all stages before the next
+/// parameter begins, so that only one at a time has temporary memory.
+template <class Step>
+void in_stages(const Call& call, const std::vector<std::function<Partial(Step&)>>& stages) {
+  const std::vector<Share> all = shares(call);
+  std::vector<Step> split;
+  for (const Share& s : all) {
+    if (c10::multiply_integers(whole_sizes(s.param)) == 0) {
+      s.apply(s.empty(), 0);  // counts the step
+    } else if (const SplitParameter* of = split_of(s.param); of != nullptr && !of->groups.empty()) {
+      split.push_back(Step{s});
+    } else {
+      Step step{s};
+      for (const auto& stage : stages) stage(step);
+    }
+  }
+  if (split.empty()) return;
+  for (const auto& stage : stages) {
+    std::vector<Partial> parts;
+    for (Step& step : split) parts.push_back(stage(step));
+    combine(parts, *split_of(split[0].s.param));
+  }
+}
 
 }  // namespace shoestring::optim::ops

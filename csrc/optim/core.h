@@ -212,6 +212,7 @@ struct Core : std::enable_shared_from_this<Core> {
   Parts parts_of(const std::vector<const Arena*>& arenas) const;
   void split_gradient(const Tensor& param);
   void check_process() const;
+  void check_offload(size_t first) const;
   Versions versions() const;
   Unfinished begin_step();
   Tensor finish_step(Unfinished step);

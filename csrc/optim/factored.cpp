@@ -1,40 +1,105 @@
 #include "optim/factored.h"
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+
+#include "optim/split_params.h"
 
 namespace shoestring::optim::ops {
 namespace {
 
-// Returns the parameter's shape with one dimension set to 1: the last dimension if dim is 1, the second to
-// last if dim is 2. Returns (0) for vectors.
+// Returns the shape of the whole parameter with one dimension set to 1: the last dimension if dim is 1, the
+// second to last if dim is 2. Returns (0) for vectors.
 template <int dim>
 std::vector<int64_t> reduced(const Tensor& param) {
-  if (param.dim() < 2) return {0};
-  auto shape = param.sizes().vec();
+  auto shape = whole_sizes(param).vec();
+  if (shape.size() < 2) return {0};
   shape[shape.size() - dim] = 1;
   return shape;
 }
 
-std::vector<int64_t> whole(const Tensor& param) {
-  return param.dim() < 2 ? param.sizes().vec() : std::vector<int64_t>{0};
+std::vector<int64_t> elements(const Tensor& param) {
+  return whole_sizes(param).size() < 2 ? param.sizes().vec() : std::vector<int64_t>{0};
+}
+
+// A range of elements of a batch of matrices that has full rows and columns of a part: the columns [column,
+// column + columns) of the rows [row, row + rows) of the matrices [matrix, matrix + matrices).
+struct Box {
+  int64_t matrix, matrices, row, rows, column, columns;
+
+  int64_t numel() const { return matrices * rows * columns; }
+};
+
+// Returns the boxes, in order, of which the elements [begin, end) of a batch of matrices consist: a part of a
+// row, rows of a matrix, matrices, rows, a part of a row. Some or all but one of the five may be missing.
+std::vector<Box> boxes(int64_t begin, int64_t end, int64_t rows, int64_t columns) {
+  std::vector<Box> found;
+  while (begin < end) {
+    const int64_t left = end - begin, matrix = begin / (rows * columns);
+    const int64_t row = begin / columns % rows, column = begin % columns;
+    if (column > 0 || left < columns) {
+      found.push_back({matrix, 1, row, 1, column, std::min(left, columns - column)});
+    } else if (row > 0 || left < rows * columns) {
+      found.push_back({matrix, 1, row, std::min(left / columns, rows - row), 0, columns});
+    } else {
+      found.push_back({matrix, left / (rows * columns), 0, rows, 0, columns});
+    }
+    begin += found.back().numel();
+  }
+  return found;
+}
+
+// Calls visit(elements, row, col) for the elements of a parameter that this process has, and for the rows and
+// columns of the whole parameter to which they belong. A part of a parameter is visited in boxes. `of` has
+// the shape of the part.
+template <class Visit>
+void visit_matrices(const Share& s, const Tensor& of, const Tensor& row, const Tensor& col,
+                    const Visit& visit) {
+  const SplitParameter* split = split_of(s.param);
+  if (split == nullptr || split->begins.empty()) return visit(of, row, col);
+  const auto sizes = split->sizes;
+  const int64_t rows = sizes[sizes.size() - 2], columns = sizes.back();
+  const Tensor flat = of.view({-1}), row_of = row.view({-1, rows, 1}), col_of = col.view({-1, 1, columns});
+  const auto own = static_cast<size_t>(split->piece);
+  int64_t begin = 0;
+  for (const Box& box : boxes(split->begins[own], split->begins[own + 1], rows, columns)) {
+    visit(flat.narrow(0, begin, box.numel()).view({box.matrices, box.rows, box.columns}),
+          row_of.narrow(0, box.matrix, box.matrices).narrow(1, box.row, box.rows),
+          col_of.narrow(0, box.matrix, box.matrices).narrow(2, box.column, box.columns));
+    begin += box.numel();
+  }
 }
 
 }  // namespace
 
 Factored::Factored(const Call& call, size_t first) : means_(&call.extras[first]) {}
 
-Tensor Factored::advance(const Share& s, Tensor square, const Tensor& weight, double least) const {
-  if (s.param.dim() < 2) {
+Squares Factored::fresh(const Share& s, const Tensor& square) const {
+  if (whole_sizes(s.param).size() < 2) return {.full = square};
+  Squares sums{at::zeros_like(means_[0][s.index]), at::zeros_like(means_[1][s.index])};
+  visit_matrices(s, square, sums.row, sums.col, [](const Tensor& own, const Tensor& row, const Tensor& col) {
+    row.add_(own.sum(-1, true));
+    col.add_(own.sum(-2, true));
+  });
+  return sums;
+}
+
+Tensor Factored::advance(const Share& s, const Squares& fresh, const Tensor& weight, double least) const {
+  if (fresh.full.defined()) {
     const Tensor& full = means_[2][s.index];
-    s.advance(full, square, weight.reshape({}));
-    return square.copy_(full);
+    s.advance(full, fresh.full, weight.reshape({}));
+    return full.clone();
   }
   const Tensor& row = means_[0][s.index];
   const Tensor& col = means_[1][s.index];
-  s.advance(row, square.mean(-1, true), weight);
-  s.advance(col, square.mean(-2, true), weight);
-  return at::mul_out(square, row / row.mean(-2, true).clamp_min_(least), col);
+  s.advance(row, fresh.row / col.size(-1), weight);
+  s.advance(col, fresh.col / row.size(-2), weight);
+  Tensor all = s.empty();
+  visit_matrices(s, all, row / row.mean(-2, true).clamp_min_(least), col,
+                 [](Tensor own, const Tensor& share, const Tensor& mean) { at::mul_out(own, share, mean); });
+  return all;
 }
 
 }  // namespace shoestring::optim::ops
@@ -43,7 +108,7 @@ namespace shoestring::optim::detail {
 
 std::vector<Extra> factored(const char* row, const char* col, const char* full) {
   std::vector<Extra> all{{row, ops::reduced<1>}, {col, ops::reduced<2>}};
-  if (full != nullptr) all.push_back({full, ops::whole});
+  if (full != nullptr) all.push_back({full, ops::elements, /*is_elementwise=*/true});
   return all;
 }
 

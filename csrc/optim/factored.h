@@ -1,12 +1,23 @@
 #pragma once
 
 // The second moments of Adafactor and CAME. A matrix has a mean of squares per row and per column, a vector
-// has a mean per element.
+// has a mean per element. Of a parameter that processes have split, each of them has the means of all rows
+// and columns, and those of its own elements of a vector.
 
 #include "optim/composite.h"
 #include "optim/rule.h"
 
 namespace shoestring::optim::ops {
+
+/// New squares of a parameter: sums over its rows and columns, or the elements of a vector.
+struct Squares {
+  Tensor row{}, col{}, full{};
+
+  /// Returns what is added up over the processes that have split the parameter.
+  std::vector<Tensor> sums() const {
+    return row.defined() ? std::vector<Tensor>{row, col} : std::vector<Tensor>();
+  }
+};
 
 // The running means of squares (of gradients or updates) of all parameters of an operator call.
 class Factored {
@@ -15,10 +26,14 @@ class Factored {
   /// and, where vectors have a mean, the means of their elements.
   Factored(const Call& call, size_t first);
 
-  /// Updates the stored means with the new squares `square`: mean += weight * (new - mean). Then overwrites
-  /// `square` with the mean of each element, and returns it. For a matrix, the mean of an element is row *
-  /// col / mean(row), where mean(row) is raised to at least `least`.
-  Tensor advance(const Share& s, Tensor square, const Tensor& weight, double least) const;
+  /// Returns the sums of `square`, which has the elements of the parameter that this process has. Only they
+  /// count in the sums.
+  Squares fresh(const Share& s, const Tensor& square) const;
+
+  /// Updates the stored means with new squares, those of the whole parameter: mean += weight * (new - mean).
+  /// Returns the mean of each element. For a matrix it is row * col / mean(row), where mean(row) is raised to
+  /// at least `least`.
+  Tensor advance(const Share& s, const Squares& fresh, const Tensor& weight, double least) const;
 
  private:
   const std::vector<Tensor>* means_;  // of rows, of columns, and of elements

@@ -101,11 +101,8 @@ constexpr Allowed kNewtonSchulzSteps{"from 1 to 99", [](double x) { return x >= 
 }  // namespace
 
 const Rule& MuonOptions::rule() const {
-  static const Rule rule{.name = "Muon",
-                         .op = "muon_",
-                         .moments = {{"momentum_buffer", true}},
-                         .takes_matrices_alone = true,
-                         .takes_ranges = true};
+  static const Rule rule{
+      .name = "Muon", .op = "muon_", .moments = {{"momentum_buffer", true}}, .takes_matrices_alone = true};
   return rule;
 }
 

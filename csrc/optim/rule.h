@@ -129,6 +129,9 @@ struct Moment {
 struct Extra {
   const char* name;
   std::vector<int64_t> (*shape_of)(const Tensor& param);
+  // Whether the tensor, unless it is empty, has an element for each one of the parameter. Processes that
+  // split the parameter split it, too. Each of them has any other tensor in whole.
+  bool is_elementwise = false;
 };
 
 /// An optimizer class: its name, its operator, and the state that the operator needs.
@@ -142,11 +145,9 @@ struct Rule {
   std::vector<Extra> extras{};
   bool takes_matrices_alone = false;
   // Whether the operator must get all blocks of a parameter in one call. Not used if there are extra tensors
-  // or takes_matrices_alone is set, because such an operator always needs all blocks.
+  // or takes_matrices_alone is set, because such an operator always needs all blocks. It communicates if
+  // processes have split a parameter (split_params.h).
   bool takes_whole_parameters = false;
-  // Whether the operator steps ranges of elements of parameters that processes split (split_params.h),
-  // although it needs whole parameters: it communicates.
-  bool takes_ranges = false;
 
   bool takes_parts() const { return extras.empty() && !takes_matrices_alone && !takes_whole_parameters; }
 };

@@ -58,6 +58,8 @@ inline std::unique_ptr<shoestring::optim::LowMemoryOptimizer> optimizer_of(const
   if (name == "muon") return made<optim::Muon>(params, arguments, optim::MuonOptions(1e-2));
   if (name == "came") return made<optim::CAME>(params, arguments, optim::CAMEOptions(1e-2));
   if (name == "lamb") return made<optim::LAMB>(params, arguments, optim::LAMBOptions(1e-2));
+  if (name == "adafactor_mean")
+    return made<optim::Adafactor>(params, arguments, optim::AdafactorOptions(1e-2).beta1(0.9));
   if (name == "adafactor") return made<optim::Adafactor>(params, arguments, optim::AdafactorOptions(1e-2));
   return made<optim::AdamW>(params, arguments, optim::AdamWOptions(1e-2).min_quantize_size(100));
 }

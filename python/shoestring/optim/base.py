@@ -251,7 +251,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
     def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of a parameter's fp32 state tensors that are not in flat tensors (arenas).
 
-        Moments are not included.
+        Moments are not included. The shapes are those of the whole parameter, if it is a DTensor.
         """
         return {}
 

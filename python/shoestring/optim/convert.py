@@ -75,7 +75,7 @@ def imported(
         groups.append(group)
         for key, param in zip(theirs["params"], ours["params"], strict=False):
             if entries.get(key):
-                beside = extra_of(local(param), group)
+                beside = extra_of(param, group)
                 entries[key] = _entry(where, moments, entries[key], param, state_of(param, group), beside)
                 if group["weight_rounding"] == "remainder" and param.dtype == torch.bfloat16:
                     entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))

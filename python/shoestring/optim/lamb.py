@@ -151,7 +151,6 @@ class LAMB(WholeTensorOptimizer):
     _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
     _core_class = "LAMB"
     _splits = False
-    _takes_rows = True
 
     def __init__(
         self,

@@ -184,7 +184,6 @@ class Muon(WholeTensorOptimizer):
         "ns_coefficients": "three numbers",
     }
     _splits = False
-    _takes_rows = True
 
     def __init__(
         self,

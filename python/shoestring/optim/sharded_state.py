@@ -35,7 +35,8 @@ def save_dtensors(optimizer: "StateDicts", state_dict: dict[str, Any]) -> None:
         for param, key in zip(group["params"], packed["params"], strict=True):
             if is_dtensor(param) and state_dict["state"].get(key):
                 entry = state_dict["state"][key]
-                state_dict["state"][key] = _saved(entry, param, optimizer._parts(param, group))
+                elementwise = optimizer._elementwise(param, group)
+                state_dict["state"][key] = _saved(entry, param, optimizer._parts(param, group), elementwise)
 
 
 def owned_entries(
@@ -57,18 +58,20 @@ def owned_entries(
             parts = optimizer._parts(param, group)
             if entries.get(key) and _needs_owning(entries[key], param, parts):
                 state = optimizer._kind(param, group).state
-                entries[key] = _owned(where, entries[key], param, parts, moments, state)
+                elementwise = optimizer._elementwise(param, group)
+                entries[key] = _owned(where, entries[key], param, parts, moments, state, elementwise)
     return entries
 
 
-def _saved(entry: dict[str, Any], param: "DTensor", parts: list[Part]) -> dict[str, Any]:
+def _saved(
+    entry: dict[str, Any], param: "DTensor", parts: list[Part], elementwise: set[str]
+) -> dict[str, Any]:
     own, result = local(param), dict(entry)
     for part in parts:
         rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))
         result[part.name] = as_dtensor(rows, param, _shape(part, param))
-    for name, value in entry.items():  # state tensors that are not moments become DTensors, too
-        if not any(part.name == name for part in parts) and value.shape == own.shape and value.ndim > 0:
-            result[name] = as_dtensor(value, param, tuple(param.shape))
+    for name in elementwise:  # state tensors that are not moments, such as Adafactor's variance
+        result[name] = as_dtensor(entry[name], param, tuple(param.shape))
     return result
 
 
@@ -91,6 +94,7 @@ def _owned(
     parts: list[Part],
     moments: tuple[Moment, ...],
     state: str,
+    elementwise: set[str],
 ) -> dict[str, Any]:
     result = dict(entry)
     for name, value in entry.items():
@@ -99,10 +103,10 @@ def _owned(
             # Floating-point moments, as torch.optim saves them, are quantised at the end of this function.
             whole = value.is_floating_point() and f"{name}_scale" not in entry and value.shape == param.shape
             result[name] = _owned_part(where, value, param, part, whole)
-        elif is_dtensor(value) or (
-            is_dtensor(param) and isinstance(value, Tensor) and value.shape == param.shape
-        ):
+        elif name in elementwise and isinstance(value, Tensor) and value.shape == param.shape:
             result[name] = _local(value, param)
+        elif is_dtensor(value):
+            result[name] = value.full_tensor()
     for moment in moments:
         scale, value = f"{moment.name}_scale", result.get(moment.name)
         if isinstance(value, Tensor) and value.is_floating_point() and scale not in result:

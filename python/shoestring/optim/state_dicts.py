@@ -242,11 +242,22 @@ class StateDicts(Optimizer):
             self._shown = -1
         self._show_state()
 
+    def _elementwise(self, param: Tensor, group: dict[str, Any]) -> set[str]:
+        """Return the names in ``_extra`` of tensors with an element for each one of the parameter.
+
+        Processes that split the parameter split these tensors, too. Each process has the others in full.
+        """
+        if param.ndim > 1:
+            return set()
+        return {name for name, shape in self._extra(param, group).items() if shape == tuple(param.shape)}
+
     def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
         kind, own = self._kind(param, group), local(param)
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
         expected |= {p.name: (p.dtype, p.shape(own)) for p in self._parts(param, group)}
-        expected |= {name: (torch.float32, shape) for name, shape in self._extra(own, group).items()}
+        elementwise = self._elementwise(param, group)
+        for name, shape in self._extra(param, group).items():
+            expected[name] = torch.float32, tuple(own.shape) if name in elementwise else shape
         where = f"{self._name}: load_state_dict"
         if entry.keys() != expected.keys():
             raise ValueError(

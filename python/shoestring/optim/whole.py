@@ -18,21 +18,19 @@ def expect_whole(name: str, index: int, param: Tensor) -> None:
 
 
 class WholeTensorOptimizer(LowMemoryOptimizer):
-    """The base class of optimizers that need the whole parameter. Most of them refuse DTensor parameters."""
+    """The base class of optimizers that need the whole parameter.
 
-    _takes_rows = False  # whether the operator steps rows of a parameter, and communicates
+    Their operators step rows of DTensor parameters, and communicate.
+    """
 
     def _check_param(self, index: int, param: Tensor) -> None:
         """Raise ValueError if the optimizer does not support the parameter."""
-        if not self._takes_rows:
-            return expect_whole(self._name, index, param)
         split = shards(param)
         if is_dtensor(param) and split is not None and split.groups and not row_begins(param, split):
             raise ValueError(
                 f"{self._name}: params[{index}]: expected a DTensor that is split by rows over one dimension of its mesh, as "
                 f"fully_shard does, received placements {tuple(param.placements)}"
             )
-        return None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.

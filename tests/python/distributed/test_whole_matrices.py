@@ -16,11 +16,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from processes import run, whole
-from shoestring.optim import LAMB, Muon
+from shoestring.optim import CAME, LAMB, Adafactor, Muon
 
 # Rows are whole blocks of 256 elements of state. Of four processes, one has no row of the second matrix, and three
 # have none of the third.
 SHAPES = ((96, 256), (3, 512), (1, 256), (130, 256), (256, 512))
+# The all-reduces of a step.
+REDUCTIONS: dict[type, int] = {Muon: 0, LAMB: 1, Adafactor: 2, CAME: 3}
+# Adafactor and CAME take vectors, whose squares are split, and batches of matrices, too.
+MORE_SHAPES = (*SHAPES, (3072,), (256,), (6, 4, 64), (5, 3, 16, 16), (0, 256))
 
 
 def sent_elements(events: Any) -> list[int]:
@@ -32,7 +36,17 @@ def sent_elements(events: Any) -> list[int]:
 def _steps(rank: int, world: int, kind: type, options: dict[str, Any], replicas: int) -> None:
     generator = torch.Generator().manual_seed(3)
     dtype = torch.bfloat16 if "weight_rounding" in options else torch.float32
-    values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    has_exact_sums = "d" in options
+    # Weights that are this small do not change the step size of Adafactor, so their norm does not count.
+    scale = 1e-5 if has_exact_sums else 1
+    shapes = SHAPES if kind is Muon else MORE_SHAPES
+    values = [(scale * torch.randn(shape, generator=generator)).to(dtype) for shape in shapes]
+
+    def gradient(shape: torch.Size) -> Tensor:
+        if has_exact_sums:  # of squares
+            return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(dtype)
+
     mesh: DeviceMesh = init_device_mesh("cpu", (world,) if replicas == 1 else (replicas, world // replicas))
     placements = [Shard(0)] if replicas == 1 else [Replicate(), Shard(0)]
 
@@ -47,15 +61,20 @@ def _steps(rank: int, world: int, kind: type, options: dict[str, Any], replicas:
     ) as profile:
         for _ in range(3):
             for p, q in zip(parts, alone, strict=True):
-                q.grad = torch.randn(q.shape, generator=generator).to(dtype)
+                q.grad = gradient(q.shape)
                 p.grad = split(q.grad)
             ours.step()
             other.step()
     for p, q in zip(parts, alone, strict=True):
-        if kind is Muon:
+        if kind is Muon or has_exact_sums:
             assert torch.equal(whole(p), q)
-        else:  # norms are sums in another order
-            torch.testing.assert_close(whole(p), q, rtol=1e-5, atol=1e-7)
+        elif q.numel() > 0:
+            # Sums are those of one process in another order, so each of the three steps may round otherwise.
+            rounding = 3 * torch.finfo(q.dtype).eps * q.abs().max().item()
+            torch.testing.assert_close(whole(p), q, rtol=1e-5, atol=rounding)
+    reductions = sum(event.name == "_c10d_functional::all_reduce" for event in profile.events())
+    calls = 1 + ("min_quantize_size" in options)
+    assert reductions == 3 * REDUCTIONS[kind] * calls
     if kind is Muon:
         # A process sends each of its elements once, and each element of a matrix that it owns once: at most 8 bytes
         # an element of the momentum in fp32, twice what it takes.
@@ -74,13 +93,23 @@ def _steps(rank: int, world: int, kind: type, options: dict[str, Any], replicas:
         (Muon, dict(state_format="4bit", weight_decay=0.1, nesterov=False)),
         (Muon, dict(weight_rounding="remainder", max_grad_norm=None)),
         (LAMB, dict(state_format="fp32")),
+        (Adafactor, dict(state_format="fp32", weight_decay=0.1)),
+        (Adafactor, dict(state_format="8bit", beta1=0.9, d=4.0, min_quantize_size=257)),
+        (
+            Adafactor,
+            dict(state_format="4bit", beta1=0.9, d=4.0, min_quantize_size=257, weight_rounding="remainder"),
+        ),
+        (CAME, dict(state_format="fp32", weight_decay=0.1)),
     ],
 )
 @pytest.mark.sample(7)
 def test_steps_are_those_of_one_process(
     world: int, replicas: int, kind: type, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Each matrix is whole on its owner for a moment, so Muon's bits do not depend on the processes."""
+    """Each matrix is whole on its owner for a moment, so Muon's bits do not depend on the processes.
+
+    Those of Adafactor do not either where sums of squares are exact, and no update is limited.
+    """
     run(world, tmp_path, _steps, world, kind, options, replicas)
 
 
@@ -107,14 +136,22 @@ def test_steps_within_backward(tmp_path: Path) -> None:
 def _refuses(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     param = Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Shard(1)]))
-    for kind in (Muon, LAMB):
+    rows = Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]))
+    for kind in (Muon, LAMB, Adafactor, CAME):
         expected = (
             f"{kind.__name__}: params[0]: expected a DTensor that is split by rows over one dimension of its mesh, as "
             "fully_shard does, received placements (Shard(dim=1),)"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
             kind([param])
+        for offload in ("cpu", "stream"):
+            expected = (
+                f"{kind.__name__}: offload: expected none where processes have split the parameters, since the rule needs "
+                f'whole ones, received "{offload}"; use AdamW, Lion or SGD'
+            )
+            with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+                kind([rows], offload=offload)
 
 
-def test_columns_are_refused(tmp_path: Path) -> None:
+def test_columns_and_offload_are_refused(tmp_path: Path) -> None:
     run(2, tmp_path, _refuses)

@@ -245,19 +245,23 @@ WholeState::WholeState(Core& core, bool split) : core_(core) {
   own_ = std::exchange(core.optimizer->state(), std::move(whole));
 }
 
-// Gathers the state of parameters of which each process has a range.
+// Gathers the state of parameters of which each process has a range, and keeps that of others.
 void WholeState::gather_split() {
   std::decay_t<decltype(core_.optimizer->state())> whole;
+  bool any = false;
   for (size_t group = 0; group < core_.optimizer->param_groups().size(); ++group) {
     for (const Tensor& p : core_.optimizer->param_groups()[group].params()) {
       const SplitParameter* split = split_of(p);
       const ParamState* state = core_.state(p);
-      if (split == nullptr || split->begins.empty() || state == nullptr) continue;
+      if (state == nullptr) continue;
+      const bool is_part = split != nullptr && !split->begins.empty();
+      any |= is_part;
       whole[p.unsafeGetTensorImpl()] = std::make_unique<ParamState>(
-          whole_state(core_.rule(group), kind_of(p, core_.options(group)), *state, *split));
+          is_part ? whole_state(core_.rule(group), kind_of(p, core_.options(group)), *state, *split)
+                  : *state);
     }
   }
-  if (whole.empty()) return;
+  if (!any) return;
   own_ = std::exchange(core_.optimizer->state(), std::move(whole));
 }
 

@@ -83,18 +83,15 @@ class OptimizerCore : public OptimizerHolder {
 
   // ---- groups
 
-  /// Adds a group. A parameter that is a shard has the names of its process groups in `split`, the index of
-  /// the shard in `pieces`, and the shape of the whole parameter in `sizes`; see SplitParameter for `begins`.
+  /// Adds a group. A parameter that is a shard has the names of its process groups in `split`; see
+  /// set_splits.
   void add_group(const std::vector<Tensor>& params, const Options& options,
                  const std::vector<std::vector<std::string>>& split, const std::vector<int64_t>& pieces,
                  const std::vector<std::vector<int64_t>>& sizes,
                  const std::vector<std::vector<int64_t>>& begins, at::Device device) {
     auto own = clone_defaults();
     read_options(options, *own);
-    for (size_t i = 0; i < split.size(); ++i) {
-      if (split[i].empty() && pieces[i] == 0) continue;
-      set_split(params[i], {split[i], pieces[i], sizes[i], begins[i], device.type()});
-    }
+    set_splits(params, split, pieces, sizes, begins, device.type());
     optimizer_->add_param_group({params, std::move(own)});
   }
   /// Returns the names of the options of a group.

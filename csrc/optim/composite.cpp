@@ -3,8 +3,6 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include "optim/all_reduce.h"
-
 namespace shoestring::optim::ops {
 
 Share::Share(const Call& call, const Stepped& s, const Tensor& before)
@@ -119,28 +117,6 @@ std::vector<Share> shares(const Call& call) {
   const Tensor before = call.step.clone();
   for (const Stepped& s : stepped) found.emplace_back(call, s, before);
   return found;
-}
-
-void combine(const std::vector<Partial>& parts, const SplitParameter& split) {
-  std::vector<Tensor> flat;
-  for (const Partial& part : parts) {
-    for (const Tensor& sum : part.sums) flat.push_back(sum.reshape({-1}));
-    for (const Tensor& norm : part.norms) flat.push_back(norm.square().reshape({-1}));
-  }
-  if (flat.empty()) return;
-  Tensor all = at::cat(flat).to(split.device);
-  for (const std::string& group : split.groups) all = detail::all_reduce(all, "sum", group);
-  all = all.to(flat[0].device());
-  int64_t begin = 0;
-  const auto next = [&](const Tensor& like) {
-    const Tensor found = all.narrow(0, begin, like.numel()).view(like.sizes());
-    begin += like.numel();
-    return found;
-  };
-  for (const Partial& part : parts) {
-    for (const Tensor& sum : part.sums) sum.copy_(next(sum));
-    for (const Tensor& norm : part.norms) norm.copy_(next(norm).sqrt());
-  }
 }
 
 }  // namespace shoestring::optim::ops

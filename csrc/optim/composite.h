@@ -10,11 +10,14 @@
 
 #include <c10/util/accumulate.h>
 
+#include "optim/all_reduce.h"
 #include "optim/inner.h"
 #include "optim/optimizer.h"
 #include "optim/split_params.h"
 
 namespace shoestring::optim::ops {
+
+using detail::Partial;
 
 /// A parameter that has a gradient, with its slice of the optimizer state that an operator call receives.
 class Share {
@@ -73,16 +76,6 @@ class Share {
 /// for each parameter that has a gradient.
 std::vector<Share> shares(const Call& call);
 
-/// What a stage of a step has computed from this process's part of a parameter: tensors that are sums over
-/// elements, and Euclidean norms.
-struct Partial {
-  std::vector<Tensor> sums{}, norms{};
-};
-
-/// Replaces what the processes have of their parts by what it is of whole parameters, which are all split
-/// like `split`, with one all-reduce.
-void combine(const std::vector<Partial>& parts, const SplitParameter& split);
-
 /// Steps the parameters of a call in stages. A stage gets the data of one parameter's step, which begin as
 /// Step{share}, and returns what has to be combined, in place, before the next stage. Parameters that
 /// processes have split take each stage together. Any other parameter takes all stages before the next
@@ -105,7 +98,7 @@ void in_stages(const Call& call, const std::vector<std::function<Partial(Step&)>
   for (const auto& stage : stages) {
     std::vector<Partial> parts;
     for (Step& step : split) parts.push_back(stage(step));
-    combine(parts, *split_of(split[0].s.param));
+    detail::combine(parts, *split_of(split[0].s.param));
   }
 }
 

@@ -1,14 +1,15 @@
 #include "optim/factored.h"
 
-#include <algorithm>
-
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
+#include "optim/boxes.h"
 #include "optim/split_params.h"
 
 namespace shoestring::optim::ops {
 namespace {
+
+using detail::Box;
 
 // Returns the shape of the whole parameter with one dimension set to 1: the last dimension if dim is 1, the
 // second to last if dim is 2. Returns (0) for vectors.
@@ -24,33 +25,6 @@ std::vector<int64_t> elements(const Tensor& param) {
   return whole_sizes(param).size() < 2 ? param.sizes().vec() : std::vector<int64_t>{0};
 }
 
-// A range of elements of a batch of matrices that has full rows and columns of a part: the columns [column,
-// column + columns) of the rows [row, row + rows) of the matrices [matrix, matrix + matrices).
-struct Box {
-  int64_t matrix, matrices, row, rows, column, columns;
-
-  int64_t numel() const { return matrices * rows * columns; }
-};
-
-// Returns the boxes, in order, of which the elements [begin, end) of a batch of matrices consist: a part of a
-// row, rows of a matrix, matrices, rows, a part of a row. Some or all but one of the five may be missing.
-std::vector<Box> boxes(int64_t begin, int64_t end, int64_t rows, int64_t columns) {
-  std::vector<Box> found;
-  while (begin < end) {
-    const int64_t left = end - begin, matrix = begin / (rows * columns);
-    const int64_t row = begin / columns % rows, column = begin % columns;
-    if (column > 0 || left < columns) {
-      found.push_back({matrix, 1, row, 1, column, std::min(left, columns - column)});
-    } else if (row > 0 || left < rows * columns) {
-      found.push_back({matrix, 1, row, std::min(left / columns, rows - row), 0, columns});
-    } else {
-      found.push_back({matrix, left / (rows * columns), 0, rows, 0, columns});
-    }
-    begin += found.back().numel();
-  }
-  return found;
-}
-
 // Calls visit(elements, row, col) for the elements of a parameter that this process has, and for the rows and
 // columns of the whole parameter to which they belong. A part of a parameter is visited in boxes. `of` has
 // the shape of the part.
@@ -62,9 +36,8 @@ void visit_matrices(const Share& s, const Tensor& of, const Tensor& row, const T
   const auto sizes = split->sizes;
   const int64_t rows = sizes[sizes.size() - 2], columns = sizes.back();
   const Tensor flat = of.view({-1}), row_of = row.view({-1, rows, 1}), col_of = col.view({-1, 1, columns});
-  const auto own = static_cast<size_t>(split->piece);
   int64_t begin = 0;
-  for (const Box& box : boxes(split->begins[own], split->begins[own + 1], rows, columns)) {
+  for (const Box& box : detail::boxes(split->begin(), split->end(), rows, columns)) {
     visit(flat.narrow(0, begin, box.numel()).view({box.matrices, box.rows, box.columns}),
           row_of.narrow(0, box.matrix, box.matrices).narrow(1, box.row, box.rows),
           col_of.narrow(0, box.matrix, box.matrices).narrow(2, box.column, box.columns));

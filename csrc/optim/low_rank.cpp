@@ -62,8 +62,12 @@ void LowRankCore::add(const OptimizerParamGroup& group, const LowRankOptions& o)
   expect(!o.rank || rounding == "nearest", "weight_rounding", "\"nearest\" (or no rank)",
          "\"" + rounding + "\"");
 
-  for (const Tensor& p : group.params())
-    expect(split_of(p) == nullptr, "params", "whole parameters (use DataParallel)", "a part of FullyShard");
+  for (const Tensor& p : group.params()) {
+    const SplitParameter* split = split_of(p);
+    expect(split == nullptr || !split->begins.empty(), "params",
+           "parameters that are split by rows over one dimension of their mesh",
+           "one that is split otherwise");
+  }
 
   Optimizer::add_param_group(group);
   param_groups_.back().set_options(options->clone());

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "optim/low_rank_step.h"
+#include "optim/split_params.h"
 #include "optim/values.h"
 
 namespace shoestring::optim {
@@ -25,10 +26,17 @@ class LowRankHolder : public torch::CustomClassHolder {
  public:
   LowRankHolder(const std::string& method, std::string label) : step_(method_of(method), std::move(label)) {}
 
-  /// Adds a group. Returns the stand-in of each parameter; none for a parameter that is not projected.
-  std::vector<std::optional<Tensor>> add_group(const std::vector<Tensor>& params, const Options& values) {
+  /// Adds a group. Returns the stand-in of each parameter; none for a parameter that is not projected. A
+  /// parameter that is a shard has the names of its process groups in `split`; see set_splits.
+  std::vector<std::optional<Tensor>> add_group(const std::vector<Tensor>& params, const Options& values,
+                                               const std::vector<std::vector<std::string>>& split,
+                                               const std::vector<int64_t>& pieces,
+                                               const std::vector<std::vector<int64_t>>& sizes,
+                                               const std::vector<std::vector<int64_t>>& begins,
+                                               at::Device device) {
     LowRankOptions options;
     read(values, options);
+    set_splits(params, split, pieces, sizes, begins, device.type());
     std::vector<std::optional<Tensor>> lows;
     for (const Tensor& low : step_.add(params, options)) {
       lows.push_back(low.defined() ? std::optional<Tensor>(low) : std::nullopt);
@@ -36,6 +44,9 @@ class LowRankHolder : public torch::CustomClassHolder {
     return lows;
   }
   void pop_group() { step_.groups.pop_back(); }
+  void replace_params(int64_t group, const std::vector<Tensor>& params) {
+    step_.replace_params(static_cast<size_t>(group), params);
+  }
 
   /// Returns an empty tensor without memory, with the dtype and the shape of the tensor that is stored for
   /// each projected parameter of a group.
@@ -128,6 +139,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def(torch::init<std::string, std::string>())
       .def("add_group", &LowRankHolder::add_group)
       .def("pop_group", &LowRankHolder::pop_group)
+      .def("replace_params", &LowRankHolder::replace_params)
       .def("kept_like", &LowRankHolder::kept_like)
       .def("begin", &LowRankHolder::begin)
       .def("finish", &LowRankHolder::finish)

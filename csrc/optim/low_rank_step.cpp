@@ -3,7 +3,9 @@
 #include <ATen/Functions.h>
 #include <ATen/ScalarOps.h>
 #include <ATen/TensorOperators.h>
+#include <c10/util/accumulate.h>
 
+#include "optim/all_reduce.h"
 #include "optim/norm.h"
 #include "optim/subspace.h"
 
@@ -39,6 +41,24 @@ Tensor BaseOptions::kept_weight() const {
   return lr_tensor.defined() ? 1 - lr_tensor * weight_decay : number(1 - lr * weight_decay);
 }
 
+const SplitParameter* Projected::split() const {
+  const SplitParameter* of = split_of(param);
+  return of != nullptr && !of->groups.empty() ? of : nullptr;
+}
+
+std::vector<std::pair<Box, Tensor>> Projected::boxes(const Tensor& of) const {
+  const SplitParameter* part = split();
+  if (part == nullptr) return {{{0, 1, 0, rows, 0, columns}, of}};
+  std::vector<std::pair<Box, Tensor>> found;
+  const Tensor flat = of.reshape({-1});
+  int64_t begin = 0;
+  for (const Box& box : detail::boxes(part->begin(), part->end(), rows, columns)) {
+    found.emplace_back(box, flat.narrow(0, begin, box.numel()).view({box.rows, box.columns}));
+    begin += box.numel();
+  }
+  return found;
+}
+
 std::vector<Tensor> LowRankStep::add(const std::vector<Tensor>& params, const LowRankOptions& o) {
   Group added{o, {}, params};
   // Index of the next parameter in the optimizer. It is hashed into the parameter's seed, so that no two
@@ -48,8 +68,10 @@ std::vector<Tensor> LowRankStep::add(const std::vector<Tensor>& params, const Lo
   std::vector<Tensor> lows;
   for (const Tensor& p : params) {
     const int64_t own = number++;
-    const bool matrix = p.dim() > 1 && p.numel() > 0;
-    const int64_t rows = matrix ? p.size(0) : 0, columns = matrix ? p.numel() / rows : 0;
+    const at::IntArrayRef sizes = whole_sizes(p);
+    const int64_t numel = c10::multiply_integers(sizes);
+    const bool matrix = sizes.size() > 1 && numel > 0;
+    const int64_t rows = matrix ? sizes[0] : 0, columns = matrix ? numel / rows : 0;
     const bool left = is_left(rows, columns, o);
     const auto shape = low_shape(rows, columns, left, o.rank);
     Tensor& low = lows.emplace_back();
@@ -60,45 +82,146 @@ std::vector<Tensor> LowRankStep::add(const std::vector<Tensor>& params, const Lo
     low = at::empty({0}, p.options().dtype(at::kFloat).requires_grad(false));
     low.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
     low.requires_grad_();
-    added.projected.push_back({p, low, left, {}, 0, mix({o.seed, own})});
+    added.projected.push_back({p, low, rows, columns, left, mix({o.seed, own})});
   }
   groups.push_back(std::move(added));
   return lows;
 }
 
+void LowRankStep::replace_params(size_t group, const std::vector<Tensor>& params) {
+  Group& g = groups.at(group);
+  const auto replace = [&](Tensor& p) {
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (!p.is_same(g.params[i])) continue;
+      if (const SplitParameter* split = split_of(p)) set_split(params[i], SplitParameter(*split));
+      p = params[i];
+      return;
+    }
+  };
+  for (Tensor& p : g.plain) replace(p);
+  for (Projected& p : g.projected) replace(p.param);
+  g.params = params;
+}
+
+// Returns the norm of the gradients of all processes together, or an undefined tensor if there are none.
+Tensor LowRankStep::norm_of(const std::vector<Tensor>& params) const {
+  std::vector<Tensor> whole;
+  ByGroups<Tensor> split;
+  for (const Tensor& p : params) {
+    const SplitParameter* of = split_of(p);
+    of != nullptr && !of->groups.empty() ? split.add(*of, p.grad()) : whole.push_back(p.grad());
+  }
+  std::vector<Tensor> norms;
+  if (!whole.empty()) norms.push_back(total_norm(whole));
+  for (const auto& [of, grads] : split) {
+    norms.push_back(total_norm(grads));
+    combine({{.norms = {norms.back()}}}, *of);
+  }
+  if (norms.size() < 2) return norms.empty() ? Tensor() : norms[0];
+  for (Tensor& norm : norms) norm = norm.to(norms[0].device());
+  return at::linalg_vector_norm(at::stack(norms));
+}
+
+namespace {
+
+// Returns the projection of the gradient, as far as this process's part of it counts.
+Tensor projected(const Projected& p, const Tensor& basis) {
+  const Tensor& grad = p.param.grad();
+  if (p.split() == nullptr) return project(grad.flatten(1), basis, p.left);
+  Tensor low = at::zeros(p.low.sizes(), p.low.options().requires_grad(false));
+  for (const auto& [box, part] : p.boxes(grad)) {
+    if (p.left) {
+      low.narrow(1, box.column, box.columns) += project(part, basis.narrow(0, box.row, box.rows), true);
+    } else {
+      low.narrow(0, box.row, box.rows) += project(part, basis.narrow(0, box.column, box.columns), false);
+    }
+  }
+  return low;
+}
+
+// Returns the norms of the channels of the gradient, as far as this process's part of it counts, or that of
+// the whole gradient if scale_type is "tensor". A channel extends along the dimension that the projection
+// reduces.
+Tensor lengths(const Projected& p, const LowRankOptions& o) {
+  const int64_t along = p.left ? 0 : 1;
+  const bool by_channel = o.kind == "channel";
+  const auto norm = [&](const Tensor& x) {
+    const auto dim = by_channel ? at::OptionalIntArrayRef(at::IntArrayRef(along)) : at::OptionalIntArrayRef();
+    return at::linalg_vector_norm(x, 2, dim, /*keepdim=*/true, at::kFloat);
+  };
+  const Tensor& grad = p.param.grad();
+  if (p.split() == nullptr) return norm(grad.flatten(1));
+  const auto shape = !by_channel ? std::vector<int64_t>{1, 1}
+                     : p.left    ? std::vector<int64_t>{1, p.columns}
+                                 : std::vector<int64_t>{p.rows, 1};
+  const Tensor squares = at::zeros(shape, grad.options().dtype(at::kFloat));
+  for (const auto& [box, part] : p.boxes(grad)) {
+    Tensor own = squares;
+    if (by_channel)
+      own = p.left ? squares.narrow(1, box.column, box.columns) : squares.narrow(0, box.row, box.rows);
+    own += norm(part).square();
+  }
+  return squares.sqrt();
+}
+
+}  // namespace
+
+// Gives each stand-in its gradient.
+void LowRankStep::project_gradients() {
+  std::vector<Renewed> old;
+  for (Group& g : groups) {
+    for (Projected& p : g.projected) {
+      const bool is_old = !p.kept.defined() || p.age >= g.options.update_proj_gap;
+      if (is_old && p.param.grad().defined()) old.push_back({&p, &g.options});
+    }
+  }
+  method.renew(old);
+  ByGroups<Partial> split;
+  for (Group& g : groups) {
+    for (Projected& p : g.projected) {
+      if (!p.param.grad().defined()) continue;
+      ++p.age;
+      const Tensor low_grad = projected(p, method.basis(p, g.options));
+      Partial part{.sums = {low_grad}};
+      if (method.needs_lengths) part.norms.push_back(p.lengths = lengths(p, g.options));
+      if (const SplitParameter* of = p.split()) split.add(*of, std::move(part));
+      p.low.set_data(at::zeros_like(low_grad));
+      p.low.mutable_grad() = low_grad;
+    }
+  }
+  for (const auto& [of, parts] : split) combine(parts, *of);
+}
+
 Tensor LowRankStep::begin(std::optional<double> max_grad_norm) {
-  std::vector<Tensor> grads;
+  std::vector<Tensor> params;
   for (const Group& g : groups) {
     for (const Projected& p : g.projected) {
       const Tensor& grad = p.param.grad();
       if (!grad.defined()) continue;
-      const int64_t rows = p.param.size(0), columns = p.param.numel() / rows;
       TORCH_CHECK_VALUE(
-          low_shape(rows, columns, is_left(rows, columns, g.options), g.options.rank) == p.low.sizes(), name,
+          low_shape(p.rows, p.columns, is_left(p.rows, p.columns, g.options), g.options.rank) ==
+              p.low.sizes(),
+          name,
           ": rank: expected the rank that the group was created with (and the same projection), received ",
           g.options.rank ? std::to_string(*g.options.rank) : "None");
       TORCH_CHECK_VALUE(!grad.is_sparse(), name, ": grad: expected a dense gradient, received a sparse one");
     }
     for (const Tensor& p : g.params) {
-      if (p.grad().defined()) grads.push_back(p.grad());
+      if (p.grad().defined()) params.push_back(p);
     }
   }
   clip_ = Tensor();
   Tensor norm;
-  if (max_grad_norm && !grads.empty()) {
-    norm = total_norm(grads);
+  if (max_grad_norm && !params.empty()) {
+    norm = norm_of(params);
     clip_ = clip_coef(norm, *max_grad_norm);
   }
+  project_gradients();
+  if (!clip_.defined()) return norm;
   for (Group& g : groups) {
     for (Projected& p : g.projected) {
-      const Tensor& grad = p.param.grad();
-      if (!grad.defined()) continue;
-      const Tensor low_grad = method.down(p, grad.flatten(1), g.options);
-      if (clip_.defined()) low_grad.mul_(clip_.to(low_grad.device()));
-      p.low.set_data(at::zeros_like(low_grad));
-      p.low.mutable_grad() = low_grad;
+      if (p.low.grad().defined()) p.low.mutable_grad().mul_(clip_.to(p.low.device()));
     }
-    if (!clip_.defined()) continue;
     for (Tensor& p : g.plain) {
       if (!p.grad().defined()) continue;
       given_.emplace_back(p, p.grad());
@@ -127,6 +250,7 @@ void LowRankStep::release() {
   clip_ = Tensor();
   for (Group& g : groups) {
     for (Projected& p : g.projected) {
+      p.lengths = Tensor();
       p.low.mutable_grad() = Tensor();
       free_memory(p.low);
     }

@@ -12,17 +12,30 @@
 
 #include <shoestring/optim/low_rank.h>
 
+#include "optim/boxes.h"
+#include "optim/split_params.h"
+
 namespace shoestring::optim::detail {
 
 using at::Tensor;
 
-/// A parameter (m, n) whose gradient is projected, and `low`, (r, n) or (m, r), its low-rank stand-in that
-/// the base optimizer steps instead.
+/// A parameter (rows, columns), or this process's part of it, whose gradient is projected, and `low`, its
+/// low-rank stand-in that the base optimizer steps instead: (rank, columns) if `left`, else (rows, rank).
+/// Each process has the stand-in of the whole parameter.
 struct Projected {
   Tensor param, low;
+  int64_t rows, columns;
   bool left;
-  Tensor kept;            // GaLore's projection or APOLLO's norm; undefined before the first gradient
-  int64_t age = 0, seed;  // age: steps taken with the current projection; seed: seed of this parameter
+  int64_t seed;      // of this parameter
+  Tensor kept{};     // GaLore's projection or APOLLO's norm; undefined before the first gradient
+  int64_t age = 0;   // steps taken with the current projection
+  Tensor lengths{};  // during a step, APOLLO's norms of the channels of the gradient
+
+  /// Returns the parts that are rectangular of this process's part of the parameter, or of its gradient, as
+  /// matrices. Of a whole parameter it is `of` itself.
+  std::vector<std::pair<Box, Tensor>> boxes(const Tensor& of) const;
+  /// Returns how processes have split the parameter, or null.
+  const SplitParameter* split() const;
 };
 
 /// The options of the base optimizer that a step applies to whole parameters.
@@ -37,6 +50,12 @@ struct BaseOptions {
   Tensor kept_weight() const;
 };
 
+/// A parameter whose projection is missing or too old.
+struct Renewed {
+  Projected* p;
+  const LowRankOptions* options;
+};
+
 /// The parts of a step in which GaLore and APOLLO differ.
 struct Method {
   // name: the name of the class. kind: the name of the option `projection` or `scale_type`. kept: the name of
@@ -44,15 +63,17 @@ struct Method {
   const char *name, *kind, *kept;
   bool unit_lr;                    // whether the base optimizer steps the stand-ins with lr = 1
   std::vector<const char*> kinds;  // the allowed values of LowRankOptions::kind
+  bool needs_lengths;              // whether `up` needs the norms of the channels of the gradient
   /// Returns the dtype and shape of a parameter's tensor `kept`.
   std::pair<at::ScalarType, std::vector<int64_t>> (*kept_as)(const Projected& p, const LowRankOptions& o);
-  /// Projects the gradient of a matrix to low rank, as fp32. If the projection is missing or too old, makes
-  /// a new one first.
-  Tensor (*down)(Projected& p, const Tensor& grad, const LowRankOptions& o);
+  /// Makes a new projection of each of these parameters, which have gradients.
+  void (*renew)(const std::vector<Renewed>& all);
+  /// Returns the fp32 matrix, (rows, rank) if p.left, else (columns, rank), that projects the gradient.
+  Tensor (*basis)(const Projected& p, const LowRankOptions& o);
   /// Applies weight decay and the base optimizer's update to p.param. p.low was zero before the base
   /// optimizer's step, so it holds the update. `clip` is the factor that has clipped the projected gradient,
   /// or undefined.
-  void (*up)(Projected& p, const Tensor& clip, const LowRankOptions& o, const BaseOptions& base);
+  void (*up)(const Projected& p, const Tensor& clip, const LowRankOptions& o, const BaseOptions& base);
 };
 
 class LowRankStep {
@@ -74,9 +95,12 @@ class LowRankStep {
   /// Adds a group. Returns the stand-in of each parameter; undefined for a parameter that is not projected.
   std::vector<Tensor> add(const std::vector<Tensor>& params, const LowRankOptions& options);
 
-  /// Checks all gradients, projects them, and gives them to the stand-ins. Clips all gradients to a norm of
-  /// max_grad_norm, those of parameters without a projection in grad(). Returns the norm of all gradients, or
-  /// an undefined tensor without max_grad_norm. The base optimizer's step follows.
+  /// Replaces the parameters of a group, with which their state stays.
+  void replace_params(size_t group, const std::vector<Tensor>& params);
+  /// Checks all gradients, projects them, and gives them to the stand-ins. If processes have split
+  /// parameters, all of them must call it, and add up what they have projected. Clips all gradients to a norm
+  /// of max_grad_norm, those of parameters without a projection in grad(). Returns the norm of all gradients,
+  /// or an undefined tensor without max_grad_norm. The base optimizer's step follows.
   Tensor begin(std::optional<double> max_grad_norm);
   /// Applies the base optimizer's updates to the projected parameters.
   void finish();
@@ -85,6 +109,9 @@ class LowRankStep {
   void release();
 
  private:
+  Tensor norm_of(const std::vector<Tensor>& params) const;
+  void project_gradients();
+
   std::vector<std::pair<Tensor, Tensor>> given_;  // parameters, and their gradients before clipping
   Tensor clip_;
 };

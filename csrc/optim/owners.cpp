@@ -31,7 +31,7 @@ double matrix_cost(at::IntArrayRef sizes) {
   return least * (2.0 * static_cast<double>(sizes[0] * sizes[1]) + least * least);
 }
 
-void on_owners(std::vector<SplitMatrix>& matrices, at::ScalarType dtype, int64_t first,
+void on_owners(std::vector<SplitMatrix>& matrices, std::optional<at::ScalarType> dtype, int64_t first,
                const std::function<Tensor(size_t, Tensor)>& compute) {
   if (matrices.empty()) return;
   const SplitParameter& any = *matrices[0].split;
@@ -68,8 +68,10 @@ void on_owners(std::vector<SplitMatrix>& matrices, at::ScalarType dtype, int64_t
     }
     Tensor whole = all_to_all(at::cat(parts), from_ranks, to_owners, any.groups[0]);
     parts.clear();
-    Tensor result = at::empty({0}, whole.options().dtype(dtype));
-    if (has_one) result = compute(mine, whole.view(matrices[mine].split->sizes)).reshape({-1});
+    Tensor result;
+    if (has_one) result = compute(mine, whole.view(matrices[mine].split->sizes));
+    if (!dtype) continue;
+    result = has_one ? result.reshape({-1}) : at::empty({0}, whole.options().dtype(*dtype));
     whole.reset();
     const Tensor back = all_to_all(result, to_owners, from_ranks, any.groups[0]);
     int64_t begin = 0;

@@ -4,6 +4,7 @@
 // result is sent back.
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -29,9 +30,9 @@ struct SplitMatrix {
 
 /// Replaces the part of each matrix by that of compute(i, whole matrix), which the owner of the matrix calls.
 /// All matrices are split over one group; all of its ranks must call this with the same matrices. Results are
-/// sent in the dtype that compute returns, which is `dtype`. `first`: the rank that counts as the first
-/// owner.
-void on_owners(std::vector<SplitMatrix>& matrices, at::ScalarType dtype, int64_t first,
+/// sent in the dtype that compute returns, which is `dtype`; without it, nothing is sent back. `first`: the
+/// rank that counts as the first owner.
+void on_owners(std::vector<SplitMatrix>& matrices, std::optional<at::ScalarType> dtype, int64_t first,
                const std::function<at::Tensor(size_t, at::Tensor)>& compute);
 
 }  // namespace shoestring::optim::detail

@@ -33,6 +33,15 @@ void set_split(const at::Tensor& part, SplitParameter of) {
       Known{c10::weak_intrusive_ptr<c10::TensorImpl>(part.getIntrusivePtr()), std::move(of)});
 }
 
+void set_splits(const std::vector<at::Tensor>& parts, const std::vector<std::vector<std::string>>& groups,
+                const std::vector<int64_t>& pieces, const std::vector<std::vector<int64_t>>& sizes,
+                const std::vector<std::vector<int64_t>>& begins, at::DeviceType device) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (groups[i].empty() && pieces[i] == 0) continue;
+    set_split(parts[i], {groups[i], pieces[i], sizes[i], begins[i], device});
+  }
+}
+
 const SplitParameter* split_of(const at::Tensor& tensor) {
   const std::lock_guard lock(mutex);
   const auto found = known().find(tensor.unsafeGetTensorImpl());

@@ -21,10 +21,19 @@ struct SplitParameter {
   bool is_replica = false;           ///< whether another process has the same part and writes files
 
   int64_t numel() const;
+  /// If the parts are ranges: the elements [begin(), end()) that this process has.
+  int64_t begin() const { return begins[static_cast<size_t>(piece)]; }
+  int64_t end() const { return begins[static_cast<size_t>(piece) + 1]; }
 };
 
 /// Lets the optimizers of this library treat a tensor as a part of a parameter, as long as the tensor exists.
 SHOESTRING_API void set_split(const at::Tensor& part, SplitParameter of);
+
+/// Calls set_split() for each tensor with process groups or a piece that is not 0, from the members of
+/// SplitParameter of all tensors. The lists are empty if no tensor is a part.
+void set_splits(const std::vector<at::Tensor>& parts, const std::vector<std::vector<std::string>>& groups,
+                const std::vector<int64_t>& pieces, const std::vector<std::vector<int64_t>>& sizes,
+                const std::vector<std::vector<int64_t>>& begins, at::DeviceType device);
 
 /// Returns what set_split() has said of a tensor, or null.
 const SplitParameter* split_of(const at::Tensor& tensor);

@@ -83,3 +83,6 @@ void fully_shard_adapters(char** arguments);
 void fully_shard_qlora(char** arguments);
 void fully_shard_files(char** arguments);
 void fully_shard_refuses(char** arguments);
+
+// A test of low_rank.cpp.
+void fully_shard_low_rank(char** arguments);

@@ -392,7 +392,6 @@ void fully_shard_refuses(char**) {
            }),
            error_of([&] { shoestring::optim::Muon muon(sharded.parameters()); }),
            error_of([&] { shoestring::optim::CAME(sharded.parameters()).set_offload("stream"); }),
-           error_of([&] { shoestring::optim::GaLore<AdamW> galore(sharded.parameters()); }),
            error_of([&] { optimizer.set_step_in_backward(true); }),
            error_of([&] { shoestring::distributed::new_group(group, {0, 7}); }),
        })

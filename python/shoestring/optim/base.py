@@ -2,9 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from typing_extensions import TypedDict
 from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
-from shoestring.optim.sharded import is_dtensor, local, local_gradient, row_begins, shards
+from shoestring.optim.sharded import Aliases, is_dtensor, local, shard_gradients, shards, splits_of
 from shoestring.optim.state_dicts import OWN, RanksTogether, StateDicts
 from shoestring.optim.state_layout import Kind, Moment, Part
 
@@ -186,8 +187,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         self._core = torch.classes.shoestring.OptimizerCore(self._core_class, self._name)
         self._option_names: list[str] = self._core.option_names()
         self._known: list[Known] = []
-        # For each DTensor, this process's shard as the core sees it.
-        self._aliases: dict[Tensor, Tensor] = {}
+        self._aliases = Aliases()
         # With found_inf, 1 if the last step was skipped and 0 otherwise, on the device.
         self._skipped: Tensor | None = None
         self._shown = 0  # the core's number of allocations when self.state was last filled
@@ -406,33 +406,14 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
     def _own(self, param: Tensor) -> Tensor:
         """Return the tensor that the core steps: the parameter, or an alias of this process's shard of it."""
-        if not is_dtensor(param):
-            return param
-        own, alias = local(param), self._aliases.get(param)
-        if alias is None or alias.data_ptr() != own.data_ptr() or alias.shape != own.shape:
-            alias = self._aliases[param] = own.detach()
-        return alias.requires_grad_(param.requires_grad)
+        return self._aliases.own(param)
 
     def _add_to_core(self, group: dict[str, Any]) -> None:
         params = group["params"]
         known = Known(is_sharded=any(map(is_dtensor, params)))
-        split: list[list[str]] = []
-        pieces: list[int] = []
-        sizes: list[list[int]] = []
-        begins: list[list[int]] = []
-        device = torch.device("cpu")
-        if known.is_sharded:
-            for p in params:
-                piece = shards(p)
-                split.append([] if piece is None else piece.groups)
-                pieces.append(0 if piece is None else piece.piece)
-                sizes.append(list(p.shape))
-                begins.append([] if piece is None else row_begins(p, piece))
-                if piece is not None:
-                    device = torch.device(piece.mesh.device_type)
         with torch.no_grad():
             own = [self._own(p) for p in params] if known.is_sharded else params
-            self._core.add_group(own, self._values(group), split, pieces, sizes, begins, device)
+            self._core.add_group(own, self._values(group), *splits_of(params))
         self._known.append(known)
 
     @torch.no_grad()
@@ -478,20 +459,13 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         self._core.set_offload(self.offload)
         self._synchronize()
 
-    @contextmanager
-    def _shard_gradients(self) -> Iterator[None]:
+    def _shard_gradients(self) -> AbstractContextManager[None]:
         """Give the aliases of DTensor parameters the gradients of their shards."""
-        given = []
-        for group, known in zip(self.param_groups, self._known, strict=True):
-            for p, own in zip(group["params"], known.own, strict=True) if known.is_sharded else ():
-                if own is not p:
-                    own.grad = local_gradient(p)
-                    given.append(own)
-        try:
-            yield
-        finally:
-            for own in given:
-                own.grad = None
+        groups = zip(self.param_groups, self._known, strict=True)
+        sharded = (
+            zip(group["params"], known.own, strict=True) for group, known in groups if known.is_sharded
+        )
+        return shard_gradients(chain.from_iterable(sharded))
 
     def _show_state(self) -> None:
         """Fill ``self.state`` with the tensors that the core has allocated since the last call."""

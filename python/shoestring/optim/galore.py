@@ -60,8 +60,9 @@ class GaLore(LowRankOptimizer):
     previous projection, or at first a random one, is used for that step. Parameter groups, schedulers, hooks,
     closures and state dicts work as in ``torch.optim``. With a GradScaler, the step itself unscales
     gradients, and is skipped if they are not finite. Computing a projection waits for the device, so a step
-    cannot be captured in a CUDA graph. DTensor parameters raise an error, since a projection needs the whole
-    matrix.
+    cannot be captured in a CUDA graph. DTensors that are split by rows, as by ``fully_shard``, are stepped as
+    whole matrices: each process has the projections and the low-rank state, and one of them computes a new
+    projection.
 
     ``state[p]`` holds ``projection`` (s, r), ``projection_age`` (in steps) and ``seed`` (of the next
     projection). It also holds the base optimizer's entries in the virtual parameter's shape.

@@ -14,7 +14,7 @@ from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
 from shoestring.optim.state_dicts import FORMAT_VERSION, AsSaved
 from shoestring.optim.virtual import LowRankMethod, VirtualParameters
-from shoestring.optim.whole import expect_whole
+from shoestring.optim.whole import expect_rows
 
 
 class LowRankOptimizer(Optimizer):
@@ -102,10 +102,8 @@ class LowRankOptimizer(Optimizer):
             raise
 
     def _add(self, group: dict[str, Any]) -> None:
-        # Parameters without projection must be whole tensors too, since the norm for clipping covers all
-        # gradients.
         for i, p in enumerate(group["params"]):
-            expect_whole(self._name, i, p)
+            expect_rows(self._name, i, p)
         self._virtual.add(group)
 
     @_disable_dynamo
@@ -128,8 +126,10 @@ class LowRankOptimizer(Optimizer):
 
         It also holds ``format_version`` and the name of the base optimizer.
         """
+        saved = super().state_dict()
         base = {"name": self.base_optimizer.__name__, **self._virtual.beside()}
-        return {**super().state_dict(), "format_version": FORMAT_VERSION, "base_optimizer": base}
+        state = self._virtual.with_base(saved["state"], self.param_groups, saved["param_groups"])
+        return {**saved, "state": state, "format_version": FORMAT_VERSION, "base_optimizer": base}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -144,6 +144,8 @@ class LowRankOptimizer(Optimizer):
         base: Any = state_dict.get("base_optimizer")
         expected = self.base_optimizer.__name__
         version = state_dict.get("format_version")
+        if base is None and version is None:  # torch.distributed.checkpoint keeps only state and groups
+            base, version = {"name": expected}, FORMAT_VERSION
         fits = isinstance(base, dict) and base.get("name") == expected and version == FORMAT_VERSION
         received = (
             f"{base['name']}, format_version {version}" if isinstance(base, dict) else "another optimizer's"

@@ -7,9 +7,10 @@ that replicas of a shard on several processes stay equal. Both happen in the C++
 
 import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +108,64 @@ def row_begins(param: "DTensor", found: Shards) -> list[int]:
     ranks, rows = found.mesh.size(dims[0]), param.shape[0]
     row = math.prod(param.shape[1:])
     return [min(rank * math.ceil(rows / ranks), rows) * row for rank in range(ranks + 1)]
+
+
+class Aliases:
+    """For each DTensor, this process's shard as a tensor that C++ steps."""
+
+    def __init__(self) -> None:
+        self._of: dict[Tensor, Tensor] = {}
+
+    def own(self, param: Tensor) -> Tensor:
+        """Return the tensor that C++ steps: the parameter, or an alias of this process's shard of it."""
+        if not is_dtensor(param):
+            return param
+        own, alias = local(param), self._of.get(param)
+        if alias is None or alias.data_ptr() != own.data_ptr() or alias.shape != own.shape:
+            alias = self._of[param] = own.detach()
+        return alias.requires_grad_(param.requires_grad)
+
+
+class Splits(NamedTuple):
+    """How processes split parameters, as C++ takes it. The lists are empty if no parameter is a DTensor."""
+
+    groups: list[list[str]]  # the names of the process groups over which each parameter is split
+    pieces: list[int]  # the index of this process's shard among the shards of each parameter
+    sizes: list[list[int]]  # the shapes of the whole parameters
+    begins: list[list[int]]  # see row_begins
+    device: torch.device  # the device type on which the groups communicate
+
+
+def splits_of(params: Iterable[Tensor]) -> Splits:
+    """Return how processes split parameters."""
+    found = Splits([], [], [], [], torch.device("cpu"))
+    params = list(params)
+    if not any(map(is_dtensor, params)):
+        return found
+    for p in params:
+        piece = shards(p)
+        found.groups.append([] if piece is None else piece.groups)
+        found.pieces.append(0 if piece is None else piece.piece)
+        found.sizes.append(list(p.shape))
+        found.begins.append(row_begins(p, piece) if is_dtensor(p) and piece is not None else [])
+        if piece is not None:
+            found = found._replace(device=torch.device(piece.mesh.device_type))
+    return found
+
+
+@contextmanager
+def shard_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Give aliases of DTensors the gradients of their shards. A pair is a parameter and what C++ steps."""
+    given = []
+    for p, own in pairs:
+        if own is not p:
+            own.grad = local_gradient(p)
+            given.append(own)
+    try:
+        yield
+    finally:
+        for own in given:
+            own.grad = None
 
 
 def reduced_after_hooks(params: Iterable[Tensor]) -> bool:

@@ -1,5 +1,7 @@
 """Virtual parameters: small stand-ins for matrices that a base optimizer steps for GaLore and APOLLO."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +10,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shoestring.optim.base import DTYPES, core_value
+from shoestring.optim.sharded import Aliases, as_dtensor, is_dtensor, shard_gradients, splits_of
 
 
 class LowRankMethod(NamedTuple):
@@ -48,6 +51,8 @@ class VirtualParameters:
         # the group.
         self.fixed = {name: value for name, value in method.fixed.items() if name in self.defaults}
         self.of: dict[Tensor, Tensor] = {}
+        self._aliases = Aliases()
+        self._own: list[list[Tensor]] = []  # for each group, what C++ steps
         # For each group, its projected parameters, each with an empty tensor that has the dtype and the shape
         # of the tensor that a step stores for it.
         self.projected: list[list[tuple[Tensor, Tensor]]] = []
@@ -66,7 +71,8 @@ class VirtualParameters:
     def add(self, group: dict[str, Any]) -> None:
         """Add a parameter group."""
         params = group["params"]
-        lows = self.core.add_group(params, self._values(group))
+        own = [self._aliases.own(p) for p in params]
+        lows = self.core.add_group(own, self._values(group), *splits_of(params))
         virtual = {p: low for p, low in zip(params, lows, strict=True) if low is not None}
         try:
             for i, p in enumerate(params):
@@ -86,6 +92,7 @@ class VirtualParameters:
         except BaseException:
             self.core.pop_group()
             raise
+        self._own.append(own)
         self.projected.append(list(zip(virtual, self.core.kept_like(len(self.projected)), strict=True)))
         self.of |= virtual
 
@@ -123,19 +130,47 @@ class VirtualParameters:
             [{name: state[p][name] for name in own if name in state.get(p, ())} for p, _ in each]
             for each in self.projected
         ]
+        pairs = self._pairs(groups)
         norm: Tensor | None
-        try:
-            norm = self.core.begin([self._values(group) for group in groups], entries, max_grad_norm)
-            self.base.step()
-            self.core.finish()
-        finally:
-            self.core.release()
+        with shard_gradients(pairs):
+            try:
+                norm = self.core.begin([self._values(group) for group in groups], entries, max_grad_norm)
+                with self._clipped(pairs) if max_grad_norm is not None else nullcontext():
+                    self.base.step()
+                self.core.finish()
+            finally:
+                self.core.release()
         for each, new in zip(self.projected, self.core.states(), strict=True):
             for (p, _), entry in zip(each, new, strict=True):
                 if entry:
                     state[p].update(entry)
         self.show(state, groups)
         return norm
+
+    def _pairs(self, groups: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter with what C++ steps, of which C++ learns if another tensor has replaced it."""
+        for index, group in enumerate(groups):
+            own = [self._aliases.own(p) for p in group["params"]]
+            if any(a is not b for a, b in zip(own, self._own[index], strict=True)):
+                self.core.replace_params(index, own)
+                self._own[index] = own
+        return [
+            pair for group, own in zip(groups, self._own, strict=True) for pair in zip(group["params"], own)
+        ]
+
+    @contextmanager
+    def _clipped(self, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Let the base optimizer see the clipped gradients of DTensors that are not projected."""
+        given = []
+        for p, own in pairs:
+            if is_dtensor(p) and p not in self.of and own.grad is not None:
+                given.append((p, p.grad))
+                p.grad = as_dtensor(own.grad, p, tuple(p.shape))
+        try:
+            yield
+        finally:
+            for p, grad in given:
+                p.grad = grad
 
     def show(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         """Make the outer optimizer's state refer to the base optimizer's tensors.
@@ -151,6 +186,30 @@ class VirtualParameters:
     def beside(self) -> dict[str, Any]:
         """Return the base optimizer's state dict without ``state`` and ``param_groups``."""
         return {k: v for k, v in self.base.state_dict().items() if k not in ("state", "param_groups")}
+
+    def with_base(
+        self,
+        state: dict[int, dict[str, Any]],
+        groups: list[dict[str, Any]],
+        saved_groups: list[dict[str, Any]],
+    ) -> dict[int, dict[str, Any]]:
+        """Return a state dict's state with the entries of the base optimizer as its state dict has them.
+
+        Those of DTensors that are not projected are DTensors then.
+        """
+        base = self.base.state_dict()
+        index_of = {
+            p: index
+            for group, saved in zip(self.base.param_groups, base["param_groups"], strict=True)
+            for p, index in zip(group["params"], saved["params"], strict=True)
+        }
+        found = dict(state)
+        for group, saved in zip(groups, saved_groups, strict=True):
+            for p, key in zip(group["params"], saved["params"], strict=True):
+                entry = base["state"].get(index_of[self.of.get(p, p)])
+                if entry:
+                    found[key] = {**found.get(key, {}), **entry}
+        return found
 
     def load(self, entries: dict[Tensor, dict[str, Any]], beside: dict[str, Any]) -> None:
         """Load the base optimizer's state.

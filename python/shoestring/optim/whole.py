@@ -8,12 +8,13 @@ from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor, row_begins, shards
 
 
-def expect_whole(name: str, index: int, param: Tensor) -> None:
-    """Raise ValueError if the parameter is a DTensor, since this process may hold only a part of it."""
-    if is_dtensor(param):
+def expect_rows(name: str, index: int, param: Tensor) -> None:
+    """Raise ValueError if processes have split the parameter in another way than by rows."""
+    split = shards(param)
+    if is_dtensor(param) and split is not None and split.groups and not row_begins(param, split):
         raise ValueError(
-            f"{name}: params[{index}]: expected a tensor that each process has in full, received a DTensor; "
-            "use shoestring.optim.AdamW, Lion or SGD with sharded parameters"
+            f"{name}: params[{index}]: expected a DTensor that is split by rows over one dimension of its mesh, as "
+            f"fully_shard does, received placements {tuple(param.placements)}"
         )
 
 
@@ -25,12 +26,7 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
 
     def _check_param(self, index: int, param: Tensor) -> None:
         """Raise ValueError if the optimizer does not support the parameter."""
-        split = shards(param)
-        if is_dtensor(param) and split is not None and split.groups and not row_begins(param, split):
-            raise ValueError(
-                f"{self._name}: params[{index}]: expected a DTensor that is split by rows over one dimension of its mesh, as "
-                f"fully_shard does, received placements {tuple(param.placements)}"
-            )
+        expect_rows(self._name, index, param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.

@@ -83,6 +83,13 @@ def test_optimizers(optimizer: str, ranks: int, split: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["galore", "galore_left", "apollo"])
+@pytest.mark.sample(4)
+def test_low_rank_optimizers(optimizer: str, ranks: int) -> None:
+    run(ranks, "fully_shard_low_rank", optimizer)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("recomputed", ["nowhere", "inside", "outside"])
 @pytest.mark.sample(4)
 def test_a_network_trains_as_in_one_process(ranks: int, recomputed: str) -> None:
@@ -146,7 +153,6 @@ def test_refusals() -> None:
             "shapes), received shape [3]",
             "shoestring::optim::CAME: offload: expected none where processes have split the parameters, since the rule needs "
             'whole ones, received "stream"; use AdamW, Lion or SGD',
-            "shoestring::optim::GaLore: params: expected whole parameters (use DataParallel), received a part of FullyShard",
             "shoestring::optim::AdamW: set_step_in_backward: expected whole parameters, received parts of FullyShard, whose "
             "gradients arrive after backward",
             "new_group: ranks: expected different ranks of 2, received [0, 7]",

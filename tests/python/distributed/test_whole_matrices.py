@@ -16,13 +16,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from processes import run, whole
-from shoestring.optim import CAME, LAMB, Adafactor, Muon
+from shoestring.optim import APOLLO, CAME, LAMB, Adafactor, APOLLOMini, GaLore, Muon
+from shoestring.optim.base import LowMemoryOptimizer
 
 # Rows are whole blocks of 256 elements of state. Of four processes, one has no row of the second matrix, and three
 # have none of the third.
 SHAPES = ((96, 256), (3, 512), (1, 256), (130, 256), (256, 512))
-# The all-reduces of a step.
-REDUCTIONS: dict[type, int] = {Muon: 0, LAMB: 1, Adafactor: 2, CAME: 3}
+# The all-reduces of three steps.
+REDUCTIONS: dict[type, int] = {Muon: 0, LAMB: 3, Adafactor: 6, CAME: 9, APOLLO: 3, APOLLOMini: 3, GaLore: 5}
 # Adafactor and CAME take vectors, whose squares are split, and batches of matrices, too.
 MORE_SHAPES = (*SHAPES, (3072,), (256,), (6, 4, 64), (5, 3, 16, 16), (0, 256))
 
@@ -73,8 +74,10 @@ def _steps(rank: int, world: int, kind: type, options: dict[str, Any], replicas:
             rounding = 3 * torch.finfo(q.dtype).eps * q.abs().max().item()
             torch.testing.assert_close(whole(p), q, rtol=1e-5, atol=rounding)
     reductions = sum(event.name == "_c10d_functional::all_reduce" for event in profile.events())
-    calls = 1 + ("min_quantize_size" in options)
-    assert reductions == 3 * REDUCTIONS[kind] * calls
+    expected = REDUCTIONS[kind] * (1 + ("min_quantize_size" in options))
+    if options.get("max_grad_norm") is not None:
+        expected += 3
+    assert reductions == expected
     if kind is Muon:
         # A process sends each of its elements once, and each element of a matrix that it owns once: at most 8 bytes
         # an element of the momentum in fp32, twice what it takes.
@@ -100,6 +103,17 @@ def _steps(rank: int, world: int, kind: type, options: dict[str, Any], replicas:
             dict(state_format="4bit", beta1=0.9, d=4.0, min_quantize_size=257, weight_rounding="remainder"),
         ),
         (CAME, dict(state_format="fp32", weight_decay=0.1)),
+        # GaLore makes projections in the first and the third step. eps keeps steps of AdamW continuous.
+        (GaLore, dict(state_format="fp32", rank=4, update_proj_gap=2, weight_decay=0.1, eps=0.1)),
+        (
+            GaLore,
+            dict(
+                state_format="fp32", rank=8, projection="left", eps=0.1, max_grad_norm=1.0, update_proj_gap=2
+            ),
+        ),
+        (APOLLO, dict(state_format="fp32", rank=4, update_proj_gap=2, weight_decay=0.1)),
+        (APOLLO, dict(state_format="fp32", rank=4, max_grad_norm=1.0)),
+        (APOLLOMini, dict(state_format="fp32")),
     ],
 )
 @pytest.mark.sample(7)
@@ -137,14 +151,14 @@ def _refuses(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     param = Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Shard(1)]))
     rows = Parameter(distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)]))
-    for kind in (Muon, LAMB, Adafactor, CAME):
+    for kind in (Muon, LAMB, Adafactor, CAME, GaLore, APOLLO, APOLLOMini):
         expected = (
             f"{kind.__name__}: params[0]: expected a DTensor that is split by rows over one dimension of its mesh, as "
             "fully_shard does, received placements (Shard(dim=1),)"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
             kind([param])
-        for offload in ("cpu", "stream"):
+        for offload in ("cpu", "stream") if issubclass(kind, LowMemoryOptimizer) else ():
             expected = (
                 f"{kind.__name__}: offload: expected none where processes have split the parameters, since the rule needs "
                 f'whole ones, received "{offload}"; use AdamW, Lion or SGD'

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conftest import relative_error
 from processes import assert_replicated, batch, model, run, train, whole
-from shoestring.optim import APOLLO, SGD, AdamW, APOLLOMini, GaLore, Lion
+from shoestring.optim import SGD, AdamW, Lion
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import local
 
@@ -245,19 +245,6 @@ def _flattened(rank: int) -> None:
 
 def test_the_older_fsdp_is_refused(tmp_path: Path) -> None:
     run(2, tmp_path, _flattened)
-
-
-def _parts(rank: int) -> None:
-    net = fully_shard(torch.nn.Linear(256, 64))
-    for kind in (GaLore, APOLLO, APOLLOMini):
-        for params in (net.parameters(), [net.bias]):
-            message = r"params\[0\]: expected a tensor that each process has in full, received a DTensor"
-            with pytest.raises(ValueError, match=f"{kind.__name__}: {message}"):
-                kind(params)
-
-
-def test_parts_of_parameters_are_refused_where_an_update_needs_the_whole(tmp_path: Path) -> None:
-    run(2, tmp_path, _parts)
 
 
 # ---- DDP ---------------------------------------------------------------------------------------------------

@@ -226,6 +226,8 @@ def reason(error: Exception) -> str | None:
     disk = disk_error(error)
     if disk is not None:
         return f"{disk.filename or 'writing'}: {disk.strerror}; what was complete before is kept"
+    if any(kind.__name__ == "DistError" for kind in type(error).__mro__):  # a collective of torch.distributed
+        return f"{str(error).splitlines()[0]}; start the processes again with --resume"
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     # PyTorch's CPU allocator raises a plain RuntimeError, so its message has to be compared.

@@ -20,6 +20,7 @@ from shoestring.training.options import (
     Accumulate,
     Activations,
     BatchSize,
+    Compress,
     Device,
     HostAllocator,
     Keep,
@@ -188,6 +189,7 @@ class LoopConfig(StepConfig):
     ] = field(default=None, metadata=MAY_CHANGE)
     host_allocator: HostAllocator = field(default=None, metadata=MAY_CHANGE)
     parallel: Parallel = field(default="none", metadata=MAY_CHANGE)
+    compress: Compress = field(default="none", metadata=MAY_CHANGE)
 
     def learning_rates(self) -> Schedule:
         """Return the learning rate as a function of the step."""

@@ -140,6 +140,14 @@ Parallel = Annotated[
         callback=one_of("none", "auto", "ddp", "zero1", "zero2", "zero3", "hsdp"),
     ),
 ]
+Compress = Annotated[
+    str,
+    typer.Option(
+        help="none, 8bit, 4bit, 1bit or powersgd: how processes send gradients, for links that are slower than backward; "
+        "with --parallel. A resumed run begins without what the last codes have left out.",
+        callback=one_of("none", "8bit", "4bit", "1bit", "powersgd"),
+    ),
+]
 Activations = Annotated[
     str,
     typer.Option(

@@ -144,6 +144,8 @@ def conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
     """Yield pairs of ``--parallel`` and options that it cannot have."""
     name = config.parallel
     if name == "none":
+        if config.compress != "none":
+            yield "--parallel none", f"--compress {config.compress}"
         return
     splits = name in ("auto", "zero1", "zero2")
     refused = {
@@ -163,6 +165,11 @@ def conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
     for option, given in refused.items():
         if given:
             yield f"--parallel {name}", option
+    # See parallelize: what nobody can compress is refused before the processes wait for each other.
+    if name == "hsdp" and config.compress != "none":
+        yield "--parallel hsdp", f"--compress {config.compress}"
+    if name in ("zero2", "zero3") and config.compress == "powersgd":
+        yield f"--parallel {name}", "--compress powersgd"
 
 
 def parallel(model: nn.Module, config: LoopConfig, processes: Processes) -> ParallelReport | None:
@@ -170,7 +177,9 @@ def parallel(model: nn.Module, config: LoopConfig, processes: Processes) -> Para
     if processes.count == 1:
         return None
     try:
-        return parallelize(model, config.parallel)
+        return parallelize(
+            model, config.parallel, compress=None if config.compress == "none" else config.compress
+        )
     except (ValueError, RuntimeError) as error:
         raise InputError(f"--parallel {config.parallel}: {str(error).splitlines()[0]}") from None
 

@@ -323,6 +323,7 @@ def execute(
     if trainer.parallel is not None:
         summary |= {
             "parallel": trainer.parallel.strategy,
+            "compress": trainer.parallel.compress,
             "processes": processes.count,
             "peak_of_processes": peaks,
         }

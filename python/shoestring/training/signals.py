@@ -149,7 +149,7 @@ def _announce(number: int) -> None:
         if _deferred and not _announced:
             _announced = True
             name = signal.Signals(number).name
-            _say(f"{name}: the step is finished and a checkpoint saved; a second signal exits at once")
+            _say(f"{name}: finishes the step and saves a checkpoint; a second signal exits at once")
 
 
 def _read() -> bytes | None:

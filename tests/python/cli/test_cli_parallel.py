@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cli_helpers import TINY, TUNE, losses, refuse, succeed, text, weights
 from ports import free_port
+from shoestring.files.atomic import PARTIAL
 
 STEPS = [
     "--accumulate",
@@ -122,7 +126,7 @@ def test_resumed_run_is_bitwise_the_same(strategy: str, data: Path, tmp_path: Pa
     assert_equal(again, out)
 
 
-def worker(marker: str, rank: int) -> int:
+def worker(marker: str, rank: int) -> int | None:
     """Return the number of the process of a rank, among those whose environment has the marker."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -131,15 +135,37 @@ def worker(marker: str, rank: int) -> int:
             continue
         if marker.encode() in values and f"RANK={rank}".encode() in values:
             return int(folder.name)
-    raise AssertionError(f"no process has {marker} and rank {rank}")
+    return None
 
 
-def test_torchrun_continues_after_a_killed_process(data: Path, tmp_path: Path) -> None:
-    """torchrun starts all processes again, which continue from the checkpoint, bit for bit."""
+def after_a_checkpoint(out: Path) -> bool:
+    return (out / "checkpoints/step-00000003").exists()
+
+
+def within_a_checkpoint(out: Path) -> bool:
+    """Return whether rank 0 is writing a checkpoint, but not the first one."""
+    return after_a_checkpoint(out) and any((out / "checkpoints").glob(f"*{PARTIAL}"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "moment", "killed"),
+    [("zero2", after_a_checkpoint, 1), ("zero1", within_a_checkpoint, 0), ("zero3", None, None)],
+)
+@pytest.mark.sample(2)
+def test_torchrun_continues_after_a_killed_process(
+    strategy: str, moment: Callable[[Path], bool] | None, killed: int | None, data: Path, tmp_path: Path
+) -> None:
+    """torchrun starts all processes again, which continue from the checkpoint, bit for bit.
+
+    Without a moment, a random process ends at a random time, also before the first checkpoint.
+    """
     # The kill comes early in these steps, also on a busy machine.
-    command = ["train", "--data", data, *TINY, *STEPS, "--steps", "24", "--parallel", "zero2"]
+    command = ["train", "--data", data, *TINY, *STEPS, "--steps", "24", "--parallel", strategy]
     whole, again = tmp_path / "whole", tmp_path / "again"
+    began = time.monotonic()
     together(*command, "--out", whole)
+    chance = random.Random(torch.initial_seed())
+    end = time.monotonic() + chance.uniform(0, 0.9 * (time.monotonic() - began))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "shoestring"]
     process = subprocess.Popen(
@@ -149,16 +175,35 @@ def test_torchrun_continues_after_a_killed_process(data: Path, tmp_path: Path) -
         stderr=subprocess.STDOUT,
         text=True,
     )
+    rank = chance.randrange(2) if killed is None else killed
     try:
-        while process.poll() is None and not (again / "checkpoints/step-00000003").exists():
-            time.sleep(0.01)
-        os.kill(worker(f"RUN_OF_TEST={again}", 1), signal.SIGKILL)
+        while process.poll() is None and not (moment(again) if moment else time.monotonic() > end):
+            time.sleep(0.0002 if moment is within_a_checkpoint else 0.01)
+        while process.poll() is None:
+            found = worker(f"RUN_OF_TEST={again}", rank)
+            if found is not None:  # torchrun has started it
+                os.kill(found, signal.SIGKILL)
+                break
         printed = process.communicate(timeout=120)[0]
     finally:
         process.kill()
     assert process.returncode == 0, printed
-    assert "rank 1 has ended or is stopped" in printed or "SIGTERM" in printed
+    assert f"exitcode  : {-signal.SIGKILL}" in printed or f"exitcode: {-signal.SIGKILL}" in printed, printed
+    assert "Traceback" not in printed, printed
     assert_equal(again, whole)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compress"), [("ddp", "powersgd"), ("zero2", "8bit"), ("zero3", "4bit")]
+)
+@pytest.mark.sample(1)
+def test_gradients_in_few_bits(strategy: str, compress: str, data: Path, alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    options = [*TINY, *STEPS, "--parallel", strategy, "--compress", compress]
+    together("train", "--data", data, "--out", out, *options)
+    assert losses(out) != losses(alone)
+    assert losses(out)[-1][0] == pytest.approx(losses(alone)[-1][0], rel=0.01)
+    assert json.loads((out / "summary.json").read_text())["compress"] == compress
 
 
 def test_another_number_of_processes_continues_the_run(data: Path, alone: Path, tmp_path: Path) -> None:
@@ -211,6 +256,9 @@ def test_wrong_options_are_refused(
         ("zero2", ["--precision", "fp16"]),
         ("ddp", ["--baseline"]),
         ("zero3", ["--compile"]),
+        ("none", ["--compress", "8bit"]),
+        ("hsdp", ["--compress", "4bit"]),
+        ("zero2", ["--compress", "powersgd"]),
     ]
     for strategy, more in pairs:
         error = refuse(capsys, *common, "--parallel", strategy, *more)

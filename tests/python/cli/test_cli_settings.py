@@ -68,7 +68,7 @@ def test_every_setting_is_an_option(name: str, settings: type[Any]) -> None:
 
 def test_a_resumed_run_shares_all_settings_but_those_marked() -> None:
     free = {"activations", "checkpoint_every", "device", "log_every", "memory_budget", "offload", "resume"}
-    free |= {"host_allocator", "parallel", "threads", "trust_remote_code"}
+    free |= {"host_allocator", "compress", "parallel", "threads", "trust_remote_code"}
     config = FinetuneConfig(model="m")
     assert {each.name for each in fields(config)} - config.fixed().keys() == free | {
         "merge",

@@ -97,7 +97,7 @@ def _load(rank: int, folder: str, options: dict[str, Any], named: bool) -> None:
 @pytest.mark.sample(3)
 def test_checkpoints_of_two_processes(options: dict, named: bool, tmp_path: Path) -> None:
     run(2, tmp_path, _save, str(tmp_path / "saved"), options, named)
-    for world in (2, 1, 4) if named and options["state_format"] == "8bit" else (2, 4):
+    for world in (2, 1, 3, 4) if named and options["state_format"] == "8bit" else (2, 4):
         run(world, tmp_path, _load, str(tmp_path / "saved"), options, named)
 
 
@@ -191,11 +191,11 @@ def _load_whole(rank: int, folder: str, name: str, sharded: bool) -> None:
         torch.testing.assert_close(whole(p), q, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_checkpoints_of_rules_for_whole_matrices(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "writers"), list(zip(WHOLE, (2, 3, 4, 2), strict=True)))
+def test_checkpoints_of_rules_for_whole_matrices(name: str, writers: int, tmp_path: Path) -> None:
     """Any number of processes loads the same state, with or without DTensors."""
-    run(2, tmp_path, _save_whole, str(tmp_path / "saved"), name)
-    for world, sharded in ((2, True), (1, True), (4, True), (1, False)):
+    run(writers, tmp_path, _save_whole, str(tmp_path / "saved"), name)
+    for world, sharded in ((2, True), (1, True), (3, True), (4, True), (1, False)):
         run(world, tmp_path, _load_whole, str(tmp_path / "saved"), name, sharded)
 
 

@@ -114,7 +114,7 @@ def test_a_signal_ends_with_a_checkpoint(commands: Commands, data: Path, tmp_pat
         name = signal.Signals(number).name
         lines = log.read_text().splitlines()
         assert (
-            f"shoestring: {name}: the step is finished and a checkpoint saved; a second signal exits at once"
+            f"shoestring: {name}: finishes the step and saves a checkpoint; a second signal exits at once"
             in lines
         )
         assert lines[-1] == f"shoestring: checkpoint at step {step}, continue with --resume"

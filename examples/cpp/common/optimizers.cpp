@@ -7,8 +7,6 @@
 #include <concepts>
 #include <limits>
 
-#include "input_error.h"
-
 namespace optim = shoestring::optim;
 using at::Tensor;
 using shoestring::lora::ParameterGroup;
@@ -92,15 +90,18 @@ Optimizers::Optimizers(const std::vector<ParameterGroup>& groups, const std::vec
     all_.push_back(make(options.optimizer, groups, options));
   }
   for (const auto& optimizer : all_) {
-    for (auto& group : optimizer->param_groups())
-      highest_.emplace_back(&group.options(), group.options().get_lr());
+    for (const auto& group : optimizer->param_groups()) highest_.push_back(group.options().get_lr());
     if (options.offload != "none")
       dynamic_cast<optim::LowMemoryOptimizer&>(*optimizer).set_offload(options.offload);
   }
 }
 
 void Optimizers::begin_step(int64_t step) {
-  for (const auto& [options, highest] : highest_) options->set_lr(highest * schedule_(step));
+  size_t number = 0;
+  for (const auto& optimizer : all_) {
+    for (auto& group : optimizer->param_groups())
+      group.options().set_lr(highest_[number++] * schedule_(step));
+  }
 }
 
 void Optimizers::step_in_backward() {
@@ -155,13 +156,8 @@ void Optimizers::set_training(bool training) {
   if (own != nullptr) training ? own->train() : own->eval();
 }
 
-torch::optim::Optimizer& Optimizers::of(const Tensor& parameter) const {
-  for (const auto& optimizer : all_) {
-    for (const auto& group : optimizer->param_groups()) {
-      for (const Tensor& p : group.params()) {
-        if (p.is_same(parameter)) return *optimizer;
-      }
-    }
-  }
-  throw InputError("optimizer: expected a parameter that is trained, got another");
+std::vector<torch::optim::Optimizer*> Optimizers::all() const {
+  std::vector<torch::optim::Optimizer*> all;
+  for (const auto& optimizer : all_) all.push_back(optimizer.get());
+  return all;
 }

@@ -43,16 +43,15 @@ class Optimizers {
   /// distinguishes them.
   void set_training(bool training);
 
-  /// Returns the optimizer that steps a parameter.
-  torch::optim::Optimizer& of(const at::Tensor& parameter) const;
+  /// Returns the optimizers, whose state is part of the run.
+  std::vector<torch::optim::Optimizer*> all() const;
   /// Returns the scaler of the loss, which is disabled unless --precision is fp16.
   shoestring::optim::GradScaler& scaler() { return scaler_; }
-  const shoestring::optim::GradScaler& scaler() const { return scaler_; }
 
  private:
   const LoopOptions& options_;
   std::vector<std::unique_ptr<torch::optim::Optimizer>> all_;
   shoestring::optim::Schedule schedule_;
   shoestring::optim::GradScaler scaler_;
-  std::vector<std::pair<torch::optim::OptimizerOptions*, double>> highest_;  // highest learning rates
+  std::vector<double> highest_;  // highest learning rate of each group
 };

@@ -61,16 +61,18 @@ void train(const TrainOptions& options) {
     throw InputError("--out " + options.out +
                      ": holds a run already; continue it with --resume or give another --out");
   }
-  auto fingerprint = options.deciding;
-  fingerprint["data"] = file.fingerprint();
-
   torch::manual_seed(static_cast<uint64_t>(options.seed));
   const LlamaConfig config = config_of(options, file, device);
   LlamaForCausalLM model(config);
   Optimizers optimizers = make_optimizers(model, options);
   int64_t parameters = 0;
   for (const Tensor& p : model->parameters()) parameters += p.numel();
-  const int64_t start = options.resume ? load_checkpoint(options.out, *model, optimizers, fingerprint) : 0;
+  shoestring::TrainingRun run{
+      shoestring::training_tensors(*model), optimizers.all(), {{"scaler", optimizers.scaler()}}};
+  run.facts = options.deciding;
+  run.facts["data"] = file.fingerprint();
+  if (options.resume) load_checkpoint(options.out, run);
+  const int64_t start = run.step;
   remove_unfinished(options.out);
   std::printf("%.1f M parameters, %lld tokens, vocabulary %lld, %s on %s, %d threads%s\n",
               static_cast<double>(parameters) / 1e6, static_cast<long long>(file.size()),
@@ -95,7 +97,8 @@ void train(const TrainOptions& options) {
     return signal != 0 || step % options.checkpoint_every == 0 || step == options.steps;
   };
   const Speed speed = trainer.fit(start, due, [&](int64_t step) {
-    save_checkpoint(options.out, step, *model, optimizers, fingerprint);
+    run.step = step;
+    save_checkpoint(options.out, run);
     if (signal != 0) throw Interrupted(signal, step);
   });
   if (signals->received() != 0) throw Interrupted(signals->received(), options.steps);

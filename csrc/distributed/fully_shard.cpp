@@ -152,6 +152,13 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     }
   }
 
+  // An optimizer may step between a forward without gradients and the next forward.
+  void end_forward(int64_t index) {
+    const std::lock_guard lock(mutex);
+    if (at::GradMode::is_enabled() || index + 1 < count()) return;
+    for (const auto& b : blocks) leave_idle(*b);
+  }
+
   // ---- weights
 
   int64_t add(const std::vector<Tensor>& tensors, bool keep) {
@@ -445,6 +452,7 @@ Tensor FullyShard::run(int64_t block, const Tensor& x, const std::function<Tenso
     throw;
   }
   impl_->leave(block, {y});
+  impl_->end_forward(block);
   return y;
 }
 

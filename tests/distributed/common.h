@@ -81,6 +81,7 @@ inline int64_t state_bytes(const torch::optim::Optimizer& optimizer) {
 void fully_shard(char** arguments);
 void fully_shard_adapters(char** arguments);
 void fully_shard_qlora(char** arguments);
+void fully_shard_tied(char** arguments);
 void fully_shard_files(char** arguments);
 void fully_shard_refuses(char** arguments);
 

@@ -9,6 +9,7 @@
 #include <ATen/Functions.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
@@ -318,6 +319,58 @@ void fully_shard_qlora(char**) {
   }
   std::printf("%lld %lld\n", static_cast<long long>(sharded.statistics().at("own")),
               static_cast<long long>(kBlocks * kWidth * kWidth * 2));
+}
+
+// An embedding that is the output layer as well is a block that runs twice in a forward. Losses are those of
+// one process, also where a forward without gradients comes between backward and the step.
+void fully_shard_tied(char**) {
+  const GroupPtr group = connect();
+  const int64_t size = group->getSize();
+  struct Net {
+    torch::nn::Embedding embedding{50, 24};
+    torch::nn::Linear middle{24, 24};
+  };
+  torch::manual_seed(8);
+  Net own;
+  torch::manual_seed(8);
+  Net alone;
+  FullyShard sharded(group);
+  sharded.add(own.middle->parameters());
+  sharded.add(own.embedding->parameters(), /*keep=*/true);
+  std::vector<Tensor> params = alone.middle->parameters();
+  params.push_back(alone.embedding->weight);
+  const auto options = shoestring::optim::SGDOptions(1).state_format("fp32");
+  shoestring::optim::SGD ours(sharded.parameters(), options), whole(params, options);
+  using Block = std::function<Tensor(const Tensor&)>;
+  const auto loss_of = [](Net& net, const Tensor& tokens, const auto& run) {
+    Tensor x = run(1, tokens, Block([&](const Tensor& t) { return net.embedding(t); }));
+    x = run(0, x, Block([&](const Tensor& y) { return at::tanh(net.middle(y)); }));
+    return run(1, x, Block([&](const Tensor& y) {
+                 return (at::linear(y, net.embedding->weight) - 1).square().mean();
+               }));
+  };
+  const auto split = [&](int64_t block, const Tensor& x, const Block& f) { return sharded.run(block, x, f); };
+  const auto plain = [](int64_t, const Tensor& x, const Block& f) { return f(x); };
+  const auto tokens = [&](int64_t step, int64_t rank) {
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(100 * step + rank);
+    return at::randint(0, 50, {6}, generator, at::kLong);
+  };
+  const auto compare = [&](int64_t step, const char* when) {
+    const at::NoGradGuard no_grad;
+    const Tensor a = loss_of(own, tokens(step, 0), split), b = loss_of(alone, tokens(step, 0), plain);
+    expect(at::allclose(a, b, 1e-5), c10::str("loss ", when, " step ", step));
+  };
+  for (int64_t step = 0; step < 4; ++step) {
+    loss_of(own, tokens(step, group->getRank()), split).backward();
+    for (int64_t rank = 0; rank < size; ++rank)
+      (loss_of(alone, tokens(step, rank), plain) / static_cast<double>(size)).backward();
+    compare(step, "before");
+    ours.step();
+    whole.step();
+    ours.zero_grad();
+    whole.zero_grad();
+    compare(step, "after");
+  }
 }
 
 // Trains three steps, saves weights and optimizer, and trains two more steps ("train"); or loads them, saves

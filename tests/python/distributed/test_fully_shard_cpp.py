@@ -110,6 +110,11 @@ def test_quantised_weights_are_split(ranks: int) -> None:
         assert dense / (3 * codes) == pytest.approx(3.88, abs=0.01)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tied_weights_and_evaluations(ranks: int) -> None:
+    run(ranks, "fully_shard_tied")
+
+
 def sum_of(outputs: list[str]) -> str:
     sums = {out.split()[0] for out in outputs}
     assert len(sums) == 1, sums

@@ -122,6 +122,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   }
 
   void fetch_all() {
+    const at::NoGradGuard no_grad;  // no backward follows, to whose end blocks would be kept
     for (int64_t i = 0; i < count(); ++i) {
       ++numbered(i).uses.count;  // the next fetch must not free the block
       fetch(i);

@@ -322,7 +322,7 @@ void fully_shard_qlora(char**) {
 }
 
 // An embedding that is the output layer as well is a block that runs twice in a forward. Losses are those of
-// one process, also where a forward without gradients comes between backward and the step.
+// one process, also where a forward without gradients and present() come between backward and the step.
 void fully_shard_tied(char**) {
   const GroupPtr group = connect();
   const int64_t size = group->getSize();
@@ -365,6 +365,7 @@ void fully_shard_tied(char**) {
     for (int64_t rank = 0; rank < size; ++rank)
       (loss_of(alone, tokens(step, rank), plain) / static_cast<double>(size)).backward();
     compare(step, "before");
+    sharded.present([] {});
     ours.step();
     whole.step();
     ours.zero_grad();

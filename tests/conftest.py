@@ -67,6 +67,7 @@ SLOW = {
     "test_small_llama.py",
     "test_train_gpt.py",
     "test_train_gpt_data.py",
+    "test_train_gpt_processes.py",
     "test_train_optimizers.py",
 }
 

@@ -1,7 +1,8 @@
-"""Start the C++ program of tests/distributed in several processes."""
+"""Start a C++ program in several processes: that of tests/distributed, or another one."""
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +13,13 @@ PROGRAM = BUILD / "tests/distributed/distributed_program"
 GLOO = "expected a build with Gloo"
 
 
-def start(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
-    """Start a test of the program in several processes."""
+def start(ranks: int, *arguments: object, program: Path = PROGRAM) -> list[subprocess.Popen[str]]:
+    """Start a program in several processes, as torchrun does."""
     port = str(free_port())
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         subprocess.Popen(
-            [PROGRAM, *map(str, arguments)],
+            [program, *map(str, arguments)],
             env=os.environ | common | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

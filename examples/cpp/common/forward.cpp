@@ -4,6 +4,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <shoestring/checkpoint.h>
 #include <shoestring/ops.h>
 
@@ -21,8 +22,8 @@ Tensor inputs_of(const Tensor& rows) { return rows.narrow(1, 0, rows.size(1) - 1
 }  // namespace
 
 Forward::Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device,
-                 shoestring::OffloadWeights* weights)
-    : model_(model), options_(options), device_(device), weights_(weights) {}
+                 const Processes& processes, shoestring::OffloadWeights* weights)
+    : model_(model), options_(options), device_(device), processes_(processes), weights_(weights) {}
 
 // Returns the model's steps from tokens to hidden states, with each layer under its checkpoint, and with its
 // weights on the device.
@@ -59,6 +60,16 @@ std::vector<shoestring::BlockFunction> Forward::functions(const Tensor& rows) {
     return shoestring::linear_cross_entropy(hidden, weight, target, std::nullopt,
                                             shoestring::LinearCrossEntropyOptions().workspace_mb(workspace));
   });
+  // The layers are the first blocks, and then come the norm and the embedding, which is also the output
+  // layer.
+  const auto embedding = static_cast<int64_t>(all.size()) - 2;
+  for (int64_t i = 0; processes_.splits_weights() && i <= embedding + 1; ++i) {
+    const int64_t block = i == 0 || i > embedding ? embedding : i - 1;
+    auto& function = all[static_cast<size_t>(i)];
+    function = [this, block, forward = function](const Tensor& x) {
+      return processes_.run(block, x, forward);
+    };
+  }
   return all;
 }
 
@@ -135,7 +146,12 @@ double Forward::validate(const Blocks& blocks) {
   for (int64_t begin = 0; begin < count; begin += options_.batch_size) {
     std::vector<int64_t> numbers;
     for (int64_t i = begin; i < std::min(begin + options_.batch_size, count); ++i) numbers.push_back(i);
-    total += loss(blocks.rows(numbers)).item<double>() * static_cast<double>(numbers.size());
+    auto own = processes_.share(numbers);
+    const auto weight = static_cast<double>(own.size());
+    // All processes run the model equally often, also one without rows of its own.
+    if (own.empty()) own.push_back(begin);
+    total += loss(blocks.rows(own)).item<double>() * weight;
   }
-  return total / static_cast<double>(count);
+  const auto mean = processes_.mean(at::scalar_tensor(total, at::kDouble)).item<double>();
+  return mean * static_cast<double>(processes_.count()) / static_cast<double>(count);
 }

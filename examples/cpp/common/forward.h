@@ -11,6 +11,7 @@
 #include "data.h"
 #include "model.h"
 #include "options.h"
+#include "processes.h"
 
 /// Computes losses of a model, in the precision of --precision. During training, the activations of each
 /// layer are kept, recomputed or offloaded, as --activations and --memory-budget say.
@@ -18,7 +19,7 @@ class Forward {
  public:
   /// weights: where the model's frozen weights are while no layer needs them, or null if they are here.
   Forward(const LlamaForCausalLM& model, const LoopOptions& options, at::Device device,
-          shoestring::OffloadWeights* weights = nullptr);
+          const Processes& processes, shoestring::OffloadWeights* weights = nullptr);
 
   /// Prepares training. Call it when the parameters are final. With --memory-budget, plans for each layer
   /// whether its activations are kept, recomputed or offloaded, and prints the plan. rows: tokens of a
@@ -29,7 +30,7 @@ class Forward {
   at::Tensor loss(const at::Tensor& rows);
   /// Returns logits (rows, tokens, vocabulary) for tokens (rows, tokens).
   at::Tensor logits(const at::Tensor& tokens);
-  /// Returns the mean loss over the first blocks, at most --eval-batches micro-batches.
+  /// Returns the mean loss over the first blocks, at most --eval-batches micro-batches. Processes share them.
   double validate(const Blocks& blocks);
 
   at::Device device() const { return device_; }
@@ -42,6 +43,7 @@ class Forward {
   LlamaForCausalLM model_;
   const LoopOptions& options_;
   at::Device device_;
+  const Processes& processes_;
   shoestring::OffloadWeights* weights_;
   std::unique_ptr<shoestring::OffloadActivations> offload_;
   std::optional<shoestring::SequencePlan> plan_;

@@ -123,9 +123,13 @@ DecoderImpl::DecoderImpl(const LlamaConfig& config) : config(config) {
   for (int64_t i = 0; i < config.layers; ++i) {
     layers.emplace_back(config);
     list->push_back(layers.back());
+    if (config.on_block) config.on_block(*layers.back());
   }
   register_module("layers", list);
   norm = register_module("norm", RMSNorm(config));
+  if (!config.on_block) return;
+  config.on_block(*norm);
+  config.on_block(*embed_tokens);
 }
 
 std::vector<shoestring::BlockFunction> DecoderImpl::functions(int64_t tokens) {

@@ -10,6 +10,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/pimpl.h>
 
+#include <functional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -25,6 +26,8 @@ struct LlamaConfig {
   /// at a time, and copied to the device. So they do not depend on the device.
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
+  /// Called with each block as soon as it has its initial values: the layers, the norm, and the embedding.
+  std::function<void(torch::nn::Module& block)> on_block{};
 
   /// Returns the text of a config.json in Hugging Face's format that describes this model.
   std::string json() const;

@@ -1,5 +1,6 @@
 #include "optimizers.h"
 
+#include <ATen/ops/ones_like.h>
 #include <shoestring/optim.h>
 #include <torch/optim/adamw.h>
 
@@ -13,9 +14,14 @@ using shoestring::lora::ParameterGroup;
 
 namespace {
 
+// Returns an optimizer of shoestring, or null if it is LibTorch's.
+optim::LowMemoryOptimizer* ours(const std::unique_ptr<torch::optim::Optimizer>& optimizer) {
+  return dynamic_cast<optim::LowMemoryOptimizer*>(optimizer.get());
+}
+
 template <class Optimizer, class Options>
 std::unique_ptr<torch::optim::Optimizer> make(const std::vector<ParameterGroup>& groups, const LoopOptions& o,
-                                              Options defaults) {
+                                              const Processes& processes, Options defaults) {
   defaults.weight_decay(o.weight_decay);
   if constexpr (std::derived_from<Options, optim::LowMemoryOptions>) {
     const auto dash = o.weights.find('-');
@@ -27,28 +33,30 @@ std::unique_ptr<torch::optim::Optimizer> make(const std::vector<ParameterGroup>&
     auto options = std::make_unique<Options>(defaults);
     options->lr(group.lr);
     if (!group.weight_decay) options->weight_decay(0);
-    own.emplace_back(group.params, std::move(options));
+    std::vector<Tensor> params;
+    for (const Tensor& p : group.params) params.push_back(processes.part(p));
+    own.emplace_back(params, std::move(options));
   }
   return std::make_unique<Optimizer>(own, defaults);
 }
 
 std::unique_ptr<torch::optim::Optimizer> make(const std::string& name,
-                                              const std::vector<ParameterGroup>& groups,
-                                              const LoopOptions& o) {
+                                              const std::vector<ParameterGroup>& groups, const LoopOptions& o,
+                                              const Processes& all) {
   if (o.baseline) {
-    return make<torch::optim::AdamW>(groups, o, torch::optim::AdamWOptions(o.lr).betas(o.betas));
+    return make<torch::optim::AdamW>(groups, o, all, torch::optim::AdamWOptions(o.lr).betas(o.betas));
   }
-  if (name == "adamw") return make<optim::AdamW>(groups, o, optim::AdamWOptions(o.lr).betas(o.betas));
-  if (name == "lion") return make<optim::Lion>(groups, o, optim::LionOptions(o.lr));
-  if (name == "sgd") return make<optim::SGD>(groups, o, optim::SGDOptions(o.lr));
-  if (name == "ademamix") return make<optim::AdEMAMix>(groups, o, optim::AdEMAMixOptions(o.lr));
+  if (name == "adamw") return make<optim::AdamW>(groups, o, all, optim::AdamWOptions(o.lr).betas(o.betas));
+  if (name == "lion") return make<optim::Lion>(groups, o, all, optim::LionOptions(o.lr));
+  if (name == "sgd") return make<optim::SGD>(groups, o, all, optim::SGDOptions(o.lr));
+  if (name == "ademamix") return make<optim::AdEMAMix>(groups, o, all, optim::AdEMAMixOptions(o.lr));
   if (name == "schedule-free-adamw")
-    return make<optim::ScheduleFreeAdamW>(groups, o, optim::ScheduleFreeAdamWOptions(o.lr));
-  if (name == "lamb") return make<optim::LAMB>(groups, o, optim::LAMBOptions(o.lr));
-  if (name == "adafactor") return make<optim::Adafactor>(groups, o, optim::AdafactorOptions(o.lr));
-  if (name == "came") return make<optim::CAME>(groups, o, optim::CAMEOptions(o.lr));
+    return make<optim::ScheduleFreeAdamW>(groups, o, all, optim::ScheduleFreeAdamWOptions(o.lr));
+  if (name == "lamb") return make<optim::LAMB>(groups, o, all, optim::LAMBOptions(o.lr));
+  if (name == "adafactor") return make<optim::Adafactor>(groups, o, all, optim::AdafactorOptions(o.lr));
+  if (name == "came") return make<optim::CAME>(groups, o, all, optim::CAMEOptions(o.lr));
   // With this adjustment, Muon takes the learning rate of AdamW.
-  return make<optim::Muon>(groups, o, optim::MuonOptions(o.lr).adjust_lr_fn("match_rms_adamw"));
+  return make<optim::Muon>(groups, o, all, optim::MuonOptions(o.lr).adjust_lr_fn("match_rms_adamw"));
 }
 
 // Splits parameter groups into those of Muon and those of AdamW.
@@ -81,18 +89,22 @@ optim::Schedule learning_rate(const LoopOptions& o) {
 }  // namespace
 
 Optimizers::Optimizers(const std::vector<ParameterGroup>& groups, const std::vector<Tensor>& ends,
-                       const LoopOptions& options)
-    : options_(options), schedule_(learning_rate(options)),
+                       const LoopOptions& options, const Processes& processes)
+    : options_(options), processes_(processes), schedule_(learning_rate(options)),
       scaler_(optim::GradScalerOptions().enabled(options.scales_loss())) {
   if (options.optimizer == "muon") {
-    for (const auto& [name, own] : split_for_muon(groups, ends)) all_.push_back(make(name, own, options));
+    for (const auto& [name, own] : split_for_muon(groups, ends))
+      all_.push_back(make(name, own, options, processes));
   } else {
-    all_.push_back(make(options.optimizer, groups, options));
+    all_.push_back(make(options.optimizer, groups, options, processes));
   }
   for (const auto& optimizer : all_) {
     for (const auto& group : optimizer->param_groups()) highest_.push_back(group.options().get_lr());
-    if (options.offload != "none")
-      dynamic_cast<optim::LowMemoryOptimizer&>(*optimizer).set_offload(options.offload);
+    if (options.offload != "none") ours(optimizer)->set_offload(options.offload);
+  }
+  if (clips()) {
+    ours(all_.front())
+        ->set_max_grad_norm(options.clip > 0 ? options.clip : std::numeric_limits<double>::infinity());
   }
 }
 
@@ -104,23 +116,16 @@ void Optimizers::begin_step(int64_t step) {
   }
 }
 
-void Optimizers::step_in_backward() {
-  auto& own = dynamic_cast<optim::LowMemoryOptimizer&>(*all_.front());
-  // Only the optimizer sees all gradients, so it also clips.
-  own.set_max_grad_norm(options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity());
-  own.set_step_in_backward(true);
-}
+void Optimizers::step_in_backward() { ours(all_.front())->set_step_in_backward(true); }
 
 std::shared_ptr<void> Optimizers::accumulate() {
-  return options_.step_in_backward ? dynamic_cast<optim::LowMemoryOptimizer&>(*all_.front()).accumulate()
-                                   : nullptr;
+  return options_.step_in_backward ? ours(all_.front())->accumulate() : nullptr;
 }
 
-void Optimizers::backward(const Tensor& loss, const Tensor& found_inf) {
-  if (!scaler_.is_enabled()) return loss.backward();
+void Optimizers::backward(const Tensor& loss, const Tensor& found_inf, bool is_last) {
   // GradScaler skips a step whose gradients are not finite. The quotient is the loss, or if found_inf is 1,
   // it has the derivative 1 / 0, which makes every gradient infinite or NaN.
-  scaler_.scale(loss / (1 - found_inf)).backward();
+  processes_.backward(scaler_.is_enabled() ? scaler_.scale(loss / (1 - found_inf)) : loss, is_last);
 }
 
 void Optimizers::unscale() {
@@ -133,22 +138,26 @@ void Optimizers::step(const Tensor& found_inf) {
     return scaler_.update();
   }
   for (const auto& optimizer : all_) {
-    auto* ours = dynamic_cast<optim::LowMemoryOptimizer*>(optimizer.get());
-    if (ours != nullptr && !options_.step_in_backward) {
-      ours->scaled_step({}, found_inf);
-    } else if (ours != nullptr || found_inf.item<float>() == 0) {
+    auto* own = ours(optimizer);
+    if (own != nullptr && !options_.step_in_backward) {
+      // If the optimizer clips, nobody has looked at the gradients yet. With a scale, the step does.
+      own->scaled_step(clips() ? at::ones_like(found_inf) : Tensor(), found_inf);
+    } else if (own != nullptr || found_inf.item<float>() == 0) {
       optimizer->step();
     }
   }
 }
 
-Tensor Optimizers::norm_in_backward() const {
-  return options_.step_in_backward ? dynamic_cast<optim::LowMemoryOptimizer&>(*all_.front()).grad_norm()
-                                   : Tensor();
-}
+bool Optimizers::clips() const { return options_.step_in_backward || processes_.splits_gradients(); }
+
+Tensor Optimizers::norm_of_step() const { return clips() ? ours(all_.front())->grad_norm() : Tensor(); }
 
 void Optimizers::zero_grad(bool set_to_none) {
-  for (const auto& optimizer : all_) optimizer->zero_grad(set_to_none);
+  for (const auto& optimizer : all_) {
+    // LibTorch's function refuses gradients that are views of the buckets in which processes add them up.
+    auto* own = ours(optimizer);
+    own != nullptr ? own->zero_grad(set_to_none) : optimizer->zero_grad(set_to_none);
+  }
 }
 
 void Optimizers::set_training(bool training) {

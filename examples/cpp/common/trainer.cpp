@@ -36,12 +36,13 @@ Tensor clip_grad_norm(const std::vector<Tensor>& parameters, double limit) {
   return norm;
 }
 
-// Returns a source of micro-batches, each one tensor of rows. The tokens are read from the file into the
-// memory from which they are copied to the device.
-shoestring::data::Prefetcher::FillingSource micro_batches(const Blocks& blocks, const LoopOptions& options) {
-  return [&blocks, order = BatchOrder(blocks.count, options.batch_size, options.seed)](
+// Returns a source of micro-batches, each one tensor of this process's rows. The tokens are read from the
+// file into the memory from which they are copied to the device.
+shoestring::data::Prefetcher::FillingSource micro_batches(const Blocks& blocks, const LoopOptions& options,
+                                                          const Processes& processes) {
+  return [&blocks, &processes, order = BatchOrder(blocks.count, options.batch_size, options.seed)](
              int64_t number, shoestring::data::HostBuffers& buffers) mutable {
-    const auto numbers = order.batch(number);
+    const auto numbers = processes.share(order.batch(number));
     const Tensor rows = buffers.empty({static_cast<int64_t>(numbers.size()), blocks.seq_len + 1}, at::kLong);
     blocks.read(numbers, rows);
     return shoestring::data::Batch{rows};
@@ -84,7 +85,7 @@ Speed Progress::speed() const {
 Speed Trainer::fit(int64_t start, const std::function<bool(int64_t)>& due,
                    const std::function<void(int64_t)>& after) {
   BatchOrder order(data.train.count, options.batch_size, options.seed);
-  forward.begin_training(data.train.rows(order.batch(0)));
+  forward.begin_training(data.train.rows(processes.share(order.batch(0))));
   // The plan of --memory-budget runs backward, which must not step the parameters.
   if (options.step_in_backward) optimizers.step_in_backward();
   const at::Device device = forward.device();
@@ -93,7 +94,7 @@ Speed Trainer::fit(int64_t start, const std::function<bool(int64_t)>& due,
                     : device.is_cpu()     ? 1
                                           : kLogEvery,
                     options.accumulate, /*norm_must_be_finite=*/!options.scales_loss());
-  shoestring::data::Prefetcher batches(micro_batches(data.train, options),
+  shoestring::data::Prefetcher batches(micro_batches(data.train, options, processes),
                                        shoestring::data::PrefetcherOptions(device)
                                            .start(start * options.accumulate)
                                            .stop(options.steps * options.accumulate));
@@ -144,16 +145,18 @@ void Trainer::run_step(int64_t step, shoestring::data::Prefetcher& batches, Read
     const auto sums = i + 1 < options.accumulate ? optimizers.accumulate() : nullptr;
     const Tensor rows = batches.next().value().front();  // valid until the following next()
     const Tensor part = forward.loss(rows) / options.accumulate;
-    readings.add_loss(part);
+    readings.add_loss(processes.mean(part));
     // Steps within backward cannot be skipped, so the loss must be known before.
     if (options.step_in_backward) require_finite("loss", part.item<double>(), step + 1);
-    optimizers.backward(part, readings.bad());
+    optimizers.backward(part, readings.bad(), /*is_last=*/i + 1 == options.accumulate);
   }
   optimizers.unscale();
-  const Tensor norm = options.step_in_backward ? Tensor() : clip_grad_norm(trained, options.clip);
+  const Tensor norm = optimizers.clips()           ? Tensor()
+                      : processes.splits_weights() ? processes.clip_grad_norm(options.clip)
+                                                   : clip_grad_norm(trained, options.clip);
   if (norm.defined()) readings.add_norm(norm);
   optimizers.step(readings.bad());
-  const Tensor later = optimizers.norm_in_backward();
+  const Tensor later = optimizers.norm_of_step();
   if (later.defined()) readings.add_norm(later);
   optimizers.zero_grad(!keep_gradients);
 }

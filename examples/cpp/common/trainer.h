@@ -11,6 +11,7 @@
 #include "forward.h"
 #include "optimizers.h"
 #include "options.h"
+#include "processes.h"
 #include "readings.h"
 
 /// The speed of the training steps of this process.
@@ -45,6 +46,7 @@ struct Trainer {
   const LoopOptions& options;
   Forward& forward;
   Optimizers& optimizers;
+  const Processes& processes;
   const Split& data;
   std::vector<at::Tensor> trained;
   bool keep_gradients = false;  // set gradients to zero after a step instead of freeing them

@@ -130,7 +130,7 @@ std::vector<Tensor> add_adapters(LlamaForCausalLM& model, const FinetuneOptions&
 }
 
 void train(LlamaForCausalLM& model, const Split& data, const FinetuneOptions& options, Forward& forward,
-           Result& result) {
+           const Processes& alone, Result& result) {
   const auto trained = add_adapters(model, options);
   if (options.keep_memory) {
     // Allocate the gradients before training, so that they leave no holes between later temporaries.
@@ -140,8 +140,9 @@ void train(LlamaForCausalLM& model, const Split& data, const FinetuneOptions& op
     ::mallopt(M_MMAP_THRESHOLD, 32 << 20);
   }
   const auto plus = shoestring::lora::LoraPlusOptions().lr_ratio(options.lr_ratio);
-  Optimizers optimizers(shoestring::lora::loraplus_param_groups(*model, options.lr, plus), {}, options);
-  Trainer trainer{options, forward, optimizers, data, trained, options.keep_memory};
+  Optimizers optimizers(shoestring::lora::loraplus_param_groups(*model, options.lr, plus), {}, options,
+                        alone);
+  Trainer trainer{options, forward, optimizers, alone, data, trained, options.keep_memory};
   trainer.on_reading = [&](const Reading& reading) { result.losses.push_back(reading.loss); };
   const auto is_last = [&](int64_t step) { return step == options.steps; };
   result.speed = trainer.fit(0, is_last, [](int64_t) {});
@@ -207,7 +208,8 @@ void run(const FinetuneOptions& options) {
   LlamaForCausalLM model = load(options, file, device, weights ? &*weights : nullptr);
   result.loaded = peak_memory();
   torch::manual_seed(static_cast<uint64_t>(options.seed));
-  Forward forward(model, options, device, weights ? &*weights : nullptr);
+  const Processes alone;
+  Forward forward(model, options, device, alone, weights ? &*weights : nullptr);
   if (data.validation.count > 0) {
     result.validation_before = result.validation_after = forward.validate(data.validation);
     std::printf("validation loss %.7f, ", *result.validation_before);
@@ -215,7 +217,7 @@ void run(const FinetuneOptions& options) {
   std::printf("loaded on %s in %lld MiB, of which %lld MiB are LibTorch itself\n", device.str().c_str(),
               static_cast<long long>(result.loaded >> 20), static_cast<long long>(result.libtorch >> 20));
   if (options.steps > 0) {
-    train(model, data, options, forward, result);
+    train(model, data, options, forward, alone, result);
     shoestring::lora::save_adapter(*model, options.out);
     if (result.validation_after) std::printf("validation loss %.7f, ", *result.validation_after);
     std::printf("%s\nsaved %s\n", result.speed.text().c_str(), options.out.c_str());

@@ -22,6 +22,7 @@
 #include "model.h"
 #include "optimizers.h"
 #include "options.h"
+#include "processes.h"
 #include "signals.h"
 #include "trainer.h"
 
@@ -43,37 +44,51 @@ LlamaConfig config_of(const TrainOptions& options, const TokenFile& file, at::De
   return config;
 }
 
-Optimizers make_optimizers(LlamaForCausalLM& model, const TrainOptions& options) {
+Optimizers make_optimizers(LlamaForCausalLM& model, const TrainOptions& options, const Processes& processes) {
   shoestring::lora::ParameterGroup matrices{{}, options.lr, true}, norms{{}, options.lr, false};
   for (const Tensor& p : model->parameters()) (p.dim() >= 2 ? matrices : norms).params.push_back(p);
-  return Optimizers({matrices, norms}, {model->model->embed_tokens->weight, model->output_weight()}, options);
+  return Optimizers({matrices, norms}, {model->model->embed_tokens->weight, model->output_weight()}, options,
+                    processes);
 }
 
 void train(const TrainOptions& options) {
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   const at::Device device = find_device(options);
+  Processes processes(options, device);
   if (options.host_allocator && device.is_cpu()) shoestring::host_allocator::enable();
   const int64_t libtorch = peak_memory();
   const TokenFile file(options.data);
   const Split data = split(file, options.seq_len, options.val_fraction);
-  const FolderLock lock(options.out);
+  std::optional<FolderLock> lock;
+  if (processes.is_first()) lock.emplace(options.out);
   if (!options.resume && has_checkpoint(options.out)) {
     throw InputError("--out " + options.out +
                      ": holds a run already; continue it with --resume or give another --out");
   }
   torch::manual_seed(static_cast<uint64_t>(options.seed));
-  const LlamaConfig config = config_of(options, file, device);
+  LlamaConfig config = config_of(options, file, device);
+  config.on_block = [&](torch::nn::Module& block) {
+    // The output layer reads the weight of the embedding once more.
+    processes.add_block(block.parameters(), /*keep=*/block.as<torch::nn::Embedding>() != nullptr);
+  };
   LlamaForCausalLM model(config);
-  Optimizers optimizers = make_optimizers(model, options);
+  Optimizers optimizers = make_optimizers(model, options, processes);
+  processes.begin(*model, optimizers.all());
   int64_t parameters = 0;
   for (const Tensor& p : model->parameters()) parameters += p.numel();
   shoestring::TrainingRun run{
       shoestring::training_tensors(*model), optimizers.all(), {{"scaler", optimizers.scaler()}}};
   run.facts = options.deciding;
   run.facts["data"] = file.fingerprint();
-  if (options.resume) load_checkpoint(options.out, run);
+  if (options.resume) processes.load([&] { load_checkpoint(options.out, run); });
   const int64_t start = run.step;
-  remove_unfinished(options.out);
+  const auto most = [&](int64_t number) { return std::ranges::max(processes.of_all(number)); };
+  const int64_t newest = most(start);
+  if (start != newest) {
+    throw InputError("--resume " + options.out + ": expected a checkpoint of step " + std::to_string(newest) +
+                     ", which other processes have, got step " + std::to_string(start));
+  }
+  if (processes.is_first()) remove_unfinished(options.out);
   std::printf("%.1f M parameters, %lld tokens, vocabulary %lld, %s on %s, %d threads%s\n",
               static_cast<double>(parameters) / 1e6, static_cast<long long>(file.size()),
               static_cast<long long>(file.vocab_size()), options.baseline ? "plain LibTorch" : "shoestring",
@@ -81,8 +96,8 @@ void train(const TrainOptions& options) {
               start > 0 ? (", from step " + std::to_string(start)).c_str() : "");
   std::fflush(stdout);
 
-  Forward forward(model, options, device);
-  Trainer trainer{options, forward, optimizers, data, model->parameters()};
+  Forward forward(model, options, device, processes);
+  Trainer trainer{options, forward, optimizers, processes, data, model->parameters()};
   trainer.remains = [&] {
     return has_checkpoint(options.out) ? "; the last checkpoint in " + options.out + " is kept"
                                        : std::string();
@@ -93,23 +108,30 @@ void train(const TrainOptions& options) {
   std::optional<DeferredSignals> signals(std::in_place);
   int signal = 0;
   const auto due = [&](int64_t step) {
-    signal = signals->received();
+    signal = static_cast<int>(most(signals->received()));  // the processes stop after the same step
     return signal != 0 || step % options.checkpoint_every == 0 || step == options.steps;
   };
   const Speed speed = trainer.fit(start, due, [&](int64_t step) {
     run.step = step;
-    save_checkpoint(options.out, run);
+    processes.save([&] { save_checkpoint(options.out, run); });
     if (signal != 0) throw Interrupted(signal, step);
   });
-  if (signals->received() != 0) throw Interrupted(signals->received(), options.steps);
+  signal = static_cast<int>(most(signals->received()));
+  if (signal != 0) throw Interrupted(signal, options.steps);
   // The checkpoint of the last step has been saved, so a later signal ends the program at once.
   signals.reset();
   const auto validation = trainer.validate();
-  save_model(options.out, *model, config.json());
+  processes.save([&] {
+    if (processes.is_first()) save_model(options.out, *model, config.json());
+  });
+  std::string peaks;
+  for (const int64_t bytes : processes.of_all(peak_memory()))
+    peaks += (peaks.empty() ? "" : ", ") + std::to_string(bytes >> 20);
   if (validation) std::printf("validation loss %.6f, ", *validation);
-  std::printf("%s, %s, of which %lld MiB are LibTorch itself\nsaved %s\n", speed.text().c_str(),
-              memory_text(device).c_str(), static_cast<long long>(libtorch >> 20),
-              (options.out + "/model.safetensors").c_str());
+  std::printf("%s, %s, of which %lld MiB are LibTorch itself\n", speed.text().c_str(),
+              memory_text(device).c_str(), static_cast<long long>(libtorch >> 20));
+  if (processes.count() > 1) std::printf("peak of the processes: %s MiB\n", peaks.c_str());
+  std::printf("saved %s/model.safetensors\n", options.out.c_str());
 }
 
 }  // namespace

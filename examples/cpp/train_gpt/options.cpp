@@ -1,5 +1,8 @@
 #include "options.h"
 
+#include <initializer_list>
+#include <utility>
+
 #include "input_error.h"
 
 namespace {
@@ -14,6 +17,19 @@ void check(const TrainOptions& o) {
                                              std::to_string(o.hidden));
   require(o.heads % o.kv_heads == 0, "--kv-heads: expected a divisor of --heads, " + std::to_string(o.heads) +
                                          ", got " + std::to_string(o.kv_heads));
+  const bool zero2 = o.parallel == "zero2", zero3 = o.parallel == "zero3";
+  const std::initializer_list<std::pair<std::string, bool>> refused{
+      {"--baseline", o.baseline},
+      {"--step-in-backward", o.step_in_backward},
+      {"--offload " + o.offload, o.offload != "none" && !zero3 && o.parallel != "ddp"},
+      // the norm of all gradients is known to one optimizer alone
+      {"--optimizer muon", o.optimizer == "muon" && zero2},
+      {"--precision fp16", o.scales_loss() && (zero2 || zero3)},
+      // the plan measures backward, which sends gradients
+      {"--memory-budget " + o.memory_budget, !o.memory_budget.empty() && (zero2 || zero3)},
+  };
+  for (const auto& [option, given] : refused)
+    refuse_together("--parallel " + o.parallel, o.parallel != "none", option, given);
 }
 
 }  // namespace
@@ -33,6 +49,9 @@ TrainOptions parse_options(int argc, const char* const* argv) {
            "steps between checkpoints; the last two are kept");
   line.add("resume", o.resume, kMayChange,
            "continue the run in --out from its newest checkpoint, bit for bit");
+  line.add("parallel", o.parallel, kMayChange,
+           "what the processes that torchrun starts share besides the batch",
+           {"none", "ddp", "zero1", "zero2", "zero3"});
   line.add("baseline", o.baseline, kDecides, "the same with LibTorch's own loss and AdamW, to compare");
   line.parse(argc, argv);
   check_loop_options(o);

@@ -259,6 +259,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   static void place(int64_t index, Block& b, bool is_here) {
     for (Flat& f : b.flats) {
       for (Piece& p : f.pieces) {
+        if (f.is_trained) optim::set_part(p.tensor, is_here ? Tensor() : p.shard);
         auto& storage = *p.tensor.storage().unsafeGetStorageImpl();
         if (is_here) {
           char* const begin = static_cast<char*>(f.memory.data_ptr());

@@ -79,6 +79,19 @@ at::Tensor SafetensorsFile::load(const std::string& name) const {
   return out;
 }
 
+at::Tensor SafetensorsFile::load_range(const std::string& name, int64_t begin, int64_t end) const {
+  Entry range = entry(name);
+  const auto size = static_cast<int64_t>(c10::elementSize(range.dtype));
+  TORCH_CHECK_VALUE(begin >= 0 && begin <= end && end * size <= range.end - range.begin,
+                    "safetensors: ", path_, ": tensor ", quote(name), ": expected a range of its ",
+                    (range.end - range.begin) / size, " elements, received [", begin, ", ", end, ")");
+  range.end = range.begin + end * size;
+  range.begin += begin * size;
+  at::Tensor out = in_huge_pages(at::empty({end - begin}, range.dtype));
+  read(range, out);
+  return out;
+}
+
 void SafetensorsFile::load_into(const std::string& name, const at::Tensor& out) const {
   const Entry& entry = this->entry(name);
   TORCH_CHECK_VALUE(out.sizes() == entry.shape && out.scalar_type() == entry.dtype, "safetensors: ", path_,
@@ -104,13 +117,8 @@ TensorDict load_safetensors(const std::string& path) {
 
 void save_safetensors(const std::string& path, const TensorDict& tensors, const Metadata& metadata) {
   std::vector<files::TensorInfo> infos;
-  for (const auto& item : tensors) {
-    const at::Tensor& tensor = item.value();
-    TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided, "save_safetensors: ", path,
-                      ": tensor ", quote(item.key()), ": expected a dense tensor, received ",
-                      tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
-    infos.push_back({item.key(), tensor.scalar_type(), tensor.sizes().vec()});
-  }
+  for (const auto& item : tensors)
+    infos.push_back(files::info_of("save_safetensors", path, item.key(), item.value()));
   files::SafetensorsWriter writer("save_safetensors", path, std::move(infos), metadata);
   for (const files::TensorInfo& info : writer.order()) writer.write(tensors[info.name]);
   writer.commit();

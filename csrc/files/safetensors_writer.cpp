@@ -21,21 +21,6 @@ size_t dtype_rank(const std::string& caller, const std::string& path, const Tens
                     ": safetensors has no dtype for ", tensor.dtype);
 }
 
-/// Returns the tensors in the order of the format: by dtype, then by name.
-std::vector<TensorInfo> sorted(const std::string& caller, const std::string& path,
-                               std::vector<TensorInfo> tensors) {
-  for (const TensorInfo& tensor : tensors) {
-    TORCH_CHECK_VALUE(tensor.name != "__metadata__", caller, ": ", path,
-                      ": a tensor cannot be called __metadata__");
-    dtype_rank(caller, path, tensor);
-  }
-  std::sort(tensors.begin(), tensors.end(), [&](const TensorInfo& a, const TensorInfo& b) {
-    return std::pair(dtype_rank(caller, path, a), std::string_view(a.name)) <
-           std::pair(dtype_rank(caller, path, b), std::string_view(b.name));
-  });
-  return tensors;
-}
-
 int64_t bytes_of(const TensorInfo& tensor) {
   auto bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
   for (const int64_t size : tensor.shape) bytes *= size;
@@ -69,6 +54,28 @@ std::string header_of(const std::string& caller, const std::string& path,
 }
 
 }  // namespace
+
+TensorInfo info_of(const std::string& caller, const std::string& path, const std::string& name,
+                   const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided, caller, ": ", path, ": tensor ",
+                    quote(name), ": expected a dense tensor, received ",
+                    tensor.defined() ? c10::str(tensor.layout()) : "an undefined one");
+  return {name, tensor.scalar_type(), tensor.sizes().vec()};
+}
+
+std::vector<TensorInfo> sorted(const std::string& caller, const std::string& path,
+                               std::vector<TensorInfo> tensors) {
+  for (const TensorInfo& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.name != "__metadata__", caller, ": ", path,
+                      ": a tensor cannot be called __metadata__");
+    dtype_rank(caller, path, tensor);
+  }
+  std::sort(tensors.begin(), tensors.end(), [&](const TensorInfo& a, const TensorInfo& b) {
+    return std::pair(dtype_rank(caller, path, a), std::string_view(a.name)) <
+           std::pair(dtype_rank(caller, path, b), std::string_view(b.name));
+  });
+  return tensors;
+}
 
 SafetensorsWriter::SafetensorsWriter(const std::string& caller, const std::string& path,
                                      std::vector<TensorInfo> tensors, const Metadata& metadata)

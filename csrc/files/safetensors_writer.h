@@ -20,6 +20,15 @@ struct TensorInfo {
   std::vector<int64_t> shape;
 };
 
+/// Returns name, dtype and shape of a tensor. Raises ValueError if it is undefined or not dense.
+TensorInfo info_of(const std::string& caller, const std::string& path, const std::string& name,
+                   const at::Tensor& tensor);
+
+/// Returns the tensors in the order of the format: by dtype, then by name. Raises ValueError if safetensors
+/// cannot hold a name or a dtype.
+std::vector<TensorInfo> sorted(const std::string& caller, const std::string& path,
+                               std::vector<TensorInfo> tensors);
+
 /// Writes a safetensors file tensor by tensor, so that no more than one tensor has to be in memory. The bytes
 /// equal those that the Python package safetensors writes. The file appears under its name at commit();
 /// without commit(), nothing is written. Error messages begin with `caller` and the path.

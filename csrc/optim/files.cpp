@@ -12,6 +12,7 @@
 #include "optim/libtorch_options.h"
 #include "optim/saved.h"
 #include "optim/split_params.h"
+#include "optim/split_state.h"
 #include "optim/stored.h"
 
 // The metadata of the file that save_optimizer writes has the key format, "shoestring.optimizer", beside
@@ -130,12 +131,13 @@ void expect_metadata(const Metadata& metadata, const char* key, const std::strin
   expect(value == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), brief(value));
 }
 
-Stored store_own(const LowMemoryOptimizer& optimizer, bool has_parts = false) {
+// Returns the state, of which parts stay that of this process.
+Stored store_own(const LowMemoryOptimizer& optimizer) {
   Core& core = Access::core(optimizer);
   core.settle();
-  const WholeState whole(core, !has_parts);
+  const WholeState whole(core, /*split=*/false);
   Stored stored;
-  stored.has_parts = has_parts;
+  stored.has_parts = true;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     const auto& params = optimizer.param_groups()[g].params();
@@ -144,6 +146,13 @@ Stored store_own(const LowMemoryOptimizer& optimizer, bool has_parts = false) {
       const ParamState* state = core.state(params[i]);
       if (state == nullptr) continue;
       for (const auto& [name, tensor] : state->tensors()) stored.tensors.insert(entry(g, i, name), tensor);
+      const SplitParameter* split = split_of(params[i]);
+      if (split == nullptr || split->begins.empty()) continue;
+      const Rule& rule = core.rule(g);
+      for (const auto& [name, sizes] : whole_shapes(rule, kind_of(params[i], core.options(g)), *split)) {
+        if (auto how = split_of_state(rule, name, sizes, *split))
+          stored.splits.emplace(entry(g, i, name), std::move(*how));
+      }
     }
   }
   if (core.step_in_backward && core.grad_norm.defined()) stored.tensors.insert("grad_norm", core.grad_norm);
@@ -240,6 +249,7 @@ int64_t* steps_of(libtorch::OptimizerParamState& state) {
 
 Stored store_libtorch(const std::string& name, const libtorch::Optimizer& optimizer) {
   Stored stored;
+  stored.has_parts = true;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
     const auto& group = optimizer.param_groups()[g];
@@ -253,7 +263,10 @@ Stored store_libtorch(const std::string& name, const libtorch::Optimizer& optimi
       if (const int64_t* steps = steps_of(*found->second))
         stored.tensors.insert(entry(g, i, "step"), at::scalar_tensor(*steps, at::kFloat));
       visit_state(*found->second, [&](const char* part, const Tensor& tensor) {
-        if (tensor.defined()) stored.tensors.insert(entry(g, i, part), tensor);
+        if (!tensor.defined()) return;
+        stored.tensors.insert(entry(g, i, part), tensor);
+        if (const SplitParameter* split = split_of(group.params()[i]))
+          stored.splits.emplace(entry(g, i, part), SplitTensor{*split, split->begins, split->sizes});
       });
     }
   }
@@ -312,8 +325,11 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
       visit_state(*state, [&](const char* part, auto&& get) {
         const auto found = parts.find(part);
         if (found == parts.end()) return;
-        expect(found->second.sizes() == param.sizes(), name.c_str(), where.c_str(),
-               c10::str(entry(g, i, part), " of shape ", param.sizes()), found->second.sizes());
+        const at::IntArrayRef sizes = stored.has_parts ? param.sizes() : whole_sizes(param);
+        expect(found->second.sizes() == sizes, name.c_str(), where.c_str(),
+               c10::str(entry(g, i, part), " of shape ", sizes), found->second.sizes());
+        if (const SplitParameter* split = split_of(param); split != nullptr && !stored.has_parts)
+          found->second = found->second.reshape({-1}).narrow(0, split->begin(), param.numel());
         get = found->second.to(param.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/true);
         parts.erase(found);
       });
@@ -330,16 +346,34 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
 }  // namespace
 
 Stored detail::store(const torch::optim::Optimizer& optimizer, bool has_parts) {
-  if (const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer))
-    return store_own(*own, has_parts);
-  return store_libtorch(name_of(optimizer, "save"), optimizer);
+  const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
+  Stored stored = own != nullptr ? store_own(*own) : store_libtorch(name_of(optimizer, "save"), optimizer);
+  if (has_parts) return stored;
+  for (const auto& [name, split] : stored.splits)
+    stored.tensors[name] = gathered(stored.tensors[name], split);
+  return {std::move(stored.tensors), std::move(stored.metadata)};
+}
+
+std::optional<SplitTensor> detail::split_of_stored(const torch::optim::Optimizer& optimizer,
+                                                   const std::string& name, at::IntArrayRef sizes) {
+  size_t g = 0, i = 0;
+  int length = 0;
+  if (std::sscanf(name.c_str(), "%zu.%zu.%n", &g, &i, &length) < 2 || length == 0) return std::nullopt;
+  const auto& groups = optimizer.param_groups();
+  if (g >= groups.size() || i >= groups[g].params().size()) return std::nullopt;
+  const SplitParameter* split = split_of(groups[g].params()[i]);
+  if (split == nullptr || split->begins.empty()) return std::nullopt;
+  const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
+  static const Rule libtorch_rule{.name = "LibTorch", .op = ""};  // all of its state is elementwise
+  const Rule& rule = own != nullptr ? Access::core(*own).rule(g) : libtorch_rule;
+  return split_of_state(rule, name.substr(static_cast<size_t>(length)), sizes, *split);
 }
 
 bool detail::writes(const torch::optim::Optimizer& optimizer) {
-  const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
-  if (own == nullptr) return true;
-  if (const auto& ranks = Access::core(*own).ranks) return ranks->rank == 0;
-  for (const auto& group : own->param_groups()) {
+  if (const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer)) {
+    if (const auto& ranks = Access::core(*own).ranks) return ranks->rank == 0;
+  }
+  for (const auto& group : optimizer.param_groups()) {
     for (const Tensor& p : group.params()) {
       if (const SplitParameter* split = split_of(p)) return split->piece == 0 && !split->is_replica;
     }
@@ -353,7 +387,7 @@ void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, c
 }
 
 void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
-  Stored stored = store_own(optimizer);
+  Stored stored = store(optimizer);
   if (!writes(optimizer)) return;
   stored.metadata["format"] = kFormat;
   save_safetensors(path, stored.tensors, stored.metadata);

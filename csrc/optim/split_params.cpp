@@ -9,15 +9,35 @@
 namespace shoestring::optim {
 namespace {
 
-struct Known {
-  c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
-  SplitParameter of;
+// What is known of tensors, as long as they exist.
+template <class Value>
+class Known {
+ public:
+  void set(const at::Tensor& tensor, Value value) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(all_, [](const auto& entry) { return entry.second.first.expired(); });
+    all_.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                          std::pair(Weak(tensor.getIntrusivePtr()), std::move(value)));
+  }
+  const Value* find(const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    const auto found = all_.find(tensor.unsafeGetTensorImpl());
+    return found != all_.end() && !found->second.first.expired() ? &found->second.second : nullptr;
+  }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
+  std::mutex mutex_;
+  std::unordered_map<c10::TensorImpl*, std::pair<Weak, Value>> all_;
 };
 
-std::mutex mutex;
-std::unordered_map<c10::TensorImpl*, Known>& known() {
-  static auto* const all =
-      new std::unordered_map<c10::TensorImpl*, Known>;  // tensors may outlive static objects
+// Tensors may outlive static objects.
+Known<SplitParameter>& splits() {
+  static auto* const all = new Known<SplitParameter>;
+  return *all;
+}
+Known<at::Tensor>& parts() {
+  static auto* const all = new Known<at::Tensor>;
   return *all;
 }
 
@@ -25,13 +45,7 @@ std::unordered_map<c10::TensorImpl*, Known>& known() {
 
 int64_t SplitParameter::numel() const { return c10::multiply_integers(sizes); }
 
-void set_split(const at::Tensor& part, SplitParameter of) {
-  const std::lock_guard lock(mutex);
-  std::erase_if(known(), [](const auto& entry) { return entry.second.tensor.expired(); });
-  known().insert_or_assign(
-      part.unsafeGetTensorImpl(),
-      Known{c10::weak_intrusive_ptr<c10::TensorImpl>(part.getIntrusivePtr()), std::move(of)});
-}
+void set_split(const at::Tensor& part, SplitParameter of) { splits().set(part, std::move(of)); }
 
 void set_splits(const std::vector<at::Tensor>& parts, const std::vector<std::vector<std::string>>& groups,
                 const std::vector<int64_t>& pieces, const std::vector<std::vector<int64_t>>& sizes,
@@ -42,15 +56,18 @@ void set_splits(const std::vector<at::Tensor>& parts, const std::vector<std::vec
   }
 }
 
-const SplitParameter* split_of(const at::Tensor& tensor) {
-  const std::lock_guard lock(mutex);
-  const auto found = known().find(tensor.unsafeGetTensorImpl());
-  return found != known().end() && !found->second.tensor.expired() ? &found->second.of : nullptr;
-}
+const SplitParameter* split_of(const at::Tensor& tensor) { return splits().find(tensor); }
 
 at::IntArrayRef whole_sizes(const at::Tensor& tensor) {
   const SplitParameter* split = split_of(tensor);
   return split != nullptr ? at::IntArrayRef(split->sizes) : tensor.sizes();
+}
+
+void set_part(const at::Tensor& whole, const at::Tensor& part) { parts().set(whole, part); }
+
+at::Tensor part_of(const at::Tensor& whole) {
+  const at::Tensor* part = parts().find(whole);
+  return part != nullptr ? *part : at::Tensor();
 }
 
 }  // namespace shoestring::optim

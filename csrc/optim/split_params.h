@@ -26,6 +26,16 @@ struct SplitParameter {
   int64_t end() const { return begins[static_cast<size_t>(piece) + 1]; }
 };
 
+/// How processes split a tensor, such as a moment of a split parameter: each has a range of its elements.
+struct SplitTensor {
+  SplitParameter of;
+  std::vector<int64_t> begins;  ///< where the part of each rank begins, and the number of all elements
+  std::vector<int64_t> sizes;   ///< shape of the whole tensor
+
+  int64_t begin() const { return begins[static_cast<size_t>(of.piece)]; }
+  int64_t end() const { return begins[static_cast<size_t>(of.piece) + 1]; }
+};
+
 /// Lets the optimizers of this library treat a tensor as a part of a parameter, as long as the tensor exists.
 SHOESTRING_API void set_split(const at::Tensor& part, SplitParameter of);
 
@@ -40,5 +50,12 @@ const SplitParameter* split_of(const at::Tensor& tensor);
 
 /// Returns the shape of a tensor, or of the parameter of which it is a part.
 at::IntArrayRef whole_sizes(const at::Tensor& tensor);
+
+/// Says which part of a parameter this process has, while the parameter itself has no memory. An undefined
+/// part says that it has its memory again.
+SHOESTRING_API void set_part(const at::Tensor& whole, const at::Tensor& part);
+
+/// Returns the part of a parameter without memory, or an undefined tensor.
+at::Tensor part_of(const at::Tensor& whole);
 
 }  // namespace shoestring::optim

@@ -2,10 +2,25 @@
 
 // Optimizer state of parameters of which each process has a range of elements (SplitParameter::begins).
 
+#include <optional>
+#include <string>
+
 #include "optim/arena.h"
 #include "optim/split_params.h"
 
 namespace shoestring::optim::detail {
+
+/// Returns how processes split a tensor of the state of a split parameter, by its name and the shape that it
+/// has in one process; nothing if each process has all of it.
+std::optional<SplitTensor> split_of_state(const Rule& rule, const std::string& name, at::IntArrayRef sizes,
+                                          const SplitParameter& of);
+
+/// Returns the shapes that the tensors of the state but `step` have in one process, by name.
+std::map<std::string, std::vector<int64_t>> whole_shapes(const Rule& rule, const Kind& kind,
+                                                         const SplitParameter& split);
+
+/// Returns the whole of a tensor. All ranks of the group must call it.
+Tensor gathered(const Tensor& part, const SplitTensor& split);
 
 /// Returns the state that one process would have of the whole parameter. All ranks of the group must call it.
 /// Ranges must begin at multiples of 256 elements.

@@ -15,7 +15,9 @@
 // - checksum: of the whole content.
 
 #include <algorithm>
+#include <exception>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include <ATen/Context.h>
@@ -27,6 +29,8 @@
 
 #include "files/content_checksum.h"
 #include "files/read_file.h"
+#include "files/safetensors_writer.h"
+#include "optim/split_state.h"
 #include "optim/stored.h"
 #include "runs/generators.h"
 
@@ -40,6 +44,64 @@ using runs::each_generator;
 
 constexpr const char* kFormat = "shoestring.training";
 constexpr const char* kVersion = "1";
+
+// A tensor that is saved, or this process's part of it.
+struct Source {
+  Tensor own;
+  std::optional<optim::SplitTensor> split{};
+
+  // All processes that have parts must call it.
+  Tensor whole() const { return split ? optim::detail::gathered(own, *split) : own; }
+  files::TensorInfo info(const std::string& path, const std::string& name) const {
+    files::TensorInfo info = files::info_of("save_training", path, name, own);
+    if (split) info.shape = split->sizes;
+    return info;
+  }
+};
+using Sources = std::map<std::string, Source>;
+
+// Returns a parameter, or this process's part of it if the parameter has no memory.
+Source source_of(const Tensor& param) {
+  const Tensor part = optim::part_of(param);
+  if (!part.defined()) return {param};
+  const optim::SplitParameter& split = *optim::split_of(part);
+  return {part, optim::SplitTensor{split, split.begins, split.sizes}};
+}
+
+// Writes a file. Processes that do not write give their parts of tensors in the same order.
+void save(const std::string& path, const Sources& sources, Metadata metadata, bool writes) {
+  std::vector<std::string> names;
+  std::vector<files::TensorInfo> infos;
+  for (const auto& [name, source] : sources) {
+    if (!writes && !source.split) continue;
+    names.push_back(name);
+    infos.push_back(source.info(path, name));
+  }
+  const auto whole = [&](const std::string& name) { return sources.at(name).whole(); };
+  metadata[files::kChecksum] = files::content_checksum(metadata, names, whole);
+  if (!writes) {
+    for (const auto& info : files::sorted("save_training", path, infos)) whole(info.name);
+    return;
+  }
+  std::exception_ptr error;
+  std::optional<files::SafetensorsWriter> writer;
+  const auto guard = [&](const auto& step) {
+    if (error) return;
+    try {
+      step();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  guard([&] { writer.emplace("save_training", path, infos, metadata); });
+  for (const auto& info : files::sorted("save_training", path, infos)) {
+    if (error && !sources.at(info.name).split) continue;
+    const Tensor tensor = whole(info.name);  // also after an error, since other processes give their parts
+    guard([&] { writer->write(tensor); });
+  }
+  guard([&] { writer->commit(); });
+  if (error) std::rethrow_exception(error);
+}
 
 // Returns the tensors whose names begin with `prefix`, by the rest of their names.
 TensorDict load_all(const SafetensorsFile& file, const std::string& prefix) {
@@ -134,7 +196,15 @@ std::vector<Stored> read_optimizers(const RunFile& saved, const TrainingRun& run
     } catch (const Json::exception& error) {
       saved.expect(false, "texts that describe an optimizer", error.what());
     }
-    stored.tensors = load_all(saved.file, c10::str("optimizer.", i, "."));
+    const std::string prefix = c10::str("optimizer.", i, ".");
+    stored.has_parts = true;
+    for (const auto& entry : saved.file.entries()) {
+      if (entry.name.rfind(prefix, 0) != 0) continue;
+      const std::string name = entry.name.substr(prefix.size());
+      const auto split = optim::detail::split_of_stored(*run.optimizers[i], name, entry.shape);
+      stored.tensors.insert(name, split ? saved.file.load_range(entry.name, split->begin(), split->end())
+                                        : saved.file.load(entry.name));
+    }
   }
   return all;
 }
@@ -169,36 +239,41 @@ TensorDict training_tensors(const torch::nn::Module& module, bool frozen) {
 
 void save_training(const std::string& path, const TrainingRun& run) {
   const torch::NoGradGuard no_grad;
-  TensorDict tensors;
-  for (const auto& item : run.tensors) tensors.insert("model." + item.key(), item.value());
+  Sources sources;
+  bool writes = true;
+  for (const auto& item : run.tensors) {
+    const Source& source = sources["model." + item.key()] = source_of(item.value());
+    if (source.split) writes &= source.split->of.piece == 0 && !source.split->of.is_replica;
+  }
   Json optimizers = Json::array(), parts = Json::object();
   for (size_t i = 0; i < run.optimizers.size(); ++i) {
-    const Stored stored = optim::detail::store(*run.optimizers[i]);
-    for (const auto& item : stored.tensors)
-      tensors.insert(c10::str("optimizer.", i, ".", item.key()), item.value());
+    const Stored stored = optim::detail::store(*run.optimizers[i], /*has_parts=*/true);
+    for (const auto& item : stored.tensors) {
+      const auto split = stored.splits.find(item.key());
+      sources[c10::str("optimizer.", i, ".", item.key())] = {
+          item.value(), split != stored.splits.end() ? std::optional(split->second) : std::nullopt};
+    }
     optimizers.push_back(stored.metadata);
+    writes &= optim::detail::writes(*run.optimizers[i]);
   }
-  if (!std::all_of(run.optimizers.begin(), run.optimizers.end(),
-                   [](const auto* optimizer) { return optim::detail::writes(*optimizer); }))
-    return;
   for (const auto& [name, part] : run.parts) {
+    if (!writes) break;
     parts[name] = Json::object();
-    for (const auto& item : part.state()) tensors.insert("part." + name + "." + item.key(), item.value());
+    for (const auto& item : part.state()) sources["part." + name + "." + item.key()] = {item.value()};
   }
   each_generator([&](const std::string& name, at::Generator generator) {
     const std::lock_guard lock(generator.mutex());
-    tensors.insert(name, generator.get_state());
+    sources[name] = {generator.get_state()};
   });
-  Metadata metadata{{"format", kFormat},
-                    {"format_version", kVersion},
-                    {"step", std::to_string(run.step)},
-                    {"position", Json(run.position).dump()},
-                    {"facts", Json(run.facts).dump()},
-                    {"optimizers", optimizers.dump()},
-                    {"parts", parts.dump()}};
-  metadata[files::kChecksum] = files::content_checksum(
-      metadata, tensors.keys(), [&](const std::string& name) { return tensors[name]; });
-  save_safetensors(path, tensors, metadata);
+  save(path, sources,
+       {{"format", kFormat},
+        {"format_version", kVersion},
+        {"step", std::to_string(run.step)},
+        {"position", Json(run.position).dump()},
+        {"facts", Json(run.facts).dump()},
+        {"optimizers", optimizers.dump()},
+        {"parts", parts.dump()}},
+       writes);
 }
 
 void load_training(const std::string& path, TrainingRun& run) {
@@ -232,7 +307,15 @@ void load_training(const std::string& path, TrainingRun& run) {
     generator.set_state(state);
   });
   // The file has been read and checked as a whole, so these reads succeed unless the disk fails.
-  for (const auto& item : run.tensors) saved.file.load_into("model." + item.key(), item.value());
+  for (const auto& item : run.tensors) {
+    const std::string name = "model." + item.key();
+    const Source source = source_of(item.value());
+    if (source.split) {
+      source.own.copy_(saved.file.load_range(name, source.split->begin(), source.split->end()));
+    } else {
+      saved.file.load_into(name, item.value());
+    }
+  }
   undo.commit();
   run.step = step.get<int64_t>();
   run.position = position;

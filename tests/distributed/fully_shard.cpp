@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -387,7 +388,12 @@ void fully_shard_files(char** arguments) {
   for (const auto& layer : model->children()) sharded.add(layer->parameters());
   char format[] = "8bit", rounding[] = "nearest";
   char* options[] = {arguments[2], format, rounding, nullptr};
-  const auto made = optimizer_of(sharded.parameters(), options);
+  std::unique_ptr<torch::optim::Optimizer> made;
+  if (arguments[2] == std::string("libtorch")) {
+    made = std::make_unique<torch::optim::AdamW>(sharded.parameters(), torch::optim::AdamWOptions(1e-2));
+  } else {
+    made = optimizer_of(sharded.parameters(), options);
+  }
   auto& optimizer = *made;
   int64_t step = 0;
   const auto train = [&](int64_t until) {
@@ -407,11 +413,16 @@ void fully_shard_files(char** arguments) {
   if (how == "train") {
     train(3);
     run.step = step;
-    sharded.present([&] { shoestring::save_training(path, run); });
+    shoestring::save_training(path, run);
+    sharded.present([&] { shoestring::save_training(folder + "/present.safetensors", run); });
   } else {
-    sharded.present([&] { shoestring::load_training(path, run); }, /*changed=*/true);
+    if (all->getSize() == 2) {
+      sharded.present([&] { shoestring::load_training(path, run); }, /*changed=*/true);
+    } else {
+      shoestring::load_training(path, run);
+    }
     step = run.step;
-    sharded.present([&] { shoestring::save_training(folder + "/again.safetensors", run); });
+    shoestring::save_training(folder + "/again.safetensors", run);
   }
   train(5);
   sharded.restore();

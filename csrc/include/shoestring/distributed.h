@@ -212,8 +212,9 @@ class SHOESTRING_API FullyShard {
   /// Clips the norm over all ranks, for optimizers of LibTorch. Returns the norm before.
   at::Tensor clip_grad_norm_(double max_norm);
 
-  /// Calls `function` with whole parameters of all blocks, for example to save them. `changed`: whether the
-  /// function changes parameters, alike on all ranks. All ranks must call it.
+  /// Calls `function` with whole parameters of all blocks, for example to write them to a file.
+  /// (save_training does not need it.) `changed`: whether the function changes parameters, alike on all
+  /// ranks. All ranks must call it.
   void present(const std::function<void()>& function, bool changed = false);
 
   /// Gives all blocks whole parameters for good. The object has no blocks after that. All ranks must call it.

@@ -42,6 +42,8 @@ class SHOESTRING_API SafetensorsFile {
 
   /// Loads the tensor `name` into newly allocated CPU memory.
   at::Tensor load(const std::string& name) const;
+  /// Loads the elements [begin, end) of the tensor `name`, counted in the order of memory, as a vector.
+  at::Tensor load_range(const std::string& name, int64_t begin, int64_t end) const;
   /// Loads the tensor `name` into `out`, which must have the tensor's shape and dtype and may be on any
   /// device. Makes no second copy of the whole tensor on the CPU.
   void load_into(const std::string& name, const at::Tensor& out) const;

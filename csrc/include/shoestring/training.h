@@ -57,11 +57,16 @@ struct SHOESTRING_API TrainingRun {
 /// and of all GPUs. An existing file is replaced only after the new file is complete and on disk. Python
 /// reads the file with shoestring.load_training. Raises c10::Error if an optimizer has no state that a file
 /// can hold.
+///
+/// If processes have split parameters or the state of an optimizer (shoestring/distributed.h), all of them
+/// must call it. The first one writes the file, which is that of one process. Of what FullyShard has split, a
+/// process has one whole tensor at a time.
 SHOESTRING_API void save_training(const std::string& path, const TrainingRun& run);
 
 /// Restores a run from a file that save_training has written, in C++ or in Python, and sets run.step and
 /// run.position. Training then continues bit for bit. Raises c10::Error, and leaves everything as it was, if
-/// the file is damaged, or belongs to another model, optimizer or set of facts.
+/// the file is damaged, or belongs to another model, optimizer or set of facts. Each of several processes
+/// reads its parts; their number may be another one than before.
 SHOESTRING_API void load_training(const std::string& path, TrainingRun& run);
 
 }  // namespace shoestring

@@ -146,10 +146,12 @@ Tensor Processes::clip_grad_norm(double limit) const {
 }
 
 void Processes::save(const std::function<void()>& function) const {
-  if (splits_weights()) return impl_->sharded->present(function);
-  if (is_first() || impl_->splits_steps) function();
+  if (is_first() || impl_->splits_steps || impl_->sharded) function();
 }
 
-void Processes::load(const std::function<void()>& function) const {
-  splits_weights() ? impl_->sharded->present(function, /*changed=*/true) : function();
+void Processes::present(const std::function<void()>& function) const {
+  const auto call = [&] {
+    if (is_first()) function();
+  };
+  splits_weights() ? impl_->sharded->present(call) : call();
 }

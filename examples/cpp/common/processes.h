@@ -59,10 +59,10 @@ class Processes {
   at::Tensor clip_grad_norm(double limit) const;
 
   /// Calls a function that saves the weights and the state of optimizers, on each process that has a part of
-  /// them. Weights are whole meanwhile.
+  /// them.
   void save(const std::function<void()>& function) const;
-  /// Calls a function that loads weights and state on all processes. Weights are whole meanwhile.
-  void load(const std::function<void()>& function) const;
+  /// Calls a function on the first process, while it has whole weights.
+  void present(const std::function<void()>& function) const;
 
  private:
   struct Impl;

@@ -80,7 +80,7 @@ void train(const TrainOptions& options) {
       shoestring::training_tensors(*model), optimizers.all(), {{"scaler", optimizers.scaler()}}};
   run.facts = options.deciding;
   run.facts["data"] = file.fingerprint();
-  if (options.resume) processes.load([&] { load_checkpoint(options.out, run); });
+  if (options.resume) load_checkpoint(options.out, run);
   const int64_t start = run.step;
   const auto most = [&](int64_t number) { return std::ranges::max(processes.of_all(number)); };
   const int64_t newest = most(start);
@@ -121,9 +121,7 @@ void train(const TrainOptions& options) {
   // The checkpoint of the last step has been saved, so a later signal ends the program at once.
   signals.reset();
   const auto validation = trainer.validate();
-  processes.save([&] {
-    if (processes.is_first()) save_model(options.out, *model, config.json());
-  });
+  processes.present([&] { save_model(options.out, *model, config.json()); });
   std::string peaks;
   for (const int64_t bytes : processes.of_all(peak_memory()))
     peaks += (peaks.empty() ? "" : ", ") + std::to_string(bytes >> 20);

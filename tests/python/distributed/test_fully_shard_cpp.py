@@ -123,12 +123,24 @@ def sum_of(outputs: list[str]) -> str:
 
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "split"),
-    [("adamw", 3, 3), ("adamw", 4, 2), ("came", 3, 3), ("adafactor_mean", 4, 2)],
+    [
+        ("adamw", 3, 3),
+        ("adamw", 4, 2),
+        ("came", 3, 3),
+        ("adafactor_mean", 4, 2),
+        ("libtorch", 3, 3),
+        ("libtorch", 4, 2),
+    ],
 )
+@pytest.mark.sample(4)
 def test_files_are_those_of_one_process(optimizer: str, ranks: int, split: int, tmp_path: Path) -> None:
-    """The processes that wrote a file continue it bit for bit, and any number writes the same bytes again."""
+    """The processes that wrote a file continue it bit for bit, and any number writes the same bytes again.
+
+    The bytes are those of whole weights, which were present while they were saved.
+    """
     trained = sum_of(run(ranks, "fully_shard_files", "train", tmp_path, optimizer, split))
     saved = (tmp_path / "run.safetensors").read_bytes()
+    assert (tmp_path / "present.safetensors").read_bytes() == saved
     assert sum_of(run(ranks, "fully_shard_files", "resume", tmp_path, optimizer, split)) == trained
     for other in (1, 2, 4):
         run(other, "fully_shard_files", "resume", tmp_path, optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import PRESETS
 from shoestring.training.device import base_dtype, check_precision, find_device, parse_device, weight_dtype
 from shoestring.training.estimate import Estimate, estimate
-from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.estimate_config import EstimateConfig, RanksConfig
+from shoestring.training.estimate_ranks import Choice, RankEstimate, check_ranks, choose
 from shoestring.training.memory import parse_budget
 from shoestring.training.models import build_llama
 from shoestring.training.offloaded_weights import check_weights_place, kept_bytes
@@ -29,6 +30,8 @@ from shoestring.training.options import refuse_together
 MODEL_OPTIONS = (
     "model", "vocab_size", "rank", "quantize", "target_modules", "trust_remote_code",
 )  # fmt: skip
+
+RANK_OPTIONS = {each.name for each in fields(RanksConfig)}
 
 
 def check(config: EstimateConfig) -> None:
@@ -49,6 +52,7 @@ def check(config: EstimateConfig) -> None:
     parse_budget(config.memory_budget)
     check_weights_place(config, torch.device(config.device))
     refuse_together(conflicts(config))
+    check_ranks(config)
 
 
 def load(config: EstimateConfig) -> nn.Module:
@@ -112,16 +116,26 @@ def run(config: EstimateConfig, as_json: bool) -> None:
     device = find_device("auto") if config.device == "auto" else parse_device(config.device)
     config = replace(config, device=device.type)
     check(config)
-    found = estimate(load(config), config)
+    model = load(config)
+    if config.world is None:
+        found = estimate(model, config)
+        if as_json:
+            print(json.dumps(report(found, config), indent=1))
+        else:
+            show(found, config)
+        return
+    choice = choose(model, config)
     if as_json:
-        print(json.dumps(report(found, config), indent=1))
+        print(json.dumps(report(choice.chosen.estimate, config) | ranks_report(choice), indent=1))
     else:
-        show(found, config)
+        show_ranks(choice, config)
 
 
 def report(found: Estimate, config: EstimateConfig) -> dict[str, Any]:
     """Return the estimate and its options as JSON values, all sizes in bytes."""
     options = asdict(config)
+    if config.world is None:
+        options = {name: options[name] for name in options if name not in RANK_OPTIONS}
     model = {name: options.pop(name) for name in MODEL_OPTIONS}
     return {
         "model": model | {"target_modules": config.targets},
@@ -155,3 +169,41 @@ def show(found: Estimate, config: EstimateConfig) -> None:
     print_table(rows, texts=(0, 3))
     if config.device == "cpu":
         print("device and host are the same memory")
+
+
+def ranks_report(choice: Choice) -> dict[str, Any]:
+    """Return the strategies that were compared as JSON values, sizes in bytes and times in seconds."""
+
+    def row(each: RankEstimate) -> dict[str, Any]:
+        return {
+            "strategy": each.strategy,
+            "bytes": each.bytes,
+            "sent": each.sent,
+            "seconds": each.seconds,
+            "link_seconds": each.link_seconds,
+        }
+
+    return {
+        "chosen": choice.chosen.strategy,
+        "compared": [row(each) for each in choice.compared],
+        "reasons": choice.reasons,
+    }
+
+
+def show_ranks(choice: Choice, config: EstimateConfig) -> None:
+    """Print the memory of a rank, the bytes it sends, and the seconds of a step if they have a basis."""
+    chosen = choice.chosen
+    print(f"{chosen.strategy} over {config.world} processes; memory and traffic of one of them:")
+    show(chosen.estimate, config)
+    rows = [["", "bytes", "sent in a step", "s on the link", "s a step"]]
+    for each in choice.compared:
+        times = ["?" if time is None else f"{time:.4g}" for time in (each.link_seconds, each.seconds)]
+        rows.append([each.strategy, gigabytes(each.bytes), gigabytes(each.sent), *times])
+    print_table(rows, texts=(0,))
+    for reason in choice.reasons:
+        print(reason)
+    if config.link is not None:
+        print(
+            "Times are formulas of --link and --step-seconds, without the work of codecs and the few numbers that processes "
+            "compare."
+        )

@@ -126,7 +126,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     if config.accumulate > 1 and config.step_in_backward:
         sums = sum(sum(arena.blocks) for arena in arenas) * 256 * 4
         found.add("host" if on_host else "device", "sums of gradients", sums, "fp32, over micro-batches")
-    _activations(found, model, config)
+    add_activations(found, model, config)
     if away:
         offloaded_weights(found, blocks, tables, config)
     return found
@@ -194,7 +194,9 @@ def _offloaded(
         found.traffic |= {"host to device": moved, "device to host": moved}
 
 
-def _activations(found: Estimate, model: nn.Module, config: EstimateConfig) -> None:
+def add_activations(found: Estimate, model: nn.Module, config: EstimateConfig) -> None:
+    """Add what a forward saves for backward, and the workspace of the loss."""
+
     def formula(gradient_checkpointing: bool) -> formulas.Activations | None:
         return formulas.activations(
             model, config.batch_size * config.seq_len, baseline=False, gradient_checkpointing=gradient_checkpointing,

@@ -9,6 +9,7 @@ import typer
 
 from shoestring.training.config import QUANTIZE, StepConfig, WeightsConfig
 from shoestring.training.options import (
+    COUNT,
     RANK,
     BatchSize,
     SeqLen,
@@ -18,9 +19,72 @@ from shoestring.training.options import (
     within,
 )
 
+STRATEGIES = ("auto", "ddp", "zero1", "zero2", "zero3", "hsdp", "diloco", "localsgd")
+
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(StepConfig, WeightsConfig):
+class RanksConfig:
+    """Options of several processes: how they share a training, and what connects them."""
+
+    world: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes. Then all sizes are those of one of them, which has its part of the --accumulate "
+            "micro-batches of a step.",
+            callback=within(1, 1 << 16),
+        ),
+    ] = None
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="auto (compare the others but diloco and localsgd), ddp, zero1, zero2, zero3, hsdp, diloco or localsgd: "
+            "how the --world processes share the training.",
+            callback=one_of(*STRATEGIES),
+        ),
+    ] = "auto"
+    compress: Annotated[
+        str,
+        typer.Option(
+            help="none, 8bit, 4bit or 1bit: of the gradients that processes send.",
+            callback=one_of("none", "8bit", "4bit", "1bit"),
+        ),
+    ] = "none"
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps from one average of weights to the next; by default 500 of diloco, 8 of localsgd.",
+            callback=within(1, COUNT),
+        ),
+    ] = None
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="REPLICASxSHARDS of hsdp, such as 2x4: machines, and processes of each."),
+    ] = None
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Bandwidth and latency of each process's link, such as 100Mbit,30ms or 25GB/s,5us. Without it, no time "
+            "is estimated."
+        ),
+    ] = None
+    inner_link: Annotated[
+        str | None, typer.Option(help="The link of the processes of a machine, for hsdp; by default --link.")
+    ] = None
+    step_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Measured seconds of forward, backward and optimizer of one process in a step, with --link.",
+            callback=within(0, 1e6, "above 0", without=0),
+        ),
+    ] = None
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of each process's device, such as 24GB, which auto must not exceed."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
     """The model and the training options that decide the memory of a step.
 
     Without ``rank``, all parameters that require gradients are trained.

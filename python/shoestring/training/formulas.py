@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.low_rank import LowRankOptimizer
+from shoestring.optim.muon import Muon
 from shoestring.optim.state_layout import Kind, Part, blocks
 
 
@@ -82,6 +83,9 @@ class StateArena:
     parts: list[Part]
     blocks: list[int]  # number of blocks of 256 elements, for each parameter
     splits: bool  # whether the optimizer's C++ operator can step a part of a parameter
+    params: list[Tensor]
+    costs: list[float]  # the work of each parameter's step, by which processes share whole parameters
+    extras: list[int]  # bytes of each parameter's state outside of the arena, without the step count
 
     @property
     def per_block(self) -> int:
@@ -107,8 +111,21 @@ class State:
         return total(*(arena.bytes() for arena in self.arenas), self.rest)
 
 
-def optimizer_state(optimizer: LowMemoryOptimizer | LowRankOptimizer) -> State:
-    """Return the sizes of the state that an optimizer will hold; the state need not be allocated yet."""
+def _cost(param: Tensor, optimizer: LowMemoryOptimizer) -> float:
+    """Return the work of a parameter's step, as csrc/optim/arena.cpp does."""
+    if not isinstance(optimizer, Muon):
+        return float(param.numel())
+    least = min(param.shape)
+    return least * (2.0 * param.numel() + least * least)
+
+
+def optimizer_state(
+    optimizer: LowMemoryOptimizer | LowRankOptimizer, numel: Callable[[Tensor], int] = Tensor.numel
+) -> State:
+    """Return the sizes of the state that an optimizer will hold; the state need not be allocated yet.
+
+    ``numel`` returns the number of a parameter's elements that this process steps.
+    """
     if isinstance(optimizer, LowRankOptimizer):
         return _low_rank_state(optimizer)
     arenas: list[StateArena] = []
@@ -122,8 +139,10 @@ def optimizer_state(optimizer: LowMemoryOptimizer | LowRankOptimizer) -> State:
                 rest += [{name: 4 * math.prod(shape)} for name, shape in optimizer._extra(p, group).items()]
         for params in members.values():
             found = optimizer._parts(params[0], group)
-            sizes = [blocks(p.numel()) for p in params]
-            arenas.append(StateArena(found, sizes, optimizer._splits))
+            sizes = [blocks(numel(p)) for p in params]
+            costs = [_cost(p, optimizer) for p in params]
+            extras = [4 * sum(map(math.prod, optimizer._extra(p, group).values())) for p in params]
+            arenas.append(StateArena(found, sizes, optimizer._splits, params, costs, extras))
     return State(arenas, total(*rest))
 
 

@@ -121,8 +121,8 @@ def import_models() -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401
 
 
-def parse_budget(text: str | None) -> int | None:
-    """Return the value of --memory-budget in bytes, or None if there is no budget.
+def parse_budget(text: str | None, option: str = "memory-budget") -> int | None:
+    """Return the value of an option such as --memory-budget in bytes, or None if there is no budget.
 
     Raises:
         InputError: ``text`` is not a size.
@@ -130,4 +130,4 @@ def parse_budget(text: str | None) -> int | None:
     try:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
-        raise InputError(f"--memory-budget: {error}") from None
+        raise InputError(f"--{option}: {error}") from None

@@ -1,0 +1,371 @@
+"""Estimate the memory, the traffic and the time of a training step in several processes, without starting any."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from shoestring.core.errors import InputError
+from shoestring.distributed.compress import BITS
+from shoestring.distributed.links import Collective, Link
+from shoestring.distributed.step_program import Program, sent_bytes
+from shoestring.training import formulas, memory, rank_program
+from shoestring.training.estimate import Estimate, add_activations
+from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.optimizers import Own, build, decayed, described
+from shoestring.training.options import refuse_together
+from shoestring.training.processes import conflicts
+from shoestring.training.rank_layout import (
+    Range,
+    ddp_buckets,
+    shard_bytes,
+    shard_elements,
+    split_arena,
+    trained_of,
+    units,
+)
+from shoestring.training.rank_program import Setting
+
+ORDER = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+MESH = "REPLICASxSHARDS, such as 2x4"
+
+
+@dataclass
+class RankEstimate:
+    """The rank that has the most, in a training step of several processes.
+
+    Attributes:
+        strategy: "ddp", "zero1", "zero2", "zero3", "hsdp", "diloco" or "localsgd".
+        estimate: the memory of the rank; its traffic has the bytes that a rank sends in a step, on average.
+        collectives: the collectives of a step; of "diloco" and "localsgd", those of an average.
+        seconds: the seconds of a step; None without a link and the seconds that a rank computes.
+        link_seconds: the seconds of a step in which nothing is computed; None without a link.
+    """
+
+    strategy: str
+    estimate: Estimate
+    collectives: list[Collective]
+    seconds: float | None = None
+    link_seconds: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory of the rank's device, as far as they are known."""
+        return self.estimate.totals()["device"]
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends in a step, on average over the ranks and steps."""
+        return sum(self.estimate.traffic.values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The strategies that were compared, and the one that was chosen.
+
+    Attributes:
+        chosen: the chosen one.
+        compared: all of them that can train the model with these options.
+        reasons: why, in sentences.
+    """
+
+    chosen: RankEstimate
+    compared: list[RankEstimate]
+    reasons: list[str]
+
+
+def check_ranks(config: EstimateConfig) -> None:
+    """Raise InputError for the first option of several processes that does not fit the others."""
+    if config.world is None:
+        given = {
+            "link": config.link, "inner-link": config.inner_link, "mesh": config.mesh, "memory": config.memory,
+            "step-seconds": config.step_seconds, "every": config.every,
+            "parallel": None if config.parallel == "auto" else config.parallel,
+            "compress": None if config.compress == "none" else config.compress,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(f"--{name} {value}: expected --world as well, received none")
+        return
+    name = f"--parallel {config.parallel}"
+    averages = config.parallel in ("diloco", "localsgd")
+    if not averages and config.accumulate > 1 and config.accumulate % config.world:
+        raise InputError(
+            f"--accumulate: expected a multiple of the {config.world} processes, which share the micro-batches of a "
+            f"step, got {config.accumulate}"
+        )
+    refused = {
+        f"--offload {config.offload}": config.place is not None,
+        f"--offload-weights {config.offload_weights}": config.weights_place is not None,
+        "--step-in-backward": config.step_in_backward,
+    }
+    refuse_together((f"--world {config.world}", option) for option, given in refused.items() if given)
+    refused = {
+        f"--mesh {config.mesh}": config.parallel not in ("auto", "hsdp") and config.mesh is not None,
+        f"--every {config.every}": not averages and config.every is not None,
+        f"--inner-link {config.inner_link}": config.parallel not in ("auto", "hsdp")
+        and config.inner_link is not None,
+    }
+    refuse_together((name, option) for option, given in refused.items() if given)
+    if config.parallel == "hsdp" and config.mesh is None:
+        raise InputError(f"{name}: expected --mesh {MESH} as well, received none")
+    if config.step_seconds is not None and config.link is None:
+        raise InputError("--step-seconds: expected --link as well, received none")
+    if config.inner_link is not None and (config.link is None or config.mesh is None):
+        raise InputError("--inner-link: expected --link and --mesh as well, received one of them or none")
+    _mesh(config)
+    _link(config.link, "link")
+    _link(config.inner_link, "inner-link")
+    memory.parse_budget(config.memory, "memory")
+    if config.parallel != "auto":
+        refuse_together(_conflicts(config))
+
+
+def _conflicts(config: EstimateConfig) -> Iterator[tuple[str, str]]:
+    """Yield pairs of ``--parallel`` and options that it cannot have."""
+    if config.parallel == "hsdp" and config.compress != "none":
+        yield "--parallel hsdp", f"--compress {config.compress}"
+    if config.parallel not in ("diloco", "localsgd"):
+        yield from conflicts(config)
+        return
+    # These keep a second copy of the weights.
+    if config.optimizer == "schedule-free-adamw":
+        yield f"--parallel {config.parallel}", f"--optimizer {config.optimizer}"
+    if config.weights == "bf16-remainder":
+        yield f"--parallel {config.parallel}", f"--weights {config.weights}"
+
+
+def _mesh(config: EstimateConfig) -> tuple[int, int] | None:
+    """Return the numbers of replicas and of shards, or None without ``--mesh``."""
+    if config.mesh is None:
+        return None
+    parts = config.mesh.split("x")
+    if len(parts) != 2 or not all(re.fullmatch("[1-9][0-9]{0,8}", part) for part in parts):
+        raise InputError(f"--mesh: expected {MESH}, got {config.mesh}")
+    replicas, shards = map(int, parts)
+    if replicas * shards != config.world:
+        raise InputError(
+            f"--mesh: expected a product of {config.world}, the number of processes, got {config.mesh}"
+        )
+    return replicas, shards
+
+
+def _link(text: str | None, name: str) -> Link | None:
+    try:
+        return None if text is None else Link.parse(text)
+    except ValueError as error:
+        raise InputError(f"--{name}: {error}") from None
+
+
+def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
+    """Estimate a step of ``--parallel`` in ``--world`` processes; the model may be on the meta device.
+
+    The collectives of "ddp" and "zero1" assume that gradients come in the reverse order of the parameters.
+
+    Raises:
+        InputError: the model or the options do not fit the strategy.
+    """
+    assert config.world is not None
+    strategy, mesh = config.parallel, _mesh(config)
+    setting = Setting(
+        config.world,
+        micro=max(1, config.accumulate // config.world),
+        bits=BITS.get(config.compress),
+        forward=1 / 4 if config.activations == "recompute" else 1 / 3,
+        gloo=config.device == "cpu",
+        replicas=mesh[0] if mesh is not None and strategy == "hsdp" else 1,
+    )
+    params = formulas.trained(model)
+    found = Estimate(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in params))
+    ranks = RankEstimate(strategy, found, [])
+    average: Program | None = None
+    if strategy in ("zero3", "hsdp"):
+        program = _sharded(found, model, config, setting)
+    elif strategy in ("zero1", "zero2"):
+        program = _split(found, model, config, setting)
+    else:
+        found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
+        found.add("device", "gradients", formulas.tensor_bytes(params), "")
+        _state(found, [formulas.optimizer_state(o).bytes() for o in _optimizers(model, config)])
+        if strategy == "ddp":
+            program = rank_program.replicated(model, setting)
+            _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting)
+        else:
+            program, average = rank_program.alone(model, setting, config.every or EVERY[strategy])
+            averaged = rank_program.averaged_buckets(params)
+            kept = 8 if strategy == "diloco" else 4
+            found.add(
+                "device", "averaged weights", kept * sum(averaged), "fp32, and the outer momentum of diloco"
+            )
+            _residuals(found, averaged, setting)
+    gradients = next((item.bytes or 0 for item in found.memory["device"] if item.name == "gradients"), 0)
+    peak = max(program.peak(), 0 if average is None else average.peak())
+    found.add("device", "units and buckets", max(0, peak - gradients), NOTES[strategy])
+    add_activations(found, model, config)
+    every = 1 if average is None else config.every or EVERY[strategy]
+    ranks.collectives = (program if average is None else average).collectives
+    for what, size in sent_bytes(ranks.collectives, setting.gloo).items():
+        found.move(f"sent: {what}", math.ceil(size / every))
+    link, inner = _link(config.link, "link"), _link(config.inner_link, "inner-link")
+    if link is not None:
+
+        def seconds(step: float) -> float:
+            more = 0.0 if average is None else average.seconds(0.0, link, inner, setting.gloo) / every
+            return program.seconds(step, link, inner, setting.gloo) + more
+
+        ranks.link_seconds = seconds(0.0)
+        ranks.seconds = None if config.step_seconds is None else seconds(config.step_seconds)
+    return ranks
+
+
+EVERY = {"diloco": 500, "localsgd": 8}
+NOTES = {
+    "ddp": "a gradient, until it is in its bucket, codes, and sums of micro-batches",
+    "zero1": "a gradient, until it is in its bucket, or weights on the way",
+    "zero2": "buckets that are filled or sent, sums of micro-batches, or weights on the way",
+    "zero3": "gathered weights and whole gradients",
+    "hsdp": "gathered weights and whole gradients",
+    "diloco": "differences on the way",
+    "localsgd": "differences on the way",
+}
+
+
+def _optimizers(model: nn.Module, config: EstimateConfig) -> list[Own]:
+    """Build the optimizers of a run: matrices, which have weight decay, are in groups of their own."""
+    return [build(kind, decayed(groups, 0.0), own, config) for kind, groups, own in described(model, config)]
+
+
+def _state(found: Estimate, states: list[dict[str, int]]) -> None:
+    for name, size in formulas.total(*states).items():
+        found.add("device", f"state: {name}", size, "")
+
+
+def _residuals(found: Estimate, buckets: list[int], setting: Setting) -> None:
+    """Add what codes leave out: of the gradients, and of the means of the rank's part of each bucket."""
+    if setting.bits is None or setting.ranks == 1:
+        return
+    means = [rank_program.part_elements(elements, setting.ranks, setting.bits) for elements in buckets]
+    size = 4 * (sum(buckets) + sum(means))
+    found.add("device", "residuals", size, "what the codes of compressed numbers have left out, fp32")
+
+
+def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting: Setting) -> Program:
+    shards = setting.shards
+    for name, p in model.named_parameters():
+        if p.ndim == 0:
+            raise InputError(
+                f"--parallel {config.parallel}: expected parameters with rows, received {name} without a dimension"
+            )
+    weights = sum(shard_bytes(p, shards) for p in model.parameters())
+    buffers = sum(b.nbytes for b in model.buffers())
+    found.add("device", "weights", weights + buffers, "rows of parameters, with padding, and buffers")
+    every = units(model, shards)
+    found.add("device", "gradients", sum(unit.gradients for unit in every) // shards, "of these rows")
+    optimizers = _optimizers(model, config)
+
+    def rows(p: Tensor) -> int:
+        return shard_elements(p, shards)
+
+    states = [formulas.optimizer_state(optimizer, rows) for optimizer in optimizers]
+    if any(sum(arena.extras) for state in states for arena in state.arenas):
+        found.add("device", "state: factors", None, "not known for rows of parameters")
+        _state(found, [arena.bytes() for state in states for arena in state.arenas])
+    else:
+        _state(found, [state.bytes() for state in states])
+    if setting.bits is not None and setting.ranks > 1:
+        elements = [shards * sum(rows(p) for p in trained_of(unit.params)) for unit in every]
+        found.add("device", "residuals", 4 * sum(elements), "what the codes of gradients have left out, fp32")
+    return rank_program.sharded(model, setting)
+
+
+def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: Setting) -> Program:
+    """Add the memory of the rank that has the most gradients and state."""
+    found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
+    whole = formulas.tensor_bytes(formulas.trained(model))
+    optimizers = _optimizers(model, config)
+    states = [formulas.optimizer_state(o) for o in optimizers]
+    arenas = [arena for state in states for arena in state.arenas]
+    ranges: list[list[Range]] = [[] for _ in range(setting.ranks)]
+    state: list[dict[str, int]] = [{} for _ in range(setting.ranks)]
+    for arena in arenas:
+        counts, own = split_arena(arena, setting.ranks, setting.gloo)
+        extras = {id(p): size for p, size in zip(arena.params, arena.extras, strict=True)}
+        for rank in range(setting.ranks):
+            ranges[rank] += own[rank]
+            factors = sum(extras[id(piece.param)] for piece in own[rank])
+            state[rank] = formulas.total(state[rank], arena.bytes(counts[rank]), {"factors": factors})
+    step = {"step": 4 * sum(len(arena.params) for arena in arenas)}
+    splits = config.parallel == "zero2"
+    gradients = [sum(piece.bytes for piece in own) if splits else whole for own in ranges]
+    rank = max(range(setting.ranks), key=lambda r: gradients[r] + sum(state[r].values()))
+    found.add("device", "gradients", gradients[rank], "of the elements that the rank steps" if splits else "")
+    _state(found, [state[rank], step])
+    if not splits:
+        _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting)
+        return rank_program.split_steps(model, setting, ranges)
+    params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    if setting.bits is not None and setting.ranks > 1:
+        size = 4 * sum(p.numel() for p in params)
+        found.add("device", "residuals", size, "what the codes of gradients have left out, fp32")
+    return rank_program.split_gradients(model, setting, params, ranges, rank)
+
+
+def choose(model: nn.Module, config: EstimateConfig) -> Choice:
+    """Estimate ``--parallel``, or compare the strategies and choose the fastest that fits ``--memory``.
+
+    Without ``--link``, the one that sends the fewest bytes is chosen. "hsdp" takes part with ``--mesh``. The training is
+    the same with all; so "diloco" and "localsgd" take no part.
+
+    Raises:
+        InputError: no strategy can train with these options, or the model does not fit the strategy.
+    """
+    compared, reasons = [], []
+    for strategy in ORDER if config.parallel == "auto" else (config.parallel,):
+        if strategy == "hsdp" and config.mesh is None:
+            continue
+        own = replace(config, parallel=strategy)
+        excluded = next(_conflicts(own), None)
+        if excluded is not None:
+            reasons.append(f"{strategy} cannot have {excluded[1]}.")
+            continue
+        compared.append(estimate_rank(model, own))
+    if not compared:
+        raise InputError(f"--parallel auto: expected options that a strategy can have; {' '.join(reasons)}")
+    budget = memory.parse_budget(config.memory, "memory")
+    fitting = [each for each in compared if budget is None or each.bytes <= budget]
+    for each in compared:
+        if each not in fitting:
+            reasons.append(
+                f"{each.strategy} needs {each.bytes:,} bytes, more than the {budget:,} of --memory."
+            )
+    if not fitting:
+        least = min(compared, key=lambda each: each.bytes)
+        reasons.append(f"No strategy fits; {least.strategy} needs the least.")
+        return Choice(least, compared, reasons)
+    fits = "" if budget is None else " of those that fit"
+    if config.parallel != "auto":
+        if budget is not None:
+            reasons.append(
+                f"{config.parallel} needs {fitting[0].bytes:,} of the {budget:,} bytes of --memory."
+            )
+        return Choice(fitting[0], compared, reasons)
+
+    def key(each: RankEstimate) -> tuple[float, float]:
+        seconds = each.link_seconds if each.seconds is None else each.seconds
+        return (each.sent if seconds is None else seconds, each.bytes)
+
+    chosen = min(fitting, key=key)
+    if config.link is None:
+        reasons.append(f"{chosen.strategy} sends the fewest bytes{fits}; without --link, no time is known.")
+    elif config.step_seconds is None:
+        reasons.append(
+            f"{chosen.strategy} sends for the shortest time{fits}, {chosen.link_seconds:.3g} s; without --step-seconds, the "
+            "time of a step is not known."
+        )
+    else:
+        reasons.append(f"{chosen.strategy} has the fastest step{fits}, {chosen.seconds:.3g} s.")
+    return Choice(chosen, compared, reasons)

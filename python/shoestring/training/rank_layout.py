@@ -1,0 +1,207 @@
+"""How processes divide a model: units of blocks, buckets of gradients, and parts of the optimizer's state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoestring.checkpoint.blocks import find_blocks
+from shoestring.distributed.groups import plain_tensors
+from shoestring.quantization.quantize_8bit import STATE_BLOCK
+from shoestring.training.formulas import StateArena, trained
+
+# Bytes of the buckets of DistributedDataParallel after its first step.
+DDP_BUCKETS = [1 << 20, 25 << 20]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [begin, end) of a parameter that one rank steps."""
+
+    param: Tensor
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements."""
+        return (self.end - self.begin) * self.param.element_size()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are sent together.
+
+    Attributes:
+        params: the parameters, or the parameters of which it has a range, in the order of their gradients.
+        elements: the number of elements.
+        bytes: their bytes.
+        owner: the rank that receives them; None if all do.
+    """
+
+    params: tuple[Tensor, ...]
+    elements: int
+    bytes: int
+    owner: int | None = None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that ``fully_shard`` gathers together: those of a block, or those outside of all blocks."""
+
+    params: tuple[Tensor, ...]
+    ranks: int
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the gathered weights, with padded rows."""
+        return self.ranks * sum(shard_bytes(p, self.ranks) for p in self.params)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of the trained parameters' gradients, with padded rows."""
+        return sum(
+            shard_elements(p, self.ranks) * self.ranks * p.element_size() for p in trained_of(self.params)
+        )
+
+
+def trained_of(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters that require gradients."""
+    return [p for p in params if p.requires_grad]
+
+
+def shard_elements(param: Tensor, ranks: int) -> int:
+    """Return the elements that the first of ``ranks`` ranks has: ``fully_shard`` splits dimension 0 by whole rows."""
+    rows = param.shape[0]
+    return param.numel() // rows * math.ceil(rows / ranks) if rows else 0
+
+
+def shard_bytes(param: Tensor, ranks: int) -> int:
+    """Return the bytes of the first rank's rows, also of a quantised tensor."""
+    whole = sum(t.nbytes for _, t in plain_tensors("", param))
+    return round(whole * shard_elements(param, ranks) / param.numel()) if param.numel() else 0
+
+
+def units(model: nn.Module, ranks: int) -> list[Unit]:
+    """Return the units of ``shoestring.parallelize``: each block in the order of forward, and the rest at the end."""
+    try:
+        blocks = list(find_blocks(model, None).values())
+    except ValueError:  # no list of blocks
+        blocks = []
+    seen: set[int] = set()
+    found = []
+    for module in [*blocks, model]:
+        own = [p for p in module.parameters() if id(p) not in seen]
+        seen |= {id(p) for p in own}
+        found.append(Unit(tuple(own), ranks))
+    return found
+
+
+def ddp_buckets(model: nn.Module) -> list[Bucket]:
+    """Return the buckets of DistributedDataParallel if gradients come in the reverse order of the parameters."""
+    params: list[Tensor] = [*reversed(trained(model))]
+    if not params:
+        return []
+    indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
+        params, DDP_BUCKETS, [False] * len(params), list(range(len(params)))
+    )
+    return [_bucket([params[i] for i in own]) for own in indices]
+
+
+def _bucket(params: list[Tensor]) -> Bucket:
+    return Bucket(tuple(params), sum(p.numel() for p in params), sum(p.nbytes for p in params))
+
+
+def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
+    """Return the rank of each parameter: largest first, each to the rank with the least work so far."""
+    work, owners = [0.0] * ranks, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = work.index(min(work))
+        work[owners[i]] += costs[i]
+    return owners
+
+
+def split_arena(arena: StateArena, ranks: int, on_cpu: bool) -> tuple[list[int], list[list[Range]]]:
+    """Return each rank's blocks of state of an arena, and the ranges of parameters that it steps.
+
+    As csrc/optim/arena.cpp, it splits whole blocks of 256 elements evenly on the CPU. On other devices, and for
+    optimizers that step whole parameters, it splits parameters.
+    """
+    counts: list[int] = [0] * ranks
+    ranges: list[list[Range]] = [[] for _ in range(ranks)]
+    if not (arena.splits and on_cpu):
+        for p, size, owner in zip(arena.params, arena.blocks, owners_of(arena.costs, ranks), strict=True):
+            counts[owner] += size
+            if p.numel():
+                ranges[owner].append(Range(p, 0, p.numel()))
+        return counts, ranges
+    total = sum(arena.blocks)
+    each = math.ceil(total / ranks)
+    first = 0
+    for p, size in zip(arena.params, arena.blocks, strict=True):
+        for rank in range(first // each, math.ceil((first + size) / each)) if size else ():
+            begin = max(rank * each - first, 0) * STATE_BLOCK
+            end = min(((rank + 1) * each - first) * STATE_BLOCK, p.numel())
+            if begin < end:
+                ranges[rank].append(Range(p, begin, end))
+        first += size
+    return [max(0, min(each, total - rank * each)) for rank in range(ranks)], ranges
+
+
+def owned_buckets(params: Sequence[Tensor], ranges: list[list[Range]], bucket_bytes: int) -> list[Bucket]:
+    """Return the buckets of ZeRO-2 in the order in which they are sent, as csrc/distributed/split_gradients.cpp makes them.
+
+    Args:
+        params: the trained parameters in the order of the optimizer.
+        ranges: what each rank steps.
+    """
+    pieces: dict[int, list[tuple[int, Range]]] = {}
+    for rank, own in enumerate(ranges):
+        for piece in own:
+            pieces.setdefault(id(piece.param), []).append((rank, piece))
+    open_bucket: dict[tuple[int, torch.dtype], int] = {}
+    found: list[tuple[int, list[Tensor], int]] = []  # owner, parameters, elements
+    for p in reversed(params):
+        for owner, piece in pieces.get(id(p), []):
+            key, elements = (owner, p.dtype), piece.end - piece.begin
+            index = open_bucket.get(key)
+            if index is None or (found[index][2] + elements) * p.element_size() > bucket_bytes:
+                index = open_bucket[key] = len(found)
+                found.append((owner, [], 0))
+            owner, own_params, count = found[index]
+            found[index] = (owner, [*own_params, p], count + elements)
+    order = {id(p): number for number, p in enumerate(params)}
+    found.sort(key=lambda bucket: -order[id(bucket[1][-1])])  # the sort is stable, as that of the C++ code
+    return [
+        Bucket(tuple(own), elements, elements * own[0].element_size(), owner)
+        for owner, own, elements in found
+    ]
+
+
+def tables(model: nn.Module) -> list[Tensor]:
+    """Return the weights of embeddings."""
+    return [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+
+
+def heads(model: nn.Module) -> list[Tensor]:
+    """Return the weights of linear layers, of which that of the output layer may be an embedding's, too."""
+    return [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def compute_shares(model: nn.Module) -> dict[int, float]:
+    """Return the share of each parameter, by its id, in the computation of forward and of backward.
+
+    Matrices take time in proportion to their elements. Embeddings whose weight no other layer has, and vectors, take
+    none.
+    """
+    alone = {id(p) for p in tables(model)} - {id(p) for p in heads(model)}
+    found = {
+        id(p): float(p.numel()) if p.ndim >= 2 and id(p) not in alone else 0.0 for p in model.parameters()
+    }
+    total = sum(found.values())
+    return {key: value / total if total else 1 / len(found) for key, value in found.items()}

@@ -1,0 +1,477 @@
+"""What a rank computes, sends and holds in a training step, for each strategy of ``shoestring.parallelize``."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shoestring.distributed.diloco import BUCKET
+from shoestring.distributed.links import Collective
+from shoestring.distributed.shard import BUCKET_BYTES
+from shoestring.distributed.step_program import Program
+from shoestring.quantization.compress_gradient import compressed_gradient_bytes
+from shoestring.training.formulas import tensor_bytes, trained
+from shoestring.training.rank_layout import (
+    Bucket,
+    Range,
+    Unit,
+    compute_shares,
+    ddp_buckets,
+    heads,
+    owned_buckets,
+    shard_elements,
+    tables,
+    trained_of,
+    units,
+)
+
+CHUNK = 4 << 20  # bytes that each rank sends at a time after a split step, as in csrc/distributed/shard.cpp
+UNDER_WAY = 4  # buckets of ZeRO-2 that are sent at the same time
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the programs of all strategies depend on.
+
+    Attributes:
+        ranks: the number of processes.
+        micro: micro-batches of a rank in a step.
+        bits: the bits of an element of compressed gradients, or None.
+        forward: the share of forward in the computation; backward is the rest.
+        gloo: whether the ranks are CPU processes that Gloo connects.
+        replicas: for HSDP, the number of machines, between which gradients are averaged.
+    """
+
+    ranks: int
+    micro: int = 1
+    bits: int | None = None
+    forward: float = 1 / 3
+    gloo: bool = True
+    replicas: int = 1
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that split weights."""
+        return self.ranks // self.replicas
+
+
+class Backward:
+    """The backward of a micro-batch, which computes the gradients one after the other.
+
+    The gradient of a head that is also the embedding is held from the start, and complete at the end.
+
+    Attributes:
+        params: the parameters in the order of their gradients.
+    """
+
+    def __init__(self, program: Program, model: nn.Module, setting: Setting) -> None:
+        self._program, self.params = program, list(model.parameters())[::-1]
+        self._shares = compute_shares(model)
+        self._part = (1 - setting.forward) / setting.micro
+        tied = {id(p) for p in tables(model)} & {id(p) for p in heads(model)}
+        self._tied = {id(p) for p in self.params if id(p) in tied and p.requires_grad}
+        for p in self.params:
+            program.hold(p.nbytes if id(p) in self._tied else 0)
+
+    def compute(self, param: Tensor) -> None:
+        """Compute the gradient of a parameter, and hold it."""
+        self._program.compute(self._part * self._shares[id(param)])
+        if param.requires_grad:
+            self._program.hold(param.nbytes)
+        if id(param) in self._tied:  # the two gradients are added up
+            self._program.hold(-param.nbytes)
+
+
+def micro_batches(program: Program, model: nn.Module, setting: Setting, sums: int = 0) -> None:
+    """Add the micro-batches before the last one.
+
+    Gradients are added up where the first ones are, or in ``sums`` bytes, which stay from step to step.
+    """
+    program.hold(sums if setting.micro > 1 else 0)
+    for number in range(setting.micro - 1):
+        program.compute(setting.forward / setting.micro)
+        gradients = Backward(program, model, setting)
+        for p in gradients.params:
+            gradients.compute(p)
+            if p.requires_grad and (sums or number > 0):
+                program.hold(-p.nbytes)
+
+
+def replicated(model: nn.Module, setting: Setting) -> Program:
+    """Return the program of "ddp": buckets are averaged while backward computes the others."""
+    program = Program()
+    program.hold(tensor_bytes(trained(model)))  # gradients are views of the buckets, which stay
+    micro_batches(program, model, setting)
+    program.compute(setting.forward / setting.micro)
+    buckets = ddp_buckets(model)
+    sender = _Buckets(program, setting)
+    missing = [{id(p) for p in bucket.params} for bucket in buckets]
+    sent = 0
+    gradients = Backward(program, model, setting)
+    for p in gradients.params:
+        gradients.compute(p)
+        if not p.requires_grad:
+            continue
+        # The gradient is copied to its bucket, with the sum of other micro-batches.
+        program.hold(-p.nbytes * (2 if setting.micro > 1 else 1))
+        for ids in missing:
+            ids.discard(id(p))
+        while sent < len(buckets) and not missing[sent]:
+            sender.send(buckets[sent].elements, buckets[sent].bytes, sent == len(buckets) - 1)
+            sent += 1
+    sender.finish()
+    return program
+
+
+class _Buckets:
+    """Averages buckets over all ranks: by all-reduce, or compressed in two hops as csrc/distributed/compressor.cpp."""
+
+    def __init__(self, program: Program, setting: Setting, what: str = "gradients") -> None:
+        self._program, self._setting, self._what = program, setting, what
+        self._works: list[int] = []
+        self._flights: deque[tuple[int, int, bool]] = deque()  # collective, bytes of codes, whether of means
+        self._means: deque[int] = deque()  # bytes of the means that the rank computes, of each bucket
+
+    def send(self, elements: int, size: int, is_last: bool) -> None:
+        """Begin to average a bucket."""
+        program, ranks = self._program, self._setting.ranks
+        if self._setting.bits is None:
+            self._works.append(program.send(Collective("all-reduce", size, ranks, self._what)))
+            return
+        codes = ranks * part_bytes(elements, ranks, self._setting.bits)
+        program.hold(2 * codes)
+        work = program.send(Collective("all-to-all", codes, ranks, self._what))
+        self._flights.append((work, codes, False))
+        self._means.append(4 * part_elements(elements, ranks, self._setting.bits))
+        for i in range(len(self._flights) - (0 if is_last else 1)):
+            number, size, is_second = self._flights[i]
+            if not is_second:
+                program.wait(number)
+                means = self._means.popleft()
+                program.hold(means)
+                number = program.send(Collective("all-gather", size, ranks, self._what))
+                program.hold(-means)
+                self._flights[i] = (number, size, True)
+        while len(self._flights) > (0 if is_last else 2):
+            number, size, _ = self._flights.popleft()
+            program.wait(number)
+            program.hold(-2 * size)
+
+    def wait_for_first(self) -> None:
+        """Wait for the first of the plain buckets that are under way."""
+        self._program.wait(self._works.pop(0))
+
+    def finish(self) -> None:
+        """Wait for all buckets."""
+        self._program.wait(*self._works)
+
+
+def part_elements(elements: int, ranks: int, bits: int) -> int:
+    """Return the elements of the first of ``ranks`` parts of a bucket, which are whole records."""
+    records = part_bytes(elements, ranks, bits) // compressed_gradient_bytes(1, bits=bits)
+    return min(elements, records * (128 if bits == 4 else 256))
+
+
+def part_bytes(elements: int, ranks: int, bits: int) -> int:
+    """Return the bytes of the codes of one of ``ranks`` equal parts of a bucket."""
+    record = compressed_gradient_bytes(1, bits=bits)
+    return math.ceil(compressed_gradient_bytes(elements, bits=bits) / record / ranks) * record
+
+
+def copy_parts(program: Program, setting: Setting, ranges: Sequence[Sequence[Range]]) -> None:
+    """Add the copies of the weights that each rank has stepped to all ranks. Gloo gathers into a buffer of its own."""
+    ranks = len(ranges)
+    most = max(sum(piece.bytes for piece in own) for own in ranges)
+    if ranks == 1 or most == 0:
+        return
+    chunk = min(CHUNK, most)
+    count = math.ceil(most / chunk)
+    buffers = 2 * (ranks + 1) * chunk + min(2, count) * (ranks * chunk if setting.gloo else 0)
+    program.hold(buffers)
+    last = None
+    for _ in range(count):
+        work = program.send(Collective("all-gather", chunk * ranks, ranks, "weights"))
+        if last is not None:
+            program.wait(last)
+        last = work
+    if last is not None:
+        program.wait(last)
+    program.hold(-buffers)
+
+
+def split_steps(model: nn.Module, setting: Setting, ranges: Sequence[Sequence[Range]]) -> Program:
+    """Return the program of "zero1": "ddp", and copies of the stepped weights."""
+    program = replicated(model, setting)
+    copy_parts(program, setting, ranges)
+    return program
+
+
+def split_gradients(
+    model: nn.Module,
+    setting: Setting,
+    params: Sequence[Tensor],
+    ranges: list[list[Range]],
+    rank: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Program:
+    """Return the program of "zero2" of a rank: backward sends each gradient to the rank that steps it.
+
+    Args:
+        params: the trained parameters in the order of the optimizer.
+        ranges: what each rank steps.
+        rank: the rank whose memory the program counts; it holds its own gradients at the end.
+    """
+    program, ranks = Program(), setting.ranks
+    micro_batches(program, model, setting, 4 * sum(p.numel() for p in params))
+    program.compute(setting.forward / setting.micro)
+    buckets = owned_buckets(params, ranges, bucket_bytes)
+    missing = [len(bucket.params) for bucket in buckets]
+    of_param: dict[int, list[int]] = {}
+    for index, bucket in enumerate(buckets):
+        for p in bucket.params:
+            of_param.setdefault(id(p), []).append(index)
+    under_way: deque[tuple[Bucket, int]] = deque()
+    opened: set[int] = set()
+    sent = 0
+
+    def codes(bucket: Bucket) -> int:
+        return 0 if setting.bits is None else compressed_gradient_bytes(bucket.elements, bits=setting.bits)
+
+    def send(bucket: Bucket) -> None:
+        if setting.bits is None:
+            work = program.send(Collective("reduce", bucket.bytes, ranks, "gradients"))
+        else:
+            program.hold(codes(bucket) - bucket.bytes)
+            program.hold(ranks * codes(bucket) if bucket.owner == rank else 0)
+            work = program.send(Collective("gather", ranks * codes(bucket), ranks, "gradients"))
+        under_way.append((bucket, work))
+
+    def receive() -> None:
+        bucket, work = under_way.popleft()
+        program.wait(work)
+        if setting.bits is not None:
+            program.hold(bucket.bytes if bucket.owner == rank else 0)
+            program.hold(-codes(bucket) * (1 + (ranks if bucket.owner == rank else 0)))
+        elif bucket.owner != rank:
+            program.hold(-bucket.bytes)
+
+    gradients = Backward(program, model, setting)
+    for p in gradients.params:
+        gradients.compute(p)
+        if not p.requires_grad:
+            continue
+        for index in of_param.get(id(p), []):
+            if index not in opened:
+                opened.add(index)
+                program.hold(buckets[index].bytes)
+            missing[index] -= 1
+        program.hold(-p.nbytes)
+        while sent < len(buckets) and not missing[sent]:
+            send(buckets[sent])
+            sent += 1
+            while len(under_way) > UNDER_WAY:
+                receive()
+    while under_way:
+        receive()
+    copy_parts(program, setting, ranges)
+    return program
+
+
+class _Gathering:
+    """Gathers units, and scatters their gradients, in the order of ``fully_shard``."""
+
+    def __init__(self, program: Program, setting: Setting) -> None:
+        self.program, self.setting = program, setting
+        self._works: dict[int, int] = {}
+        self._kept = 0  # the buffer of the last all-gather of forward, which is freed later
+        self._input = 0  # the input of the last reduce-scatter, which is freed later
+        self._scatter: int | None = None
+
+    def _collective(self, kind: str, size: int, what: str) -> int:
+        inner = self.setting.replicas > 1
+        return self.program.send(Collective(kind, size, self.setting.shards, what, inner))
+
+    def gather(self, unit: Unit) -> None:
+        """Begin to gather a unit. On the CPU, this waits."""
+        if unit.gathered == 0:
+            return
+        if self.setting.shards == 1:
+            return
+        self.program.hold(unit.gathered)
+        self._works[id(unit)] = self._collective("all-gather", unit.gathered, "weights")
+        if self.setting.gloo:
+            self.program.hold(unit.gathered)  # of Gloo
+            self.program.wait(self._works[id(unit)])
+            self.program.hold(-unit.gathered)
+
+    def use(self, unit: Unit, is_forward: bool) -> None:
+        """Wait for a unit that is being gathered, and copy it to its parameters."""
+        if unit.gathered == 0:
+            return
+        if self.setting.shards == 1:
+            self.program.hold(unit.gathered)
+            return
+        self.program.wait(self._works.pop(id(unit)))
+        if is_forward:
+            self.end_forward()
+        self.program.hold(unit.gathered)
+        if is_forward:
+            self._kept = unit.gathered
+        else:
+            self.program.hold(-unit.gathered)
+
+    def free(self, unit: Unit) -> None:
+        """Free the gathered weights of a unit."""
+        self.program.hold(-unit.gathered)
+
+    def end_forward(self) -> None:
+        """Free the buffer of the last all-gather."""
+        self.program.hold(-self._kept)
+        self._kept = 0
+
+    def scatter(self, unit: Unit, gradients: int) -> None:
+        """Reduce the gradients of a unit, of which the rank holds ``gradients`` bytes."""
+        size, shards, bits = unit.gradients, self.setting.shards, self.setting.bits
+        if size == 0:
+            return
+        program = self.program
+        if self._scatter is not None:
+            program.wait(self._scatter)
+        program.hold(-self._input)
+        program.hold(size)
+        if self.setting.gloo:
+            # On the CPU, PyTorch pads copies of gradients whose rows the ranks do not divide.
+            uneven = [p for p in trained_of(unit.params) if p.shape[0] % shards]
+            padding = Unit(tuple(uneven), shards).gradients
+            program.hold(padding)
+            program.hold(-padding)
+        last = trained_of(unit.params)[-1].nbytes if shards > 1 else 0
+        program.hold(last - gradients)  # PyTorch frees the last gradient when the collective has begun
+        program.hold(size // shards)
+        self._input = size
+        work = None
+        if shards > 1 and bits is None:
+            work = self._collective("reduce-scatter", size, "gradients")
+            if self.setting.gloo:  # Gloo reduces a copy
+                program.hold(size)
+                program.hold(-size)
+        elif bits is not None and shards > 1:
+            elements = sum(shard_elements(p, shards) for p in trained_of(unit.params))
+            codes = shards * compressed_gradient_bytes(elements, bits=bits)
+            program.hold(2 * codes)
+            work = self._collective("all-to-all", codes, "gradients")
+            program.hold(-2 * codes)
+        program.hold(-last)
+        if self.setting.replicas > 1:
+            if self.setting.gloo and work is not None:
+                program.wait(work)
+            whole = Collective("all-reduce", size // shards, self.setting.replicas, "gradients")
+            work = program.send(whole, after=work)
+        if self.setting.gloo and work is not None:
+            program.wait(work)
+        self._scatter = work
+
+    def finish(self) -> None:
+        """End a backward."""
+        if self._scatter is not None:
+            self.program.wait(self._scatter)
+        self.program.hold(-self._input)
+        self._input, self._scatter = 0, None
+
+
+def sharded(model: nn.Module, setting: Setting) -> Program:
+    """Return the program of "zero3" and "hsdp".
+
+    Forward gathers each block before it computes it, and frees it. Backward gathers each block again, while the block
+    after it is computed; on the CPU, ``fully_shard`` waits for each collective. The parameters outside of blocks stay
+    gathered from forward to backward.
+    """
+    program = Program()
+    *blocks, root = units(model, setting.shards)
+    run = _Gathering(program, setting)
+    shares = compute_shares(model)
+    of_unit = {id(p): number for number, unit in enumerate([*blocks, root]) for p in unit.params}
+    forward = setting.forward / setting.micro
+    last = {
+        of_unit[id(p)]: p for p in reversed(list(model.parameters()))
+    }  # the parameter of each unit whose gradient comes last
+
+    for micro in range(setting.micro):
+        sends = micro == setting.micro - 1
+        run.gather(root)
+        run.use(root, is_forward=True)
+        if blocks and not setting.gloo:
+            run.gather(blocks[0])
+        for number, unit in enumerate(blocks):
+            if setting.gloo:
+                run.gather(unit)
+            run.use(unit, is_forward=True)
+            if number + 1 < len(blocks) and not setting.gloo:
+                run.gather(blocks[number + 1])
+            program.compute(forward * sum(shares[id(p)] for p in unit.params))
+            run.free(unit)
+        program.compute(forward * sum(shares[id(p)] for p in root.params))
+        run.end_forward()
+        gradients = [0] * (len(blocks) + 1)
+        at = len(blocks)  # the block whose backward has begun
+        if blocks:
+            run.gather(blocks[-1])
+        own = Backward(program, model, setting)
+        for p in own.params:
+            number = of_unit[id(p)]
+            if number < at:  # the first parameter of a block
+                run.use(blocks[number], is_forward=False)
+                if number > 0:
+                    run.gather(blocks[number - 1])
+                at = number
+            own.compute(p)
+            if p.requires_grad:
+                program.hold(-p.nbytes if micro > 0 else 0)  # it is added to that of the first micro-batch
+                gradients[number] += p.nbytes
+            if p is last[number] and number < len(blocks):
+                run.free(blocks[number])
+                if sends:
+                    run.scatter(blocks[number], gradients[number])
+        run.free(root)
+        if sends:
+            run.scatter(root, gradients[-1])
+        run.finish()
+    return program
+
+
+def alone(model: nn.Module, setting: Setting, every: int) -> tuple[Program, Program]:
+    """Return the program of a step of "diloco" and "localsgd", and that of an average of all weights."""
+    step, average = Program(), Program()
+    step.hold(tensor_bytes(trained(model)))
+    step.compute(1.0)
+    if setting.ranks == 1:
+        return step, average
+    sender = _Buckets(average, setting, "weights")
+    sizes = averaged_buckets(trained(model))
+    waiting: deque[int] = deque()
+    for number, elements in enumerate(sizes):
+        average.hold(4 * elements)
+        sender.send(elements, 4 * elements, number == len(sizes) - 1)
+        waiting.append(elements)
+        if len(waiting) > 2:
+            if setting.bits is None:
+                sender.wait_for_first()
+            average.hold(-4 * waiting.popleft())
+    sender.finish()
+    return step, average
+
+
+def averaged_buckets(params: Sequence[Tensor]) -> list[int]:
+    """Return the elements of each bucket of weights that DiLoCo averages."""
+    found: list[int] = []
+    elements = 0
+    for p in params:
+        elements += p.numel()
+        if elements >= BUCKET:
+            found.append(elements)
+            elements = 0
+    return [*found, elements] if elements else found

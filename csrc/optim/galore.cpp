@@ -67,7 +67,7 @@ void renew_split(const std::vector<Renewed>& all, const SplitParameter& split) {
     const auto& [p, options] = all[i];
     const Tensor &sum = found[i].sums[0], basis = sum.narrow(0, 1, sum.numel() - 1);
     const bool has_one = sum.narrow(0, 0, 1).item<float>() > 0;
-    keep(*p, has_one ? std::optional(basis.view({-1, *options->rank})) : std::nullopt, *options);
+    keep(*p, has_one ? std::optional(basis.view({-1, *options->rank}).clone()) : std::nullopt, *options);
   }
 }
 

@@ -270,12 +270,7 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
     def rows(p: Tensor) -> int:
         return shard_elements(p, shards)
 
-    states = [formulas.optimizer_state(optimizer, rows) for optimizer in optimizers]
-    if any(sum(arena.extras) for state in states for arena in state.arenas):
-        found.add("device", "state: factors", None, "not known for rows of parameters")
-        _state(found, [arena.bytes() for state in states for arena in state.arenas])
-    else:
-        _state(found, [state.bytes() for state in states])
+    _state(found, [formulas.optimizer_state(optimizer, rows).bytes() for optimizer in optimizers])
     if setting.bits is not None and setting.ranks > 1:
         elements = [shards * sum(rows(p) for p in trained_of(unit.params)) for unit in every]
         found.add("device", "residuals", 4 * sum(elements), "what the codes of gradients have left out, fp32")

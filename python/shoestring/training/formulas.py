@@ -127,7 +127,7 @@ def optimizer_state(
     ``numel`` returns the number of a parameter's elements that this process steps.
     """
     if isinstance(optimizer, LowRankOptimizer):
-        return _low_rank_state(optimizer)
+        return _low_rank_state(optimizer, numel)
     arenas: list[StateArena] = []
     rest: list[dict[str, int]] = []
     for group in optimizer.param_groups:
@@ -136,23 +136,36 @@ def optimizer_state(
             if p.requires_grad:
                 members.setdefault(optimizer._kind(p, group), []).append(p)
                 rest.append({"step": 4})
-                rest += [{name: 4 * math.prod(shape)} for name, shape in optimizer._extra(p, group).items()]
+                rest.append(_extras(optimizer, p, group, numel))
         for params in members.values():
             found = optimizer._parts(params[0], group)
             sizes = [blocks(numel(p)) for p in params]
             costs = [_cost(p, optimizer) for p in params]
-            extras = [4 * sum(map(math.prod, optimizer._extra(p, group).values())) for p in params]
+            extras = [sum(_extras(optimizer, p, group, numel).values()) for p in params]
             arenas.append(StateArena(found, sizes, optimizer._splits, params, costs, extras))
     return State(arenas, total(*rest))
 
 
-def _low_rank_state(optimizer: LowRankOptimizer) -> State:
-    """Return the sizes of the projections, and of the base optimizer's state."""
+def _extras(
+    optimizer: LowMemoryOptimizer, param: Tensor, group: dict[str, Any], numel: Callable[[Tensor], int]
+) -> dict[str, int]:
+    """Return the bytes of a parameter's state outside of the arenas, of which processes split some tensors."""
+    split = optimizer._elementwise(param, group)
+    shapes = optimizer._extra(param, group).items()
+    return {name: 4 * (numel(param) if name in split else math.prod(shape)) for name, shape in shapes}
+
+
+def _low_rank_state(optimizer: LowRankOptimizer, numel: Callable[[Tensor], int]) -> State:
+    """Return the sizes of the projections, and of the base optimizer's state.
+
+    Each process has those of whole matrices.
+    """
     base = optimizer._virtual.base
     assert isinstance(base, LowMemoryOptimizer)
     kept = optimizer._method.kept
     own = [{kept: like.nbytes} for each in optimizer._virtual.projected for _, like in each]
-    state = optimizer_state(base)
+    virtual = set(optimizer._virtual.of.values())
+    state = optimizer_state(base, lambda p: p.numel() if p in virtual else numel(p))
     return State(state.arenas, total(state.rest, *own))
 
 

@@ -19,12 +19,9 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import InputError
 from shoestring.distributed.parallelize import ParallelReport, parallelize
-from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
-from shoestring.optim.whole import WholeTensorOptimizer
 from shoestring.training.config import LoopConfig
 from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.optimizers import OPTIMIZERS
 from shoestring.training.options import LOW_RANK
 
 TIMEOUT = timedelta(minutes=10)
@@ -145,14 +142,6 @@ def disconnect(processes: Processes) -> None:
         dist.destroy_process_group()
 
 
-def _steps_rows(optimizer: str) -> bool:
-    """Return whether the optimizer can step rows of a parameter, of which other processes have the rest."""
-    kind = OPTIMIZERS[optimizer]
-    return (
-        kind._takes_rows if issubclass(kind, WholeTensorOptimizer) else issubclass(kind, LowMemoryOptimizer)
-    )
-
-
 def conflicts(config: LoopConfig | EstimateConfig) -> Iterator[tuple[str, str]]:
     """Yield pairs of ``--parallel`` and options that it cannot have."""
     name = config.parallel
@@ -170,8 +159,7 @@ def conflicts(config: LoopConfig | EstimateConfig) -> Iterator[tuple[str, str]]:
         != "none",
         f"--offload {config.offload}": splits and config.offload != "none",
         "--step-in-backward": name not in ("zero3", "hsdp") and config.step_in_backward,
-        f"--optimizer {config.optimizer}": (splits and config.optimizer in LOW_RANK)
-        or (name in ("zero3", "hsdp") and not _steps_rows(config.optimizer)),
+        f"--optimizer {config.optimizer}": splits and config.optimizer in LOW_RANK,
         # the norm of all gradients is known to one optimizer alone
         "--optimizer muon": name in ("auto", "zero2") and config.optimizer == "muon",
         "--precision fp16": name in ("auto", "zero2") and config.precision == "fp16",

@@ -112,7 +112,7 @@ def test_averages_are_rare(strategy: str, every: int, capsys: pytest.CaptureFixt
         (["--world", "4", "--parallel", "hsdp", "--mesh", "2x2", "--compress", "4bit"], "--parallel hsdp: expected no --compress 4bit"),
         (["--world", "2", "--every", "3", "--parallel", "ddp"], "--parallel ddp: expected no --every 3"),
         (["--world", "2", "--inner-link", "1GB/s,1us"], "--inner-link: expected --link and --mesh as well"),
-        (["--world", "2", "--parallel", "zero3", "--optimizer", "galore"], "--parallel zero3: expected no --optimizer galore"),
+        (["--world", "2", "--parallel", "zero1", "--optimizer", "galore"], "--parallel zero1: expected no --optimizer galore"),
         (["--world", "2", "--parallel", "zero2", "--optimizer", "muon"], "--parallel zero2: expected no --optimizer muon"),
         (["--world", "2", "--parallel", "diloco", "--optimizer", "schedule-free-adamw"], "--parallel diloco: expected no --optimizer schedule-free-adamw"),
         (["--world", "2", "--parallel", "diloco", "--precision", "bf16", "--weights", "bf16-remainder"], "--parallel diloco: expected no --weights bf16-remainder"),

@@ -2,7 +2,7 @@
 # make check   the tests for daily work, at most 5 minutes: layout, types, C++ and the Python tests that are not slow
 # make nightly   everything long: all cases of all grids, sanitizers, all crash points, random kills, fuzzers, 20 seeds, other builds
 # make test-newest   build and test against the newest PyTorch
-# make test-asan   the C++ suite and all CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
+# make test-asan   the C++ suite, C++ programs of several processes and all CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    layout, lint and types; make format mends what the tools can mend
 # make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
 # make build   the libraries, into python/shoestring; make build-tests builds the C++ programs of the tests as well
@@ -84,7 +84,7 @@ test-newest:
 
 test-asan: $(VENV)/.ready
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-asan -DSHOESTRING_TESTS=ON -DSHOESTRING_SANITIZE=ON
-	cmake --build build-asan --target shoestring shoestring_tests offload_faults
+	cmake --build build-asan --target shoestring shoestring_tests offload_faults distributed_program
 	scripts/test_asan.sh build-asan
 
 lint: $(VENV)/.ready

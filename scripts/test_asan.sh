@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the C++ suite and the Python tests of all CPU kernels with AddressSanitizer and
-# UndefinedBehaviorSanitizer.
+# Runs the C++ suite, C++ programs of several processes and the Python tests of all CPU kernels with
+# AddressSanitizer and UndefinedBehaviorSanitizer.
 # Usage: test_asan.sh BUILD_DIR   (built with SHOESTRING_SANITIZE=ON)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +12,7 @@ export UBSAN_OPTIONS=print_stacktrace=1
 for capability in plain avx2 avx512; do
   SHOESTRING_CPU=$capability "$build/tests/cpp/shoestring_tests" || { echo "failed with $capability"; exit 1; }
 done
+python -m pytest tests/python/distributed/test_data_parallel_cpp.py tests/python/distributed/test_fully_shard_cpp.py
 package=$(mktemp -d)  # a copy of the Python package, with the sanitized libraries
 trap 'rm -rf "$package"' EXIT
 cp -r python/shoestring "$package/shoestring"

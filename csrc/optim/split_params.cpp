@@ -9,6 +9,8 @@
 namespace shoestring::optim {
 namespace {
 
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 // What is known of tensors, as long as they exist.
 template <class Value>
 class Known {
@@ -26,7 +28,6 @@ class Known {
   }
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl>;
   std::mutex mutex_;
   std::unordered_map<c10::TensorImpl*, std::pair<Weak, Value>> all_;
 };
@@ -36,8 +37,8 @@ Known<SplitParameter>& splits() {
   static auto* const all = new Known<SplitParameter>;
   return *all;
 }
-Known<at::Tensor>& parts() {
-  static auto* const all = new Known<at::Tensor>;
+Known<Weak>& parts() {
+  static auto* const all = new Known<Weak>;
   return *all;
 }
 
@@ -63,11 +64,13 @@ at::IntArrayRef whole_sizes(const at::Tensor& tensor) {
   return split != nullptr ? at::IntArrayRef(split->sizes) : tensor.sizes();
 }
 
-void set_part(const at::Tensor& whole, const at::Tensor& part) { parts().set(whole, part); }
+void set_part(const at::Tensor& whole, const at::Tensor& part) {
+  parts().set(whole, Weak(part.getIntrusivePtr()));
+}
 
 at::Tensor part_of(const at::Tensor& whole) {
-  const at::Tensor* part = parts().find(whole);
-  return part != nullptr ? *part : at::Tensor();
+  const Weak* part = parts().find(whole);
+  return part != nullptr ? at::Tensor(part->lock()) : at::Tensor();
 }
 
 }  // namespace shoestring::optim

@@ -165,7 +165,7 @@ def test_torchrun_continues_after_a_killed_process(
     began = time.monotonic()
     together(*command, "--out", whole)
     chance = random.Random(torch.initial_seed())
-    end = time.monotonic() + chance.uniform(0, 0.9 * (time.monotonic() - began))
+    end = time.monotonic() + chance.uniform(0, 0.7 * (time.monotonic() - began))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "shoestring"]
     process = subprocess.Popen(
@@ -176,6 +176,7 @@ def test_torchrun_continues_after_a_killed_process(
         text=True,
     )
     rank = chance.randrange(2) if killed is None else killed
+    is_killed = False
     try:
         while process.poll() is None and not (moment(again) if moment else time.monotonic() > end):
             time.sleep(0.0002 if moment is within_a_checkpoint else 0.01)
@@ -183,11 +184,14 @@ def test_torchrun_continues_after_a_killed_process(
             found = worker(f"RUN_OF_TEST={again}", rank)
             if found is not None:  # torchrun has started it
                 os.kill(found, signal.SIGKILL)
+                is_killed = True
                 break
         printed = process.communicate(timeout=120)[0]
     finally:
         process.kill()
     assert process.returncode == 0, printed
+    if not is_killed:
+        pytest.skip("the run ended before the moment came")
     assert f"exitcode  : {-signal.SIGKILL}" in printed or f"exitcode: {-signal.SIGKILL}" in printed, printed
     assert "Traceback" not in printed, printed
     assert_equal(again, whole)

@@ -1,4 +1,7 @@
 // Registers the reader and the writer of safetensors files for Python.
+#include <optional>
+#include <utility>
+
 #include <ATen/Functions.h>
 #include <shoestring/safetensors.h>
 #include <torch/custom_class.h>
@@ -6,6 +9,7 @@
 
 #include "files/atomic_file.h"
 #include "files/content_checksum.h"
+#include "files/safetensors_writer.h"
 
 namespace shoestring::files {
 namespace {
@@ -54,16 +58,62 @@ int64_t save_for_python(const std::string& path, const std::vector<std::string>&
   return 0;
 }
 
-std::string checksum_for_python(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
-                                const Texts& metadata) {
-  std::map<std::string, at::Tensor> named;
-  for (size_t i = 0; i < names.size(); ++i) named.emplace(names[i], tensors.at(i));
-  return content_checksum(metadata_of(metadata), names,
-                          [&](const std::string& name) { return named.at(name); });
-}
+// ContentChecksum as a class of TorchBind.
+struct BoundChecksum : torch::CustomClassHolder {
+  explicit BoundChecksum(const Texts& metadata) : sum(metadata_of(metadata)) {}
+
+  void add(const std::string& name, const at::Tensor& tensor) { sum.add(name, tensor); }
+  std::string text() const { return sum.text(); }
+
+  ContentChecksum sum;
+};
+
+// SafetensorsWriter as a class of TorchBind. Its methods return errno, for which Python raises OSError.
+struct BoundWriter : torch::CustomClassHolder {
+  // `like` are tensors of the dtypes and shapes, which may be on the meta device.
+  int64_t open(const std::string& caller, const std::string& path, const std::vector<std::string>& names,
+               const std::vector<at::Tensor>& like, const Texts& metadata) {
+    return guarded(
+        [&] { writer.emplace(caller, path, infos(caller, path, names, like), metadata_of(metadata)); });
+  }
+  int64_t write(const at::Tensor& tensor) {
+    return guarded([&] { writer->write(tensor); });
+  }
+  int64_t commit() {
+    return guarded([&] { writer->commit(); });
+  }
+  // Returns the names in the order in which tensors are written.
+  static std::vector<std::string> order(const std::string& caller, const std::string& path,
+                                        const std::vector<std::string>& names,
+                                        const std::vector<at::Tensor>& like) {
+    std::vector<std::string> found;
+    for (TensorInfo& info : sorted(caller, path, infos(caller, path, names, like)))
+      found.push_back(std::move(info.name));
+    return found;
+  }
+
+ private:
+  static std::vector<TensorInfo> infos(const std::string& caller, const std::string& path,
+                                       const std::vector<std::string>& names,
+                                       const std::vector<at::Tensor>& like) {
+    std::vector<TensorInfo> found;
+    for (size_t i = 0; i < names.size(); ++i) found.push_back(info_of(caller, path, names[i], like.at(i)));
+    return found;
+  }
+  template <class Step>
+  static int64_t guarded(const Step& step) {
+    try {
+      step();
+    } catch (const FileError& error) {
+      return error.code;
+    }
+    return 0;
+  }
+
+  std::optional<SafetensorsWriter> writer;
+};
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("_content_checksum", checksum_for_python);
   m.impl("_save_safetensors", save_for_python);
 }
 
@@ -77,6 +127,16 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("load", &BoundFile::load)
       .def("checksum", &BoundFile::checksum)
       .def("load_into", &BoundFile::load_into);
+  m.class_<BoundChecksum>("ContentChecksum")
+      .def(torch::init<Texts>())
+      .def("add", &BoundChecksum::add)
+      .def("text", &BoundChecksum::text);
+  m.class_<BoundWriter>("SafetensorsWriter")
+      .def(torch::init<>())
+      .def("open", &BoundWriter::open)
+      .def("write", &BoundWriter::write)
+      .def("commit", &BoundWriter::commit)
+      .def_static("order", &BoundWriter::order);
 }
 
 }  // namespace shoestring::files

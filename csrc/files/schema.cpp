@@ -5,7 +5,6 @@
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Returns the checksum of what a file with these tensors and this metadata holds
   // (files/content_checksum.h).
-  m.def("_content_checksum(str[] names, Tensor[] tensors, Dict(str, str) metadata) -> str");
   // Saves tensors as save_safetensors of shoestring/safetensors.h does. Returns 0, or errno if a system call
   // failed.
   m.def("_save_safetensors(str path, str[] names, Tensor[] tensors, Dict(str, str) metadata) -> int");

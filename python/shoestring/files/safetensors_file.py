@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,66 @@ def open_safetensors(path: str | os.PathLike[str], damaged: str) -> Any:
     except ValueError as error:
         reason = str(error).removeprefix(f"safetensors: {os.fspath(path)}: ")
         raise InputError(f"{damaged} ({reason})") from None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor of a file of which this process has a part.
+
+    Attributes:
+        like: a tensor on the meta device of the dtype and shape.
+        whole: returns the tensor. All processes that have parts must call it.
+    """
+
+    like: Tensor
+    whole: Callable[[], Tensor]
+
+
+def save_gathered(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor | Gathered],
+    metadata: Mapping[str, str],
+    *,
+    writes: bool,
+) -> None:
+    """Save tensors as ``save_safetensors`` does, and a checksum of all content.
+
+    Of the tensors that processes have in parts, each has one whole tensor at a time.
+
+    Args:
+        path: the file.
+        tensors: the tensors, by name.
+        metadata: the value of ``__metadata__`` in the header, to which ``checksum`` is added.
+        writes: whether this process writes the file. The others give their parts.
+
+    Raises:
+        ValueError: see ``save_safetensors``.
+        OSError: the file cannot be written. An existing file is unchanged then.
+    """
+    used = tensors if writes else {name: t for name, t in tensors.items() if isinstance(t, Gathered)}
+
+    def whole(name: str) -> Tensor:
+        tensor = used[name]
+        return tensor.whole() if isinstance(tensor, Gathered) else tensor
+
+    likes = [t.like if isinstance(t, Gathered) else t for t in used.values()]
+    checksum = torch.classes.shoestring.ContentChecksum(dict(metadata))
+    for name in sorted(used, key=os.fsencode):
+        checksum.add(name, whole(name))
+    all_metadata = {**metadata, "checksum": checksum.text()}
+    writer = torch.classes.shoestring.SafetensorsWriter()
+    arguments = "save_safetensors", os.fsencode(path), list(used), likes
+    order = torch.classes.shoestring.SafetensorsWriter.order(*arguments)
+    error = writer.open(*arguments, all_metadata) if writes else 0
+    for name in order:
+        # Other processes give their parts, also after an error.
+        if error == 0 or isinstance(used[name], Gathered):
+            tensor = whole(name)
+            error = writer.write(tensor) if writes and error == 0 else error
+    if writes and error == 0:
+        error = writer.commit()
+    if error:
+        raise OSError(error, os.strerror(error), os.fspath(path))
 
 
 def save_safetensors(

@@ -2,14 +2,16 @@
 
 import json
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from shoestring.files.read_file import is_integer, is_number, parse_json, shown
-from shoestring.files.safetensors_file import open_safetensors, save_safetensors
+from shoestring.files.safetensors_file import Gathered, open_safetensors, save_safetensors
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.sharded import is_dtensor
+from shoestring.optim.sharded_state import gathered_entries
 from shoestring.optim.state_dicts import FORMAT_VERSION
 
 # The value of the key "format" in the safetensors metadata of an optimizer's file. Tensors are named
@@ -48,20 +50,27 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         >>> os.path.exists("optimizer.safetensors")
         True
     """
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if is_dtensor(p):
+                raise ValueError(
+                    f"save_optimizer: group {g}, parameter {i}: expected a whole tensor, received a DTensor; use "
+                    "save_training, or torch.distributed.checkpoint"
+                )
     tensors, metadata = store(optimizer, "save_optimizer")
     if optimizer._core.writes():
-        save_safetensors(path, tensors, {"format": FORMAT, **metadata})
+        save_safetensors(path, cast("dict[str, Tensor]", tensors), {"format": FORMAT, **metadata})
 
 
-def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor | Gathered], dict[str, str]]:
     """Return the state of an optimizer as tensors and metadata of a safetensors file. ``what`` begins errors."""
     with optimizer._whole_state(what):
         return _store(optimizer, what)
 
 
-def _store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor | Gathered], dict[str, str]]:
     groups = []
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Gathered] = {}
     for g, group in enumerate(optimizer.param_groups):
         options = {name: plain(group[name]) for name in optimizer.defaults}
         extra = {name: plain(value) for name, value in group.items() if name not in {"params", *options}}
@@ -72,12 +81,10 @@ def _store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor],
             raise ValueError(message) from None
         groups.append({"size": len(group["params"]), "options": options, "extra": extra})
         for i, p in enumerate(group["params"]):
-            if hasattr(p, "to_local"):
-                raise ValueError(
-                    f"{what}: group {g}, parameter {i}: expected a whole tensor, received a DTensor; use "
-                    "torch.distributed.checkpoint"
-                )
-            tensors |= {f"{g}.{i}.{name}": value for name, value in optimizer.state.get(p, {}).items()}
+            entries: dict[str, Any] = optimizer.state.get(p, {})
+            if entries and is_dtensor(p):
+                entries = gathered_entries(optimizer, p, group)
+            tensors |= {f"{g}.{i}.{name}": value for name, value in entries.items()}
     if optimizer.step_in_backward and optimizer.grad_norm is not None:
         tensors["grad_norm"] = optimizer.grad_norm
     metadata = {"format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}

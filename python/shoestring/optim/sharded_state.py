@@ -8,12 +8,14 @@ take a byte each. If the state is loaded with the same split, it is the same bit
 elements of a new block may have different scales; they are quantised again. Saving dequantises nothing.
 """
 
+from functools import partial
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.convert import kept
 from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
 from shoestring.optim.state_layout import STATES, Moment, Part
@@ -61,6 +63,34 @@ def owned_entries(
                 elementwise = optimizer._elementwise(param, group)
                 entries[key] = _owned(where, entries[key], param, parts, moments, state, elementwise)
     return entries
+
+
+def gathered_entries(
+    optimizer: "StateDicts", param: "DTensor", group: dict[str, Any]
+) -> dict[str, Tensor | Gathered]:
+    """Return the state of a DTensor, each tensor of which is gathered, when it is asked for, as one process has it."""
+    parts, elementwise = optimizer._parts(param, group), optimizer._elementwise(param, group)
+    entry: dict[str, Any] = dict(optimizer.state[param])
+    saved, state = _saved(entry, param, parts, elementwise), optimizer._kind(param, group).state
+    like = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    are_blocks = state not in ("8bit", "4bit") or _row(param) % STATE_BLOCK == 0
+    where = type(optimizer).__name__
+
+    def whole(name: str, shape: tuple[int, ...]) -> Tensor:
+        if are_blocks:
+            alone: Tensor = saved[name].full_tensor()
+            return alone.reshape(shape)
+        again = _owned(where, saved, like, parts, optimizer._moments, state, elementwise)
+        result: Tensor = again[name]
+        return result.reshape(shape)
+
+    found: dict[str, Tensor | Gathered] = dict(entry)
+    shapes = {part.name: (part.dtype, part.shape(like)) for part in parts}
+    shapes |= {name: (torch.float32, tuple(param.shape)) for name in elementwise}
+    for name, (dtype, shape) in shapes.items():
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        found[name] = Gathered(empty, partial(whole, name, shape))
+    return found
 
 
 def _saved(

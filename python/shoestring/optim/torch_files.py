@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoestring.files.read_file import parse_json, shown
+from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.files import like, plain
+from shoestring.optim.sharded import as_dtensor, is_dtensor, piece_of
 
 FORMAT_VERSION = 1
 # State of PyTorch's optimizers that has the shape of the parameter.
@@ -24,7 +26,7 @@ def name_of(optimizer: Optimizer) -> str:
     return f"{module}.{kind.__qualname__}"
 
 
-def store(optimizer: Optimizer, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def store(optimizer: Optimizer, what: str) -> tuple[dict[str, Tensor | Gathered], dict[str, str]]:
     """Return the state of an optimizer, in the layout that ``shoestring.optim.files.store`` has.
 
     State that is no tensor is in the metadata, under the key ``values``. So is what a state dict has beside state and
@@ -35,7 +37,7 @@ def store(optimizer: Optimizer, what: str) -> tuple[dict[str, Tensor], dict[str,
     """
     saved = optimizer.state_dict()
     name = name_of(optimizer)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Gathered] = {}
     values: dict[str, Any] = {}
     groups = []
     for g, group in enumerate(saved["param_groups"]):
@@ -44,7 +46,10 @@ def store(optimizer: Optimizer, what: str) -> tuple[dict[str, Tensor], dict[str,
         for i, number in enumerate(group["params"]):
             for key, value in saved["state"].get(number, {}).items():
                 place = f"{g}.{i}.{key}"
-                if isinstance(value, Tensor):
+                if is_dtensor(value):
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    tensors[place] = Gathered(empty, value.full_tensor)
+                elif isinstance(value, Tensor):
                     if type(value) is not Tensor or value.layout != torch.strided:
                         raise ValueError(
                             f"{what}: {name}: {place}: expected a dense tensor, received another"
@@ -110,10 +115,12 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], metadata: dict[str
                     f"{where}: {name}: {key}: expected shape {tuple(params[number].shape)}, "
                     f"received {tuple(shape)}"
                 )
+            if isinstance(entry, Tensor) and key in ELEMENTWISE and is_dtensor(params[number]):
+                entries[key] = as_dtensor(piece_of(entry, params[number]), params[number], tuple(entry.shape))
     optimizer.load_state_dict({**more, "state": state, "param_groups": groups})
 
 
-def _encoded(value: object, path: str, tensors: dict[str, Tensor]) -> object:
+def _encoded(value: object, path: str, tensors: dict[str, Any]) -> object:
     """Return a nested value as JSON, in which the name of a tensor stands for the tensor."""
     if isinstance(value, Tensor):
         tensors[path] = value

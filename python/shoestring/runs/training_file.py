@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoestring.files.read_file import is_integer, parse_json, shown
-from shoestring.files.safetensors_file import open_safetensors, save_safetensors
+from shoestring.files.safetensors_file import Gathered, open_safetensors, save_gathered
 from shoestring.optim import files as own_files
 from shoestring.optim import torch_files
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.several import several
+from shoestring.optim.sharded import is_dtensor, piece_of
 from shoestring.optim.state_tensors import as_tensor
 
 FORMAT, VERSION = "shoestring.training", "1"
@@ -75,8 +76,10 @@ def save_training(
     of each part. C++ reads and writes the same file. An existing file is replaced once the new one is complete and on
     disk, so a process that is killed meanwhile leaves the old file.
 
-    If processes have split the state of an optimizer (``shoestring.distributed.shard``), all of them must call this
-    function. The first writes the file, and any number of processes can continue the run.
+    If processes have split the state of an optimizer (``shoestring.distributed.shard``) or the weights (FSDP2), all of
+    them must call this function. The first writes the file, which is that of one process, and any number of processes
+    can continue the run, with or without DTensors. Of DTensors, a process has one whole tensor at a time while it saves,
+    and the whole state of the optimizer while it loads.
 
     Args:
         path: the file to write.
@@ -90,7 +93,7 @@ def save_training(
             GradScaler, averages, callbacks.
 
     Raises:
-        ValueError: a state cannot be held by the file: a DTensor, an optimizer whose state has other values than
+        ValueError: a state cannot be held by the file: an optimizer whose state has other values than
             tensors, numbers, texts and None, or a part of which JSON cannot hold a value.
         OSError: the file cannot be written. An existing file is unchanged then.
 
@@ -103,16 +106,24 @@ def save_training(
         >>> shoestring.load_training("run.safetensors", model, optimizer, schedule=scheduler).step
         3
     """
-    tensors = {
-        f"model.{name}": tensor for name, tensor in _tensors_of(model, frozen, "save_training").items()
-    }
+    tensors: dict[str, Tensor | Gathered] = {}
+    for name, tensor in _tensors_of(model, frozen, "save_training").items():
+        if is_dtensor(tensor):
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            tensors[f"model.{name}"] = Gathered(empty, tensor.full_tensor)
+        else:
+            tensors[f"model.{name}"] = tensor
     descriptions = []
     for number, optimizer in enumerate(several(optimizers)):
         state, metadata = _files_of(optimizer).store(optimizer, "save_training")
         tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
         descriptions.append(metadata)
-    if not all(own._core.writes() for own in several(optimizers) if isinstance(own, LowMemoryOptimizer)):
-        return  # another process writes the file
+    writes = all(own._core.writes() for own in several(optimizers) if isinstance(own, LowMemoryOptimizer))
+    if any(isinstance(tensor, Gathered) for tensor in tensors.values()):
+        writes = torch.distributed.get_rank() == 0
+    if not writes:
+        save_gathered(path, tensors, {}, writes=False)
+        return
     values: dict[str, dict[str, Any]] = {}
     for name, part in parts.items():
         own, values[name] = _split(part.state_dict(), f"save_training: {name}")
@@ -129,10 +140,7 @@ def save_training(
         "random": json.dumps(numbers),
     }
     tensors |= {f"random.{name}": state for name, state in states.items()}
-    metadata["checksum"] = torch.ops.shoestring._content_checksum(
-        list(tensors), list(tensors.values()), metadata
-    )
-    save_safetensors(path, tensors, metadata)
+    save_gathered(path, tensors, metadata, writes=True)
 
 
 def load_training(
@@ -220,7 +228,10 @@ def load_training(
         set_random_states(load_all("random."), saved["random"])
         # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
         for name, tensor in tensors.items():
-            file.load_into(f"model.{name}", tensor)
+            if is_dtensor(tensor):
+                tensor.to_local().copy_(piece_of(file.load(f"model.{name}"), tensor))
+            else:
+                file.load_into(f"model.{name}", tensor)
     except BaseException as error:
         for step in reversed(undo):
             step()
@@ -242,6 +253,8 @@ def _tensors_of(model: nn.Module, frozen: bool, what: str) -> dict[str, Tensor]:
     persistent = model.state_dict(keep_vars=True).keys()
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            continue
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
             kind = "on the meta device" if tensor.device.type == "meta" else type(tensor).__name__
             raise ValueError(f"{what}: model: {name}: expected a dense tensor, received one that is {kind}")

@@ -242,7 +242,10 @@ def copy_with_scale(source: Path, folder: Path, scale: float) -> dict[str, torch
     saved = load_file(source) | {"part.scaler.scale": torch.tensor(scale)}
     with safe_open(source, "pt") as file:
         metadata = {key: value for key, value in file.metadata().items() if key != "checksum"}
-    metadata["checksum"] = torch.ops.shoestring._content_checksum(list(saved), list(saved.values()), metadata)
+    checksum = torch.classes.shoestring.ContentChecksum(metadata)
+    for name in sorted(saved):
+        checksum.add(name, saved[name])
+    metadata["checksum"] = checksum.text()
     folder.mkdir()
     save_file(saved, folder / source.name, metadata)
     return saved

@@ -113,9 +113,7 @@ struct BoundWriter : torch::CustomClassHolder {
   std::optional<SafetensorsWriter> writer;
 };
 
-TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
-  m.impl("_save_safetensors", save_for_python);
-}
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_save_safetensors", save_for_python); }
 
 }  // namespace
 

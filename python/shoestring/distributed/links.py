@@ -70,9 +70,10 @@ class Link:
 class Collective:
     """One collective of all ranks of a group.
 
-    The formulas are those of rings (all-reduce, reduce-scatter, all-gather) and of pairs (all-to-all). Gloo has its own: its reduce-scatter is an all-reduce, and its reduce is a reduce-scatter over a ring and a gather,
-    which sends segments above 2 x ranks of 1 MiB once more than needed. Both were counted on a loopback device. Between
-    two ranks, its all-to-all takes twice, and its all-gather 1.5 times as long, measured over a link of 200 Mbit/s.
+    The formulas are those of rings (all-reduce, reduce-scatter, all-gather) and of pairs (all-to-all). Gloo has its own:
+    its reduce-scatter is an all-reduce, and its reduce is a reduce-scatter over a ring and a gather, which sends
+    segments above 2 x ranks of 1 MiB once more than needed. Both were counted on a loopback device. Between two ranks,
+    its all-to-all takes twice, and its all-gather 1.5 times as long, measured over a link of 200 Mbit/s.
 
     Attributes:
         kind: "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce" or "gather".

@@ -151,7 +151,7 @@ def within_a_checkpoint(out: Path) -> bool:
     ("strategy", "moment", "killed"),
     [("zero2", after_a_checkpoint, 1), ("zero1", within_a_checkpoint, 0), ("zero3", None, None)],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_torchrun_continues_after_a_killed_process(
     strategy: str, moment: Callable[[Path], bool] | None, killed: int | None, data: Path, tmp_path: Path
 ) -> None:

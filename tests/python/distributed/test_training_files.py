@@ -77,7 +77,7 @@ def _load(rank: int, folder: str, name: str, sharded: bool, is_same: bool) -> No
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_files_are_those_of_one_process(name: str, world: int, replicas: int, tmp_path: Path) -> None:
     """Any number of processes continues the run. The same number does so bit for bit, unless codes are made again."""
     folder = str(tmp_path)

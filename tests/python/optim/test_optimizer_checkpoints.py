@@ -192,6 +192,7 @@ def _load_whole(rank: int, folder: str, name: str, sharded: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "writers"), list(zip(WHOLE, (2, 3, 4, 2), strict=True)))
+@pytest.mark.sample(2)
 def test_checkpoints_of_rules_for_whole_matrices(name: str, writers: int, tmp_path: Path) -> None:
     """Any number of processes loads the same state, with or without DTensors."""
     run(writers, tmp_path, _save_whole, str(tmp_path / "saved"), name)

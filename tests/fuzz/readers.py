@@ -467,6 +467,7 @@ NOT_READERS = {
     **dict.fromkeys(
         ("files.lock.locked", "files.atomic.atomic_file", "files.atomic.atomic_directory",
          "files.atomic.write_json", "files.atomic.remove_partial", "files.safetensors_file.save_safetensors",
+         "files.safetensors_file.save_gathered",
          "data.token_file.write_token_file", "adapters.files.save_adapter", "optim.files.save_optimizer",
          "runs.training_file.save_training",
          "integrations.transformers.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",

@@ -20,8 +20,8 @@ at::Tensor all_reduce(const at::Tensor& tensor, const std::string& how, const st
 at::Tensor all_to_all(const at::Tensor& tensor, const std::vector<int64_t>& received,
                       const std::vector<int64_t>& sent, const std::string& group);
 
-/// What a process has computed from its part of a parameter: tensors that are sums over elements, and
-/// Euclidean norms.
+/// The results that a process has computed from its part of a parameter: tensors that are sums over elements,
+/// and Euclidean norms.
 struct Partial {
   std::vector<at::Tensor> sums{}, norms{};
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 namespace shoestring::optim::detail {
+namespace {
 
 std::vector<Box> boxes(int64_t begin, int64_t end, int64_t rows, int64_t columns) {
   std::vector<Box> found;
@@ -17,6 +18,20 @@ std::vector<Box> boxes(int64_t begin, int64_t end, int64_t rows, int64_t columns
       found.push_back({matrix, left / (rows * columns), 0, rows, 0, columns});
     }
     begin += found.back().numel();
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<std::pair<Box, at::Tensor>> boxes_of(const at::Tensor& part, const SplitParameter& split,
+                                                 int64_t rows, int64_t columns) {
+  std::vector<std::pair<Box, at::Tensor>> found;
+  const at::Tensor flat = part.reshape({-1});
+  int64_t begin = 0;
+  for (const Box& box : boxes(split.begin(), split.end(), rows, columns)) {
+    found.emplace_back(box, flat.narrow(0, begin, box.numel()).view({box.matrices, box.rows, box.columns}));
+    begin += box.numel();
   }
   return found;
 }

@@ -1,7 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "optim/split_params.h"
 
 namespace shoestring::optim::detail {
 
@@ -13,8 +18,11 @@ struct Box {
   int64_t numel() const { return matrices * rows * columns; }
 };
 
-/// Returns the boxes, in order, of which the elements [begin, end) of a batch of matrices consist: a part of
-/// a row, rows of a matrix, matrices, rows, and a part of a row, of which any may be missing.
-std::vector<Box> boxes(int64_t begin, int64_t end, int64_t rows, int64_t columns);
+/// Returns the boxes, in order, of which this process's part of a batch of matrices (rows, columns) consists:
+/// a part of a row, rows of a matrix, matrices, rows, and a part of a row, of which any may be missing. Each
+/// comes with a view (matrices, rows, columns) of its elements in `part`, or in a copy if the part's strides
+/// allow no view.
+std::vector<std::pair<Box, at::Tensor>> boxes_of(const at::Tensor& part, const SplitParameter& split,
+                                                 int64_t rows, int64_t columns);
 
 }  // namespace shoestring::optim::detail

@@ -87,7 +87,7 @@ void in_stages(const Call& call, const std::vector<std::function<Partial(Step&)>
   for (const Share& s : all) {
     if (c10::multiply_integers(whole_sizes(s.param)) == 0) {
       s.apply(s.empty(), 0);  // counts the step
-    } else if (const SplitParameter* of = split_of(s.param); of != nullptr && !of->groups.empty()) {
+    } else if (split_of(s.param) != nullptr) {
       split.push_back(Step{s});
     } else {
       Step step{s};

@@ -9,8 +9,6 @@
 namespace shoestring::optim::ops {
 namespace {
 
-using detail::Box;
-
 // Returns the shape of the whole parameter with one dimension set to 1: the last dimension if dim is 1, the
 // second to last if dim is 2. Returns (0) for vectors.
 template <int dim>
@@ -33,15 +31,12 @@ void visit_matrices(const Share& s, const Tensor& of, const Tensor& row, const T
                     const Visit& visit) {
   const SplitParameter* split = split_of(s.param);
   if (split == nullptr || split->begins.empty()) return visit(of, row, col);
-  const auto sizes = split->sizes;
+  const auto& sizes = split->sizes;
   const int64_t rows = sizes[sizes.size() - 2], columns = sizes.back();
-  const Tensor flat = of.view({-1}), row_of = row.view({-1, rows, 1}), col_of = col.view({-1, 1, columns});
-  int64_t begin = 0;
-  for (const Box& box : detail::boxes(split->begin(), split->end(), rows, columns)) {
-    visit(flat.narrow(0, begin, box.numel()).view({box.matrices, box.rows, box.columns}),
-          row_of.narrow(0, box.matrix, box.matrices).narrow(1, box.row, box.rows),
+  const Tensor row_of = row.view({-1, rows, 1}), col_of = col.view({-1, 1, columns});
+  for (const auto& [box, own] : detail::boxes_of(of, *split, rows, columns)) {
+    visit(own, row_of.narrow(0, box.matrix, box.matrices).narrow(1, box.row, box.rows),
           col_of.narrow(0, box.matrix, box.matrices).narrow(2, box.column, box.columns));
-    begin += box.numel();
   }
 }
 

@@ -41,21 +41,11 @@ Tensor BaseOptions::kept_weight() const {
   return lr_tensor.defined() ? 1 - lr_tensor * weight_decay : number(1 - lr * weight_decay);
 }
 
-const SplitParameter* Projected::split() const {
-  const SplitParameter* of = split_of(param);
-  return of != nullptr && !of->groups.empty() ? of : nullptr;
-}
-
 std::vector<std::pair<Box, Tensor>> Projected::boxes(const Tensor& of) const {
   const SplitParameter* part = split();
   if (part == nullptr) return {{{0, 1, 0, rows, 0, columns}, of}};
-  std::vector<std::pair<Box, Tensor>> found;
-  const Tensor flat = of.reshape({-1});
-  int64_t begin = 0;
-  for (const Box& box : detail::boxes(part->begin(), part->end(), rows, columns)) {
-    found.emplace_back(box, flat.narrow(0, begin, box.numel()).view({box.rows, box.columns}));
-    begin += box.numel();
-  }
+  auto found = boxes_of(of, *part, rows, columns);
+  for (auto& [box, elements] : found) elements = elements.flatten(0, 1);  // there is one matrix
   return found;
 }
 
@@ -109,7 +99,7 @@ Tensor LowRankStep::norm_of(const std::vector<Tensor>& params) const {
   ByGroups<Tensor> split;
   for (const Tensor& p : params) {
     const SplitParameter* of = split_of(p);
-    of != nullptr && !of->groups.empty() ? split.add(*of, p.grad()) : whole.push_back(p.grad());
+    of != nullptr ? split.add(*of, p.grad()) : whole.push_back(p.grad());
   }
   std::vector<Tensor> norms;
   if (!whole.empty()) norms.push_back(total_norm(whole));

@@ -35,7 +35,7 @@ struct Projected {
   /// matrices. Of a whole parameter it is `of` itself.
   std::vector<std::pair<Box, Tensor>> boxes(const Tensor& of) const;
   /// Returns how processes have split the parameter, or null.
-  const SplitParameter* split() const;
+  const SplitParameter* split() const { return split_of(param); }
 };
 
 /// The options of the base optimizer that a step applies to whole parameters.

@@ -71,7 +71,7 @@ void muon(const Call& call, const MuonOptions& o) {
       s.pass_moments(mean);
       mean.call();
     }
-    if (const SplitParameter* whole = split_of(s.param); whole != nullptr && !whole->groups.empty()) {
+    if (const SplitParameter* whole = split_of(s.param)) {
       split.push_back(&s);
       parts.push_back({std::move(x), whole, matrix_cost(whole->sizes)});
     } else {

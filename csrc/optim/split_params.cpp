@@ -11,7 +11,7 @@ namespace {
 
 using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
-// What is known of tensors, as long as they exist.
+// Values that belong to tensors, as long as the tensors exist.
 template <class Value>
 class Known {
  public:
@@ -52,7 +52,7 @@ void set_splits(const std::vector<at::Tensor>& parts, const std::vector<std::vec
                 const std::vector<int64_t>& pieces, const std::vector<std::vector<int64_t>>& sizes,
                 const std::vector<std::vector<int64_t>>& begins, at::DeviceType device) {
   for (size_t i = 0; i < groups.size(); ++i) {
-    if (groups[i].empty() && pieces[i] == 0) continue;
+    if (groups[i].empty()) continue;
     set_split(parts[i], {groups[i], pieces[i], sizes[i], begins[i], device});
   }
 }

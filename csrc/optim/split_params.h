@@ -11,7 +11,7 @@ namespace shoestring::optim {
 
 /// The place of a tensor in the parameter of which it is one process's part, as optimizers know it.
 struct SplitParameter {
-  std::vector<std::string> groups;  ///< process groups over whose ranks the parameter is split
+  std::vector<std::string> groups;  ///< process groups over whose ranks the parameter is split; at least one
   int64_t piece = 0;                ///< the index of the part among all of the parameter
   std::vector<int64_t> sizes;       ///< shape of the whole parameter
   /// If the parameter is split over one group into ranges of its elements: where the part of each rank
@@ -39,8 +39,8 @@ struct SplitTensor {
 /// Lets the optimizers of this library treat a tensor as a part of a parameter, as long as the tensor exists.
 SHOESTRING_API void set_split(const at::Tensor& part, SplitParameter of);
 
-/// Calls set_split() for each tensor with process groups or a piece that is not 0, from the members of
-/// SplitParameter of all tensors. The lists are empty if no tensor is a part.
+/// Calls set_split() for each tensor that process groups split, from the members of SplitParameter of all
+/// tensors. The lists are empty if no tensor is a part.
 void set_splits(const std::vector<at::Tensor>& parts, const std::vector<std::vector<std::string>>& groups,
                 const std::vector<int64_t>& pieces, const std::vector<std::vector<int64_t>>& sizes,
                 const std::vector<std::vector<int64_t>>& begins, at::DeviceType device);

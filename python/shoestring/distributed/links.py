@@ -15,7 +15,7 @@ _GLOO_SEGMENT = 1 << 20
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a rank with the others.
+    """The connection of a rank with the others.
 
     Attributes:
         bandwidth: bytes a second that a rank can send while it receives as many.

@@ -65,6 +65,11 @@ def owned_entries(
     return entries
 
 
+def gathered(value: "DTensor") -> Gathered:
+    """Return a DTensor for a file, of which each process has the whole when it is asked for."""
+    return Gathered(torch.empty(value.shape, dtype=value.dtype, device="meta"), value.full_tensor)
+
+
 def gathered_entries(
     optimizer: "StateDicts", param: "DTensor", group: dict[str, Any]
 ) -> dict[str, Tensor | Gathered]:

@@ -13,6 +13,7 @@ from shoestring.files.read_file import parse_json, shown
 from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.files import like, plain
 from shoestring.optim.sharded import as_dtensor, is_dtensor, piece_of
+from shoestring.optim.sharded_state import gathered
 
 FORMAT_VERSION = 1
 # State of PyTorch's optimizers that has the shape of the parameter.
@@ -47,8 +48,7 @@ def store(optimizer: Optimizer, what: str) -> tuple[dict[str, Tensor | Gathered]
             for key, value in saved["state"].get(number, {}).items():
                 place = f"{g}.{i}.{key}"
                 if is_dtensor(value):
-                    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                    tensors[place] = Gathered(empty, value.full_tensor)
+                    tensors[place] = gathered(value)
                 elif isinstance(value, Tensor):
                     if type(value) is not Tensor or value.layout != torch.strided:
                         raise ValueError(

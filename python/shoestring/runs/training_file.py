@@ -22,6 +22,7 @@ from shoestring.optim import torch_files
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.several import several
 from shoestring.optim.sharded import is_dtensor, piece_of
+from shoestring.optim.sharded_state import gathered
 from shoestring.optim.state_tensors import as_tensor
 
 FORMAT, VERSION = "shoestring.training", "1"
@@ -108,11 +109,7 @@ def save_training(
     """
     tensors: dict[str, Tensor | Gathered] = {}
     for name, tensor in _tensors_of(model, frozen, "save_training").items():
-        if is_dtensor(tensor):
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            tensors[f"model.{name}"] = Gathered(empty, tensor.full_tensor)
-        else:
-            tensors[f"model.{name}"] = tensor
+        tensors[f"model.{name}"] = gathered(tensor) if is_dtensor(tensor) else tensor
     descriptions = []
     for number, optimizer in enumerate(several(optimizers)):
         state, metadata = _files_of(optimizer).store(optimizer, "save_training")

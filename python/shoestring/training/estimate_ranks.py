@@ -127,8 +127,6 @@ def check_ranks(config: EstimateConfig) -> None:
 
 def _conflicts(config: EstimateConfig) -> Iterator[tuple[str, str]]:
     """Yield pairs of ``--parallel`` and options that it cannot have."""
-    if config.parallel == "hsdp" and config.compress != "none":
-        yield "--parallel hsdp", f"--compress {config.compress}"
     if config.parallel not in ("diloco", "localsgd"):
         yield from conflicts(config)
         return

@@ -1,4 +1,4 @@
-"""What a rank computes, sends and holds in a training step, for each strategy of ``shoestring.parallelize``."""
+"""The work, messages and memory of a rank in a training step, for each strategy of ``shoestring.parallelize``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNDER_WAY = 4  # buckets of ZeRO-2 that are sent at the same time
 
 @dataclass(frozen=True)
 class Setting:
-    """What the programs of all strategies depend on.
+    """Settings on which the programs of all strategies depend.
 
     Attributes:
         ranks: the number of processes.

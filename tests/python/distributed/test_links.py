@@ -105,7 +105,7 @@ def test_limits_of_a_step(gloo: bool) -> None:
 
 
 def test_overlap_is_that_of_two_queues() -> None:
-    """Of buckets that are ready every c seconds and take s > c to send, the last ends at c + n s."""
+    """The last of n buckets, which are ready every c seconds and take s > c to send, ends at c + n s."""
     program, link = Program(), Link(1.0, 0.0)
     for _ in range(7):
         program.compute(1 / 7)

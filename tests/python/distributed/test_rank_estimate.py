@@ -267,7 +267,7 @@ def _small_buckets(rank: int, compress: str) -> None:
             for i, each in enumerate(operations)
             if isinstance(each, Send) and each.collective.kind == "all-gather"
         )
-        # Of the copies, the buffers are held before the first collective.
+        # The buffers of the copies are held before the first collective.
         at_backward = held + residuals + Program(operations[: copies - 1]).peak()
         # Gloo gathers the codes of each bucket that is under way in memory of its own.
         codes = 5 * max(c.bytes for c in programs[0].collectives[:-3]) if compress != "none" else 0

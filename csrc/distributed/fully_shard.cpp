@@ -1,9 +1,11 @@
 // Splits the parameters of blocks over processes, and gathers them while a block runs.
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -16,6 +18,8 @@
 
 #include "distributed/backends.h"
 #include "offload/block_runs.h"
+#include "offload/file_memory.h"
+#include "offload/host_memory.h"
 #include "optim/split_params.h"
 
 namespace shoestring::distributed {
@@ -89,6 +93,12 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   Impl(GroupPtr own, const FullyShardOptions& o) : group(std::move(own)), options(o) {
     TORCH_CHECK_VALUE(group.defined(), kName, ": group: expected a process group, received none");
     name = registered_name(group);
+    const std::string& where = options.offload();
+    constexpr const char* kDisk = "nvme:";
+    const bool is_disk = where.rfind(kDisk, 0) == 0 && where != kDisk;
+    TORCH_CHECK_VALUE(is_disk || where == "none" || where == "cpu", kName,
+                      ": offload: expected \"none\", \"cpu\" or \"nvme:DIR\", received \"", where, "\"");
+    if (is_disk) file.emplace(c10::str(kName, ": offload"), where.substr(std::strlen(kDisk)));
   }
 
   using BlockRuns::mutex;
@@ -117,7 +127,10 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     b.is_kept |= b.keep && at::GradMode::is_enabled();
     if (b.is_here) return;
     if (!b.has_memory()) begin_in(b);
-    for (Flat& f : b.flats) wait_for(group, std::exchange(f.arrival, nullptr), c10::str(kName, ": weights"));
+    for (Flat& f : b.flats) {
+      wait_for(group, std::exchange(f.arrival, nullptr), c10::str(kName, ": weights"));
+      if (file) file->let_go(f.own);
+    }
     place(index, b, /*is_here=*/true);
   }
 
@@ -129,8 +142,11 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     }
   }
 
-  void prefetch(int64_t index, int64_t) override {
+  void prefetch(int64_t index, int64_t direction) override {
     if (index >= 0 && index < count() && !numbered(index).has_memory()) begin_in(numbered(index));
+    if (const int64_t next = index + direction; file && next >= 0 && next < count()) {
+      for (const Flat& f : numbered(next).flats) file->will_need(f.own);
+    }
   }
 
   // Ranks send gradients and gather weights in the same order, whatever the order of their gradients.
@@ -174,6 +190,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     for (size_t i = 0; i < tensors.size(); ++i) named.insert(c10::str(label, ", ", i), tensors[i].detach());
     if (options.replicas()) broadcast_tensors(options.replicas(), named, kName);
     broadcast_tensors(group, named, kName);
+    for (Flat& f : b->flats) own_memory(f);  // an error leaves the tensors as they are
     for (size_t f = 0; f < b->flats.size(); ++f) split(index, *b, f);
     blocks.push_back(std::move(b));
     place(index, *blocks.back(), /*is_here=*/false);
@@ -223,11 +240,29 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     return at::from_blob(data, {p.numel}, p.tensor.options().dtype(at::kByte).requires_grad(false));
   }
 
+  // Makes the part of this rank, zeros, where the option `offload` says.
+  void own_memory(Flat& f) {
+    const int64_t size = at::ceil_div(at::ceil_div(f.end, f.unit), ranks()) * f.unit;
+    const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(f.dtype));
+    const at::Device device = f.pieces[0].tensor.device();
+    if (file) {
+      f.own = file->zeros(bytes).view(f.dtype);
+    } else if (options.offload() == "cpu") {
+      TORCH_CHECK_VALUE(
+          !device.is_cpu(), kName,
+          ": offload: expected parameters on a GPU with \"cpu\", received some on the CPU, which ",
+          "are in host memory already; use \"nvme:DIR\"");
+      if (!host) host.emplace(c10::str(kName, ": offload"), device);
+      f.own = host->empty({size}, f.dtype, bytes).zero_();
+    } else {
+      f.own = at::zeros({size}, at::device(device).dtype(f.dtype));
+    }
+  }
+
   // Copies the part of this rank, and makes the tensors that optimizers step.
   void split(int64_t index, Block& b, size_t number) {
     Flat& f = b.flats[number];
-    const int64_t size = at::ceil_div(at::ceil_div(f.end, f.unit), ranks()) * f.unit;
-    f.own = at::zeros({size}, f.pieces[0].tensor.options().dtype(f.dtype).requires_grad(false));
+    const int64_t size = f.own.numel();
     const int64_t first = rank() * size, last = first + size;
     for (size_t i = 0; i < f.pieces.size(); ++i) {
       Piece& p = f.pieces[i];
@@ -282,9 +317,10 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     for (const auto& other : blocks)
       if (other.get() != &b) leave_idle(*other);
     for (Flat& f : b.flats) {
-      f.memory = buffer(f.own.numel() * ranks(), f.own.options());
+      f.memory = buffer(f);
       received += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
-      f.arrival = start("weights", [&] { return group->_allgather_base(f.memory, f.own); });
+      Tensor own = f.own.to(f.memory.device(), /*non_blocking=*/true);
+      f.arrival = start("weights", [&] { return group->_allgather_base(f.memory, own); });
     }
   }
 
@@ -305,14 +341,13 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
 
   // Memory of the CPU is used again, since the first write to each new page takes long. A GPU's allocator
   // does the same by itself.
-  Tensor buffer(int64_t numel, const at::TensorOptions& like) {
-    const auto fits = [&](const Tensor& t) {
-      return t.numel() == numel && t.scalar_type() == c10::typeMetaToScalarType(like.dtype());
-    };
+  Tensor buffer(const Flat& f) {
+    const int64_t numel = f.own.numel() * ranks();
+    const auto fits = [&](const Tensor& t) { return t.numel() == numel && t.scalar_type() == f.dtype; };
     const auto found = std::find_if(free.begin(), free.end(), fits);
     if (found == free.end()) {
       free.clear();
-      return at::empty({numel}, like);
+      return at::empty({numel}, at::device(f.pieces[0].tensor.device()).dtype(f.dtype));
     }
     Tensor t = std::move(*found);
     free.erase(found);
@@ -353,7 +388,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
 
   // Returns memory for gradients with zeros between the parameters.
   Tensor clean(const Flat& f) {
-    Tensor whole = buffer(f.own.numel() * ranks(), f.own.options());
+    Tensor whole = buffer(f);
     int64_t end = 0;
     for (const Piece& p : f.pieces) {
       whole.narrow(0, end, p.at - end).zero_();
@@ -388,7 +423,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     Tensor whole = std::exchange(f.gradients, Tensor());
     if (!f.is_scaled) whole.mul_(scale());
     for (Piece& p : f.pieces) p.has_arrived = p.is_sum = false;
-    Tensor part = at::empty_like(f.own), from = whole;
+    Tensor part = at::empty({f.own.numel()}, whole.options()), from = whole;
     sent += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
     under_way.push_back(
         {&f, whole, part, start("gradients", [&] { return group->_reduce_scatter_base(part, from); })});
@@ -405,6 +440,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       wait_for(options.replicas(), start("gradients", [&] { return options.replicas()->allreduce(parts); }),
                c10::str(kName, ": gradients of replicas"));
     }
+    first.part = first.part.to(first.flat->own.device());
     const int64_t begin = rank() * first.part.numel();
     for (Piece& p : first.flat->pieces) {
       // an empty part begins anywhere
@@ -415,6 +451,8 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       } else {
         p.shard.mutable_grad() = grad;
       }
+      // such as that of an optimizer that steps in backward
+      if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(p.shard)) (*hook)(p.shard);
     }
   }
 
@@ -429,7 +467,9 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
 
   const GroupPtr group;
   const FullyShardOptions options;
-  std::string name;  // of the group
+  std::string name;                         // of the group
+  std::optional<offload::FileMemory> file;  // with offload "nvme:DIR"
+  std::optional<offload::HostMemory> host;  // with offload "cpu"
   std::vector<std::unique_ptr<Block>> blocks;
   std::deque<Sent> under_way;
   std::vector<Tensor> free;

@@ -1,8 +1,10 @@
-// Registers the classes of offloaded optimizer state. They are classes, not operators, because they own
-// memory, files and threads. OptimizerCore uses them; Python reads how the state is divided into chunks.
+// Registers the classes of offloaded optimizer state, and of memory in a file. They are classes, not
+// operators, because they own memory, files and threads. OptimizerCore uses them; Python reads how the state
+// is divided into chunks.
 
 #include <torch/library.h>
 
+#include "offload/file_memory.h"
 #include "offload/state.h"
 
 namespace shoestring::offload {
@@ -26,6 +28,11 @@ c10::intrusive_ptr<State> make_state(const c10::intrusive_ptr<Offload>& offload,
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.class_<Offload>("Offload").def(torch::init<std::string, std::string, c10::Device>());
+  m.class_<FileMemory>("FileMemory")
+      .def(torch::init<std::string, std::string>())
+      .def("move", &FileMemory::move)
+      .def("will_need", &FileMemory::will_need)
+      .def("let_go", &FileMemory::let_go);
   m.class_<State>("OffloadedState")
       .def(torch::init(&make_state))
       .def("chunks", &State::chunks)

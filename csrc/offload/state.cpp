@@ -3,15 +3,14 @@
 // The layout of an optimizer's offloaded state in host memory or in a file: how parameters, chunks and parts
 // are placed.
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <tuple>
 #include <utility>
 
 #include <ATen/ops/from_blob.h>
+
+#include "offload/file_memory.h"
 
 namespace shoestring::offload {
 namespace {
@@ -24,18 +23,6 @@ constexpr int64_t kEdge = 1024;
 constexpr int64_t kChunkBytes = int64_t{8} << 20;
 
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-// An extent of the swap file that is mapped into memory.
-struct Region {
-  c10::intrusive_ptr<Offload> offload;
-  int64_t offset, size;
-  void* memory;
-
-  ~Region() {
-    ::munmap(memory, static_cast<size_t>(size));
-    offload->file->free(offset, size);
-  }
-};
 
 int64_t block_bytes(const std::vector<at::ScalarType>& dtypes, const std::vector<int64_t>& per_block) {
   int64_t bytes = 0;
@@ -69,29 +56,6 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> layout(int64_t bytes,
   return {std::move(begins), std::move(edges)};
 }
 
-std::shared_ptr<Region> map(const c10::intrusive_ptr<Offload>& offload, int64_t size) {
-  SwapFile& file = *offload->file;
-  const int64_t before = file.size(), offset = file.allocate(size);
-  constexpr int kAccess = PROT_READ | PROT_WRITE;
-  void* memory = ::mmap(nullptr, static_cast<size_t>(size), kAccess, MAP_SHARED, file.descriptor(), offset);
-  if (memory == MAP_FAILED) file.free(offset, size);
-  TORCH_CHECK(memory != MAP_FAILED, offload->caller, ": ", file.path(), ": cannot map ", size,
-              " bytes: ", std::strerror(errno));
-  // If the extent was used before, or reserved, fill it with zeros. New space in the file is zero already.
-  // Mapped pages count as memory of the process, so the pages of each piece are dropped from the mapping; the
-  // file keeps them.
-  if (offset < before) {
-    constexpr int64_t kPiece = int64_t{16} << 20;
-    for (int64_t at = 0; at < size; at += kPiece) {
-      char* piece = static_cast<char*>(memory) + at;
-      const auto length = static_cast<size_t>(std::min(kPiece, size - at));
-      std::memset(piece, 0, length);
-      ::madvise(piece, length, MADV_DONTNEED);
-    }
-  }
-  return std::shared_ptr<Region>(new Region{offload, offset, size, memory});
-}
-
 }  // namespace
 
 Offload::Offload(std::string caller, const std::string& where, c10::Device device)
@@ -100,7 +64,7 @@ Offload::Offload(std::string caller, const std::string& where, c10::Device devic
   const bool disk = where.rfind(kDisk, 0) == 0 && where.size() > std::strlen(kDisk);
   TORCH_CHECK_VALUE(disk || where == "cpu" || where == "stream", this->caller,
                     ": expected None, \"cpu\", \"stream\" or \"nvme:DIR\", received \"", where, "\"");
-  if (disk) file = std::make_unique<SwapFile>(this->caller, where.substr(std::strlen(kDisk)));
+  if (disk) file = std::make_shared<SwapFile>(this->caller, where.substr(std::strlen(kDisk)));
 }
 
 State::State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarType>& dtypes,
@@ -111,9 +75,9 @@ State::State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarTy
   const int64_t total = edges_.back();
 
   int64_t offset = 0;
-  std::shared_ptr<Region> region;
+  std::shared_ptr<MappedExtent> region;
   if (offload_->file != nullptr && bytes > 0) {
-    region = map(offload_, total * bytes);
+    region = std::make_shared<MappedExtent>(offload_->caller, offload_->file, total * bytes);
     offset = region->offset;
   }
   for (size_t i = 0; i < dtypes.size(); ++i) {

@@ -39,7 +39,7 @@ class SHOESTRING_API Offload : public torch::CustomClassHolder {
   const std::string caller;
   const c10::Device device;
   HostMemory memory;
-  std::unique_ptr<SwapFile> file;  // swap file; null if the state is in host memory
+  std::shared_ptr<SwapFile> file;  // swap file; null if the state is in host memory
   CopyLane in, out;                // in: copies to the device; out: copies from the device
 };
 

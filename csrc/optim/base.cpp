@@ -131,23 +131,21 @@ std::vector<Core::Members> Core::members(size_t group, c10::function_ref<bool(co
   return found;
 }
 
-// Raises if state of split parameters, whose operator communicates, is offloaded: each process takes the
-// chunks of its own parts, so processes would wait for each other.
-void Core::check_offload(size_t first) const {
-  if (offload.empty()) return;
+void Core::check_parts(size_t first, const char* option, const std::string& received) const {
   for (size_t g = first; g < optimizer->param_groups().size(); ++g) {
     for (const Tensor& p : optimizer->param_groups()[g].params()) {
       const SplitParameter* split = split_of(p);
-      const bool is_alone = split == nullptr || split->begins.size() == 2;  // where one rank begins and ends
-      TORCH_CHECK_VALUE(is_alone || rule(g).takes_parts(), label,
-                        ": offload: expected none where processes have split the parameters, since the ",
-                        "rule needs whole ones, received \"", offload, "\"; use AdamW, Lion or SGD");
+      const bool is_alone = split == nullptr || split->begins.size() <= 2;  // where one rank begins and ends
+      TORCH_CHECK_VALUE(is_alone || rule(g).takes_parts(), label, ": ", option,
+                        ": expected none where processes have split the parameters, since the rule needs ",
+                        "whole ones, received ", received, "; use AdamW, Lion or SGD");
     }
   }
 }
 
 void Core::reserve(size_t first) {
-  check_offload(first);
+  // Each process takes the chunks of its own parts, so processes would wait for each other.
+  if (!offload.empty()) check_parts(first, "offload", c10::str('"', offload, '"'));
   if (!streams()) return;
   std::map<c10::intrusive_ptr<offload::Offload>, int64_t> sizes;
   for (size_t g = first; g < optimizer->param_groups().size(); ++g) {

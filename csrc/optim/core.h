@@ -70,6 +70,9 @@ struct Core : std::enable_shared_from_this<Core> {
   void share_weights(const std::vector<const Arena*>& arenas) const;
   /// Raises if processes split the steps. `what` is what needs an optimizer that takes whole steps.
   void expect_unsharded(const char* what) const;
+  /// Raises if processes have split parameters of the groups from index `first` on, and a rule needs whole
+  /// ones. Such a step communicates, so `option` cannot have the value `received`.
+  void check_parts(size_t first, const char* option, const std::string& received) const;
   /// Raises if the options of a group allow no step.
   void check_step() const;
   Tensor step();
@@ -212,7 +215,6 @@ struct Core : std::enable_shared_from_this<Core> {
   Parts parts_of(const std::vector<const Arena*>& arenas) const;
   void split_gradient(const Tensor& param);
   void check_process() const;
-  void check_offload(size_t first) const;
   Versions versions() const;
   Unfinished begin_step();
   Tensor finish_step(Unfinished step);

@@ -442,15 +442,13 @@ void LowMemoryOptimizer::set_shard(int64_t rank, int64_t ranks, GatherWeights ga
 }
 
 void LowMemoryOptimizer::set_step_in_backward(bool step_in_backward) {
-  if (step_in_backward) core_->expect_unsharded("set_step_in_backward");
+  if (step_in_backward) {
+    core_->expect_unsharded("set_step_in_backward");
+    core_->check_parts(0, "set_step_in_backward", "true");
+  }
   core_->step_in_backward = step_in_backward;
   if (!step_in_backward) return;
-  for (const auto& group : param_groups_) {
-    for (const Tensor& p : group.params())
-      expect(split_of(p) == nullptr, core_->name(), "set_step_in_backward", "whole parameters",
-             "parts of FullyShard, whose gradients arrive after backward");
-    core_->watch(group.params());
-  }
+  for (const auto& group : param_groups_) core_->watch(group.params());
 }
 
 void LowMemoryOptimizer::set_offload(const std::optional<std::string>& where) {

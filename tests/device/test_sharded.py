@@ -19,7 +19,7 @@ from training import mlp, rows
 def alone_in_its_group() -> Iterator[None]:
     """One process has all shards, so its collectives have nothing to do."""
     distributed.Backend.register_backend(
-        "nothing", fake_pg._create_fake_pg, extended_api=True, devices=["simdev"]
+        "nothing", fake_pg._create_fake_pg, extended_api=True, devices=["simdev", "cpu"]
     )
     distributed.init_process_group("nothing", rank=0, world_size=1, store=fake_pg.FakeStore())
     yield
@@ -48,4 +48,31 @@ def test_steps_in_backward_equal_cpu(mode: simdev.Mode, offload: bool, replicas:
             optimizer.step()
             optimizer.zero_grad()
         results.append([getattr(p, "to_local", lambda p=p: p)().detach().cpu() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("offload", ["cpu", "nvme:."])
+def test_parallelize_offloads(mode: simdev.Mode, offload: str, quantize: str | None) -> None:
+    """Shards in host memory or in a file are copied to the device, and gradients back; the CPU steps them."""
+    results = []
+    for device in ("simdev", "cpu"):
+        model = mlp()
+        if quantize is not None:
+            shoestring.lora.apply(model, rank=4, quantize=quantize)
+        model.to(device)
+        if device != "cpu":
+            report = shoestring.parallelize(model, "zero3", offload=offload)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for p in trained:
+            assert p.device.type == "cpu"
+        optimizer = shoestring.optim.AdamW(trained, lr=1e-2)
+        for step in range(4):
+            model(rows(step).to(device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if device != "cpu":
+            report.undo()
+            assert all(p.device.type == device for p in model.parameters())
+        results.append([p.detach().cpu() for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

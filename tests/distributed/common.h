@@ -27,10 +27,15 @@ inline void expect(bool good, const std::string& what) {
   std::cerr << "not so: " << what << "\n";
 }
 
-inline int64_t argument(char** arguments, int number, int64_t otherwise) {
+inline const char* text(char** arguments, int number, const char* otherwise) {
   for (int i = 0; i <= number; ++i)
     if (arguments[i] == nullptr) return otherwise;
-  return std::atoll(arguments[number]);
+  return arguments[number];
+}
+
+inline int64_t argument(char** arguments, int number, int64_t otherwise) {
+  const char* found = text(arguments, number, nullptr);
+  return found == nullptr ? otherwise : std::atoll(found);
 }
 
 inline GroupPtr connect(int64_t milliseconds = 60000) {

@@ -66,8 +66,9 @@ Groups groups_of(const GroupPtr& all, int64_t split) {
 
 // Steps have the bits of one process that has the mean of all ranks' gradients. The arguments are the
 // optimizer, its state and rounding, the number of micro-batches, how they are added up ("sums" or "sends"),
-// the ranks that split the parameters, and whether the last parameter is unused on the last rank. Prints the
-// bytes of state and weights of this rank, and what it has received and sent.
+// the ranks that split the parameters, whether the last parameter is unused on the last rank, where the parts
+// are, and whether steps are in backward. Prints the bytes of state and weights of this rank, and what it has
+// received and sent.
 void fully_shard(char** arguments) {
   const GroupPtr all = connect();
   const int64_t rank = all->getRank(), size = all->getSize();
@@ -75,6 +76,8 @@ void fully_shard(char** arguments) {
   const int64_t micro_batches = argument(arguments, 3, 1), split = argument(arguments, 5, size);
   const bool sums = arguments[4] == std::string("sums"), unused = argument(arguments, 6, 0) == 1;
   const Groups groups = groups_of(all, split);
+  const char* offload = text(arguments, 7, "none");
+  const bool in_backward = argument(arguments, 8, 0) == 1;
   const std::vector<std::vector<std::vector<int64_t>>> sizes{
       {{70, 41}, {5}}, {{0}, {300, 7}, {256}}, {{1}, {33, 33}}};
   std::vector<std::vector<Tensor>> blocks;
@@ -93,7 +96,8 @@ void fully_shard(char** arguments) {
     const at::NoGradGuard no_grad;
     for (const Tensor& p : own) p.zero_();  // rank 0 gives its values
   }
-  FullyShard sharded(groups.split, FullyShardOptions().replicas(groups.replicas).find_unused(unused));
+  FullyShard sharded(groups.split,
+                     FullyShardOptions().replicas(groups.replicas).find_unused(unused).offload(offload));
   for (const auto& block : blocks) sharded.add(block);
   const auto parts = sharded.parameters();
   const auto empty = std::count_if(own.begin(), own.end(), [](const Tensor& p) { return p.numel() == 0; });
@@ -105,6 +109,8 @@ void fully_shard(char** arguments) {
   const auto whole = optimizer_of(filled, arguments);
   ours->set_max_grad_norm(std::nullopt);
   whole->set_max_grad_norm(std::nullopt);
+  ours->set_step_in_backward(in_backward);
+  if (in_backward) ours->set_max_grad_norm(1e9);  // a step in backward clips by the norm of the step before
   // State in bf16 is rounded by other random numbers. Each rounding changes a step by less than 2^-7 of it.
   // The sums of LAMB, Adafactor and CAME are in another order, so each of four steps may round weights of up
   // to 4 in another way.
@@ -155,6 +161,7 @@ void fully_shard(char** arguments) {
     }
     for (const Tensor& p : own) expect(!p.grad().defined() || p.numel() == 0, "backward frees gradients");
     for (size_t i = 0; i < alone.size(); ++i) alone[i].mutable_grad() = mean[i];
+    for (const Tensor& p : parts) expect(!in_backward || !p.grad().defined(), "steps free gradients");
     if (step == 2) {  // the norm is the same but for the order of its additions
       ours->set_max_grad_norm(1e9);
       whole->set_max_grad_norm(1e9);
@@ -457,7 +464,10 @@ void fully_shard_refuses(char**) {
            }),
            error_of([&] { shoestring::optim::Muon muon(sharded.parameters()); }),
            error_of([&] { shoestring::optim::CAME(sharded.parameters()).set_offload("stream"); }),
-           error_of([&] { optimizer.set_step_in_backward(true); }),
+           error_of([&] { shoestring::optim::LAMB(sharded.parameters()).set_step_in_backward(true); }),
+           error_of([&] { FullyShard(group, FullyShardOptions().offload("disk")); }),
+           error_of([&] { FullyShard(group, FullyShardOptions().offload("nvme:/missing")); }),
+           error_of([&] { FullyShard(group, FullyShardOptions().offload("cpu")).add({param({4})}); }),
            error_of([&] { shoestring::distributed::new_group(group, {0, 7}); }),
        })
     std::printf("%s\n", text.c_str());

@@ -156,6 +156,11 @@ struct SHOESTRING_API FullyShardOptions {
   /// Whether a backward may leave parameters without a gradient. Zeros are sent for them, and for all
   /// parameters of a block that it does not use.
   TORCH_ARG(bool, find_unused) = false;
+  /// Where the parts of a rank are: "none", on the device of the parameters; "cpu", in pinned host memory,
+  /// together with their gradients, so that the optimizer steps them on the CPU; or "nvme:DIR", in a file in
+  /// the folder DIR, whose pages the kernel reads when they are used and takes back when memory is short.
+  /// Gradients are in host memory then. "cpu" needs parameters on a GPU.
+  TORCH_ARG(std::string, offload) = "none";
 };
 
 /// Splits the parameters, gradients and optimizer state of a model over the ranks (ZeRO-3), as fully_shard
@@ -175,8 +180,8 @@ struct SHOESTRING_API FullyShardOptions {
 ///
 /// Each rank holds 1 / ranks of a block, to within 256 elements of each dtype and parameter. Steps have the
 /// bits of one process, with 8-bit state, too. Optimizers of this library clip by the norm over all ranks
-/// (set_max_grad_norm). Stochastic rounding, of weights and of bf16 state, draws other numbers than one
-/// process does.
+/// (set_max_grad_norm), and may step each part as soon as its gradient arrives (set_step_in_backward).
+/// Stochastic rounding, of weights and of bf16 state, draws other numbers than one process does.
 ///
 /// Source: ZeRO, arXiv 1910.02054.
 class SHOESTRING_API FullyShard {

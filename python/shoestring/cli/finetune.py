@@ -31,7 +31,12 @@ from shoestring.training.models import (
     locate_model,
     plain_loss,
 )
-from shoestring.training.offloaded_weights import check_weights_folder, check_weights_place, kept_bytes
+from shoestring.training.offloaded_weights import (
+    blocks_place,
+    check_weights_folder,
+    check_weights_place,
+    kept_bytes,
+)
 from shoestring.training.processes import Processes, disconnect
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, file_list, run_folder
@@ -81,7 +86,7 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
         baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
         quantize = None if config.baseline else config.frozen_format
-        model = load_model(folder, dtype, quantize, trust, device, config.weights_place, kept_bytes(config))
+        model = load_model(folder, dtype, quantize, trust, device, blocks_place(config), kept_bytes(config))
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"

@@ -10,13 +10,15 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shoestring.checkpoint.blocks import find_blocks
+from shoestring.distributed.groups import plain_tensors
 
 
 def is_parallel(model: nn.Module) -> bool:
@@ -62,31 +64,79 @@ def replicate(model: nn.Module, hook: Callable[..., Any] | None = None) -> Calla
 
 
 def shard_fully(
-    model: nn.Module, mesh: DeviceMesh, reduce_scatter: Callable[[int], Any] | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    reduce_scatter: Callable[[int], Any] | None = None,
+    offload: str | None = None,
 ) -> Callable[[], None]:
     """Shard a model by ``fully_shard``, each block as a unit; return a function that undoes it.
 
     ``reduce_scatter`` returns the reduce-scatter of the gradients of a unit, from the number of the unit.
+    ``offload`` is the place of the shards: None, "cpu" or "nvme:DIR".
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     try:
         blocks = list(find_blocks(model, None).values())
     except ValueError:  # no list of blocks
         blocks = []
     units = [*blocks, model]
+    folder = offload.removeprefix("nvme:") if offload not in (None, "cpu") else None
+    policy = OffloadPolicy()
+    if offload is not None and next(model.parameters()).device.type != "cpu":
+        policy = CPUOffloadPolicy(pin_memory=folder is None)
+    memory = None if folder is None else torch.classes.shoestring.FileMemory("parallelize: offload", folder)
+    moved: list[tuple[nn.Module, list[Tensor]]] = []
     for unit in units:
-        fully_shard(unit, mesh=mesh)
+        fully_shard(unit, mesh=mesh, offload_policy=policy)
+        if memory is not None:
+            moved.append((unit, _shards(unit)))
+            for tensor in moved[-1][1]:
+                memory.move(tensor)
+    forget = _advise(memory, moved)
     if reduce_scatter is not None:
         for number, unit in enumerate(units):
             sharded: Any = unit
             sharded.set_custom_reduce_scatter(reduce_scatter(number))
 
     def undo() -> None:
+        forget()
         for unit in units:
             _gather(unit)
 
     return undo
+
+
+def _shards(unit: Any) -> list[Tensor]:
+    """Return the tensors of which the shards of a unit of ``fully_shard`` consist."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    params = [] if group is None else [p.sharded_param for p in group.fsdp_params]
+    return [tensor for p in params for _, tensor in plain_tensors("", p.to_local())]
+
+
+def _advise(memory: Any, moved: list[tuple[nn.Module, list[Tensor]]]) -> Callable[[], None]:
+    """Read the shards of a unit while the unit before it runs, and let the kernel take those that are gathered.
+
+    Returns a function that ends it.
+    """
+    handles = []
+    for number, (unit, shards) in enumerate(moved):
+        following = moved[number + 1][1] if number + 1 < len(moved) else []
+
+        # It runs after the hook of fully_shard, which gathers the unit.
+        def advise(*_: Any, shards: list[Tensor] = shards, following: list[Tensor] = following) -> None:
+            for tensor in shards:
+                memory.let_go(tensor)
+            for tensor in following:
+                memory.will_need(tensor)
+
+        handles.append(unit.register_forward_pre_hook(advise))
+
+    def forget() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return forget
 
 
 def _gather(unit: Any) -> None:

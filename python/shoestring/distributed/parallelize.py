@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shoestring.checkpoint.weights import is_place
 from shoestring.core.process_memory import spare_bytes
 from shoestring.distributed.groups import (
     broadcast_module,
@@ -72,6 +73,7 @@ class ParallelReport:
         rank_bytes: the bytes of the first rank.
         reason: why "auto" has chosen this strategy; empty if it was given.
         compress: how gradients are compressed, or None.
+        offload: where the parts of a rank are, or None for the device of the model.
 
     Example:
         >>> import torch.distributed as dist
@@ -90,6 +92,7 @@ class ParallelReport:
     rank_bytes: RankBytes
     reason: str = ""
     compress: str | None = None
+    offload: str | None = None
     _model: nn.Module | None = field(default=None, init=False, repr=False)
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
     _optimizers: list[LowMemoryOptimizer] = field(default_factory=list, init=False, repr=False)
@@ -130,6 +133,13 @@ class ParallelReport:
             lines.append(
                 f"gradients are sent by {self.compress}; a rank keeps {own.residual:,} bytes of residuals"
             )
+        if self.offload == "cpu":
+            lines.append("weights, gradients and state are in host memory")
+        elif self.offload is not None:
+            lines.append(
+                f"weights are in a file in {self.offload.removeprefix('nvme:')}; the kernel takes their pages back when "
+                "memory is short"
+            )
         return "\n".join(lines + [self.reason] * bool(self.reason))
 
 
@@ -139,6 +149,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | tuple[int, ...] | None = None,
     compress: str | None = None,
+    offload: str | None = None,
 ) -> ParallelReport:
     """Prepare a model in place for training by all processes of the default process group.
 
@@ -183,6 +194,23 @@ def parallelize(
     send are not compressed. A checkpoint has no residuals, so a resumed run loses what its last step has left
     out. In one process nothing is sent or compressed.
 
+    ``offload`` says where "zero3" and "hsdp" keep the parts of a rank; a gathered block is on the device of the
+    model. The other strategies keep whole weights; give ``offload`` to the optimizer there.
+
+    ==========  =====================================  =============================  ============================
+    offload     weights of a rank                      gradients                      steps
+    ==========  =====================================  =============================  ============================
+    None        on the device                          on the device                  by the device
+    "cpu"       in pinned host memory                  in pinned host memory          by the CPU
+    "nvme:DIR"  in a file without a name in the        in host memory                 by the CPU
+                folder DIR
+    ==========  =====================================  =============================  ============================
+
+    With "nvme:DIR", weights are mapped memory: the kernel reads their pages when they are used, and takes them
+    back when memory is short. Optimizers, state dicts and files work as without it. An optimizer with
+    ``offload="nvme:DIR"`` has its state in a file, too, and with ``step_in_backward`` gradients go as soon as a
+    block has them. A disk that cannot read a page ends the process (SIGBUS).
+
     Args:
         model: the model, on its device.
         strategy: one of the names, or "auto" for the first of "ddp", "zero1", "zero2" and "zero3" with which
@@ -191,16 +219,18 @@ def parallelize(
             "zero3", and (machines, processes of a machine) for "hsdp".
         compress: how gradients are compressed: "8bit", "4bit", "1bit" or, for "ddp" and "zero1", "powersgd";
             None for not at all. Trained parameters must be in fp32, bf16 or fp16. "hsdp" takes None only.
+        offload: where weights are with "zero3" and "hsdp": None, "cpu" for a model on a GPU, or "nvme:DIR".
+            "auto" takes "zero3" with it.
 
     Raises:
         TypeError: gradients of a trained parameter's dtype cannot be compressed.
-        ValueError: the strategy or ``compress`` is unknown, or they do not go together, the mesh does not have
+        ValueError: the strategy, ``compress`` or ``offload`` is unknown, or they do not go together, the mesh does not have
             as many ranks as there are processes or has other dimensions than the strategy needs, it is given
             to a strategy without one, no parameter requires a gradient, or the model is parallel already.
         RuntimeError: no process group was initialised although the environment is that of several processes,
-            or the parameters of the ranks differ.
+            the parameters of the ranks differ, or the folder of ``offload`` has no room.
 
-    Source: ZeRO, arXiv 1910.02054; error feedback of both hops: DoubleSqueeze, arXiv 1905.05957; PowerSGD,
+    Source: ZeRO, arXiv 1910.02054; ZeRO-Infinity, arXiv 2104.07857; error feedback of both hops: DoubleSqueeze, arXiv 1905.05957; PowerSGD,
     arXiv 1905.13727.
 
     Example:
@@ -219,21 +249,32 @@ def parallelize(
         _refuse("model", "parameters that require gradients", "none")
     if compress is not None:
         _check_compress(model, compress)
+    if offload is not None:
+        _check_offload(model, strategy, offload)
     from shoestring.distributed import composable  # imports much of torch.distributed
 
     if composable.is_parallel(model) or any(hasattr(p, SPLITS_STEPS) for p in model.parameters()):
         _refuse("model", "a model of one process", "one that is parallel already; call undo() of its report")
     if not (dist.is_available() and dist.is_initialized()) and os.environ.get("WORLD_SIZE", "1") == "1":
+        if offload is not None:
+            _refuse(
+                "offload",
+                "a process group",
+                "none in one process. Use shoestring.offload_weights, or call init_process_group.",
+            )
         return ParallelReport("none", 1, needed(model, "ddp", 1), "there is one process")
     group = group_or_default(None, "parallelize")
     ranks = dist.get_world_size(group)
     reason = ""
-    if strategy == "auto":
+    if strategy == "auto" and offload is not None:
+        strategy, reason = "zero3", "offload needs split weights"
+    elif strategy == "auto":
         strategy, reason = choose(model, ranks, compress)
     _check_together(strategy, compress)
     made = _mesh(model, strategy, mesh, ranks)
     split = made.size(made.ndim - 1) if made is not None else ranks
-    report = ParallelReport(strategy, ranks, needed(model, strategy, split, compress), reason, compress)
+    needs = needed(model, strategy, split, compress)
+    report = ParallelReport(strategy, ranks, needs, reason, compress, offload)
     report._model = model
     report._undo.append(name_collectives(group, *(made.get_all_groups() if made is not None else ())))
     try:
@@ -256,7 +297,7 @@ def _apply(model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None) ->
         scatter = None
         if compress is not None:
             scatter = partial(hooks.CompressedReduceScatter, hooks.compressor(mesh.get_group(), compress))
-        report._undo.append(composable.shard_fully(model, mesh, scatter))
+        report._undo.append(composable.shard_fully(model, mesh, scatter, report.offload))
         return
     if report.strategy != "zero2":
         hook = None
@@ -279,6 +320,25 @@ def _check_compress(model: nn.Module, compress: str) -> None:
                 f"parallelize: compress: expected trained parameters in fp32, bf16 or fp16, received {name} in {p.dtype}. "
                 "Convert it, or leave compress out."
             )
+
+
+def _check_offload(model: nn.Module, strategy: str, offload: str) -> None:
+    """Raise unless a strategy can keep the weights of a model there."""
+    if not is_place(offload):
+        _refuse("offload", "None, cpu or nvme:DIR", repr(offload))
+    if strategy not in ("auto", "zero3", "hsdp"):
+        _refuse(
+            "offload",
+            f"None with {strategy!r}, which keeps whole weights",
+            f"{offload!r}. Use 'zero3', or give offload to the optimizer.",
+        )
+    device = next(model.parameters()).device.type
+    if offload == "cpu" and device == "cpu":
+        _refuse(
+            "offload",
+            "nvme:DIR for a model on the CPU, whose weights are in host memory already",
+            f"{offload!r}",
+        )
 
 
 def _check_together(strategy: str, compress: str | None) -> None:

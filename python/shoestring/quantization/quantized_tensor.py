@@ -188,6 +188,9 @@ class QuantizedTensor(Tensor):
                 f"QuantizedTensor: fully_shard: expected rows divisible by the {mesh.size()} processes, received "
                 f"{outer_size[0]} of {type(module).__name__}; keep that layer out with ignored_params"
             )
+        if mesh.size() == 1:
+            # FSDP2 copies the first of several tensors, and leaves out the others.
+            return (self.packed,), (outer_size, self)
         if self.nested is None:
             return (self.packed, self.absmax), (outer_size, None)
         tables = NestedScales.of(self.nested)
@@ -207,6 +210,17 @@ class QuantizedTensor(Tensor):
         scales are copied, since codes are already in place.
         """
         shape, tables = metadata
+        if isinstance(tables, QuantizedTensor):  # of one process
+            if out is not None:
+                with torch.autograd._unsafe_preserve_version_counter(out.parts()):  # type: ignore[attr-defined]
+                    for part, own in zip(out.parts()[1:], tables.parts()[1:], strict=True):
+                        part.copy_(own)
+                return None
+            scales = [part.clone() for part in tables.parts()[1:]]
+            whole = self._of(
+                gathered[0], scales[0], scales[1] if len(scales) > 1 else None, shape, param_dtype
+            )
+            return whole, (gathered[0], *scales)
         nested = None if tables is None else tables._replace(scales=gathered[2]).join()
         if out is not None:
             if nested is not None and out.nested is not None:
@@ -251,7 +265,9 @@ class QuantizedTensor(Tensor):
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.alias.default):
             return return_and_correct_aliasing(func, args, kwargs, args[0]._like(func))
-        if func in (aten.clone.default, aten.empty_like.default):
+        if func is aten.is_pinned.default:
+            return all(func(part, *args[1:], **kwargs) for part in args[0].parts())
+        if func in (aten.clone.default, aten.empty_like.default, aten._pin_memory.default):
             return args[0]._like(lambda part: func(part))
         if func is aten._to_copy.default:
             dtype = kwargs.get("dtype")

@@ -14,6 +14,7 @@ from shoestring.core.errors import InputError
 from shoestring.core.presence import weights_present
 from shoestring.training.config import FinetuneConfig, StepConfig, WeightsConfig
 from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.processes import world_size
 
 PLACES = "none | cpu | nvme:DIR"  # values of --offload-weights, for messages
 
@@ -21,6 +22,11 @@ PLACES = "none | cpu | nvme:DIR"  # values of --offload-weights, for messages
 def place_of_weights(config: StepConfig) -> str | None:
     """Return the value of --offload-weights; None without it, also for commands that do not have it."""
     return config.weights_place if isinstance(config, WeightsConfig) else None
+
+
+def blocks_place(config: FinetuneConfig) -> str | None:
+    """Return where whole weights of blocks lie; None if they stay, or if several processes move their parts."""
+    return None if config.parallel != "none" and world_size() > 1 else config.weights_place
 
 
 def kept_bytes(config: WeightsConfig) -> int:
@@ -73,7 +79,7 @@ def check_weights_place(config: FinetuneConfig | EstimateConfig, device: torch.d
 def trained_leave(config: StepConfig) -> bool:
     """Return whether trained weights are among those that --offload-weights moves."""
     if isinstance(config, FinetuneConfig):
-        return config.full and config.weights_place is not None
+        return config.full and blocks_place(config) is not None
     return isinstance(config, EstimateConfig) and config.rank is None and config.weights_place is not None
 
 
@@ -115,13 +121,13 @@ def let_weights_leave(
     Returns:
         The offloaded weights, or None without the option.
     """
-    if not isinstance(config, FinetuneConfig) or config.weights_place is None:
+    if not isinstance(config, FinetuneConfig) or blocks_place(config) is None:
         return None
     if hasattr(model, OWNER):
         return OffloadedWeights.of(model)
     optimizer = optimizers[0] if trained_leave(config) else None
     with weights_errors(config.weights_place):
-        return offload_weights(model, config.weights_place, keep=kept_bytes(config), optimizer=optimizer)
+        return offload_weights(model, str(config.weights_place), keep=kept_bytes(config), optimizer=optimizer)
 
 
 def copies_in_host_memory(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

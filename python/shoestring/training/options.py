@@ -168,8 +168,8 @@ Offload = Annotated[
 OffloadWeights = Annotated[
     str,
     typer.Option(
-        help="none, cpu or nvme:DIR: where the weights of the model's blocks lie while no block needs them. "
-        "Trained weights also need --step-in-backward."
+        help="none, cpu or nvme:DIR: where the weights of the model's blocks lie while no block needs them, or with "
+        "--parallel zero3 the part of each process. Trained weights also need --step-in-backward in one process."
     ),
 ]
 Keep = Annotated[

@@ -79,7 +79,7 @@ def connect(config: LoopConfig) -> Processes:
         InputError: there are several processes and no ``--parallel``, the environment is damaged, or the
             other processes do not come.
     """
-    count = _number("WORLD_SIZE", 1)
+    count = world_size()
     if config.parallel == "none":
         if count > 1:
             raise InputError(
@@ -124,6 +124,11 @@ def connect(config: LoopConfig) -> Processes:
     return Processes(rank, count)
 
 
+def world_size() -> int:
+    """Return the number of processes that torchrun has started; 1 without it."""
+    return _number("WORLD_SIZE", 1)
+
+
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdigit():
@@ -144,7 +149,7 @@ def disconnect(processes: Processes) -> None:
 
 def conflicts(config: LoopConfig | EstimateConfig) -> Iterator[tuple[str, str]]:
     """Yield pairs of ``--parallel`` and options that it cannot have."""
-    name = config.parallel
+    name, place = config.parallel, getattr(config, "offload_weights", "none")
     if name == "none":
         if config.compress != "none":
             yield "--parallel none", f"--compress {config.compress}"
@@ -153,10 +158,8 @@ def conflicts(config: LoopConfig | EstimateConfig) -> Iterator[tuple[str, str]]:
     refused = {
         "--baseline": getattr(config, "baseline", False),
         "--compile": getattr(config, "compile", False),
-        f"--offload-weights {getattr(config, 'offload_weights', '')}": getattr(
-            config, "offload_weights", "none"
-        )
-        != "none",
+        f"--offload-weights {place}": name not in ("zero3", "hsdp") and place != "none",
+        f"--keep {getattr(config, 'keep', '')}": getattr(config, "keep", "0") != "0",
         f"--offload {config.offload}": splits and config.offload != "none",
         "--step-in-backward": name not in ("zero3", "hsdp") and config.step_in_backward,
         f"--optimizer {config.optimizer}": splits and config.optimizer in LOW_RANK,
@@ -178,9 +181,10 @@ def parallel(model: nn.Module, config: LoopConfig, processes: Processes) -> Para
     """Prepare the model for training by all processes; return None for one process."""
     if processes.count == 1:
         return None
+    compress = None if config.compress == "none" else config.compress
     try:
         return parallelize(
-            model, config.parallel, compress=None if config.compress == "none" else config.compress
+            model, config.parallel, compress=compress, offload=getattr(config, "weights_place", None)
         )
     except (ValueError, RuntimeError) as error:
         raise InputError(f"--parallel {config.parallel}: {str(error).splitlines()[0]}") from None

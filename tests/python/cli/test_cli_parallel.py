@@ -219,9 +219,9 @@ def test_another_number_of_processes_continues_the_run(data: Path, alone: Path, 
     assert_close(again, alone)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("options", [["zero1"], ["zero3"], ["zero3", "--offload-weights", "nvme:."]])
 @pytest.mark.sample(1)
-def test_finetune_with_a_quantised_base(strategy: str, data: Path, alone: Path, tmp_path: Path) -> None:
+def test_finetune_with_a_quantised_base(options: list[str], data: Path, alone: Path, tmp_path: Path) -> None:
     records = tmp_path / "data.jsonl"
     records.write_text(
         "".join(
@@ -242,7 +242,7 @@ def test_finetune_with_a_quantised_base(strategy: str, data: Path, alone: Path, 
     ]
     common += ["--device", "cpu"]
     succeed(*common, "--out", tmp_path / "one")
-    together(*common, "--out", tmp_path / "two", "--parallel", strategy)
+    together(*common, "--out", tmp_path / "two", "--parallel", *options)
     assert_close(tmp_path / "two", tmp_path / "one")
     assert weights(tmp_path / "two/adapter").keys() == weights(tmp_path / "one/adapter").keys()
 
@@ -267,6 +267,10 @@ def test_wrong_options_are_refused(
     for strategy, more in pairs:
         error = refuse(capsys, *common, "--parallel", strategy, *more)
         assert f"--parallel {strategy}: expected no {more[0]}" in error, error
+    tune = ["finetune", "--model", tmp_path, "--data", data, "--out", tmp_path / "run", *TUNE]
+    for more in (["--offload-weights", "nvme:."], ["--keep", "1GiB"]):
+        error = refuse(capsys, *tune, "--parallel", "zero2", *more)
+        assert f"--parallel zero2: expected no {more[0]}" in error, error
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (
         "--parallel: expected auto, ddp, zero1, zero2, zero3 or hsdp in a run of 2 processes, got none"

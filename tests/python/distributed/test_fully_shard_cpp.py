@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,21 @@ def test_steps_have_the_bits_of_one_process(
         received = sum(of_blocks) * gathers + of_blocks[0] * 4 * micro_batches
         expected = [of_state, sum(of_blocks), received * (split - 1), sum(of_blocks) * sends * (split - 1)]
         assert list(map(int, out.split()[:4])) == expected
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+@pytest.mark.parametrize("in_backward", [0, 1])
+@pytest.mark.sample(6)
+def test_parts_lie_in_a_file_and_step_in_backward(
+    optimizer: str, ranks: int, split: int, offload: str, in_backward: int, tmp_path: Path
+) -> None:
+    """Bits, and bytes of parts and state, are those without."""
+    place = f"nvme:{tmp_path}" if offload == "nvme" else offload
+    common = ("fully_shard", optimizer, "8bit", "remainder", 1, "sends", split)
+    assert run(ranks, *common, 0, place, in_backward) == run(ranks, *common)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("ranks", "split"), [(2, 2), (3, 3), (4, 2)])
@@ -150,6 +166,7 @@ def test_files_are_those_of_one_process(optimizer: str, ranks: int, split: int, 
 def test_refusals() -> None:
     for rank, out in enumerate(run(2, "fully_shard_refuses")):
         *lines, _ = out.splitlines()
+        pid = re.search(r"shoestring-swap-(\d+)", out)[1]  # type: ignore[index]
         assert lines == [
             "FullyShard: block 1: expected parameters of its own, received one that another block has, too; add both as one "
             "block with keep",
@@ -170,7 +187,11 @@ def test_refusals() -> None:
             "shapes), received shape [3]",
             "shoestring::optim::CAME: offload: expected none where processes have split the parameters, since the rule needs "
             'whole ones, received "stream"; use AdamW, Lion or SGD',
-            "shoestring::optim::AdamW: set_step_in_backward: expected whole parameters, received parts of FullyShard, whose "
-            "gradients arrive after backward",
+            "shoestring::optim::LAMB: set_step_in_backward: expected none where processes have split the parameters, since "
+            "the rule needs whole ones, received true; use AdamW, Lion or SGD",
+            'FullyShard: offload: expected "none", "cpu" or "nvme:DIR", received "disk"',
+            f"FullyShard: offload: /missing/shoestring-swap-{pid}-0: cannot create the file: No such file or directory",
+            'FullyShard: offload: expected parameters on a GPU with "cpu", received some on the CPU, which are in host memory '
+            'already; use "nvme:DIR"',
             "new_group: ranks: expected different ranks of 2, received [0, 7]",
         ]

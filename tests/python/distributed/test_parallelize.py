@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import shoestring
 from processes import assert_replicated, run, whole
 from shoestring.distributed import broadcast_module, mean_over_ranks, shard
+from shoestring.distributed.groups import plain_tensors
 from shoestring.optim import LAMB, SGD, AdamW, GaLore, Lion, Muon, ScheduleFreeAdamW
 from shoestring.optim.sharded import local
 
@@ -171,14 +172,14 @@ def test_accumulation(strategy: str, how: str, tmp_path: Path) -> None:
     run(2, tmp_path, _micro_batches, strategy, how)
 
 
-def _bytes(rank: int, strategy: str) -> None:
+def _bytes(rank: int, strategy: str, offload: str | None = None) -> None:
     """Compare the bytes of a rank between backward and step with the formula, from the allocator's counts."""
     ranks = dist.get_world_size()
     with shoestring.host_allocator() as allocator:
         blocks = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
         net = nn.Sequential(nn.Linear(512, 512, bias=False), blocks)
         elements = sum(p.numel() for p in net.parameters())
-        report = shoestring.parallelize(net, strategy)
+        report = shoestring.parallelize(net, strategy, offload=offload)
         opt = AdamW(net.parameters())
         if strategy == "zero2":  # smaller buckets than by default, since the model is small
             for p in net.parameters():
@@ -202,13 +203,65 @@ def _bytes(rank: int, strategy: str) -> None:
         assert own.state * (ranks if strategy != "ddp" else 1) == elements * (2 + 8 / 256)
         # "zero2" sends four buckets and fills one, "zero3" may still send one unit; each is a parameter of 1 MiB
         more = {"zero2": 5 << 20, "zero3": 1 << 20}.get(strategy, 0)
-        assert own.total <= allocated <= own.total * 1.01 + more + (1 << 16), (strategy, allocated, own)
+        total = own.total - (own.weights if offload is not None else 0)
+        assert total <= allocated <= total * 1.01 + more + (1 << 16), (strategy, allocated, own)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:4])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_of_a_rank(strategy: str, ranks: int, tmp_path: Path) -> None:
     run(ranks, tmp_path, _bytes, strategy)
+
+
+def test_weights_in_a_file_take_no_memory(tmp_path: Path) -> None:
+    run(2, tmp_path, _bytes, "zero3", f"nvme:{tmp_path}")
+
+
+def in_file(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor is a file that has no name."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return "/shoestring-swap-" in line and line.endswith("(deleted)")
+    return False
+
+
+def _offloads(rank: int, strategy: str, options: dict[str, Any], quantize: str | None, folder: str) -> None:
+    """Compare training, files and whole weights bit for bit with those of weights in memory."""
+    mesh = (2, dist.get_world_size() // 2) if strategy == "hsdp" else None
+    found = []
+    for place in (None, folder):
+        net = adapted(quantize) if quantize else model(torch.bfloat16)
+        report = shoestring.parallelize(net, strategy, mesh=mesh, offload=place)
+        more = {} if place is None else options
+        opt = AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, **more)
+        for step in range(3):
+            x = torch.randn(8, 256, generator=torch.Generator().manual_seed(10 * step + rank))
+            net(x.to(torch.float32 if quantize else torch.bfloat16)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        parts = [t for p in net.parameters() for _, t in plain_tensors("", local(p))]
+        assert [in_file(t) for t in parts] == len(parts) * [place is not None]
+        file = Path(folder.removeprefix("nvme:")) / f"{place is None}.safetensors"
+        shoestring.save_training(file, net, opt)
+        dist.barrier()  # rank 0 writes the file
+        report.undo()
+        whole_parts = [t.clone() for p in net.parameters() for _, t in plain_tensors("", p)]
+        assert place is None or f"a file in {file.parent}" in str(report)
+        found.append((whole_parts, file.read_bytes()))
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 1), ("zero3", 2), ("zero3", 3), ("hsdp", 4)])
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}, {"offload": "nvme:."}])
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.sample(4)
+def test_weights_in_a_file_train_alike(
+    strategy: str, ranks: int, options: dict[str, Any], quantize: str | None, tmp_path: Path
+) -> None:
+    ranks = 2 if quantize and ranks == 3 else ranks
+    run(ranks, tmp_path, _offloads, strategy, options, quantize, f"nvme:{tmp_path}")
 
 
 def _resumes(rank: int, strategy: str, folder: Path, saves: bool) -> None:
@@ -369,6 +422,19 @@ def _refuses(rank: int) -> None:
     assert refusal(lambda: parallel(nn.Linear(2, 2).requires_grad_(False))) == (
         "parallelize: model: expected parameters that require gradients, received none"
     )
+    assert refusal(lambda: parallel(net, "zero3", offload="disk")) == (
+        "parallelize: offload: expected None, cpu or nvme:DIR, received 'disk'"
+    )
+    assert refusal(lambda: parallel(net, "zero1", offload="nvme:.")) == (
+        "parallelize: offload: expected None with 'zero1', which keeps whole weights, received 'nvme:.'. Use 'zero3', or "
+        "give offload to the optimizer."
+    )
+    assert refusal(lambda: parallel(net, offload="cpu")) == (
+        "parallelize: offload: expected nvme:DIR for a model on the CPU, whose weights are in host memory already, "
+        "received 'cpu'"
+    )
+    missing = refusal(lambda: parallel(net, offload="nvme:/missing"))
+    assert missing.startswith("parallelize: offload: /missing/shoestring-swap-") and "No such file" in missing
     for strategy in 2 * ("ddp", "zero1", "zero2", "zero3"):
         report = parallel(net, strategy)
         assert refusal(lambda: parallel(net)) == (
@@ -434,6 +500,13 @@ def test_one_process_needs_nothing() -> None:
     with report.no_sync():
         loss_of(net, 0, 0).backward()
     report.undo()
+
+
+def test_one_process_without_a_group_cannot_offload() -> None:
+    assert refusal(lambda: shoestring.parallelize(model(), "zero3", offload="nvme:.")) == (
+        "parallelize: offload: expected a process group, received none in one process. Use shoestring.offload_weights, "
+        "or call init_process_group."
+    )
 
 
 def test_several_processes_need_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

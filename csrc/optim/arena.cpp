@@ -1,6 +1,7 @@
 #include "optim/arena.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include <ATen/Functions.h>
 
@@ -59,14 +60,24 @@ Arena::Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> 
 
 namespace {
 
+bool splits_parameters(const Rule& rule, const Kind& kind) {
+  return rule.takes_parts() && kind.device.is_cpu();
+}
+
 struct StateShape {
-  StateShape(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params)
-      : splits(rule.takes_parts() && kind.device.is_cpu()) {
+  // `own`: the part that this process steps, or none if it steps all parameters.
+  StateShape(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params,
+             const std::optional<Owned>& own)
+      : splits(splits_parameters(rule, kind)) {
     for (const Part& part : parts(rule, kind)) {
       dtypes.push_back(part.dtype);
       per_block.push_back(part.per_block);
     }
-    for (const Tensor& p : params) sizes.push_back(blocks_of(p));
+    const size_t last = own ? own->last : params.size();
+    for (size_t i = own ? own->first : 0; i < last; ++i) sizes.push_back(blocks_of(params[i]));
+    if (!own || sizes.empty()) return;
+    sizes.front() -= own->first_block;
+    sizes.back() -= std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) - own->blocks;
   }
 
   std::vector<at::ScalarType> dtypes;
@@ -75,11 +86,6 @@ struct StateShape {
 };
 
 }  // namespace
-
-int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params) {
-  const StateShape shape(rule, kind, params);
-  return offload::State::bytes(shape.dtypes, shape.per_block, shape.sizes, shape.splits);
-}
 
 namespace {
 
@@ -107,10 +113,6 @@ struct Members {
   std::vector<Owned> owned;
 };
 
-bool splits_parameters(const Rule& rule, const Kind& kind) {
-  return rule.takes_parts() && kind.device.is_cpu();
-}
-
 // Gives each parameter to one process, so that all have about the same work.
 Members by_owner(const Rule& rule, std::vector<Tensor> params, std::vector<int64_t> numbers,
                  int64_t processes) {
@@ -137,11 +139,30 @@ Members by_owner(const Rule& rule, std::vector<Tensor> params, std::vector<int64
 
 Members members_of(const Rule& rule, const Kind& kind, std::vector<Tensor> params,
                    std::vector<int64_t> numbers, const std::optional<Ranks>& ranks) {
-  if (!ranks.has_value() || splits_parameters(rule, kind)) return {std::move(params), std::move(numbers), {}};
-  return by_owner(rule, std::move(params), std::move(numbers), ranks->count);
+  if (!ranks.has_value()) return {std::move(params), std::move(numbers), {}};
+  if (!splits_parameters(rule, kind))
+    return by_owner(rule, std::move(params), std::move(numbers), ranks->count);
+  std::vector<int64_t> begins;
+  int64_t blocks = 0;
+  for (const Tensor& p : params) {
+    begins.push_back(blocks);
+    blocks += blocks_of(p);
+  }
+  std::vector<Owned> owned = split_over(ranks->count, begins, blocks);
+  return {std::move(params), std::move(numbers), std::move(owned)};
 }
 
 }  // namespace
+
+int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params,
+                        const std::vector<int64_t>& numbers, const std::optional<Ranks>& ranks) {
+  const Members found = members_of(rule, kind, params, numbers, ranks);
+  std::optional<Owned> own;
+  if (ranks) own = found.owned[static_cast<size_t>(ranks->rank)];
+  if (own && own->blocks == 0) return 0;
+  const StateShape shape(rule, kind, found.params, own);
+  return offload::State::bytes(shape.dtypes, shape.per_block, shape.sizes, shape.splits);
+}
 
 Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, std::vector<int64_t> numbers,
              const c10::intrusive_ptr<offload::Offload>& offload, bool on_host,
@@ -149,9 +170,11 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
     : Arena(kind, {}, {}) {
   Members found = members_of(rule, kind, std::move(members), std::move(numbers), ranks);
   *this = Arena(kind, std::move(found.params), std::move(found.numbers));
+  std::optional<Owned> own;
   if (ranks.has_value()) {
     rank = static_cast<size_t>(ranks->rank);
-    owned = splits_parameters(rule, kind) ? split_over(ranks->count, begins, blocks) : std::move(found.owned);
+    owned = std::move(found.owned);
+    own = owned[rank];
   }
   const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
   step = at::zeros({static_cast<int64_t>(params.size())}, fp32);
@@ -159,18 +182,19 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
   if (on_host) {
     host = c10::make_intrusive<offload::HostParams>(offload, params);
     weights = host->weights();
-  } else if (offload != nullptr) {
-    const StateShape shape(rule, kind, params);
+  } else if (offload != nullptr && (!own || own->blocks > 0)) {
+    const StateShape shape(rule, kind, params, own);
     offloaded = c10::make_intrusive<offload::State>(offload, shape.dtypes, shape.per_block, shape.sizes,
                                                     shape.splits);
-    begins = offloaded->begins();
-    blocks = offloaded->total();
+    if (!own) {
+      begins = offloaded->begins();
+      blocks = offloaded->total();
+    }
     for (size_t i = 0; i < every.size(); ++i) values[every[i].name] = offloaded->values()[i];
     return;
   }
   for (const Part& part : every) {
-    const int64_t own = owned.empty() ? blocks : owned[rank].blocks;
-    values[part.name] = at::zeros({own * part.per_block}, fp32.dtype(part.dtype));
+    values[part.name] = at::zeros({(own ? own->blocks : blocks) * part.per_block}, fp32.dtype(part.dtype));
   }
 }
 
@@ -205,12 +229,31 @@ Arena Arena::piece(const Owned& part) const {
 Arena Arena::own_piece() const {
   Arena own = piece(owned[rank]);
   own.values = values;
+  if (offloaded == nullptr) return own;
+  if (own.part) {  // chunks end within parameters, whose blocks follow each other
+    for (auto& [name, value] : own.values)
+      value = value.narrow(0, 0, value.numel() / offloaded->total() * own.part->second);
+  } else {
+    own.offloaded = offloaded;
+    own.begins = offloaded->begins();
+    own.blocks = offloaded->total();
+  }
   return own;
 }
 
 Arena Arena::whole(const Rule& rule, std::vector<std::vector<ParameterPart>>& found) const {
   Arena all(rule, kind, params, numbers, nullptr, /*on_host=*/false, std::nullopt);
   all.step.copy_(step);
+  for (size_t i = owned[rank].first; i < owned[rank].last; ++i) {
+    const auto own = views(rule, i);
+    for (const Part& part : parts(rule, kind)) {
+      const int64_t from = elements_of(rank, i).first;
+      const int64_t begin =
+          begins[i] * part.per_block + (part.shaped ? from : from / kBlock * part.per_block);
+      const Tensor& value = own.at(part.name);
+      all.values.at(part.name).narrow(0, begin, value.numel()).copy_(value);
+    }
+  }
   for (size_t process = 0; process < owned.size(); ++process) {
     const auto& [first, last, first_block, count] = owned[process];
     if (count == 0) continue;
@@ -218,7 +261,6 @@ Arena Arena::whole(const Rule& rule, std::vector<std::vector<ParameterPart>>& fo
     for (const Part& part : parts(rule, kind)) {
       const Tensor& values_of_all = all.values.at(part.name);
       const int64_t begin = (begins[first] + first_block) * part.per_block, size = count * part.per_block;
-      if (process == rank) values_of_all.narrow(0, begin, size).copy_(values.at(part.name));
       found[process].push_back({values_of_all, begin, begin + size});
     }
   }
@@ -239,8 +281,12 @@ std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const
   if (!owned.empty()) {
     // a part of the parameter: the elements that this process steps, or the blocks around them
     const auto [begin, end] = elements_of(rank, index);
-    const int64_t block =
-        begins[index] + begin / kBlock - begins[owned[rank].first] - owned[rank].first_block;
+    const Owned& own = owned[rank];
+    int64_t block = begins[index] + begin / kBlock - begins[own.first] - own.first_block;
+    if (offloaded != nullptr) {
+      block = offloaded->begins()[index - own.first] + begin / kBlock -
+              (index == own.first ? own.first_block : 0);
+    }
     for (const Part& part : parts(rule, kind)) {
       const int64_t size = part.shaped ? end - begin : (end - begin + kBlock - 1) / kBlock * part.per_block;
       views[part.name] = values.at(part.name).narrow(0, block * part.per_block, size);
@@ -300,13 +346,19 @@ Arena Arena::run(const Rule& rule, size_t first, size_t last) const {
 
 void Arena::in_pieces(const Rule& rule, const Gradients& grads, const Tensor& accumulated,
                       c10::function_ref<void(const Arena&, const Gradients&, const Tensor&)> step_piece) {
-  const int64_t end = start + std::ssize(params);
+  // `offloaded` has the parameters from `start` on, or those that this process steps: index `shift` of this
+  // arena is its parameter 0, which begins at block `skipped`.
+  const auto shift = owned.empty() ? -start : static_cast<int64_t>(owned[rank].first);
+  const int64_t skipped = owned.empty() ? 0 : owned[rank].first_block;
+  const int64_t from = owned.empty() ? start : 0;
+  const int64_t end =
+      owned.empty() ? start + std::ssize(params) : static_cast<int64_t>(owned[rank].last - owned[rank].first);
   const auto defined = [](const Tensor& g) { return g.defined(); };
   const auto every = parts(rule, kind);
   std::vector<int64_t> with_gradients;
-  for (const int64_t chunk : offloaded->chunks(start, end)) {
-    const auto at = offloaded->piece(chunk, start, end);
-    const auto first = grads.begin() + (at.first - start), last = grads.begin() + (at.last - start);
+  for (const int64_t chunk : offloaded->chunks(from, end)) {
+    const auto at = offloaded->piece(chunk, from, end);
+    const auto first = grads.begin() + at.first + shift, last = grads.begin() + at.last + shift;
     if (std::any_of(first, last, defined)) with_gradients.push_back(chunk);
   }
   if (!stepped.defined()) stepped = step.clone();
@@ -314,20 +366,38 @@ void Arena::in_pieces(const Rule& rule, const Gradients& grads, const Tensor& ac
   for (const int64_t chunk : with_gradients) {
     if (offloaded->done(chunk)) continue;
     const auto device = offloaded->take(chunk);
-    const auto at = offloaded->piece(chunk, start, end);
-    const int64_t first = at.first - start, last = at.last - start;
+    const auto at = offloaded->piece(chunk, from, end);
+    const int64_t first = at.first + shift, last = at.last + shift;
+    const int64_t first_block = at.first_block + (at.first == 0 ? skipped : 0);
     Arena piece =
-        this->piece({static_cast<size_t>(first), static_cast<size_t>(last), at.first_block, at.blocks});
+        this->piece({static_cast<size_t>(first), static_cast<size_t>(last), first_block, at.blocks});
     piece.step = piece.step.clone();
     for (size_t i = 0; i < every.size(); ++i) {
       const int64_t n = every[i].per_block;
       piece.values[every[i].name] = device[i].narrow(0, at.offset * n, at.blocks * n);
     }
-    const int64_t begin = (begins[static_cast<size_t>(first)] + at.first_block) * kBlock;
-    step_piece(piece, {grads.begin() + first, grads.begin() + last},
+    Gradients own(grads.begin() + first, grads.begin() + last);
+    if (!owned.empty()) take_elements(own, first, first_block, at.blocks);
+    const int64_t begin = (begins[static_cast<size_t>(first)] + first_block) * kBlock;
+    step_piece(piece, own,
                accumulated.defined() ? accumulated.narrow(0, begin, at.blocks * kBlock) : Tensor());
     stepped.narrow(0, first, last - first).copy_(piece.step);
     offloaded->put(chunk);
+  }
+}
+
+// Replaces gradients of the elements that this process steps by those of `blocks` blocks, from a block of
+// parameter `first` on. Gradients of whole parameters stay.
+void Arena::take_elements(Gradients& grads, int64_t first, int64_t first_block, int64_t blocks) const {
+  int64_t from = first_block;
+  for (size_t i = 0; i < grads.size(); ++i, from = 0) {
+    const size_t index = static_cast<size_t>(first) + i;
+    const int64_t count = std::min(blocks, blocks_of(params[index]) - from);
+    blocks -= count;
+    if (!grads[i].defined() || grads[i].numel() == params[index].numel()) continue;
+    const int64_t begin = from * kBlock - elements_of(rank, index).first;
+    const int64_t most = params[index].numel() - from * kBlock;
+    grads[i] = grads[i].narrow(0, begin, std::min(count * kBlock, most));
   }
 }
 

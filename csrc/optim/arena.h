@@ -164,11 +164,13 @@ struct Arena {
   Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers);
   /// Returns an arena of a part of the parameters, without values. Its step counters are views.
   Arena piece(const Owned& part) const;
+  void take_elements(Gradients& grads, int64_t first, int64_t first_block, int64_t blocks) const;
 };
 
-/// Returns the number of bytes that the optimizer state of `params` takes in the file of
-/// set_offload("nvme:DIR").
-int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params);
+/// Returns the number of bytes that the optimizer state of `params`, or of this process's part of it, takes
+/// in the file of set_offload("nvme:DIR").
+int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params,
+                        const std::vector<int64_t>& numbers, const std::optional<Ranks>& ranks);
 
 /// Raises c10::Error unless a parameter's state has the names, dtypes and shapes that `rule` and `kind`
 /// require.

@@ -151,7 +151,7 @@ void Core::reserve(size_t first) {
   for (size_t g = first; g < optimizer->param_groups().size(); ++g) {
     for (const auto& [kind, params, numbers] :
          members(g, [](const Tensor& p) { return p.requires_grad(); })) {
-      sizes[offload_of(kind.source)] += offloaded_bytes(rule(g), kind, params);
+      sizes[offload_of(kind.source)] += offloaded_bytes(rule(g), kind, params, numbers, ranks);
     }
   }
   for (const auto& [offload, size] : sizes) offload->reserve(size);
@@ -188,7 +188,7 @@ void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather,
     expect(good, name(), "set_shard", expected, received);
   };
   refuse(optimizer->state().empty(), "an optimizer before its first step", "one that has a state");
-  refuse(offload.empty(), "an optimizer without offload", "one with it");
+  refuse(!on_cpu(), "offload=\"stream\" or \"nvme:DIR\"", "\"cpu\"");
   refuse(!step_in_backward, "an optimizer without step_in_backward", "one with it");
   for (const auto& group : optimizer->param_groups()) {
     for (const Tensor& p : group.params()) {
@@ -197,6 +197,12 @@ void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather,
     }
   }
   ranks = Ranks{rank, count};
+  try {
+    if (streams()) set_offload(offload);  // reserves this process's part alone
+  } catch (...) {
+    ranks.reset();
+    throw;
+  }
   gather_weights = std::move(gather);
   split_gradients = std::move(gradients);
 }
@@ -277,7 +283,9 @@ void Core::expect_unsharded(const char* what) const {
 }
 
 void Core::set_offload(const std::string& where) {
-  expect_unsharded("set_offload");
+  if (!optimizer->state().empty()) expect_unsharded("set_offload");
+  expect(!ranks || where != "cpu", name(), "set_offload",
+         "\"stream\" or \"nvme:DIR\" where processes have split the steps", "\"cpu\"");
   settle();
   abandon();
   const auto old = std::exchange(offloads_, decltype(offloads_)(offloads_.key_comp()));
@@ -367,7 +375,7 @@ void Core::bring_back() {
 void Core::step_arena(size_t group, Arena& arena, const std::vector<Tensor>& grads, const Tensor& accumulated,
                       const Tensor& clip_coef) {
   if (arena.host != nullptr) return step_on_host(group, arena, grads, accumulated, clip_coef);
-  if (!arena.owned.empty()) {
+  if (!arena.owned.empty() && arena.offloaded == nullptr) {
     const auto [first, last, block, blocks] = arena.owned[arena.rank];
     if (blocks == 0) return;
     const auto begin = grads.begin();

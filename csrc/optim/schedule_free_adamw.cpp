@@ -84,14 +84,14 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
         if (remainder.defined() && !remainder.is_same(kept->second)) kept->second.copy_(remainder);
       };
       moved.push_back(&arena);
-      if (!arena.owned.empty()) {
-        if (arena.owned[arena.rank].blocks > 0) apply(arena.own_piece());
-      } else if (arena.offloaded == nullptr && arena.host == nullptr) {
-        apply(arena);
+      if (!arena.owned.empty() && arena.owned[arena.rank].blocks == 0) continue;
+      const Arena own = arena.owned.empty() ? arena : arena.own_piece();
+      if (own.offloaded == nullptr && own.host == nullptr) {
+        apply(own);
       } else {
         // Offloaded state is copied to the device one parameter at a time, since the device may not have
         // memory for all of it.
-        for (size_t i = 0; i < arena.params.size(); ++i) apply(arena.run(core.rule(g), i, i + 1));
+        for (size_t i = 0; i < own.params.size(); ++i) apply(own.run(core.rule(g), i, i + 1));
       }
     }
     options.train_mode(train_mode);

@@ -76,3 +76,26 @@ def test_parallelize_offloads(mode: simdev.Mode, offload: str, quantize: str | N
             assert all(p.device.type == device for p in model.parameters())
         results.append([p.detach().cpu() for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("place", [None, "stream", "nvme:."])
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "ScheduleFreeAdamW"])
+def test_state_of_a_part_is_offloaded(mode: simdev.Mode, name: str, place: str | None) -> None:
+    results = []
+    for device in ("simdev", "cpu"):
+        model = mlp().to(device)
+        optimizer = getattr(shoestring.optim, name)(
+            model.parameters(), lr=1e-2, offload=place if device != "cpu" else None
+        )
+        if device != "cpu":
+            shoestring.distributed.shard(optimizer)
+        for step in range(4):
+            if hasattr(optimizer, "train"):
+                optimizer.train()
+            model(rows(step).to(device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
+        results.append([p.detach().cpu() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -21,7 +21,7 @@ void check(const TrainOptions& o) {
   const std::initializer_list<std::pair<std::string, bool>> refused{
       {"--baseline", o.baseline},
       {"--step-in-backward", o.step_in_backward},
-      {"--offload " + o.offload, o.offload != "none" && !zero3 && o.parallel != "ddp"},
+      {"--offload " + o.offload, o.offload == "cpu" && !zero3 && o.parallel != "ddp"},
       // the norm of all gradients is known to one optimizer alone
       {"--optimizer muon", o.optimizer == "muon" && zero2},
       {"--precision fp16", o.scales_loss() && (zero2 || zero3)},

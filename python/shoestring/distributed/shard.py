@@ -35,8 +35,8 @@ def shard(
     Without it each backward sends its gradients, which takes less memory.
 
     Args:
-        optimizer: an optimizer of ``shoestring.optim`` that has not stepped, without offload and without
-            ``step_in_backward``. All ranks must call its ``state_dict()``, or ``consolidate_state_dict()``
+        optimizer: an optimizer of ``shoestring.optim`` that has not stepped, without ``step_in_backward``. With
+            ``offload="stream"`` or ``"nvme:DIR"``, the part of each process is away. All ranks must call its ``state_dict()``, or ``consolidate_state_dict()``
             before rank 0 calls ``state_dict()``.
         group: the processes; None for all.
         gradients: whether the gradients are split.
@@ -52,8 +52,8 @@ def shard(
         TypeError: the optimizer is not of ``shoestring.optim``, or is one of its low-rank optimizers.
         ValueError: the optimizer has DTensor parameters, which are split already, or ``compress`` is unknown
             or given without ``gradients``.
-        RuntimeError: no process group was initialised, or the optimizer has state, offload, or parameters
-            that are not contiguous.
+        RuntimeError: no process group was initialised, or the optimizer has state, ``offload="cpu"``, or
+            parameters that are not contiguous.
 
     Example:
         >>> import torch.distributed as dist

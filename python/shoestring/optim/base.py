@@ -165,13 +165,13 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
             maximize=maximize,
         )
         super().__init__(params, defaults | own)
-        self._core.set_offload(offload)
         splits = {
             splits for p in self._all_params() if (splits := getattr(p, SPLITS_STEPS, None)) is not None
         }
         try:
             for splits_steps in splits:
                 splits_steps(self)
+            self._core.set_offload(offload)  # a process that steps a part reserves room for it alone
         except BaseException:
             self._retire()  # the traceback of the error may keep this object
             raise

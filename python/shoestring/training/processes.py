@@ -160,7 +160,7 @@ def conflicts(config: LoopConfig | EstimateConfig) -> Iterator[tuple[str, str]]:
         "--compile": getattr(config, "compile", False),
         f"--offload-weights {place}": name not in ("zero3", "hsdp") and place != "none",
         f"--keep {getattr(config, 'keep', '')}": getattr(config, "keep", "0") != "0",
-        f"--offload {config.offload}": splits and config.offload != "none",
+        f"--offload {config.offload}": splits and config.offload == "cpu",
         "--step-in-backward": name not in ("zero3", "hsdp") and config.step_in_backward,
         f"--optimizer {config.optimizer}": splits and config.optimizer in LOW_RANK,
         # the norm of all gradients is known to one optimizer alone

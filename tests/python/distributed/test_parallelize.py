@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,71 @@ def test_bytes_of_a_rank(strategy: str, ranks: int, tmp_path: Path) -> None:
 
 def test_weights_in_a_file_take_no_memory(tmp_path: Path) -> None:
     run(2, tmp_path, _bytes, "zero3", f"nvme:{tmp_path}")
+
+
+def _offloads_state(
+    rank: int, strategy: str, make: Any, place: str, shape: tuple[int, int], home: str
+) -> None:
+    """Compare steps, whole state and files bit for bit with those of state in memory, also after a resume."""
+    folder, found = Path(home), []
+    for offload in (None, place):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(*shape, bias=False), nn.Linear(shape[1], 5, bias=False)).bfloat16()
+        report = shoestring.parallelize(net, strategy)
+        opt = make(net.parameters(), offload=offload)
+        for step in range(4):
+            if step == 2:
+                state = copy.deepcopy(opt.state_dict())
+                opt = make(net.parameters(), offload=offload)
+                report._optimizers[:] = [opt]
+                opt.load_state_dict(state)
+            x = torch.randn(4, shape[0], generator=torch.Generator().manual_seed(10 * step + rank))
+            if isinstance(opt, ScheduleFreeAdamW):
+                opt.train()
+            net(x.bfloat16()).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        if isinstance(opt, ScheduleFreeAdamW):
+            opt.eval()
+        own = [t for p in net.parameters() for name, t in opt.state.get(p, {}).items() if name != "step"]
+        assert not place.startswith("nvme:") or offload is None or not own or any(map(in_file, own))
+        path = folder / f"{strategy}{offload is None}.safetensors"
+        shoestring.optim.save_optimizer(opt, path)
+        dist.barrier()  # rank 0 writes the file
+        found.append(([p.detach().clone() for p in net.parameters()], path.read_bytes()))
+        report.undo()
+    assert all(map(torch.equal, found[0][0], found[1][0]))
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("place", ["nvme", "stream"])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (partial(AdamW, max_grad_norm=1.0), (70, 301)),
+        (partial(AdamW, weight_rounding="remainder", state_format="4bit"), (70, 301)),
+        (AdamW, (2501, 4001)),  # the part of a process has several chunks
+        (ScheduleFreeAdamW, (70, 301)),
+        (LAMB, (70, 301)),
+        (partial(SGD, lr=1e-2, momentum=0.9), (1, 3)),  # a part of one process has no elements
+    ],
+)
+@pytest.mark.sample(6)
+def test_state_of_a_part_is_offloaded(
+    strategy: str, ranks: int, place: str, make: Any, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    run(
+        ranks,
+        tmp_path,
+        _offloads_state,
+        strategy,
+        make,
+        f"nvme:{tmp_path}" if place == "nvme" else place,
+        shape,
+        str(tmp_path),
+    )
 
 
 def in_file(tensor: Tensor) -> bool:
@@ -459,13 +525,18 @@ def _refuses(rank: int) -> None:
     )
     assert "to copy or pickle it" in refusal(lambda: copy.deepcopy(opt))
     assert whole_state in refusal(lambda: setattr(opt, "step_in_backward", True))
-    assert "expected an optimizer without offload" in refusal(lambda: AdamW(net.parameters(), offload="cpu"))
+    assert 'expected "stream" or "nvme:DIR" where processes have split the steps, received "cpu"' in refusal(
+        lambda: AdamW(net.parameters(), offload="cpu")
+    )
     assert "expected an optimizer without step_in_backward" in refusal(
         lambda: AdamW(net.parameters(), step_in_backward=True)
     )
     report.undo()
     assert "expected an optimizer that was made after undo()" in refusal(opt.step)
 
+    assert 'expected offload="stream" or "nvme:DIR", received "cpu"' in refusal(
+        lambda: shard(AdamW(net.parameters(), offload="cpu"))
+    )
     stepped = AdamW(net.parameters())
     loss_of(net, 0, rank).backward()
     stepped.step()

@@ -248,8 +248,9 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   ///
   /// All processes must have the same parameters and options, and gradients of all parameters that require
   /// them. Call it before the first step. The last micro-batch after accumulate() must have a gradient of
-  /// each parameter. Raises c10::Error with offload, set_step_in_backward or parameters that are not
-  /// contiguous.
+  /// each parameter. With set_offload("stream") or ("nvme:DIR"), before it or after it, the state of this
+  /// process's part is away. Raises c10::Error with set_offload("cpu"), set_step_in_backward or parameters
+  /// that are not contiguous.
   ///
   /// All processes must call save() and the functions that write files, which write the state that one
   /// process would have. Only the first process writes a file. Any number of processes can load it.

@@ -120,6 +120,7 @@ void Compressor::enter(int64_t key) {
 
 // Notes whether the scales of codes are finite.
 void Compressor::note(const Tensor& codes) {
+  if (codes.numel() == 0) return;
   const Tensor finite = codes.view(at::kFloat).view({-1, record_of(bits_) / 4}).select(1, 0).isfinite().all();
   finite_ = finite_.defined() ? finite_.logical_and(finite) : finite;
 }
@@ -144,7 +145,8 @@ Compressor::Bucket& Compressor::bucket_of(const Tensor& gradient, const std::vec
     pointers.push_back(param.unsafeGetTensorImpl());
     elements += param.numel();
   }
-  if (bucket.params == pointers) return bucket;
+  if (params.empty()) elements = gradient.numel();
+  if (bucket.params == pointers && bucket.error.defined() && bucket.error.numel() == elements) return bucket;
   TORCH_CHECK(elements == gradient.numel(),
               "compress: expected a bucket of the gradients of its parameters, ", elements,
               " elements, received ", gradient.numel());
@@ -216,17 +218,17 @@ Tensor Compressor::encode(const Tensor& gradient, int64_t key) {
   Tensor codes =
       at::empty({compressed_gradient_bytes(gradient.numel(), bits_)}, gradient.options().dtype(at::kByte));
   compress_gradient_(error, gradient, codes, bits_);
-  if (codes.numel() > 0) note(codes);
+  note(codes);
   return codes;
 }
 
 void Compressor::decode(Tensor output, const Tensor& codes) const { decompress_mean_(output, codes, bits_); }
 
-void Compressor::reduce_scatter(Tensor output, const Tensor& input, int64_t key) {
+Compressor::Scatter Compressor::begin_scatter(const Tensor& input, int64_t key) {
   const at::NoGradGuard no_grad;
-  const int64_t part = output.numel();
-  TORCH_CHECK(input.numel() == part * ranks_, "compress: reduce_scatter: input: expected ", part * ranks_,
-              " elements for ", ranks_, " ranks, received ", input.numel());
+  const int64_t part = input.numel() / ranks_;
+  TORCH_CHECK(input.numel() == part * ranks_, "compress: input: expected an equal part for each of ", ranks_,
+              " ranks, received ", input.numel(), " elements");
   const int64_t bytes = compressed_gradient_bytes(part, bits_);
   Tensor& error = error_of(input, key);
   Tensor codes = at::empty({ranks_ * bytes}, input.options().dtype(at::kByte));
@@ -235,18 +237,25 @@ void Compressor::reduce_scatter(Tensor output, const Tensor& input, int64_t key)
     Tensor own = error.narrow(0, rank * part, part), to = codes.narrow(0, rank * bytes, bytes);
     compress_gradient_(own, flat.narrow(0, rank * part, part), to, bits_);
   }
-  if (codes.numel() > 0) note(codes);
+  note(codes);
   Tensor parts = at::empty_like(codes);
+  sent_ += (ranks_ - 1) * bytes;
   try {
     std::vector<int64_t> equal;
-    wait_for(group_, group_->alltoall_base(parts, codes, equal, equal), "all-to-all of compressed gradients");
-  } catch (const c10::DistBackendError&) {
-    throw;
+    auto work = group_->alltoall_base(parts, codes, equal, equal);
+    return {codes, parts, std::move(work)};
   } catch (const std::exception& failure) {
     fail_collective(*group_, failure, "all-to-all of compressed gradients");
   }
-  sent_ += (ranks_ - 1) * bytes;
-  decode(std::move(output), parts.view({ranks_, bytes}));
+}
+
+void Compressor::end_scatter(const Scatter& scatter, Tensor output) const {
+  const at::NoGradGuard no_grad;
+  wait_for(group_, scatter.work, "all-to-all of compressed gradients");
+  const int64_t bytes = compressed_gradient_bytes(output.numel(), bits_);
+  TORCH_CHECK(scatter.parts.numel() == ranks_ * bytes,
+              "compress: output: expected the part of a rank, received ", output.numel(), " elements");
+  decode(std::move(output), scatter.parts.view({ranks_, bytes}));
 }
 
 void Compressor::reset() {
@@ -280,9 +289,9 @@ std::optional<Tensor> Compressor::residual_of_means(int64_t index) const {
 }
 
 std::optional<Tensor> Compressor::residual(int64_t key) const {
-  const auto found = errors_.find(key);
-  if (found == errors_.end()) return std::nullopt;
-  return found->second;
+  if (const auto found = errors_.find(key); found != errors_.end()) return found->second;
+  if (const auto found = buckets_.find(key); found != buckets_.end()) return found->second.error;
+  return std::nullopt;
 }
 
 }  // namespace shoestring::distributed

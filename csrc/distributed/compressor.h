@@ -39,13 +39,23 @@ class Compressor {
   /// all ranks issue collectives in one order; after the last bucket all futures are complete.
   ///
   /// `params` are the parameters whose gradients lie in `gradient`, one after the other. Their errors follow
-  /// them if they move to another bucket.
+  /// them if they move to another bucket. If there are none, errors belong to the index, and begin at zero
+  /// where the gradient has another size than in the step before.
   FuturePtr all_reduce(const at::Tensor& gradient, const std::vector<at::Tensor>& params, int64_t index,
                        bool is_last);
 
-  /// Writes the mean over the ranks of this rank's part of `input` to `output`: (n) of (ranks * n). `key`
-  /// names the gradient from step to step.
-  void reduce_scatter(at::Tensor output, const at::Tensor& input, int64_t key);
+  /// A reduce-scatter that is under way.
+  struct Scatter {
+    at::Tensor codes, parts;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+
+  /// Begins to send each rank its part of `input`, (ranks * n). `key` names the gradient from step to step.
+  /// The function has read `input` when it returns.
+  Scatter begin_scatter(const at::Tensor& input, int64_t key);
+
+  /// Waits for a reduce-scatter, and writes the mean over the ranks of this rank's part, (n), to `output`.
+  void end_scatter(const Scatter& scatter, at::Tensor output) const;
 
   /// Compresses a gradient that `key` names from step to step. Returns the codes.
   at::Tensor encode(const at::Tensor& gradient, int64_t key);
@@ -61,7 +71,8 @@ class Compressor {
   int64_t sent_bytes() const { return sent_; }
   /// Bytes of the errors of this rank.
   int64_t residual_bytes() const;
-  /// Errors of this rank: those of a parameter's gradients, or of a key. None before the first step.
+  /// Errors of this rank: those of a parameter's gradients, or of a key, which is the index of a bucket in
+  /// all_reduce(). None before the first step.
   std::optional<at::Tensor> residual(const at::Tensor& param) const;
   std::optional<at::Tensor> residual(int64_t key) const;
   /// Errors of the means of this rank's part of a bucket.

@@ -28,8 +28,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
               int64_t index, bool is_last) {
              return c10::IValue(self->compressor.all_reduce(gradient, params, index, is_last));
            })
-      .def("reduce_scatter", [](const Self& self, const at::Tensor& output, const at::Tensor& input,
-                                int64_t key) { self->compressor.reduce_scatter(output, input, key); })
+      .def("reduce_scatter",
+           [](const Self& self, const at::Tensor& output, const at::Tensor& input, int64_t key) {
+             self->compressor.end_scatter(self->compressor.begin_scatter(input, key), output);
+           })
       .def("reset", [](const Self& self) { self->compressor.reset(); })
       .def("sent_bytes", [](const Self& self) { return self->compressor.sent_bytes(); })
       .def("residual_bytes", [](const Self& self) { return self->compressor.residual_bytes(); })

@@ -66,13 +66,13 @@ def replicate(model: nn.Module, hook: Callable[..., Any] | None = None) -> Calla
 def shard_fully(
     model: nn.Module,
     mesh: DeviceMesh,
-    reduce_scatter: Callable[[int], Any] | None = None,
+    prepare: Callable[[Any, int], None] | None = None,
     offload: str | None = None,
 ) -> Callable[[], None]:
     """Shard a model by ``fully_shard``, each block as a unit; return a function that undoes it.
 
-    ``reduce_scatter`` returns the reduce-scatter of the gradients of a unit, from the number of the unit.
-    ``offload`` is the place of the shards: None, "cpu" or "nvme:DIR".
+    ``prepare`` is called with each unit and its number, to replace collectives of the unit. ``offload`` is the place of
+    the shards: None, "cpu" or "nvme:DIR".
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -94,10 +94,9 @@ def shard_fully(
             for tensor in moved[-1][1]:
                 memory.move(tensor)
     forget = _advise(memory, moved)
-    if reduce_scatter is not None:
+    if prepare is not None:
         for number, unit in enumerate(units):
-            sharded: Any = unit
-            sharded.set_custom_reduce_scatter(reduce_scatter(number))
+            prepare(unit, number)
 
     def undo() -> None:
         forget()

@@ -54,6 +54,20 @@ def powersgd_hook(group: dist.ProcessGroup) -> Hook:
     return shoestring_powersgd_hook
 
 
+def compress_reduce_scatter(core: Any, unit: Any, number: int) -> None:
+    """Let a unit of ``fully_shard`` reduce and scatter its gradients through a Compressor."""
+    unit.set_custom_reduce_scatter(CompressedReduceScatter(core, number))
+
+
+def compress_all_reduce(core: Any, unit: Any, number: int) -> None:
+    """Let a unit of ``fully_shard`` average its part of the gradients over replicas through a Compressor."""
+
+    def shoestring_compress_shards(gradients: Tensor) -> None:
+        core.all_reduce(gradients, [], number, True).wait()
+
+    unit.set_all_reduce_hook(shoestring_compress_shards)
+
+
 class CompressedReduceScatter:
     """Reduce-scatter of ``fully_shard`` through a Compressor."""
 

@@ -190,8 +190,12 @@ def parallelize(
                 matrix (m, n)
     ==========  ==============================  ===============================  ==========================
 
-    "powersgd" is PyTorch's PowerSGD of rank 4 after ten plain steps. Weights that "zero1", "zero2" and "zero3"
-    send are not compressed. A checkpoint has no residuals, so a resumed run loses what its last step has left
+    "hsdp" compresses the second reduction alone, in which the M replicas average the 1 / N of the parameters that a
+    rank has: the link between machines takes the bytes of the first column x (M - 1) / M, and residuals have
+    4 + 4 / M bytes, each for this part. Gradients stay whole within a machine. DTensors have the mesh of one machine.
+
+    "powersgd" is PyTorch's PowerSGD of rank 4 after ten plain steps. Weights that "zero1", "zero2", "zero3" and
+    "hsdp" send are not compressed. A checkpoint has no residuals, so a resumed run loses what its last step has left
     out. In one process nothing is sent or compressed.
 
     ``offload`` says where "zero3" and "hsdp" keep the parts of a rank; a gathered block is on the device of the
@@ -218,20 +222,21 @@ def parallelize(
         mesh: for "zero3" and "hsdp", the mesh of the ranks, or its shape. The default is one dimension for
             "zero3", and (machines, processes of a machine) for "hsdp".
         compress: how gradients are compressed: "8bit", "4bit", "1bit" or, for "ddp" and "zero1", "powersgd";
-            None for not at all. Trained parameters must be in fp32, bf16 or fp16. "hsdp" takes None only.
+            None for not at all. Trained parameters must be in fp32, bf16 or fp16.
         offload: where weights are with "zero3" and "hsdp": None, "cpu" for a model on a GPU, or "nvme:DIR".
             "auto" takes "zero3" with it.
 
     Raises:
         TypeError: gradients of a trained parameter's dtype cannot be compressed.
-        ValueError: the strategy, ``compress`` or ``offload`` is unknown, or they do not go together, the mesh does not have
-            as many ranks as there are processes or has other dimensions than the strategy needs, it is given
-            to a strategy without one, no parameter requires a gradient, or the model is parallel already.
+        ValueError: the strategy, ``compress`` or ``offload`` is unknown, or they do not go together, the mesh does not
+            have as many ranks as there are processes or has other dimensions than the strategy needs, or no names for
+            two dimensions, it is given to a strategy without one, no parameter requires a gradient, or the model is
+            parallel already.
         RuntimeError: no process group was initialised although the environment is that of several processes,
             the parameters of the ranks differ, or the folder of ``offload`` has no room.
 
-    Source: ZeRO, arXiv 1910.02054; ZeRO-Infinity, arXiv 2104.07857; error feedback of both hops: DoubleSqueeze, arXiv 1905.05957; PowerSGD,
-    arXiv 1905.13727.
+    Source: ZeRO, arXiv 1910.02054; ZeRO-Infinity, arXiv 2104.07857; error feedback of both hops: DoubleSqueeze,
+    arXiv 1905.05957; PowerSGD, arXiv 1905.13727.
 
     Example:
         >>> import torch.distributed as dist
@@ -273,7 +278,14 @@ def parallelize(
     _check_together(strategy, compress)
     made = _mesh(model, strategy, mesh, ranks)
     split = made.size(made.ndim - 1) if made is not None else ranks
-    needs = needed(model, strategy, split, compress)
+    replicas = ranks // split
+    if compress is not None and strategy == "hsdp" and replicas == 1 < ranks:
+        _refuse(
+            "compress",
+            "several machines with 'hsdp', which compresses gradients between machines alone",
+            f"{compress!r} with a mesh of (1, {ranks}). Pass another mesh, or use 'zero3'.",
+        )
+    needs = needed(model, strategy, split, compress, replicas)
     report = ParallelReport(strategy, ranks, needs, reason, compress, offload)
     report._model = model
     report._undo.append(name_collectives(group, *(made.get_all_groups() if made is not None else ())))
@@ -294,10 +306,15 @@ def _apply(model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None) ->
     report._undo.append(_refuse_wrappers(model))
     group, compress = group_or_default(None, "parallelize"), report.compress
     if mesh is not None:
-        scatter = None
-        if compress is not None:
-            scatter = partial(hooks.CompressedReduceScatter, hooks.compressor(mesh.get_group(), compress))
-        report._undo.append(composable.shard_fully(model, mesh, scatter, report.offload))
+        prepare = None
+        if compress is not None and mesh.ndim == 1:
+            prepare = partial(hooks.compress_reduce_scatter, hooks.compressor(mesh.get_group(), compress))
+        elif compress is not None:
+            prepare = partial(hooks.compress_all_reduce, hooks.compressor(mesh.get_group(0), compress))
+            # fully_shard does not average over replicas that it does not know.
+            assert mesh.mesh_dim_names is not None
+            mesh = mesh[mesh.mesh_dim_names[1]]
+        report._undo.append(composable.shard_fully(model, mesh, prepare, report.offload))
         return
     if report.strategy != "zero2":
         hook = None
@@ -343,12 +360,6 @@ def _check_offload(model: nn.Module, strategy: str, offload: str) -> None:
 
 def _check_together(strategy: str, compress: str | None) -> None:
     """Raise unless the strategy can compress gradients in this way."""
-    if compress is not None and strategy == "hsdp":
-        _refuse(
-            "compress",
-            "None with 'hsdp', since fully_shard lets nobody replace its all-reduce between machines",
-            f"{compress!r}. Use 'zero3' or 'zero2'.",
-        )
     if compress == "powersgd" and strategy not in ("ddp", "zero1"):
         _refuse(
             "compress",
@@ -357,8 +368,13 @@ def _check_together(strategy: str, compress: str | None) -> None:
         )
 
 
-def needed(model: nn.Module, strategy: str, ranks: int, compress: str | None = None) -> RankBytes:
-    """Return the bytes of the rank that has the most, without buckets and gathered blocks."""
+def needed(
+    model: nn.Module, strategy: str, ranks: int, compress: str | None = None, replicas: int = 1
+) -> RankBytes:
+    """Return the bytes of the rank that has the most, without buckets and gathered blocks.
+
+    ``ranks`` is the number of ranks that split what the strategy splits, and ``replicas`` that of the replicas of "hsdp".
+    """
     weights = trained = gradients = whole = 0
     for name, p in model.named_parameters():
         own = sum(t.nbytes for _, t in plain_tensors(name, p))
@@ -372,7 +388,9 @@ def needed(model: nn.Module, strategy: str, ranks: int, compress: str | None = N
             whole += round(p.numel() * (part * ranks if split else 1))
     part = 1 / ranks
     residual = 0.0
-    if compress is not None and ranks > 1:
+    if compress is not None and strategy == "hsdp":
+        residual = 4 * trained * (1 + 1 / replicas) if replicas > 1 else 0
+    elif compress is not None and ranks > 1:
         residual = gradients if compress == "powersgd" else 4 * whole
         if compress != "powersgd" and strategy in ("ddp", "zero1"):
             residual += 4 * whole * part  # of the means
@@ -423,6 +441,8 @@ def _mesh(
     if math.prod(shape) != ranks:
         _refuse("mesh", f"a product of {ranks}, the number of processes", f"{shape}")
     if not isinstance(mesh, tuple):
+        if dimensions == 2 and mesh.mesh_dim_names is None:
+            _refuse("mesh", "names of its two dimensions", "none. Pass mesh_dim_names to init_device_mesh.")
         return mesh
     names = ("shards",) if strategy == "zero3" else ("replicas", "shards")
     return init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=names)

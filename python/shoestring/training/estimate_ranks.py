@@ -129,6 +129,9 @@ def _conflicts(config: EstimateConfig) -> Iterator[tuple[str, str]]:
     """Yield pairs of ``--parallel`` and options that it cannot have."""
     if config.parallel not in ("diloco", "localsgd"):
         yield from conflicts(config)
+        mesh = _mesh(config)
+        if config.parallel == "hsdp" and mesh is not None and mesh[0] == 1 and config.compress != "none":
+            yield f"--mesh {config.mesh}", f"--compress {config.compress}"
         return
     # These keep a second copy of the weights.
     if config.optimizer == "schedule-free-adamw":
@@ -191,7 +194,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
         _state(found, [formulas.optimizer_state(o).bytes() for o in _optimizers(model, config)])
         if strategy == "ddp":
             program = rank_program.replicated(model, setting)
-            _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting)
+            _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
         else:
             program, average = rank_program.alone(model, setting, config.every or EVERY[strategy])
             averaged = rank_program.averaged_buckets(params)
@@ -199,7 +202,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
             found.add(
                 "device", "averaged weights", kept * sum(averaged), "fp32, and the outer momentum of diloco"
             )
-            _residuals(found, averaged, setting)
+            _residuals(found, averaged, setting.ranks, setting.bits)
     gradients = next((item.bytes or 0 for item in found.memory["device"] if item.name == "gradients"), 0)
     peak = max(program.peak(), 0 if average is None else average.peak())
     found.add("device", "units and buckets", max(0, peak - gradients), NOTES[strategy])
@@ -242,11 +245,11 @@ def _state(found: Estimate, states: list[dict[str, int]]) -> None:
         found.add("device", f"state: {name}", size, "")
 
 
-def _residuals(found: Estimate, buckets: list[int], setting: Setting) -> None:
+def _residuals(found: Estimate, buckets: list[int], ranks: int, bits: int | None) -> None:
     """Add what codes leave out: of the gradients, and of the means of the rank's part of each bucket."""
-    if setting.bits is None or setting.ranks == 1:
+    if bits is None or ranks == 1:
         return
-    means = [rank_program.part_elements(elements, setting.ranks, setting.bits) for elements in buckets]
+    means = [rank_program.part_elements(elements, ranks, bits) for elements in buckets]
     size = 4 * (sum(buckets) + sum(means))
     found.add("device", "residuals", size, "what the codes of compressed numbers have left out, fp32")
 
@@ -269,9 +272,16 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
         return shard_elements(p, shards)
 
     _state(found, [formulas.optimizer_state(optimizer, rows).bytes() for optimizer in optimizers])
-    if setting.bits is not None and setting.ranks > 1:
-        elements = [shards * sum(rows(p) for p in trained_of(unit.params)) for unit in every]
-        found.add("device", "residuals", 4 * sum(elements), "what the codes of gradients have left out, fp32")
+    elements = [sum(rows(p) for p in trained_of(unit.params)) for unit in every]
+    if config.parallel == "hsdp":
+        _residuals(found, elements, setting.replicas, setting.bits)
+    elif setting.bits is not None and setting.ranks > 1:
+        found.add(
+            "device",
+            "residuals",
+            4 * shards * sum(elements),
+            "what the codes of gradients have left out, fp32",
+        )
     return rank_program.sharded(model, setting)
 
 
@@ -298,7 +308,7 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
     found.add("device", "gradients", gradients[rank], "of the elements that the rank steps" if splits else "")
     _state(found, [state[rank], step])
     if not splits:
-        _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting)
+        _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
         return rank_program.split_steps(model, setting, ranges)
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if setting.bits is not None and setting.ranks > 1:

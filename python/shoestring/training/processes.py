@@ -93,6 +93,15 @@ def connect(config: LoopConfig) -> Processes:
         )
     if count == 1:
         return Processes()
+    if (
+        config.parallel == "hsdp"
+        and config.compress != "none"
+        and _number("LOCAL_WORLD_SIZE", count) == count
+    ):
+        raise InputError(
+            f"--compress {config.compress}: expected several machines with --parallel hsdp, which compresses gradients "
+            "between machines alone, got one; take --parallel zero3"
+        )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     backend = "gloo"
     if config.device not in ("auto", "cpu") and config.device != (accelerator.type if accelerator else ""):
@@ -171,9 +180,7 @@ def conflicts(config: LoopConfig | EstimateConfig) -> Iterator[tuple[str, str]]:
         if given:
             yield f"--parallel {name}", option
     # See parallelize: what nobody can compress is refused before the processes wait for each other.
-    if name == "hsdp" and config.compress != "none":
-        yield "--parallel hsdp", f"--compress {config.compress}"
-    if name in ("zero2", "zero3") and config.compress == "powersgd":
+    if name in ("zero2", "zero3", "hsdp") and config.compress == "powersgd":
         yield f"--parallel {name}", "--compress powersgd"
 
 

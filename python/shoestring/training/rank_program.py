@@ -354,26 +354,40 @@ class _Gathering:
         program.hold(size // shards)
         self._input = size
         work = None
-        if shards > 1 and bits is None:
+        replicas = self.setting.replicas
+        elements = sum(shard_elements(p, shards) for p in trained_of(unit.params))
+        if shards > 1 and (bits is None or replicas > 1):
             work = self._collective("reduce-scatter", size, "gradients")
             if self.setting.gloo:  # Gloo reduces a copy
                 program.hold(size)
                 program.hold(-size)
         elif bits is not None and shards > 1:
-            elements = sum(shard_elements(p, shards) for p in trained_of(unit.params))
             codes = shards * compressed_gradient_bytes(elements, bits=bits)
             program.hold(2 * codes)
             work = self._collective("all-to-all", codes, "gradients")
             program.hold(-2 * codes)
         program.hold(-last)
-        if self.setting.replicas > 1:
-            if self.setting.gloo and work is not None:
-                program.wait(work)
-            whole = Collective("all-reduce", size // shards, self.setting.replicas, "gradients")
-            work = program.send(whole, after=work)
+        if replicas > 1 and bits is None:
+            work = self._over_replicas("all-reduce", size // shards, work)
+        elif replicas > 1 and bits is not None:  # as Compressor::all_reduce in C++
+            codes = replicas * part_bytes(elements, replicas, bits)
+            means = 4 * part_elements(elements, replicas, bits)
+            program.hold(2 * codes)
+            work = self._over_replicas("all-to-all", codes, work)
+            program.hold(means)
+            work = self._over_replicas("all-gather", codes, work)
+            program.hold(-means)
+            program.hold(-2 * codes)
         if self.setting.gloo and work is not None:
             program.wait(work)
         self._scatter = work
+
+    def _over_replicas(self, kind: str, size: int, work: int | None) -> int:
+        """Begin a collective between machines after the one before, for whose end the CPU waits."""
+        if self.setting.gloo and work is not None:
+            self.program.wait(work)
+        collective = Collective(kind, size, self.setting.replicas, "gradients")
+        return self.program.send(collective, after=work)
 
     def finish(self) -> None:
         """End a backward."""

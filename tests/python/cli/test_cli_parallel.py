@@ -198,11 +198,21 @@ def test_torchrun_continues_after_a_killed_process(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "compress"), [("ddp", "powersgd"), ("zero2", "8bit"), ("zero3", "4bit")]
+    ("strategy", "compress"),
+    [("ddp", "powersgd"), ("zero2", "8bit"), ("zero3", "4bit"), ("hsdp", "8bit")],
 )
 @pytest.mark.sample(1)
-def test_gradients_in_few_bits(strategy: str, compress: str, data: Path, alone: Path, tmp_path: Path) -> None:
+def test_gradients_in_few_bits(
+    strategy: str,
+    compress: str,
+    data: Path,
+    alone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     out = tmp_path / "run"
+    if strategy == "hsdp":  # two machines
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     options = [*TINY, *STEPS, "--parallel", strategy, "--compress", compress]
     together("train", "--data", data, "--out", out, *options)
     assert losses(out) != losses(alone)
@@ -261,7 +271,7 @@ def test_wrong_options_are_refused(
         ("ddp", ["--baseline"]),
         ("zero3", ["--compile"]),
         ("none", ["--compress", "8bit"]),
-        ("hsdp", ["--compress", "4bit"]),
+        ("hsdp", ["--compress", "powersgd"]),
         ("zero2", ["--compress", "powersgd"]),
     ]
     for strategy, more in pairs:
@@ -278,6 +288,9 @@ def test_wrong_options_are_refused(
     )
     assert "--accumulate: expected a multiple of the 2 processes" in refuse(
         capsys, *common, "--parallel", "ddp"
+    )
+    assert "--compress 4bit: expected several machines with --parallel hsdp" in refuse(
+        capsys, *common, "--parallel", "hsdp", "--accumulate", "2", "--compress", "4bit"
     )
     assert "the processes do not connect: " in refuse(
         capsys, *common, "--parallel", "ddp", "--accumulate", "2"

@@ -159,10 +159,14 @@ def loss_of(net: nn.Module, step: int, rank: int) -> Tensor:
     return (net(x) - x[:, :5]).square().mean()
 
 
+def mesh_of(strategy: str) -> tuple[int, int] | None:
+    return (2, dist.get_world_size() // 2) if strategy == "hsdp" else None
+
+
 def _trains(rank: int, strategy: str, compress: str, dtype: torch.dtype) -> None:
     ranks = dist.get_world_size()
     net, alone = model(dtype), model(dtype)
-    report = shoestring.parallelize(net, strategy, compress=compress)
+    report = shoestring.parallelize(net, strategy, mesh=mesh_of(strategy), compress=compress)
     assert report.compress == compress and f"sent by {compress}" in str(report)
     opt, other = (AdamW(m.parameters(), lr=1e-3, state_format="fp32") for m in (net, alone))
     with torch.no_grad():
@@ -215,11 +219,18 @@ def test_training(strategy: str, compress: str, ranks: int, dtype: torch.dtype, 
     run(ranks, tmp_path, _trains, strategy, compress, dtype)
 
 
+@pytest.mark.parametrize("compress", COMPRESS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.sample(2)
+def test_training_of_two_machines(compress: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    run(4, tmp_path, _trains, "hsdp", compress, dtype)
+
+
 def _steps_of_sgd(rank: int, strategy: str) -> None:
     """Gradients have the size of whole ones, which AdamW does not show."""
     ranks = dist.get_world_size()
     net, alone = model(), model()
-    report = shoestring.parallelize(net, strategy, compress="8bit")
+    report = shoestring.parallelize(net, strategy, mesh=mesh_of(strategy), compress="8bit")
     opt, other = (SGD(m.parameters(), lr=0.1, state_format="fp32") for m in (net, alone))
     for step in range(3):
         loss_of(net, step, rank).backward()
@@ -237,9 +248,10 @@ def _steps_of_sgd(rank: int, strategy: str) -> None:
     report.undo()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+@pytest.mark.sample(4)
 def test_steps_of_sgd(strategy: str, tmp_path: Path) -> None:
-    run(3, tmp_path, _steps_of_sgd, strategy)
+    run(4 if strategy == "hsdp" else 3, tmp_path, _steps_of_sgd, strategy)
 
 
 def _residual_bytes(rank: int, strategy: str) -> None:
@@ -250,7 +262,7 @@ def _residual_bytes(rank: int, strategy: str) -> None:
             before = allocator.stats().allocated
             blocks = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
             net = nn.Sequential(nn.Linear(512, 512, bias=False), blocks)
-            report = shoestring.parallelize(net, strategy, compress=compress)
+            report = shoestring.parallelize(net, strategy, mesh=mesh_of(strategy), compress=compress)
             opt = AdamW(net.parameters())
             for _ in range(3):
                 opt.zero_grad()
@@ -262,15 +274,16 @@ def _residual_bytes(rank: int, strategy: str) -> None:
             expected.append(report.rank_bytes.residual)
             report.undo()
             del net, blocks, opt, report
-    elements = 5 * 512 * 512
-    means = elements // 2 if strategy in ("ddp", "zero1") else 0
+    elements = 5 * 512 * 512 // (2 if strategy == "hsdp" else 1)
+    means = elements // 2 if strategy in ("ddp", "zero1", "hsdp") else 0
     assert expected == [0, 4 * (elements + means)]
     assert abs(allocated[1] - allocated[0] - expected[1]) <= 0.02 * expected[1], (allocated, expected)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+@pytest.mark.sample(4)
 def test_bytes_of_residuals(strategy: str, tmp_path: Path) -> None:
-    run(2, tmp_path, _residual_bytes, strategy)
+    run(4 if strategy == "hsdp" else 2, tmp_path, _residual_bytes, strategy)
 
 
 def _overflows(rank: int, strategy: str) -> None:
@@ -454,11 +467,7 @@ def _refuses(rank: int) -> None:
     assert parallel("ddp", "2bit") == (
         "parallelize: compress: expected None, 8bit, 4bit, 1bit, powersgd, received '2bit'"
     )
-    assert parallel("hsdp", "8bit") == (
-        "parallelize: compress: expected None with 'hsdp', since fully_shard lets nobody replace its all-reduce between "
-        "machines, received '8bit'. Use 'zero3' or 'zero2'."
-    )
-    for strategy in ("zero2", "zero3"):
+    for strategy in ("zero2", "zero3", "hsdp"):
         assert parallel(strategy, "powersgd") == (
             f"parallelize: compress: expected 8bit, 4bit or 1bit with {strategy!r}, since PowerSGD needs whole gradients, "
             "received 'powersgd'. Or use 'ddp' or 'zero1'."

@@ -298,7 +298,7 @@ CASES: dict[int, list[tuple[list[str], bool, dict[str, Any]]]] = {
         (["zero3"], False, {"optimizer": "adafactor"}), (["zero3"], False, {"optimizer": "came"}),
         (["zero3"], False, {"optimizer": "galore"}), (["zero3"], True, {"optimizer": "apollo"}),
         (STRATEGIES[:4], False, {"compress": "8bit"})],
-    4: [(STRATEGIES, False, {}), (["zero1", "zero3"], True, {})],
+    4: [(STRATEGIES, False, {}), (["zero1", "zero3"], True, {}), (["hsdp"], False, {"compress": "4bit"})],
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@
 #include <shoestring/distributed.h>
 
 #include "distributed/backends.h"
+#include "distributed/compressor.h"
 #include "offload/block_runs.h"
 #include "offload/file_memory.h"
 #include "offload/host_memory.h"
@@ -58,6 +59,7 @@ struct Flat {
   WorkPtr arrival;         // of `memory`
   Tensor gradients;        // whole, until they are sent
   bool is_scaled = false;  // whether `gradients` are divided by the number of ranks
+  int64_t number = 0;      // names the gradients to the Compressor; 0 before they are sent for the first time
 };
 
 struct Block {
@@ -73,6 +75,7 @@ struct Sent {
   Flat* flat;
   Tensor whole, part;
   WorkPtr work;
+  Compressor::Scatter scatter;  // of compressed gradients
 };
 
 }  // namespace
@@ -99,14 +102,23 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     TORCH_CHECK_VALUE(is_disk || where == "none" || where == "cpu", kName,
                       ": offload: expected \"none\", \"cpu\" or \"nvme:DIR\", received \"", where, "\"");
     if (is_disk) file.emplace(c10::str(kName, ": offload"), where.substr(std::strlen(kDisk)));
+    const int64_t bits = bits_of(options.compress(), kName);
+    const GroupPtr& averages = options.replicas() ? options.replicas() : group;
+    // The gradients of one process are not sent, so nothing is compressed.
+    if (bits > 0 && averages->getSize() > 1) compressor.emplace(averages, bits);
   }
 
   using BlockRuns::mutex;
 
   int64_t rank() const { return group->getRank(); }
   int64_t ranks() const { return group->getSize(); }
+  int64_t replicas() const { return options.replicas() ? options.replicas()->getSize() : 1; }
+  // Whether codes replace the reduce-scatter; with replicas they replace the all-reduce.
+  bool compresses_parts() const { return compressor && !options.replicas(); }
+  // The factor of gradients before they are sent. The Compressor divides by the ranks over which it averages.
   double scale() const {
-    return 1.0 / static_cast<double>(ranks() * (options.replicas() ? options.replicas()->getSize() : 1));
+    if (compresses_parts()) return 1;
+    return 1.0 / static_cast<double>(ranks() * (compressor ? 1 : replicas()));
   }
 
   Block& numbered(int64_t index) {
@@ -203,6 +215,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     const auto size = static_cast<int64_t>(t.storage().nbytes());
     if (size == 0) return;
     const bool trained = t.requires_grad();
+    if (compressor && trained) check_compressible(kName, t, c10::str("one of ", label));
     TORCH_CHECK(!trained || (t.is_leaf() && t.is_contiguous() && t.storage_offset() == 0 &&
                              size == static_cast<int64_t>(t.nbytes())),
                 kName, ": ", label,
@@ -424,19 +437,32 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     if (!f.is_scaled) whole.mul_(scale());
     for (Piece& p : f.pieces) p.has_arrived = p.is_sum = false;
     Tensor part = at::empty({f.own.numel()}, whole.options()), from = whole;
+    if (f.number == 0) f.number = ++numbers;
+    if (compresses_parts()) {
+      under_way.push_back({&f, {}, part, {}, compressor->begin_scatter(whole, f.number)});
+      keep_buffer(std::move(whole));
+      return;
+    }
     sent += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
     under_way.push_back(
-        {&f, whole, part, start("gradients", [&] { return group->_reduce_scatter_base(part, from); })});
+        {&f, whole, part, start("gradients", [&] { return group->_reduce_scatter_base(part, from); }), {}});
   }
 
   void receive_first() {
     Sent first = std::move(under_way.front());
     under_way.pop_front();
-    wait_for(group, first.work, c10::str(kName, ": gradients"));
-    first.work = nullptr;  // it holds the memory
-    keep_buffer(std::move(first.whole));
-    if (options.replicas()) {
+    if (compresses_parts()) {
+      compressor->end_scatter(std::exchange(first.scatter, {}), first.part);
+    } else {
+      wait_for(group, first.work, c10::str(kName, ": gradients"));
+      first.work = nullptr;  // it holds the memory
+      keep_buffer(std::move(first.whole));
+    }
+    if (compressor && options.replicas()) {
+      compressor->all_reduce(first.part, {}, first.flat->number, /*is_last=*/true)->wait();
+    } else if (options.replicas()) {
       std::vector<Tensor> parts{first.part};
+      sent += 2 * static_cast<int64_t>(first.part.nbytes()) * (replicas() - 1) / replicas();
       wait_for(options.replicas(), start("gradients", [&] { return options.replicas()->allreduce(parts); }),
                c10::str(kName, ": gradients of replicas"));
     }
@@ -474,7 +500,8 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   std::deque<Sent> under_way;
   std::vector<Tensor> free;
   int accumulating = 0;
-  int64_t received = 0, sent = 0;
+  int64_t received = 0, sent = 0, numbers = 0;
+  std::optional<Compressor> compressor;  // of gradients: over the replicas, or over the group without them
 };
 
 FullyShard::FullyShard(GroupPtr group, const FullyShardOptions& options)
@@ -582,8 +609,14 @@ std::map<std::string, int64_t> FullyShard::statistics() const {
     }
   }
   for (const Tensor& t : impl_->free) gathered += static_cast<int64_t>(t.nbytes());
-  for (const auto& s : impl_->under_way) gathered += static_cast<int64_t>(s.whole.nbytes());
-  return {{"own", own}, {"gathered", gathered}, {"received", impl_->received}, {"sent", impl_->sent}};
+  for (const auto& s : impl_->under_way)
+    if (s.whole.defined()) gathered += static_cast<int64_t>(s.whole.nbytes());
+  const auto& compressor = impl_->compressor;
+  return {{"own", own},
+          {"gathered", gathered},
+          {"received", impl_->received},
+          {"sent", impl_->sent + (compressor ? compressor->sent_bytes() : 0)},
+          {"residuals", compressor ? compressor->residual_bytes() : 0}};
 }
 
 }  // namespace shoestring::distributed

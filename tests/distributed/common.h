@@ -69,6 +69,27 @@ inline std::unique_ptr<shoestring::optim::LowMemoryOptimizer> optimizer_of(const
   return made<optim::AdamW>(params, arguments, optim::AdamWOptions(1e-2).min_quantize_size(100));
 }
 
+// The groups of hybrid sharding: ranks that follow each other split the parameters.
+struct Groups {
+  GroupPtr split, replicas;
+};
+
+inline Groups groups_of(const GroupPtr& all, int64_t split) {
+  if (split == all->getSize()) return {all, {}};
+  Groups own;
+  for (int64_t first = 0; first < all->getSize(); first += split) {
+    std::vector<int64_t> ranks;
+    for (int64_t i = 0; i < split; ++i) ranks.push_back(first + i);
+    if (const GroupPtr group = shoestring::distributed::new_group(all, ranks)) own.split = group;
+  }
+  for (int64_t part = 0; part < split; ++part) {
+    std::vector<int64_t> ranks;
+    for (int64_t i = part; i < all->getSize(); i += split) ranks.push_back(i);
+    if (const GroupPtr group = shoestring::distributed::new_group(all, ranks)) own.replicas = group;
+  }
+  return own;
+}
+
 // Returns the bytes of the storages of an optimizer's state, without the step counters.
 inline int64_t state_bytes(const torch::optim::Optimizer& optimizer) {
   std::map<const void*, int64_t> storages;
@@ -89,6 +110,9 @@ void fully_shard_qlora(char** arguments);
 void fully_shard_tied(char** arguments);
 void fully_shard_files(char** arguments);
 void fully_shard_refuses(char** arguments);
+
+// A test of compressed.cpp.
+void fully_shard_compressed(char** arguments);
 
 // A test of low_rank.cpp.
 void fully_shard_low_rank(char** arguments);

@@ -41,27 +41,6 @@ std::string error_of(const std::function<void()>& call) {
   return "none";
 }
 
-// The groups of hybrid sharding: ranks that follow each other split the parameters.
-struct Groups {
-  GroupPtr split, replicas;
-};
-
-Groups groups_of(const GroupPtr& all, int64_t split) {
-  if (split == all->getSize()) return {all, {}};
-  Groups own;
-  for (int64_t first = 0; first < all->getSize(); first += split) {
-    std::vector<int64_t> ranks;
-    for (int64_t i = 0; i < split; ++i) ranks.push_back(first + i);
-    if (const GroupPtr group = shoestring::distributed::new_group(all, ranks)) own.split = group;
-  }
-  for (int64_t part = 0; part < split; ++part) {
-    std::vector<int64_t> ranks;
-    for (int64_t i = part; i < all->getSize(); i += split) ranks.push_back(i);
-    if (const GroupPtr group = shoestring::distributed::new_group(all, ranks)) own.replicas = group;
-  }
-  return own;
-}
-
 }  // namespace
 
 // Steps have the bits of one process that has the mean of all ranks' gradients. The arguments are the
@@ -469,6 +448,11 @@ void fully_shard_refuses(char**) {
            error_of([&] { FullyShard(group, FullyShardOptions().offload("nvme:/missing")); }),
            error_of([&] { FullyShard(group, FullyShardOptions().offload("cpu")).add({param({4})}); }),
            error_of([&] { shoestring::distributed::new_group(group, {0, 7}); }),
+           error_of([&] { FullyShard few(group, FullyShardOptions().compress("2bit")); }),
+           error_of([&] {
+             FullyShard few(group, FullyShardOptions().compress("8bit"));
+             few.add({at::ones({3}, at::kDouble).requires_grad_()});
+           }),
        })
     std::printf("%s\n", text.c_str());
 }

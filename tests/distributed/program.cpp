@@ -539,6 +539,7 @@ int main(int count, char** arguments) {
       {"fully_shard_adapters", fully_shard_adapters},
       {"fully_shard_qlora", fully_shard_qlora},
       {"fully_shard_tied", fully_shard_tied},
+      {"fully_shard_compressed", fully_shard_compressed},
       {"fully_shard_files", fully_shard_files},
       {"fully_shard_low_rank", fully_shard_low_rank},
       {"fully_shard_refuses", fully_shard_refuses}};

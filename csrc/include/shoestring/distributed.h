@@ -161,6 +161,12 @@ struct SHOESTRING_API FullyShardOptions {
   /// the folder DIR, whose pages the kernel reads when they are used and takes back when memory is short.
   /// Gradients are in host memory then. "cpu" needs parameters on a GPU.
   TORCH_ARG(std::string, offload) = "none";
+  /// "none", or "8bit", "4bit" or "1bit": the bits in which gradients are sent; see DataParallelOptions. They
+  /// travel once: a parameter takes 1.02, 0.53 or 0.14 bytes of the link, and each rank keeps 4 bytes for
+  /// each parameter of the model. With `replicas`, only the average over them is compressed: a parameter of
+  /// this rank's part takes 2.03, 1.06 or 0.28 bytes times (replicas - 1) / replicas, and the rank keeps 4
+  /// bytes and 4 / replicas for it. Checkpoints have no residuals.
+  TORCH_ARG(std::string, compress) = "none";
 };
 
 /// Splits the parameters, gradients and optimizer state of a model over the ranks (ZeRO-3), as fully_shard
@@ -226,7 +232,8 @@ class SHOESTRING_API FullyShard {
   void restore();
 
   /// Returns bytes: "own" of this rank's parts of parameters; "gathered" in memory for whole parameters and
-  /// gradients at present; "received" of parameters and "sent" of gradients so far.
+  /// gradients at present; "received" of parameters and "sent" of gradients so far; "residuals" of what the
+  /// codes of compressed gradients have left out.
   std::map<std::string, int64_t> statistics() const;
 
  private:

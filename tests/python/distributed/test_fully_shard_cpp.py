@@ -62,10 +62,12 @@ def test_steps_have_the_bits_of_one_process(
         remainder = rounding == "remainder"
         of_state, of_blocks = bytes_of(rank % split, split, 2 if remainder else 4, state, remainder)
         # Forward gathers all blocks, and backward the first one: the others are still there. The test looks at
-        # all parameters five times. Gradients are sent once a micro-batch, or once a step.
+        # all parameters five times. Gradients are sent once a micro-batch, or once a step, and those of two replicas
+        # are averaged.
         gathers, sends = 4 * micro_batches + 5, 4 * (1 if how == "sums" else micro_batches)
         received = sum(of_blocks) * gathers + of_blocks[0] * 4 * micro_batches
-        expected = [of_state, sum(of_blocks), received * (split - 1), sum(of_blocks) * sends * (split - 1)]
+        sent = sum(of_blocks) * sends * (split - 1 + (split < ranks))
+        expected = [of_state, sum(of_blocks), received * (split - 1), sent]
         assert list(map(int, out.split()[:4])) == expected
 
 
@@ -131,6 +133,29 @@ def test_tied_weights_and_evaluations(ranks: int) -> None:
     run(ranks, "fully_shard_tied")
 
 
+@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
+@pytest.mark.parametrize("bits", [8, 4, 1])
+@pytest.mark.parametrize("how", ["sums", "sends"])
+@pytest.mark.sample(5)
+def test_gradients_in_few_bits(bits: int, ranks: int, split: int, how: str) -> None:
+    """Sums of gradients are those of whole ones. Residuals and traffic are the formulas to the byte."""
+    record, elements = {8: (260, 256), 4: (68, 128), 1: (36, 256)}[bits]
+    parts = [math.ceil(blocks / split) * 256 for blocks in (10 + 1, 9 + 1, 5)]
+    for out in run(ranks, "fully_shard_compressed", f"{bits}bit", split, how):
+        residuals, sent, own = map(int, out.split()[:3])
+        assert own == 4 * sum(parts)
+        sends = 1 if how == "sums" else 3
+        if split < ranks:  # two hops between two replicas, each of which averages half of the records
+            records = [math.ceil(part / elements / 2) for part in parts]
+            expected = 4 * sum(parts) * (split - 1) + 2 * record * sum(records)
+            left = 4 * (sum(parts) + elements * sum(records))
+            assert left - 4 * len(parts) * elements <= residuals <= left
+        else:
+            expected = record * sum(parts) // elements * (split - 1)
+            assert residuals == (4 * split * sum(parts) if split > 1 else 0)
+        assert sent == sends * expected
+
+
 def sum_of(outputs: list[str]) -> str:
     sums = {out.split()[0] for out in outputs}
     assert len(sums) == 1, sums
@@ -194,4 +219,7 @@ def test_refusals() -> None:
             'FullyShard: offload: expected parameters on a GPU with "cpu", received some on the CPU, which are in host memory '
             'already; use "nvme:DIR"',
             "new_group: ranks: expected different ranks of 2, received [0, 7]",
+            'FullyShard: compress: expected "none", "8bit", "4bit" or "1bit", received "2bit"',
+            "FullyShard: compress: expected parameters in fp32, bf16 or fp16, received one of block 0 in Double. Convert it, "
+            "or compress none.",
         ]

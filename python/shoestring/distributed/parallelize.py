@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring.checkpoint.weights import is_place
 from shoestring.core.process_memory import spare_bytes
@@ -230,8 +231,9 @@ def parallelize(
         TypeError: gradients of a trained parameter's dtype cannot be compressed.
         ValueError: the strategy, ``compress`` or ``offload`` is unknown, or they do not go together, the mesh does not
             have as many ranks as there are processes or has other dimensions than the strategy needs, or no names for
-            two dimensions, it is given to a strategy without one, no parameter requires a gradient, or the model is
-            parallel already.
+            two dimensions, it is given to a strategy without one, no parameter requires a gradient, the rows of a
+            quantised weight are not whole blocks and "zero3" or "hsdp" has to split them, or the model is parallel
+            already.
         RuntimeError: no process group was initialised although the environment is that of several processes,
             the parameters of the ranks differ, or the folder of ``offload`` has no room.
 
@@ -279,6 +281,8 @@ def parallelize(
     made = _mesh(model, strategy, mesh, ranks)
     split = made.size(made.ndim - 1) if made is not None else ranks
     replicas = ranks // split
+    if made is not None:
+        _check_rows(model, split)
     if compress is not None and strategy == "hsdp" and replicas == 1 < ranks:
         _refuse(
             "compress",
@@ -446,6 +450,21 @@ def _mesh(
         return mesh
     names = ("shards",) if strategy == "zero3" else ("replicas", "shards")
     return init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=names)
+
+
+def _check_rows(model: nn.Module, shards: int) -> None:
+    """Raise if the ranks cannot split the rows of a quantised weight."""
+    for name, p in model.named_parameters():
+        if not is_traceable_wrapper_subclass(p) or p.shape[0] == 0:
+            continue
+        try:
+            p.detach().split(math.ceil(p.shape[0] / shards))
+        except ValueError as error:
+            _refuse(
+                "model",
+                f"weights whose rows {shards} processes can split",
+                f"{name}: {error}. Quantise it in another way, or use 'zero2', which keeps weights whole.",
+            )
 
 
 def _refuse_wrappers(model: nn.Module) -> Callable[[], None]:

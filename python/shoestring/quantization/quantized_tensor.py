@@ -24,8 +24,9 @@ class QuantizedTensor(Tensor):
       and scales are flat.
     - int8: one code per element and one scale per row, so rows can always be sliced.
 
-    FSDP2's ``fully_shard`` can therefore shard a quantised weight evenly by rows. It all-gathers the codes
-    instead of the dense weight. With ``nested``, the rows of each rank must be whole groups of 256 blocks
+    FSDP2's ``fully_shard`` can therefore shard a quantised weight by rows. It all-gathers the codes instead of
+    the dense weight. If the ranks do not divide the rows, the last ranks have fewer, and send rows of zeros as
+    well. With ``nested``, the rows of each rank but the last one that has any must be whole groups of 256 blocks
     (for example 8 rows of 2048 elements in blocks of 64).
 
     A QuantizedTensor can be a frozen ``nn.Parameter``. It supports detach, clone, ``copy_`` (from a quantised
@@ -59,6 +60,8 @@ class QuantizedTensor(Tensor):
     nested: Tensor | None
     quant_type: str
     block_size: int
+    # The rows of the tensor of which FSDP2 has made this one a part with fewer rows than others have, or None.
+    _rows_of_all: int | None = None
 
     @staticmethod
     def __new__(
@@ -169,9 +172,20 @@ class QuantizedTensor(Tensor):
         self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
         nested = None if self.nested is None else change(self.nested)
-        return self._of(change(self.packed), change(self.absmax), nested, self.shape, dtype)
+        found = self._of(change(self.packed), change(self.absmax), nested, self.shape, dtype)
+        found._rows_of_all = self._rows_of_all
+        return found
 
-    def fsdp_pre_all_gather(
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
+        """The hook that FSDP2 calls on each rank's shard: it returns the tensors to all-gather, and metadata.
+
+        Of shards with fewer rows than others, FSDP2 accepts tensors in the shape of the dense rows alone, which
+        codes do not have. It does not check those of a hook that takes only the mesh.
+        """
+        return self._gather_rows if self._rows_of_all is None else self._gather_few_rows
+
+    def _gather_rows(
         self,
         mesh: Any,
         outer_size: torch.Size,
@@ -179,15 +193,6 @@ class QuantizedTensor(Tensor):
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the tensors that FSDP2 all-gathers, and metadata.
-
-        FSDP2 calls this hook on each rank's shard.
-        """
-        if outer_size[0] % mesh.size():
-            raise ValueError(
-                f"QuantizedTensor: fully_shard: expected rows divisible by the {mesh.size()} processes, received "
-                f"{outer_size[0]} of {type(module).__name__}; keep that layer out with ignored_params"
-            )
         if mesh.size() == 1:
             # FSDP2 copies the first of several tensors, and leaves out the others.
             return (self.packed,), (outer_size, self)
@@ -195,6 +200,16 @@ class QuantizedTensor(Tensor):
             return (self.packed, self.absmax), (outer_size, None)
         tables = NestedScales.of(self.nested)
         return (self.packed, self.absmax, tables.scales.contiguous()), (outer_size, tables)
+
+    def _gather_few_rows(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        assert self._rows_of_all is not None
+        outer_size = torch.Size((self._rows_of_all, *self.shape[1:]))
+        padded = _new_zeros(self, (-(-self._rows_of_all // mesh.size()), *self.shape[1:]))
+        rows = self.shape[0]
+        padded.packed[:rows], padded.absmax[:rows] = self.packed, self.absmax
+        if padded.nested is not None and self.nested is not None:
+            padded.nested[: self.nested.numel()] = self.nested
+        return padded._gather_rows(mesh, outer_size, (), nn.Module(), None)
 
     def fsdp_post_all_gather(
         self,
@@ -204,10 +219,10 @@ class QuantizedTensor(Tensor):
         *,
         out: "QuantizedTensor | None" = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Build the unsharded tensor from the gathered tensors. FSDP2 calls this hook after the all-gather.
+        """Build the unsharded tensor from the gathered tensors, without the rows of zeros.
 
-        FSDP2 may gather into the memory of ``out``, the tensor from an earlier call. Then only the nested
-        scales are copied, since codes are already in place.
+        FSDP2 calls this hook after the all-gather. It may gather into the memory of ``out``, the tensor from an
+        earlier call. Then only the nested scales are copied, since codes are already in place.
         """
         shape, tables = metadata
         if isinstance(tables, QuantizedTensor):  # of one process
@@ -221,7 +236,12 @@ class QuantizedTensor(Tensor):
                 gathered[0], scales[0], scales[1] if len(scales) > 1 else None, shape, param_dtype
             )
             return whole, (gathered[0], *scales)
-        nested = None if tables is None else tables._replace(scales=gathered[2]).join()
+        packed, absmax = (part[: shape[0]] for part in gathered[:2])
+        nested = (
+            None
+            if tables is None
+            else tables._replace(scales=gathered[2][: groups_of(absmax.numel())]).join()
+        )
         if out is not None:
             if nested is not None and out.nested is not None:
                 # FSDP2 preserves the version counters of the tensors into which it gathers. Preserve the
@@ -230,7 +250,7 @@ class QuantizedTensor(Tensor):
                 with torch.autograd._unsafe_preserve_version_counter(out.nested):  # type: ignore[attr-defined]
                     out.nested.copy_(nested)
             return None
-        whole = self._of(gathered[0], gathered[1], nested, shape, param_dtype)
+        whole = self._of(packed, absmax, nested, shape, param_dtype)
         return whole, (*gathered[:2], *(() if nested is None else (nested,)))
 
     def _of(
@@ -308,7 +328,8 @@ def _slice(
 ) -> QuantizedTensor:
     """Return a slice of the rows of q as a view.
 
-    ``nested`` is copied, since in each slice the offset and the table must precede the scales of the slice.
+    If the slice does not begin at row 0, ``nested`` is copied, since in each slice the offset and the table must
+    precede the scales of the slice.
     """
     begin, stop, _ = slice(start, end).indices(q.shape[0])
     if (begin, stop) == (0, q.shape[0]) and step == 1:
@@ -317,15 +338,21 @@ def _slice(
     nested = q.nested
     if nested is not None:
         blocks = q.absmax.shape[1]
-        if begin * blocks % GROUP or (stop * blocks % GROUP and stop < q.shape[0]):
+        is_end = stop == q.shape[0] or q._rows_of_all is not None  # zeros may follow
+        if begin * blocks % GROUP or (stop * blocks % GROUP and not is_end):
             raise ValueError(
                 f"QuantizedTensor: rows {begin} to {stop}: expected whole groups of {GROUP} blocks, with {blocks} blocks a row, "
                 "of nested scales; quantise with double_quant=False"
             )
-        tables = NestedScales.of(nested)
-        part = tables.scales[begin * blocks // GROUP : groups_of(stop * blocks)]
-        nested = tables._replace(scales=part).join()
-    return q._of(q.packed[begin:stop], q.absmax[begin:stop], nested, (max(stop - begin, 0), *q.shape[1:]))
+        end_of_scales = HEAD + groups_of(stop * blocks)
+        if begin == 0:
+            nested = nested[:end_of_scales]
+        else:
+            part = nested[HEAD + begin * blocks // GROUP : end_of_scales]
+            nested = NestedScales.of(nested)._replace(scales=part).join()
+    rows = q._of(q.packed[begin:stop], q.absmax[begin:stop], nested, (max(stop - begin, 0), *q.shape[1:]))
+    rows._rows_of_all = q._rows_of_all
+    return rows
 
 
 def _check_rows(q: QuantizedTensor, dim: int, step: int = 1) -> None:
@@ -343,7 +370,10 @@ def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]
 
 
 def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> QuantizedTensor:
-    """Return a QuantizedTensor like q with another number of rows, whose codes and scales are all 0."""
+    """Return a QuantizedTensor like q with another number of rows, whose codes and scales are all 0.
+
+    FSDP2 calls it for memory with as many rows as the first rank has, and takes a slice of the rows of this rank.
+    """
     if tuple(size[1:]) != q.shape[1:] or any(
         options.get(key) is not None for key in ("dtype", "device", "layout")
     ):
@@ -352,8 +382,20 @@ def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Quant
         )
     _check_rows(q, 0)
     packed, absmax = (part.new_zeros(size[0], *part.shape[1:]) for part in (q.packed, q.absmax))
-    nested = None if q.nested is None else q.nested.new_zeros(HEAD + groups_of(absmax.numel()))
-    return q._of(packed, absmax, nested, size)
+    nested = None
+    if q.nested is not None:  # a rank without rows needs the offset and the values, too
+        nested = q.nested.new_zeros(HEAD + groups_of(absmax.numel()))
+        nested[:HEAD] = q.nested[:HEAD]
+    found = q._of(packed, absmax, nested, size)
+    found._rows_of_all = q.shape[0] if q._rows_of_all is None else q._rows_of_all
+    return found
+
+
+def _new_empty(q: QuantizedTensor, size: Sequence[int], **_: Any) -> QuantizedTensor:
+    """Return a QuantizedTensor like q without rows, for a rank that has none."""
+    if list(size) != [0]:
+        raise ValueError(f"QuantizedTensor: new_empty: expected [0], received {list(size)}")
+    return _slice(q, 0, 0, 0)
 
 
 def _view(q: QuantizedTensor, size: Sequence[int], *_: Any) -> QuantizedTensor:
@@ -378,6 +420,7 @@ _SHARDING: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_empty,
     aten.view.default: _view,
     aten.as_strided.default: _as_strided,
 }

@@ -20,6 +20,11 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const c10::intrusive_ptr<c10d::Store
 /// nothing to other backends, and in a build without Gloo's headers.
 void set_gloo_tag(c10d::Backend& backend, uint32_t tag);
 
+/// Throws c10::Error on all ranks if the tensors of two ranks differ in number, name, shape or dtype. All
+/// ranks compare with the lowest rank that differs from rank 0, so they name the same ranks.
+void check_same(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const TensorDict& tensors,
+                const char* caller);
+
 /// Copies tensors of rank 0 to all ranks. Throws c10::Error on all ranks if they differ in number, name,
 /// shape or dtype.
 void broadcast_tensors(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const TensorDict& tensors,

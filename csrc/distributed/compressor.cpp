@@ -9,7 +9,6 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <shoestring/ops.h>
@@ -51,6 +50,53 @@ Compressor::Compressor(GroupPtr group, int64_t bits)
 Compressor::FuturePtr Compressor::all_reduce(const Tensor& gradient, const std::vector<Tensor>& params,
                                              int64_t index, bool is_last) {
   const at::NoGradGuard no_grad;
+  FuturePtr future = begin(gradient, params, index);
+  std::optional<c10::StreamGuard> guard;
+  if (!flights_.empty()) enter_stream(guard, gradient.device());
+  // The link stays busy with this bucket while the one before is averaged.
+  const size_t waiting = is_last ? 0 : 1;
+  for (size_t i = 0; i + waiting < flights_.size(); ++i) {
+    if (!flights_[i].is_second) send_means(flights_[i]);
+  }
+  while (flights_.size() > (is_last ? 0 : 2)) {
+    finish(flights_.front());
+    flights_.pop_front();
+  }
+  return future;
+}
+
+void Compressor::send_means() {
+  const at::NoGradGuard no_grad;
+  std::optional<c10::StreamGuard> guard;
+  for (Flight& flight : flights_) {
+    if (!guard) enter_stream(guard, flight.gradient.device());
+    if (!flight.is_second) send_means(flight);
+  }
+}
+
+void Compressor::finish() {
+  const at::NoGradGuard no_grad;
+  std::optional<c10::StreamGuard> guard;
+  for (; !flights_.empty(); flights_.pop_front()) {
+    if (!guard) enter_stream(guard, flights_.front().gradient.device());
+    finish(flights_.front());
+  }
+}
+
+// On a GPU everything runs on a stream of its own, so that backward goes on.
+void Compressor::enter_stream(std::optional<c10::StreamGuard>& guard, const c10::Device& device) {
+  if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guards(device.type());
+  if (!stream_) stream_ = guards.getStreamFromGlobalPool(device);
+  c10::Event ready(device.type());
+  ready.record(guards.getStream(device));
+  ready.block(*stream_);
+  guard.emplace(*stream_);
+}
+
+Compressor::FuturePtr Compressor::begin(const Tensor& gradient, const std::vector<Tensor>& params,
+                                        int64_t index) {
+  const at::NoGradGuard no_grad;
   const c10::Device device = gradient.device();
   const auto future = c10::make_intrusive<c10::ivalue::Future>(
       c10::TensorType::get(), device.is_cpu() ? std::vector<c10::Device>{} : std::vector{device});
@@ -58,16 +104,8 @@ Compressor::FuturePtr Compressor::all_reduce(const Tensor& gradient, const std::
     future->markCompleted(c10::IValue(gradient));
     return future;
   }
-  // On a GPU everything runs on a stream of its own, so that backward goes on.
   std::optional<c10::StreamGuard> guard;
-  if (!device.is_cpu()) {
-    const c10::impl::VirtualGuardImpl guards(device.type());
-    if (!stream_) stream_ = guards.getStreamFromGlobalPool(device);
-    c10::Event ready(device.type());
-    ready.record(guards.getStream(device));
-    ready.block(*stream_);
-    guard.emplace(*stream_);
-  }
+  enter_stream(guard, device);
 
   enter(index);
   Bucket& bucket = bucket_of(gradient, params, index);
@@ -96,16 +134,6 @@ Compressor::FuturePtr Compressor::all_reduce(const Tensor& gradient, const std::
   }
   sent_ += (ranks_ - 1) * records * record;
   flights_.push_back(std::move(flight));
-
-  // The link stays busy with this bucket while the one before is averaged.
-  const size_t waiting = is_last ? 0 : 1;
-  for (size_t i = 0; i + waiting < flights_.size(); ++i) {
-    if (!flights_[i].is_second) send_means(flights_[i]);
-  }
-  while (flights_.size() > (is_last ? 0 : 2)) {
-    finish(flights_.front());
-    flights_.pop_front();
-  }
   return future;
 }
 

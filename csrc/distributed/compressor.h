@@ -10,6 +10,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 
 #include <shoestring/distributed.h>
 
@@ -43,6 +44,12 @@ class Compressor {
   /// where the gradient has another size than in the step before.
   FuturePtr all_reduce(const at::Tensor& gradient, const std::vector<at::Tensor>& params, int64_t index,
                        bool is_last);
+
+  /// The parts of all_reduce(), for callers that compute while buckets are on their way: begins the first hop
+  /// of a bucket, begins the second hop of all buckets, and completes the futures of all buckets.
+  FuturePtr begin(const at::Tensor& gradient, const std::vector<at::Tensor>& params, int64_t index);
+  void send_means();
+  void finish();
 
   /// A reduce-scatter that is under way.
   struct Scatter {
@@ -98,6 +105,7 @@ class Compressor {
   Bucket& bucket_of(const at::Tensor& gradient, const std::vector<at::Tensor>& params, int64_t index);
   at::Tensor& error_of(const at::Tensor& gradient, int64_t key);
   void enter(int64_t key);
+  void enter_stream(std::optional<c10::StreamGuard>& guard, const c10::Device& device);
   void note(const at::Tensor& codes);
   void send_means(Flight& flight);
   void finish(Flight& flight);

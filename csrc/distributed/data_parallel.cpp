@@ -31,8 +31,8 @@ std::vector<std::string> lines_of(const std::vector<uint8_t>& bytes) {
   return lines;
 }
 
-// Raises on all ranks if the tensors of two ranks differ in number, name, shape or dtype. All ranks compare
-// with the lowest rank that differs from rank 0, so they name the same ranks.
+}  // namespace
+
 void check_same(const GroupPtr& group, const TensorDict& tensors, const char* caller) {
   std::string text;  // a line for each tensor
   for (const auto& item : tensors)
@@ -60,6 +60,8 @@ void check_same(const GroupPtr& group, const TensorDict& tensors, const char* ca
   TORCH_CHECK(false, caller, ": module: expected the same parameters on all ranks; parameter ", i, " is ",
               line_of(first, i), " on rank 0 and ", line_of(second, i), " on rank ", other);
 }
+
+namespace {
 
 // Copies the tensors of rank 0 to all ranks, those of one dtype together.
 void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {

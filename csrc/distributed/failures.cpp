@@ -21,6 +21,7 @@ using std::chrono::milliseconds;
 
 constexpr size_t kKept = 32;  // collectives of a rank that are compared with those of the others
 constexpr const char* kFailed = "failed";
+constexpr const char* kLiving = "living";
 constexpr const char* kOver = "over";  // the process that holds the store is about to end
 const std::vector<uint8_t> kYes{1};
 constexpr std::array<const char*, 9> kReductions{"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
@@ -137,6 +138,8 @@ struct Listener::State {
   std::condition_variable changed;
   bool stop = false, asked = false, ended = false;
   std::string verdict;
+  bool has_failed = false;             // this rank or another one
+  std::vector<int64_t> living;         // after a failure
   std::array<Collective, kKept> last;  // collective `number` is at `number % kKept`
   int64_t count = 0;
 };
@@ -172,6 +175,24 @@ std::string Listener::verdict() {
   state_->changed.notify_all();
   const bool ended = state_->changed.wait_for(lock, milliseconds(1950), [&] { return state_->ended; });
   return ended ? state_->verdict : lost_store();
+}
+
+std::optional<std::string> Listener::failure() {
+  const std::lock_guard lock(state_->mutex);
+  return state_->ended && state_->has_failed ? std::optional(state_->verdict) : std::nullopt;
+}
+
+std::vector<int64_t> Listener::survivors(const char* caller) {
+  std::unique_lock lock(state_->mutex);
+  if (state_->asked) state_->changed.wait_for(lock, milliseconds(1950), [&] { return state_->ended; });
+  TORCH_CHECK(state_->ended, caller,
+              ": group: expected a group of which a collective has failed, received one ", "that works");
+  const auto& living = state_->living;
+  TORCH_CHECK(!living.empty(), caller, ": group: expected a store that answers", state_->verdict);
+  TORCH_CHECK(std::count(living.begin(), living.end(), state_->rank) == 1, caller, ": group: rank ",
+              state_->rank,
+              " has not answered in time; the others go on without it. Let it join as a new process.");
+  return living;
 }
 
 std::string Listener::rank() const { return c10::str("rank ", state_->rank, " of ", state_->size, ": "); }
@@ -221,6 +242,7 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
   std::ostringstream own;
   {
     const std::lock_guard lock(state.mutex);
+    state.has_failed = true;
     for (const Collective& collective : state.last)
       if (collective.number > 0)
         own << collective.number << " " << collective.key() << " " << collective.text() << "\n";
@@ -230,7 +252,7 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
   if (is_own) store.set(kFailed, kYes);
 
   std::map<int64_t, Last> ranks;
-  std::vector<int64_t> absent;
+  std::vector<int64_t> absent, living;
   try {
     while (true) {
       absent.clear();
@@ -241,6 +263,13 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
       if (absent.empty() || Clock::now() - begin > milliseconds(1600)) break;
       std::this_thread::sleep_for(milliseconds(50));
     }
+    // The rank that comes first decides for all.
+    std::ostringstream list;
+    for (const auto& [rank, last] : ranks) list << rank << " ";
+    const std::string found = list.str();
+    const auto agreed = store.compareSet(kLiving, {}, std::vector<uint8_t>(found.begin(), found.end()));
+    std::istringstream numbers(std::string(agreed.begin(), agreed.end()));
+    for (int64_t rank = 0; numbers >> rank;) living.push_back(rank);
     if (state.rank != 0 && !agent_has_store()) store.set(done(state.rank), kYes);
     if (state.rank == 0 && !agent_has_store()) {
       std::vector<int64_t> present;
@@ -260,6 +289,7 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
   }
   if (!absent.empty()) verdict += ranks_of(absent, " has ended or is stopped", " have ended or are stopped");
   const std::lock_guard lock(state.mutex);
+  state.living = std::move(living);
   state.verdict = verdict.empty() ? "; all ranks are alive" : verdict;
 }
 

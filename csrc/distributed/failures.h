@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -50,6 +51,13 @@ class Listener {
   /// Tells the other ranks that this rank has failed. Returns, within two seconds, the ranks that do not
   /// answer and the ranks that have issued other collectives, as the end of an error message.
   std::string verdict();
+
+  /// Returns the verdict if this rank or another one has failed.
+  std::optional<std::string> failure();
+
+  /// Returns the ranks that have answered after a failure, the same on all ranks. Raises c10::Error, which
+  /// `caller` begins, without a failure or an answer of the store.
+  std::vector<int64_t> survivors(const char* caller);
 
   /// Ends the thread. verdict() says nothing from then on.
   void end();

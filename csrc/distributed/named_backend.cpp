@@ -2,6 +2,7 @@
 
 #include "distributed/named_backend.h"
 
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <type_traits>
@@ -339,10 +340,17 @@ std::shared_ptr<Listener> listener_of(ProcessGroup& group) {
 namespace {
 
 std::mutex names_mutex;
-std::map<std::string, int64_t> times_named;            // by the name of the group
 std::map<int64_t, std::weak_ptr<Listener>> listeners;  // by number
 
 }  // namespace
+
+int64_t CallsOfGroups::count(ProcessGroup& group) {
+  const std::lock_guard lock(mutex_);
+  const auto expired = [](const auto& item) { return item.second.first.expired(); };
+  for (auto it = counts_.begin(); it != counts_.end();) it = expired(*it) ? counts_.erase(it) : std::next(it);
+  const c10::weak_intrusive_ptr<ProcessGroup> weak(c10::intrusive_ptr<ProcessGroup>::reclaim_copy(&group));
+  return ++counts_.try_emplace(&group, weak, 0).first->second.second;
+}
 
 int64_t name_collectives(ProcessGroup& group) {
   if (NamedBackend* own = named(group)) {
@@ -354,7 +362,8 @@ int64_t name_collectives(ProcessGroup& group) {
   const std::lock_guard lock(names_mutex);
   const int64_t number = listeners.empty() ? 1 : listeners.rbegin()->first + 1;
   // All ranks name the collectives of a group equally often.
-  const auto prefix = c10::str("shoestring/listener/", ++times_named[group.getGroupName()]);
+  static CallsOfGroups calls;
+  const auto prefix = c10::str("shoestring/listener/", calls.count(group));
   const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group.getStore());
   const auto listener = std::make_shared<Listener>(*store, group.getRank(), group.getSize());
   listeners[number] = listener;

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -114,6 +117,19 @@ class NamedBackend : public c10d::Backend {
 
   BackendPtr backend_;
   std::shared_ptr<Listener> listener_;
+};
+
+/// Counts the calls of a function for each group. A group of the same name that is made later begins at 1
+/// again, as on a rank that has joined with it.
+class CallsOfGroups {
+ public:
+  /// Counts a call, and returns the number of calls for the group.
+  int64_t count(c10d::ProcessGroup& group);
+
+ private:
+  std::mutex mutex_;
+  std::map<const c10d::ProcessGroup*, std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, int64_t>>
+      counts_;
 };
 
 /// Gives the backends of a group NamedBackends, until remove_names() is called as often. All ranks must call

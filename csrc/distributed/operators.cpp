@@ -55,6 +55,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def("_broadcast_tensors(Tensor[] tensors, str[] names, str group, str caller) -> ()", broadcast_named);
   m.def("_name_collectives(str group) -> int",
         [](const std::string& group) { return name_collectives(*c10d::resolve_process_group(group)); });
+  m.def("_survivors(str group) -> int[]",
+        [](const std::string& group) { return survivors(c10d::resolve_process_group(group)); });
   m.def("_remove_names(str group, int number) -> ()", remove_names_of);
 }
 

@@ -4,9 +4,7 @@
 #include <charconv>
 #include <csignal>
 #include <cstdlib>
-#include <map>
 #include <memory>
-#include <mutex>
 
 #include <ATen/Functions.h>
 #include <c10/util/StringUtil.h>
@@ -52,7 +50,7 @@ std::string attempt() {
 // Gloo writes to the socket of a rank that has ended. Without this the signal would end the process, without
 // a word.
 void ignore_broken_pipes() {
-  struct sigaction now{};
+  struct sigaction now {};
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
@@ -116,15 +114,20 @@ GroupPtr new_group(const GroupPtr& group, const std::vector<int64_t>& ranks,
         rank >= 0 && rank < group->getSize() && std::count(ranks.begin(), ranks.end(), rank) == 1, kNew,
         ": ranks: expected different ranks of ", group->getSize(), ", received ", at::IntArrayRef(ranks));
   // All ranks make the same groups in the same order, also those that are in none.
-  static std::mutex mutex;
-  static std::map<std::string, int64_t> numbers;
-  std::unique_lock lock(mutex);
-  const std::string name = c10::str(group->getGroupName(), "/", ++numbers[group->getGroupName()]);
-  lock.unlock();
+  static CallsOfGroups calls;
+  const std::string name = c10::str(group->getGroupName(), "/", calls.count(*group));
   const auto own = std::find(ranks.begin(), ranks.end(), group->getRank());
   if (own == ranks.end()) return {};
   const auto store = c10::make_intrusive<c10d::PrefixStore>(name, group->getStore());
   return connect(kNew, store, own - ranks.begin(), std::ssize(ranks), timeout, name);
+}
+
+std::vector<int64_t> survivors(const GroupPtr& group) {
+  const auto listener = group.defined() ? listener_of(*group) : nullptr;
+  TORCH_CHECK_VALUE(listener,
+                    "survivors: group: expected a group of several processes of init_process_group(), ",
+                    "new_group() or DiLoCo, received ", group.defined() ? "another one" : "none");
+  return listener->survivors("survivors");
 }
 
 std::string registered_name(const GroupPtr& group) {

@@ -116,3 +116,9 @@ void fully_shard_compressed(char** arguments);
 
 // A test of low_rank.cpp.
 void fully_shard_low_rank(char** arguments);
+
+// Tests of diloco.cpp.
+void diloco(char** arguments);
+void diloco_survivors(char** arguments);
+void diloco_join(char** arguments);
+void diloco_refuses(char** arguments);

@@ -14,12 +14,18 @@
 
 #include <torch/arg.h>
 #include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <shoestring/export.h>
 #include <shoestring/optim/base.h>
+#include <shoestring/safetensors.h>
 
 namespace shoestring::distributed {
+
+namespace detail {  // internal namespace, not part of the API
+class Averaging;
+}  // namespace detail
 
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
@@ -48,6 +54,12 @@ SHOESTRING_API GroupPtr init_process_group(const ProcessGroupOptions& options = 
 /// it, with the same ranks.
 SHOESTRING_API GroupPtr new_group(const GroupPtr& group, const std::vector<int64_t>& ranks,
                                   std::chrono::milliseconds timeout = std::chrono::minutes(30));
+
+/// Returns the ranks of a group that live after a collective has failed, on all of them the same. Ranks that
+/// do not answer within two seconds are left out. Give them to new_group(), and go on with that group. Throws
+/// c10::Error if no collective of the group has failed, if the process that holds the store has ended, or if
+/// the others have left this rank out.
+SHOESTRING_API std::vector<int64_t> survivors(const GroupPtr& group);
 
 /// Waits for a collective. An error (c10::DistBackendError) names this rank, `what`, the collective, and the
 /// ranks that have ended or are stopped: those that do not answer within two seconds. If ranks have issued
@@ -239,6 +251,119 @@ class SHOESTRING_API FullyShard {
  private:
   struct Impl;
   std::shared_ptr<Impl> impl_;
+};
+
+struct SHOESTRING_API DiLoCoOptions {
+  /// Steps from one average of a parameter to the next.
+  TORCH_ARG(int64_t, every) = 500;
+  /// The rate of the outer steps.
+  TORCH_ARG(double, lr) = 0.7;
+  /// The momentum of the outer steps; 0 for none.
+  TORCH_ARG(double, momentum) = 0.9;
+  /// "none", or "8bit", "4bit" or "1bit": the bits in which differences are sent, with error feedback. See
+  /// DataParallelOptions.
+  TORCH_ARG(std::string, compress) = "none";
+  /// The parameters are dealt out to so many fragments of about the same size, whose averages are spread
+  /// evenly over the period. So the most bytes of a step are fewer by this factor. A parameter is never
+  /// divided.
+  TORCH_ARG(int64_t, fragments) = 1;
+  /// Steps from the begin of an average to the outer step, while which training goes on; 0 waits at once.
+  TORCH_ARG(int64_t, overlap) = 0;
+  /// The part of a process's own weights in its weights after an overlapped average; the rest is the averaged
+  /// weights. The default is 0.5, and without overlap 0.
+  TORCH_ARG(std::optional<double>, alpha) = std::nullopt;
+  /// Differences are sent in buckets of about this size in fp32.
+  TORCH_ARG(int64_t, bucket_bytes) = 32 << 20;
+};
+
+/// Averages the weights of processes every few hundred steps, with an outer optimizer. Each process trains by
+/// itself. The averages are steps of SGD with Nesterov's momentum in the direction in which the processes
+/// have gone, on average, since the last one. All processes then have the same averaged weights, bit for bit;
+/// the state of their optimizers stays their own. Example:
+///
+///     optim::AdamW optimizer(model->parameters(), optim::AdamWOptions(1e-3));
+///     DiLoCo diloco(optimizer, group, DiLoCoOptions().every(500).compress("4bit").fragments(8).overlap(5));
+///     for (...) {
+///       loss_of(model).backward();
+///       optimizer.step();
+///       optimizer.zero_grad();
+///       diloco.step();
+///     }
+///
+/// A process keeps 8 bytes a parameter (the averaged weights and the outer momentum, fp32), and with
+/// `compress` 4
+/// + 4 / ranks more. An average takes 4 bytes for each parameter of a fragment, until its outer step.
+///
+/// Processes come and go: if a process ends, the next average throws c10::DistBackendError, which names it,
+/// and nothing has changed. The others make a group of survivors() and call regroup(). A process that joins
+/// makes its object over the new group while the others call regroup().
+///
+/// Sources: DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512.
+class SHOESTRING_API DiLoCo {
+ public:
+  /// Averages parameters in fp32, bf16, fp16 or fp64. The weights of rank 0 go to all ranks; if some ranks of
+  /// the group call regroup(), theirs do. All ranks must call it. Throws c10::Error on all ranks if
+  /// parameters or options differ, and if an option is out of range.
+  DiLoCo(std::vector<at::Tensor> parameters, GroupPtr group, const DiLoCoOptions& options = {});
+  /// Averages the parameters of an optimizer. Throws c10::Error if the optimizer keeps a second copy of the
+  /// weights: ScheduleFreeAdamW, and the weight rounding "remainder".
+  DiLoCo(const torch::optim::Optimizer& optimizer, GroupPtr group, const DiLoCoOptions& options = {});
+  ~DiLoCo();
+  DiLoCo(DiLoCo&&) noexcept;
+  DiLoCo& operator=(DiLoCo&&) noexcept;
+
+  /// Counts a training step, and begins and ends the averages that are due. Returns whether weights have
+  /// changed. Call it on all ranks after each step, also if a guard or GradScaler has skipped the step.
+  /// Throws c10::DistBackendError if a rank has failed, with the weights and the averaged weights as before.
+  bool step();
+  /// Averages all weights now. They are equal on all ranks then. All ranks must call it.
+  void average();
+
+  /// Goes on with other processes. All ranks of `group` must call it, or construct an object. Fragments of
+  /// which another rank has a newer average come from there, as do the steps. Averages under way and what the
+  /// codes of `compress` have left out are dropped; weights keep the progress of this process.
+  void regroup(GroupPtr group);
+
+  /// Returns the number of calls of step().
+  int64_t steps() const;
+
+  /// Returns the state: "steps", "begun" (the step at which the average of each fragment began that is under
+  /// way, or -1), and for each bucket "anchor.<index>" (the averaged weights), "momentum.<index>" and, under
+  /// way, "mean.<index>". What the codes of `compress` have left out is no part of it. With overlap, all
+  /// ranks must call it. The tensors share the memory of the object.
+  TensorDict state() const;
+  /// Restores a state of state(), of any number of ranks. The weights are not loaded: they are those of the
+  /// model. If the state does not fit, throws c10::Error and changes nothing.
+  void load_state(const TensorDict& state);
+
+  /// Returns bytes: "sent" by this rank so far, and "residuals" that `compress` keeps.
+  std::map<std::string, int64_t> statistics() const;
+
+ protected:
+  DiLoCo(const char* name, std::vector<at::Tensor> parameters, GroupPtr group, const DiLoCoOptions& options);
+
+ private:
+  std::unique_ptr<detail::Averaging> averaging_;
+};
+
+struct SHOESTRING_API LocalSGDOptions {
+  /// As in DiLoCoOptions.
+  TORCH_ARG(int64_t, every) = 8;
+  TORCH_ARG(std::string, compress) = "none";
+  TORCH_ARG(int64_t, fragments) = 1;
+  TORCH_ARG(int64_t, overlap) = 0;
+  TORCH_ARG(std::optional<double>, alpha) = std::nullopt;
+  TORCH_ARG(int64_t, bucket_bytes) = 32 << 20;
+};
+
+/// Averages the weights of processes every few steps: DiLoCo without an outer optimizer. It keeps 4 bytes a
+/// parameter.
+///
+/// Source: Local SGD, arXiv 1805.09767.
+class SHOESTRING_API LocalSGD : public DiLoCo {
+ public:
+  LocalSGD(std::vector<at::Tensor> parameters, GroupPtr group, const LocalSGDOptions& options = {});
+  LocalSGD(const torch::optim::Optimizer& optimizer, GroupPtr group, const LocalSGDOptions& options = {});
 };
 
 }  // namespace shoestring::distributed

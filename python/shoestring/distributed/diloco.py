@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoestring.distributed.compress import BITS, compressor
-from shoestring.distributed.groups import group_or_default, name_of, operators
+from shoestring.distributed.compress import BITS
+from shoestring.distributed.groups import group_or_default, name_collectives, name_of, operators
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
-from shoestring.optim.sharded import local
+from shoestring.optim.sharded import is_dtensor, local
 
 BUCKET = 8 << 20  # elements that are sent together, unless a parameter has more
-
-
-class _Bucket:
-    """Parameters that are sent together, with the weights of the last average and the outer momentum."""
-
-    def __init__(self, params: list[Tensor], momentum: bool) -> None:
-        self.params = params
-        self.anchor = torch.cat([local(p).detach().float().flatten() for p in params])
-        self.momentum = torch.zeros_like(self.anchor) if momentum else None
-
-    def difference(self) -> Tensor:
-        """Return how far this process has gone against the direction of its steps, (elements), fp32."""
-        delta = self.anchor.clone()
-        begin = 0
-        for p in self.params:
-            own = local(p).detach()
-            delta[begin : begin + own.numel()].sub_(own.flatten())
-            begin += own.numel()
-        return delta
-
-    def move(self, mean: Tensor, lr: float, momentum: float) -> None:
-        """Take an outer step with Nesterov's momentum, and give the parameters its weights."""
-        if self.momentum is not None:
-            self.momentum.mul_(momentum).add_(mean)
-            mean.add_(self.momentum, alpha=momentum)
-        self.anchor.sub_(mean, alpha=lr)
-        begin = 0
-        for p in self.params:
-            own = local(p).detach()
-            own.copy_(self.anchor[begin : begin + own.numel()].view_as(own))
-            begin += own.numel()
 
 
 class DiLoCo:
@@ -57,27 +24,43 @@ class DiLoCo:
     have the same weights, bit for bit; the state of their optimizers stays their own. A step sends 8 / ``every`` bytes
     a parameter on average, x (ranks - 1) / ranks, or with ``compress`` 2.03, 1.06 or 0.28 / ``every``.
 
+    With ``fragments``, the parameters are dealt out to groups of about the same size, each with layers of all depths.
+    Their averages are spread evenly over the period, so the most bytes of a step are fewer by this factor. With
+    ``overlap``, training goes on while an average is on its way. The weights then become ``alpha`` times those of
+    the process and 1 - ``alpha`` times the averaged ones. The averaged weights are equal on all processes; the weights
+    of a process differ from them until the next average.
+
     A process keeps 8 bytes a parameter (the averaged weights and the outer momentum, fp32), and with ``compress`` 4 +
-    4 / ranks more. Parameters that are DTensors are averaged by their local parts: ``group`` then holds the ranks that
-    have the same part of different replicas.
+    4 / ranks more. An average takes 4 bytes for each parameter of a fragment, until its outer step. Parameters that
+    are DTensors are averaged by their local parts: ``group`` then holds the ranks that have the same part of different
+    replicas.
+
+    Processes come and go: if a process ends, ``step()`` raises an error that names it, and nothing has changed. The
+    others make a group of ``survivors()`` and call ``regroup()``. A process that joins makes its ``DiLoCo`` over the
+    new group while the others call ``regroup()``; it receives the averaged weights, the momentum and the steps.
 
     Args:
         optimizer: the optimizer of this process, whose parameters are averaged. Rank 0's weights are copied to all
             ranks. It may be any optimizer that keeps no second copy of the weights.
-        group: the processes; None for all.
-        every: the number of steps from one average to the next.
+        group: the processes; None for all. Errors of its collectives name the ranks and the collective from then on.
+        every: the number of steps from one average of a parameter to the next.
         lr: the rate of the outer steps.
         momentum: the momentum of the outer steps; 0 for none.
         compress: "8bit", "4bit" or "1bit" sends differences in few bits, with error feedback; None in fp32.
+        fragments: the number of groups of parameters, from 1 to ``every``. A parameter is never divided.
+        overlap: the number of steps from the begin of an average to the outer step, from 0 (``step()`` waits) to
+            below ``every``.
+        alpha: the part of a process's own weights in its weights after an overlapped average, from 0 to below 1; None
+            for 0.5, and without overlap 0.
 
     Call ``step()`` on all ranks after each training step, also if a guard or GradScaler has skipped the step.
 
     Raises:
         TypeError: the optimizer keeps a second copy of the weights, or a parameter has no floating-point dtype.
-        ValueError: a number is out of range, or ``compress`` is unknown.
+        ValueError: a number is out of range or differs between ranks, or ``compress`` is unknown.
         RuntimeError: no process group was initialised, or the parameters of the ranks differ.
 
-    Source: DiLoCo, arXiv 2311.08105.
+    Source: DiLoCo, arXiv 2311.08105. Fragments, overlap and ``alpha``: Streaming DiLoCo, arXiv 2501.18512.
 
     Example:
         >>> import torch.distributed as dist
@@ -106,128 +89,132 @@ class DiLoCo:
         lr: float = 0.7,
         momentum: float = 0.9,
         compress: str | None = None,
+        fragments: int = 1,
+        overlap: int = 0,
+        alpha: float | None = None,
     ) -> None:
-        if every < 1:
-            self._refuse("every", "at least 1", every)
-        if not lr > 0:
-            self._refuse("lr", "a number above 0", lr)
-        if not 0 <= momentum < 1:
-            self._refuse("momentum", "a number from 0 to below 1", momentum)
         if compress not in (None, *BITS):
-            self._refuse("compress", f"None, {', '.join(BITS)}", repr(compress))
-        params = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+            raise ValueError(
+                f"{self._name}: compress: expected None, {', '.join(BITS)}, received {compress!r}"
+            )
         remainder = any(g.get("weight_rounding") == "remainder" for g in optimizer.param_groups)
         if remainder or isinstance(optimizer, ScheduleFreeAdamW):
             raise TypeError(
                 f"{self._name}: optimizer: expected one that keeps no second copy of the weights, received "
                 f"{type(optimizer).__name__}{' with weight_rounding=remainder' if remainder else ''}. Use AdamW."
             )
-        for p in params:
-            if not p.is_floating_point():
-                raise TypeError(
-                    f"{self._name}: optimizer: expected floating-point parameters, received one in {p.dtype}"
-                )
-        self.every, self.lr, self.momentum, self.compress = every, lr, momentum, compress
-        self._group = group_or_default(group, self._name)
-        self._ranks = dist.get_world_size(self._group)
-        self._core: Any = None
-        if compress is not None and self._ranks > 1:
-            self._core = compressor(self._group, compress)
-        own = [local(p).detach() for p in params]
-        names = [f"parameter {i}" for i in range(len(own))]
-        operators()._broadcast_tensors(own, names, name_of(self._group), self._name)
-        self._buckets: list[_Bucket] = []
-        self._steps = 0
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for p in params:
-            by_device.setdefault(p.device, []).append(p)
-        for of_device in by_device.values():
-            while of_device:
-                taken, elements = 0, 0
-                while taken < len(of_device) and (taken == 0 or elements < BUCKET):
-                    elements += local(of_device[taken]).numel()
-                    taken += 1
-                if elements > 0:
-                    self._buckets.append(_Bucket(of_device[:taken], momentum > 0))
-                del of_device[:taken]
+        self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._is_split = any(is_dtensor(p) for p in self._params)
+        found = group_or_default(group, self._name)
+        operators()
+        name_collectives(found)
+        self._core: Any = torch.classes.shoestring.Averaging(
+            self._name,
+            self._own(),
+            name_of(found),
+            every,
+            lr,
+            momentum,
+            compress or "none",
+            fragments,
+            overlap,
+            alpha,
+            4 * BUCKET,
+        )
 
-    def _refuse(self, argument: str, expected: str, received: object) -> None:
-        raise ValueError(f"{self._name}: {argument}: expected {expected}, received {received}")
+    @torch.no_grad()
+    def _own(self) -> list[Tensor]:
+        """Return the parameters, or the local parts of DTensors, which may be other tensors in each step."""
+        return [local(p) for p in self._params]
+
+    def _use(self) -> None:
+        if self._is_split:
+            self._core.use(self._own())
 
     @property
     def steps(self) -> int:
         """The number of calls of ``step()``."""
-        return self._steps
+        return int(self._core.steps())
 
     def step(self) -> bool:
-        """Count a training step, and average the weights if it is the ``every``-th.
+        """Count a training step, and begin and end the averages that are due.
 
         Returns:
-            whether the weights were averaged.
+            whether weights were averaged.
+
+        Raises:
+            RuntimeError: a rank has failed. The step counts; the weights and the averaged weights are as before.
         """
-        self._steps += 1
-        if self._steps % self.every != 0:
-            return False
-        self.average()
-        return True
+        self._use()
+        return bool(self._core.step())
 
-    @torch.no_grad()
     def average(self) -> None:
-        """Average the weights and take an outer step now. All ranks must call it."""
-        under_way: deque[tuple[_Bucket, Tensor, Callable[[], object]]] = deque()
-        for number, bucket in enumerate(self._buckets):
-            delta = bucket.difference()
-            under_way.append((bucket, delta, self._send(delta, bucket, number)))
-            # The Compressor completes a bucket when the second bucket after it is sent.
-            if len(under_way) > 2:
-                self._receive(*under_way.popleft())
-        while under_way:
-            self._receive(*under_way.popleft())
+        """Average all weights and take an outer step now. They are equal on all ranks then. All ranks must call it."""
+        self._use()
+        self._core.average()
 
-    def _send(self, delta: Tensor, bucket: _Bucket, number: int) -> Callable[[], object]:
-        """Begin to average a difference; return a function that waits for it."""
-        if self._ranks == 1:
-            return lambda: None
-        if self._core is None:
-            work = dist.all_reduce(delta, group=self._group, async_op=True)
-            return lambda: (work.wait(), delta.div_(self._ranks))
-        # The anchor names the residual: local parts of DTensors are new tensors in each call.
-        future = self._core.all_reduce(delta, [bucket.anchor], number, number == len(self._buckets) - 1)
-        wait: Callable[[], object] = future.wait
-        return wait
+    def regroup(self, group: dist.ProcessGroup | None = None) -> None:
+        """Go on with other processes.
 
-    def _receive(self, bucket: _Bucket, delta: Tensor, wait: Callable[[], object]) -> None:
-        wait()
-        bucket.move(delta, self.lr, self.momentum)
+        All ranks of the group must call it, or make a ``DiLoCo`` with the same arguments. Averaged weights of which
+        another rank has a newer version come from there, as do the steps. The weights keep the progress of this
+        process. Averages under way are dropped, and so is what the codes of ``compress`` have left out.
+
+        Args:
+            group: the processes; None for all, such as those of a new ``init_process_group``.
+
+        Raises:
+            ValueError: the arguments of the ranks differ.
+            RuntimeError: no process group was initialised, or the parameters of the ranks differ.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> optimizer = shoestring.optim.AdamW(torch.nn.Linear(64, 8).parameters())
+            >>> diloco = shoestring.distributed.DiLoCo(optimizer)
+            >>> dist.destroy_process_group()  # the processes have changed
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> diloco.regroup()
+            >>> dist.destroy_process_group()
+        """
+        found = group_or_default(group, self._name)
+        name_collectives(found)
+        self._use()
+        self._core.regroup(name_of(found))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights, the outer momentum and the number of steps.
+        """Return the averaged weights, the outer momentum, the steps, and the averages that are under way.
 
-        The residuals of ``compress`` are not part of it: a resumed run loses what its last average has left out.
+        Any number of processes continues it. The residuals of ``compress`` are not part of it: a resumed run loses
+        what its last average has left out. With ``overlap``, all ranks must call it.
+
+        Returns:
+            ``"steps"``; ``"anchor"``, ``"momentum"`` and ``"mean"``, which have a tensor or None for each bucket; and
+            ``"begun"``, for each fragment the step at which its average under way began, or -1.
         """
-        return {
-            "steps": self._steps,
-            "anchor": [bucket.anchor for bucket in self._buckets],
-            "momentum": [bucket.momentum for bucket in self._buckets],
+        state = dict(self._core.state())
+        buckets = range(sum(name.startswith("anchor.") for name in state))
+        lists = {
+            name: [state.get(f"{name}.{i}") for i in buckets] for name in ("anchor", "momentum", "mean")
         }
+        return {"steps": int(state["steps"]), "begun": state["begun"].tolist(), **lists}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of ``state_dict()``. The weights are not loaded: they are those of the model.
 
         Raises:
-            ValueError: the state is that of other parameters, or of another ``momentum`` (none or some).
+            ValueError: the state is that of other parameters, of another number of fragments, or of another
+                ``momentum`` (none or some). Nothing has changed then.
         """
-        for name in ("anchor", "momentum"):
-            own = [getattr(bucket, name) for bucket in self._buckets]
-            found = state[name]
-            sizes = [[None if t is None else t.numel() for t in tensors] for tensors in (own, found)]
-            if sizes[0] != sizes[1]:
-                self._refuse(f"state: {name}", f"buckets of {sizes[0]} elements", sizes[1])
-            for mine, its in zip(own, found, strict=True):
-                if mine is not None:
-                    mine.copy_(its)
-        self._steps = state["steps"]
+        tensors = {
+            f"{name}.{i}": tensor
+            for name in ("anchor", "momentum", "mean")
+            for i, tensor in enumerate(state.get(name, ()))
+            if tensor is not None
+        }
+        # States of earlier versions have one fragment, and nothing under way.
+        numbers = {name: torch.as_tensor(state.get(name, [-1])) for name in ("steps", "begun")}
+        self._core.load_state(tensors | numbers)
 
 
 class LocalSGD(DiLoCo):
@@ -239,8 +226,11 @@ class LocalSGD(DiLoCo):
     Args:
         optimizer: the optimizer of this process, whose parameters are averaged.
         group: the processes; None for all.
-        every: the number of steps from one average to the next.
+        every: the number of steps from one average of a parameter to the next.
         compress: "8bit", "4bit" or "1bit" sends differences in few bits, with error feedback; None in fp32.
+        fragments: the number of groups of parameters that are averaged at different times; see ``DiLoCo``.
+        overlap: the number of steps from the begin of an average to its end; see ``DiLoCo``.
+        alpha: the part of a process's own weights after an overlapped average; see ``DiLoCo``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``DiLoCo``.
@@ -267,5 +257,18 @@ class LocalSGD(DiLoCo):
         *,
         every: int = 8,
         compress: str | None = None,
+        fragments: int = 1,
+        overlap: int = 0,
+        alpha: float | None = None,
     ) -> None:
-        super().__init__(optimizer, group, every=every, lr=1.0, momentum=0.0, compress=compress)
+        super().__init__(
+            optimizer,
+            group,
+            every=every,
+            lr=1.0,
+            momentum=0.0,
+            compress=compress,
+            fragments=fragments,
+            overlap=overlap,
+            alpha=alpha,
+        )

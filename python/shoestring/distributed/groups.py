@@ -61,6 +61,27 @@ def name_collectives(*groups: dist.ProcessGroup) -> Callable[[], None]:
     return undo
 
 
+def survivors(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the ranks that live after a collective of a group has failed, the same on all of them.
+
+    Ranks that do not answer within two seconds are left out. To go on without the others, make a group of these
+    ranks: ``dist.new_group(ranks, use_local_synchronization=True)``.
+
+    Args:
+        group: the processes; None for all. ``DiLoCo``, ``shard`` or ``parallelize`` must have used it.
+
+    Returns:
+        the ranks within ``group``.
+
+    Raises:
+        ValueError: nothing of this package has used the group, or it has one process.
+        RuntimeError: no collective of the group has failed, the process that holds the store has ended, or the
+            others have left this rank out.
+    """
+    found: list[int] = operators()._survivors(name_of(group_or_default(group, "survivors")))
+    return found
+
+
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor, or the tensors of which a tensor of a subclass such as QuantizedTensor consists."""
     if not is_traceable_wrapper_subclass(tensor):

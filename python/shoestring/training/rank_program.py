@@ -161,10 +161,6 @@ class _Buckets:
             program.wait(number)
             program.hold(-2 * size)
 
-    def wait_for_first(self) -> None:
-        """Wait for the first of the plain buckets that are under way."""
-        self._program.wait(self._works.pop(0))
-
     def finish(self) -> None:
         """Wait for all buckets."""
         self._program.wait(*self._works)
@@ -466,16 +462,11 @@ def alone(model: nn.Module, setting: Setting, every: int) -> tuple[Program, Prog
         return step, average
     sender = _Buckets(average, setting, "weights")
     sizes = averaged_buckets(trained(model))
-    waiting: deque[int] = deque()
     for number, elements in enumerate(sizes):
         average.hold(4 * elements)
         sender.send(elements, 4 * elements, number == len(sizes) - 1)
-        waiting.append(elements)
-        if len(waiting) > 2:
-            if setting.bits is None:
-                sender.wait_for_first()
-            average.hold(-4 * waiting.popleft())
     sender.finish()
+    average.hold(-4 * sum(sizes))  # no weight changes before all differences have arrived
     return step, average
 
 

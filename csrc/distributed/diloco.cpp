@@ -377,7 +377,12 @@ TensorDict Averaging::state() {
   size_t i = 0;
   for (Fragment& fragment : fragments_) {
     begun.push_back(fragment.begun);
-    if (fragment.begun >= 0) receive(fragment);
+    try {
+      if (fragment.begun >= 0) receive(fragment);
+    } catch (...) {
+      abandon();
+      throw;
+    }
     for (const Bucket& bucket : fragment.buckets) {
       const std::string number = c10::str(".", i++);
       state.insert("anchor" + number, bucket.anchor);

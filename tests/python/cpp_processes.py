@@ -13,10 +13,15 @@ PROGRAM = BUILD / "tests/distributed/distributed_program"
 GLOO = "expected a build with Gloo"
 
 
-def start(ranks: int, *arguments: object, program: Path = PROGRAM) -> list[subprocess.Popen[str]]:
-    """Start a program in several processes, as torchrun does."""
-    port = str(free_port())
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def start(
+    ranks: int,
+    *arguments: object,
+    program: Path = PROGRAM,
+    port: int | None = None,
+    only: int | None = None,
+) -> list[subprocess.Popen[str]]:
+    """Start a program in several processes, as torchrun does, or ``only`` one of them."""
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
     return [
         subprocess.Popen(
             [program, *map(str, arguments)],
@@ -25,7 +30,7 @@ def start(ranks: int, *arguments: object, program: Path = PROGRAM) -> list[subpr
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for rank in (range(ranks) if only is None else [only])
     ]
 
 

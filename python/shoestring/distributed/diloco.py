@@ -194,9 +194,7 @@ class DiLoCo:
         """
         state = dict(self._core.state())
         buckets = range(sum(name.startswith("anchor.") for name in state))
-        lists = {
-            name: [state.get(f"{name}.{i}") for i in buckets] for name in ("anchor", "momentum", "mean")
-        }
+        lists = {name: [state.get(f"{name}.{i}") for i in buckets] for name in ("anchor", "momentum", "mean")}
         return {"steps": int(state["steps"]), "begun": state["begun"].tolist(), **lists}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -71,15 +71,15 @@ def survivors(group: dist.ProcessGroup | None = None) -> list[int]:
         group: the processes; None for all. ``DiLoCo``, ``shard`` or ``parallelize`` must have used it.
 
     Returns:
-        the ranks within ``group``.
+        the ranks in the group of all processes, as ``dist.new_group`` takes them.
 
     Raises:
         ValueError: nothing of this package has used the group, or it has one process.
         RuntimeError: no collective of the group has failed, the process that holds the store has ended, or the
             others have left this rank out.
     """
-    found: list[int] = operators()._survivors(name_of(group_or_default(group, "survivors")))
-    return found
+    found = group_or_default(group, "survivors")
+    return [dist.get_global_rank(found, rank) for rank in operators()._survivors(name_of(found))]
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -179,7 +179,9 @@ def _shards(rank: int, compress: str | None, options: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compress", "options"), [(None, {}), ("8bit", {"fragments": 2, "overlap": 1})], ids=["plain", "streaming"]
+    ("compress", "options"),
+    [(None, {}), ("8bit", {"fragments": 2, "overlap": 1})],
+    ids=["plain", "streaming"],
 )
 def test_replicas_of_shards(compress: str | None, options: dict[str, int], tmp_path: Path) -> None:
     run(4, tmp_path, _shards, compress, options)

@@ -109,6 +109,21 @@ add_library(shoestring_cuda SHARED cuda/core/runtime.cpp $<TARGET_OBJECTS:shoest
             $<TARGET_OBJECTS:shoestring_hopper_kernels>)
 target_include_directories(shoestring_cuda PRIVATE csrc)
 target_link_libraries(shoestring_cuda PUBLIC shoestring shoestring::torch_cuda PRIVATE CUDA::cudart)
+# Process groups over NCCL. libtorch_cuda.so contains them where LibTorch was built with NCCL; nccl.h is part of
+# PyPI's package of NCCL, which PyTorch requires.
+set(_nccl "")
+set(_caffe2 "${LibTorch_DIR}/share/cmake/Caffe2/Caffe2Targets.cmake")
+if(EXISTS "${_caffe2}")
+  file(STRINGS "${_caffe2}" _nccl REGEX "USE_C10D_NCCL")
+endif()
+find_path(NCCL_INCLUDE_DIR nccl.h HINTS "${LibTorch_DIR}/../nvidia/nccl/include")
+if(_nccl AND NCCL_INCLUDE_DIR)
+  target_sources(shoestring_cuda PRIVATE cuda/distributed/nccl.cpp)
+  set_source_files_properties(cuda/distributed/nccl.cpp PROPERTIES COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_NCCL")
+  target_include_directories(shoestring_cuda SYSTEM PRIVATE "${NCCL_INCLUDE_DIR}")
+else()
+  message(STATUS "C++ programs cannot connect processes by NCCL: nccl.h was not found, or LibTorch was built without NCCL")
+endif()
 # CMake 3.25 does not know C++20 for nvcc. The target shoestring_cuda compiles no CUDA source itself, but
 # CMake's Makefile generator checks its CUDA standard nevertheless.
 set_target_properties(shoestring_cuda PROPERTIES CUDA_STANDARD 17)

@@ -14,7 +14,7 @@ namespace shoestring {
 namespace cuda {
 
 /// Returns the table that provide() registered under `name`, or null if there is none.
-const void* find_provided(const char* name, const std::type_info& type);
+SHOESTRING_API const void* find_provided(const char* name, const std::type_info& type);
 
 /// Returns the runtime functions of a device, or null if its backend provides none. libshoestring_cuda
 /// provides those of CUDA as "runtime"; without it, CUDA devices raise an error. A backend of PyTorch's type

@@ -16,6 +16,17 @@ namespace shoestring::distributed {
 c10::intrusive_ptr<c10d::Backend> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                             std::chrono::milliseconds timeout);
 
+/// The table "nccl" of libshoestring_cuda, where that library was built with NCCL.
+struct Nccl {
+  int (*gpus)();  // the number of GPUs that this process can use
+  c10::intrusive_ptr<c10d::Backend> (*make)(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                            std::chrono::milliseconds timeout);
+};
+
+/// Returns the device of the tensors by which a group compares ranks: the CPU, or the current device of a
+/// group that communicates between other devices alone.
+at::Device device_of(const c10d::ProcessGroup& group);
+
 /// Sets the tag of the next collective of a Gloo backend. Collectives with different tags never meet. Does
 /// nothing to other backends, and in a build without Gloo's headers.
 void set_gloo_tag(c10d::Backend& backend, uint32_t tag);

@@ -38,9 +38,10 @@ void check_same(const GroupPtr& group, const TensorDict& tensors, const char* ca
   for (const auto& item : tensors)
     text += c10::str(item.key(), " ", item.value().sizes(), " ", item.value().scalar_type(), "\n");
   const auto hash = static_cast<int64_t>(std::hash<std::string>()(text));
-  std::vector<Tensor> own{at::full({1}, hash, at::kLong)};
+  const auto number = at::TensorOptions(device_of(*group)).dtype(at::kLong);
+  std::vector<Tensor> own{at::full({1}, hash, number)};
   std::vector<std::vector<Tensor>> all(1);
-  for (int i = 0; i < group->getSize(); ++i) all[0].push_back(at::empty({1}, at::kLong));
+  for (int i = 0; i < group->getSize(); ++i) all[0].push_back(at::empty({1}, number));
   wait_for(group, group->allgather(all, own), kSame);
   int64_t other = 0;
   for (int64_t rank = group->getSize() - 1; rank > 0; --rank)

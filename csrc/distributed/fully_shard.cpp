@@ -589,9 +589,9 @@ Tensor FullyShard::clip_grad_norm_(double max_norm) {
     if (p.grad().defined() && p.numel() > 0) grads.push_back(p.grad());
   Tensor squares = at::zeros({}, at::kDouble);
   for (const Tensor& g : grads) squares += at::linalg_vector_norm(g, 2, {}, false, at::kFloat).square().cpu();
-  std::vector<Tensor> sum{squares};
+  std::vector<Tensor> sum{squares.to(device_of(*impl_->group))};
   wait_for(impl_->group, impl_->group->allreduce(sum), c10::str(kName, ": norm of the gradients"));
-  const Tensor norm = squares.sqrt();
+  const Tensor norm = sum[0].cpu().sqrt();
   const double factor = std::min(1.0, max_norm / (norm.item<double>() + 1e-6));
   if (factor < 1)
     for (Tensor& g : grads) g.mul_(factor);

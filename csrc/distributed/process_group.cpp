@@ -7,6 +7,7 @@
 #include <memory>
 
 #include <ATen/Functions.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -14,6 +15,7 @@
 
 #include <shoestring/distributed.h>
 
+#include "core/cuda.h"
 #include "distributed/backends.h"
 #include "distributed/named_backend.h"
 
@@ -54,21 +56,36 @@ void ignore_broken_pipes() {
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
-// Returns a group over Gloo. `caller` begins errors.
-GroupPtr connect(const char* caller, const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
+// Returns the functions of NCCL. Raises an error in a program that cannot use NCCL.
+const Nccl& nccl() {
+  const auto* table = static_cast<const Nccl*>(cuda::find_provided("nccl", typeid(Nccl)));
+  TORCH_CHECK(table != nullptr, kInit,
+              ": backend: expected a program that links shoestring::shoestring of a ",
+              "build with CUDA kernels and nccl.h for \"nccl\", received one without. Use \"gloo\", or ",
+              "build where both are.");
+  TORCH_CHECK(table->gpus() > 0, kInit,
+              ": backend: expected a GPU for \"nccl\", received none. Use \"gloo\".");
+  return *table;
+}
+
+// Returns a group over Gloo or NCCL. `caller` begins errors.
+GroupPtr connect(const char* caller, ProcessGroup::BackendType type,
+                 const c10::intrusive_ptr<c10d::Store>& store, int64_t rank, int64_t size,
                  std::chrono::milliseconds timeout, const std::string& name) {
   const int own = static_cast<int>(rank), all = static_cast<int>(size);
+  const bool on_gpus = type == ProcessGroup::BackendType::NCCL;
   auto group = c10::make_intrusive<ProcessGroup>(store, own, all);
   const auto listener = std::make_shared<Listener>(*store, rank, size);
   try {
-    auto gloo = make_gloo(c10::make_intrusive<c10d::PrefixStore>("gloo", store), own, all, timeout);
-    group->setBackend(c10::DeviceType::CPU, ProcessGroup::BackendType::GLOO,
-                      c10::make_intrusive<NamedBackend>(std::move(gloo), listener));
+    const auto prefix = c10::make_intrusive<c10d::PrefixStore>(on_gpus ? "nccl" : "gloo", store);
+    auto backend = (on_gpus ? nccl().make : make_gloo)(prefix, own, all, timeout);
+    group->setBackend(on_gpus ? c10::DeviceType::CUDA : c10::DeviceType::CPU, type,
+                      c10::make_intrusive<NamedBackend>(std::move(backend), listener));
   } catch (const std::exception& error) {
     TORCH_CHECK(false, caller, ": rank ", rank, " of ", size, ": expected all ranks within ", timeout.count(),
                 " ms, received ", first_line(error), listener->verdict());
   }
-  group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
+  group->setDefaultBackend(type);
   group->setGroupName(name);
   return group;
 }
@@ -76,8 +93,10 @@ GroupPtr connect(const char* caller, const c10::intrusive_ptr<c10d::Store>& stor
 }  // namespace
 
 GroupPtr init_process_group(const ProcessGroupOptions& options) {
-  TORCH_CHECK_VALUE(options.backend() == "gloo", kInit, ": backend: expected \"gloo\", received \"",
-                    options.backend(), "\"");
+  const bool on_gpus = options.backend() == "nccl";
+  TORCH_CHECK_VALUE(on_gpus || options.backend() == "gloo", kInit,
+                    ": backend: expected \"gloo\" or \"nccl\", received \"", options.backend(), "\"");
+  if (on_gpus) nccl();
   TORCH_CHECK_VALUE(options.timeout().count() > 0, kInit, ": timeout: expected a time above 0, received ",
                     options.timeout().count(), " ms");
   const int64_t size = number_of(options.world_size(), "WORLD_SIZE", 1, INT32_MAX);
@@ -101,7 +120,8 @@ GroupPtr init_process_group(const ProcessGroupOptions& options) {
     TORCH_CHECK(false, kInit, ": rank ", rank, " of ", size, ": expected the store at ", address, ":", port,
                 ", received ", first_line(error));
   }
-  return connect(kInit, store, rank, size, options.timeout(), "shoestring");
+  return connect(kInit, on_gpus ? ProcessGroup::BackendType::NCCL : ProcessGroup::BackendType::GLOO, store,
+                 rank, size, options.timeout(), "shoestring");
 }
 
 GroupPtr new_group(const GroupPtr& group, const std::vector<int64_t>& ranks,
@@ -119,7 +139,14 @@ GroupPtr new_group(const GroupPtr& group, const std::vector<int64_t>& ranks,
   const auto own = std::find(ranks.begin(), ranks.end(), group->getRank());
   if (own == ranks.end()) return {};
   const auto store = c10::make_intrusive<c10d::PrefixStore>(name, group->getStore());
-  return connect(kNew, store, own - ranks.begin(), std::ssize(ranks), timeout, name);
+  return connect(kNew, group->getBackendType(), store, own - ranks.begin(), std::ssize(ranks), timeout, name);
+}
+
+at::Device device_of(const ProcessGroup& group) {
+  const std::vector<at::Device> devices = group.getDeviceTypes();
+  const auto is_cpu = [](const at::Device& device) { return device.is_cpu(); };
+  if (devices.empty() || std::any_of(devices.begin(), devices.end(), is_cpu)) return at::kCPU;
+  return c10::impl::VirtualGuardImpl(devices[0].type()).getDevice();
 }
 
 std::vector<int64_t> survivors(const GroupPtr& group) {
@@ -163,9 +190,9 @@ at::Tensor mean_over_ranks(const GroupPtr& group, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.is_floating_point(), "mean_over_ranks: tensor: expected a floating-point dtype, ",
                     "received ", tensor.scalar_type());
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> sum{tensor.detach().clone(at::MemoryFormat::Contiguous)};
+  std::vector<at::Tensor> sum{tensor.detach().to(device_of(*group)).clone(at::MemoryFormat::Contiguous)};
   wait_for(group, group->allreduce(sum), "mean_over_ranks");
-  return sum[0].div_(group->getSize());
+  return sum[0].div_(group->getSize()).to(tensor.device());
 }
 
 }  // namespace shoestring::distributed

@@ -122,3 +122,6 @@ void diloco(char** arguments);
 void diloco_survivors(char** arguments);
 void diloco_join(char** arguments);
 void diloco_refuses(char** arguments);
+
+// A test of device.cpp.
+void other_device(char** arguments);

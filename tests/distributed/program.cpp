@@ -516,6 +516,11 @@ void fault(char** arguments) {
 
 void missing(char**) { connect(2000); }
 
+void backend(char** arguments) {
+  using shoestring::distributed::ProcessGroupOptions;
+  shoestring::distributed::init_process_group(ProcessGroupOptions().backend(arguments[0]));
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -530,6 +535,8 @@ int main(int count, char** arguments) {
       {"other_model", other_model},
       {"fault", fault},
       {"missing", missing},
+      {"backend", backend},
+      {"other_device", other_device},
       {"zero", zero},
       {"split_gradients", split_gradients},
       {"zero_files", zero_files},

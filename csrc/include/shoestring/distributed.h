@@ -30,7 +30,9 @@ class Averaging;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 struct SHOESTRING_API ProcessGroupOptions {
-  /// "gloo".
+  /// "gloo", for tensors of the CPU, or "nccl", for those of GPUs. NCCL needs a build with CUDA kernels that
+  /// found nccl.h, and shoestring::shoestring in the program. Each process selects its GPU before, by
+  /// c10::cuda::set_device().
   TORCH_ARG(std::string, backend) = "gloo";
   /// How long a rank waits in a collective for the others.
   TORCH_ARG(std::chrono::milliseconds, timeout) = std::chrono::minutes(30);

@@ -153,15 +153,16 @@ TORCH_LIBRARY_IMPL(aten, Meta, m) {
   });
 }
 
-// Trains, and returns the weights and the norm of the last gradients.
+// Trains, and returns the weights and the norm of the last gradients. `offload` is where "zero3" has the
+// parts.
 Tensors train(const std::string& strategy, const std::string& compress, const GroupPtr& group,
-              c10::Device device) {
+              c10::Device device, const std::string& offload = "none") {
   torch::manual_seed(3 + group->getRank());  // rank 0 gives its weights
   Net model(device);
   std::optional<DataParallel> parallel;
   std::optional<FullyShard> sharded;
   if (strategy == "zero3") {
-    sharded.emplace(group);
+    sharded.emplace(group, FullyShardOptions().offload(offload));
     sharded->add({model->first, model->bias});
     sharded->add({model->second});
   } else if (strategy == "zero2") {
@@ -226,6 +227,12 @@ void other_device(char** arguments) {
         expect(is_exact ? found[i].equal(expected[i]) : at::allclose(found[i], expected[i], 0, tolerance),
                c10::str("parameter ", i - 1, " with ", strategy, " and ", compress));
     }
+  }
+  const Tensors expected = train("zero3", "none", host, at::kCPU);
+  for (const char* offload : {"cpu", "nvme:."}) {
+    const Tensors found = train("zero3", "none", group, {kDevice, 0}, offload);
+    for (size_t i = 1; i < expected.size(); ++i)
+      expect(found[i].equal(expected[i]), c10::str("parameter ", i - 1, " with offload ", offload));
   }
   const Tensor mean = mean_over_ranks(group, at::full({}, static_cast<double>(group->getRank())));
   expect(mean.is_cpu() && mean.item<double>() == static_cast<double>(group->getSize() - 1) / 2,

@@ -12,7 +12,7 @@ from shoestring.optim.offload import BUCKET_BYTES
 from shoestring.training import formulas, memory
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.estimate_weights import away_blocks, away_tables, offloaded_weights
-from shoestring.training.formulas import State, StateArena
+from shoestring.training.formulas import StateArena
 from shoestring.training.optimizers import Own, build, described
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
@@ -122,7 +122,9 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
                 "host" if on_host else "device", f"state: {name}", size, "ordinary memory" if on_host else ""
             )
     else:
-        _offloaded(found, states, arenas, config)
+        add_offloaded(
+            found, [(a, a.blocks) for a in arenas], [s.rest for s in states], config, config.device != "cpu"
+        )
     if config.accumulate > 1 and config.step_in_backward:
         sums = sum(sum(arena.blocks) for arena in arenas) * 256 * 4
         found.add("host" if on_host else "device", "sums of gradients", sums, "fp32, over micro-batches")
@@ -159,27 +161,38 @@ def _gradients(found: Estimate, trained: list[nn.Parameter], config: EstimateCon
         found.add("host", "weights", copies, f"a copy of those that are trained, {note}")
         found.add("host", "gradients", copies, note)
         passes = config.accumulate if config.step_in_backward else 1
-        found.traffic = {"device to host": whole * passes, "host to device": whole}
+        found.move("device to host", whole * passes)
+        found.move("host to device", whole)
 
 
-def _offloaded(
-    found: Estimate, states: list[State], arenas: list[StateArena], config: EstimateConfig
+def add_offloaded(
+    found: Estimate,
+    arenas: list[tuple[StateArena, list[int]]],
+    rest: list[dict[str, int]],
+    config: EstimateConfig,
+    discrete: bool,
 ) -> None:
-    """Add offloaded optimizer state to the estimate: its storage, chunk buffers and traffic."""
-    disk, discrete = config.place != "stream", config.device != "cpu"
+    """Add state with ``--offload stream`` or ``nvme:DIR`` to the estimate: its storage, chunk buffers and traffic.
+
+    Args:
+        arenas: the arenas with the blocks of each parameter, or of the part that a process steps.
+        rest: the state outside of arenas, which stays on the device.
+        discrete: whether a device other than the CPU steps.
+    """
+    disk = config.place != "stream"
     place = "disk" if disk else "host"
     note = "a file without a name" if disk else "page-locked"
     kept: list[dict[str, int]] = []
     slots: list[int] = []
-    for arena in arenas:
-        edges = chunk_edges(arena.blocks, arena.per_block, arena.splits and not discrete)
+    for arena, blocks in arenas:
+        edges = chunk_edges(blocks, arena.per_block, arena.splits and not discrete)
         largest = max(b - a for a, b in itertools.pairwise(edges))
         kept.append(arena.bytes(edges[-1]))
         slots.append(min(SLOTS, len(edges) - 1) * largest * arena.per_block)
     sizes = formulas.total(*kept)
     for name, size in sizes.items():
         found.add(place, f"state: {name}", size, note)
-    for name, size in formulas.total(*(state.rest for state in states)).items():
+    for name, size in formulas.total(*rest).items():
         found.add("device", f"state: {name}", size, "")
     size = sum(slots) if config.step_in_backward else max(slots, default=0)
     note = f"{SLOTS} chunks of state of {CHUNK_BYTES >> 20} MiB or a parameter"
@@ -189,9 +202,11 @@ def _offloaded(
         found.add("host", "slots", size, note + (", page-locked" if discrete else ""))
     moved = sum(sizes.values())
     if disk:
-        found.traffic = {"disk read": moved, "disk written": moved}
+        found.move("disk read", moved)
+        found.move("disk written", moved)
     if discrete or not disk:
-        found.traffic |= {"host to device": moved, "device to host": moved}
+        found.move("host to device", moved)
+        found.move("device to host", moved)
 
 
 def add_activations(found: Estimate, model: nn.Module, config: EstimateConfig) -> None:

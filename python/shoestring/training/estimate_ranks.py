@@ -14,8 +14,9 @@ from shoestring.distributed.compress import BITS
 from shoestring.distributed.links import Collective, Link
 from shoestring.distributed.step_program import Program, sent_bytes
 from shoestring.training import formulas, memory, rank_program
-from shoestring.training.estimate import Estimate, add_activations
+from shoestring.training.estimate import Estimate, add_activations, add_offloaded
 from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.formulas import StateArena
 from shoestring.training.optimizers import Own, build, decayed, described
 from shoestring.training.options import refuse_together
 from shoestring.training.processes import conflicts
@@ -24,6 +25,7 @@ from shoestring.training.rank_layout import (
     ddp_buckets,
     shard_bytes,
     shard_elements,
+    shard_tensors,
     split_arena,
     trained_of,
     units,
@@ -31,6 +33,7 @@ from shoestring.training.rank_layout import (
 from shoestring.training.rank_program import Setting
 
 ORDER = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+SENT = "sent: "
 MESH = "REPLICASxSHARDS, such as 2x4"
 
 
@@ -60,7 +63,7 @@ class RankEstimate:
     @property
     def sent(self) -> int:
         """Bytes that a rank sends in a step, on average over the ranks and steps."""
-        return sum(self.estimate.traffic.values())
+        return sum(size for what, size in self.estimate.traffic.items() if what.startswith(SENT))
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,7 @@ def check_ranks(config: EstimateConfig) -> None:
             f"step, got {config.accumulate}"
         )
     refused = {
-        f"--offload {config.offload}": config.place is not None,
-        f"--offload-weights {config.offload_weights}": config.weights_place is not None,
+        "--offload cpu": config.place == "cpu",
         "--step-in-backward": config.step_in_backward,
     }
     refuse_together((f"--world {config.world}", option) for option, given in refused.items() if given)
@@ -133,6 +135,8 @@ def _conflicts(config: EstimateConfig) -> Iterator[tuple[str, str]]:
         if config.parallel == "hsdp" and mesh is not None and mesh[0] == 1 and config.compress != "none":
             yield f"--mesh {config.mesh}", f"--compress {config.compress}"
         return
+    if config.weights_place is not None:
+        yield f"--parallel {config.parallel}", f"--offload-weights {config.offload_weights}"
     # These keep a second copy of the weights.
     if config.optimizer == "schedule-free-adamw":
         yield f"--parallel {config.parallel}", f"--optimizer {config.optimizer}"
@@ -191,7 +195,8 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
     else:
         found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
         found.add("device", "gradients", formulas.tensor_bytes(params), "")
-        _state(found, [formulas.optimizer_state(o).bytes() for o in _optimizers(model, config)])
+        states = [formulas.optimizer_state(o) for o in _optimizers(model, config)]
+        _state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states])
         if strategy == "ddp":
             program = rank_program.replicated(model, setting)
             _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
@@ -203,14 +208,15 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
                 "device", "averaged weights", kept * sum(averaged), "fp32, and the outer momentum of diloco"
             )
             _residuals(found, averaged, setting.ranks, setting.bits)
-    gradients = next((item.bytes or 0 for item in found.memory["device"] if item.name == "gradients"), 0)
+    items = [item for place in found.memory.values() for item in place]
+    gradients = next((item.bytes or 0 for item in items if item.name == "gradients"), 0)
     peak = max(program.peak(), 0 if average is None else average.peak())
     found.add("device", "units and buckets", max(0, peak - gradients), NOTES[strategy])
     add_activations(found, model, config)
     every = 1 if average is None else config.every or EVERY[strategy]
     ranks.collectives = (program if average is None else average).collectives
     for what, size in sent_bytes(ranks.collectives, setting.gloo).items():
-        found.move(f"sent: {what}", math.ceil(size / every))
+        found.move(SENT + what, math.ceil(size / every))
     link, inner = _link(config.link, "link"), _link(config.inner_link, "inner-link")
     if link is not None:
 
@@ -223,6 +229,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
     return ranks
 
 
+PAGE = 4096  # bytes
 EVERY = {"diloco": 500, "localsgd": 8}
 NOTES = {
     "ddp": "a gradient, until it is in its bucket, codes, and sums of micro-batches",
@@ -240,9 +247,19 @@ def _optimizers(model: nn.Module, config: EstimateConfig) -> list[Own]:
     return [build(kind, decayed(groups, 0.0), own, config) for kind, groups, own in described(model, config)]
 
 
-def _state(found: Estimate, states: list[dict[str, int]]) -> None:
-    for name, size in formulas.total(*states).items():
-        found.add("device", f"state: {name}", size, "")
+def _state(
+    found: Estimate,
+    config: EstimateConfig,
+    arenas: list[tuple[StateArena, list[int]]],
+    rest: list[dict[str, int]],
+    place: str = "device",
+) -> None:
+    """Add state where ``--offload`` says, or at ``place``, from the blocks of each parameter in each arena."""
+    if config.place is not None:
+        add_offloaded(found, arenas, rest, config, place == "device" and config.device != "cpu")
+        return
+    for name, size in formulas.total(*(a.bytes(sum(blocks)) for a, blocks in arenas), *rest).items():
+        found.add(place, f"state: {name}", size, "")
 
 
 def _residuals(found: Estimate, buckets: list[int], ranks: int, bits: int | None) -> None:
@@ -263,15 +280,27 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
             )
     weights = sum(shard_bytes(p, shards) for p in model.parameters())
     buffers = sum(b.nbytes for b in model.buffers())
-    found.add("device", "weights", weights + buffers, "rows of parameters, with padding, and buffers")
+    own = "device"  # where gradients and state of the rank's rows are
+    note = "rows of parameters, with padding"
+    if config.weights_place is None:
+        found.add("device", "weights", weights + buffers, note + ", and buffers")
+    else:
+        own = "device" if config.device == "cpu" else "host"
+        if config.weights_place == "cpu":
+            found.add("host", "weights", weights, note + ", page-locked")
+        else:
+            pages = [-(-size // PAGE) * PAGE for p in model.parameters() for size in shard_tensors(p, shards)]
+            found.add("disk", "weights", sum(pages), note + ", in a file that is mapped into memory")
+        found.add("device", "weights", buffers, "buffers")
     every = units(model, shards)
-    found.add("device", "gradients", sum(unit.gradients for unit in every) // shards, "of these rows")
+    found.add(own, "gradients", sum(unit.gradients for unit in every) // shards, "of these rows")
     optimizers = _optimizers(model, config)
 
     def rows(p: Tensor) -> int:
         return shard_elements(p, shards)
 
-    _state(found, [formulas.optimizer_state(optimizer, rows).bytes() for optimizer in optimizers])
+    states = [formulas.optimizer_state(optimizer, rows) for optimizer in optimizers]
+    _state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states], own)
     elements = [sum(rows(p) for p in trained_of(unit.params)) for unit in every]
     if config.parallel == "hsdp":
         _residuals(found, elements, setting.replicas, setting.bits)
@@ -294,19 +323,23 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
     arenas = [arena for state in states for arena in state.arenas]
     ranges: list[list[Range]] = [[] for _ in range(setting.ranks)]
     state: list[dict[str, int]] = [{} for _ in range(setting.ranks)]
+    factors: list[int] = [0] * setting.ranks
+    blocks: list[list[tuple[StateArena, list[int]]]] = [[] for _ in range(setting.ranks)]
     for arena in arenas:
         counts, own = split_arena(arena, setting.ranks, setting.gloo)
         extras = {id(p): size for p, size in zip(arena.params, arena.extras, strict=True)}
         for rank in range(setting.ranks):
             ranges[rank] += own[rank]
-            factors = sum(extras[id(piece.param)] for piece in own[rank])
-            state[rank] = formulas.total(state[rank], arena.bytes(counts[rank]), {"factors": factors})
+            factors[rank] += sum(extras[id(piece.param)] for piece in own[rank])
+            state[rank] = formulas.total(state[rank], arena.bytes(counts[rank]))
+            if counts[rank] > 0:
+                blocks[rank].append((arena, [piece.blocks for piece in own[rank]]))
     step = {"step": 4 * sum(len(arena.params) for arena in arenas)}
     splits = config.parallel == "zero2"
     gradients = [sum(piece.bytes for piece in own) if splits else whole for own in ranges]
-    rank = max(range(setting.ranks), key=lambda r: gradients[r] + sum(state[r].values()))
+    rank = max(range(setting.ranks), key=lambda r: gradients[r] + sum(state[r].values()) + factors[r])
     found.add("device", "gradients", gradients[rank], "of the elements that the rank steps" if splits else "")
-    _state(found, [state[rank], step])
+    _state(found, config, blocks[rank], [{"factors": factors[rank]} if factors[rank] else {}, step])
     if not splits:
         _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
         return rank_program.split_steps(model, setting, ranges)

@@ -80,7 +80,8 @@ def trained_leave(config: StepConfig) -> bool:
     """Return whether trained weights are among those that --offload-weights moves."""
     if isinstance(config, FinetuneConfig):
         return config.full and blocks_place(config) is not None
-    return isinstance(config, EstimateConfig) and config.rank is None and config.weights_place is not None
+    alone = isinstance(config, EstimateConfig) and config.world is None and config.rank is None
+    return alone and place_of_weights(config) is not None
 
 
 def check_weights_folder(config: FinetuneConfig) -> None:

@@ -32,6 +32,11 @@ class Range:
         """Bytes of the elements."""
         return (self.end - self.begin) * self.param.element_size()
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of state."""
+        return math.ceil((self.end - self.begin) / STATE_BLOCK)
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -81,10 +86,15 @@ def shard_elements(param: Tensor, ranks: int) -> int:
     return param.numel() // rows * math.ceil(rows / ranks) if rows else 0
 
 
+def shard_tensors(param: Tensor, ranks: int) -> list[int]:
+    """Return the bytes of each tensor of which the first rank's rows consist: one, or those of a quantised tensor."""
+    part = shard_elements(param, ranks) / param.numel() if param.numel() else 0
+    return [round(t.nbytes * part) for _, t in plain_tensors("", param)]
+
+
 def shard_bytes(param: Tensor, ranks: int) -> int:
     """Return the bytes of the first rank's rows, also of a quantised tensor."""
-    whole = sum(t.nbytes for _, t in plain_tensors("", param))
-    return round(whole * shard_elements(param, ranks) / param.numel()) if param.numel() else 0
+    return sum(shard_tensors(param, ranks))
 
 
 def units(model: nn.Module, ranks: int) -> list[Unit]:

@@ -145,9 +145,10 @@ def test_split_steps_exclude_what_needs_whole_state() -> None:
     )
     assert [line.removeprefix("shoestring::optim::AdamW: ") for line in out.splitlines()[:-1]] == [
         "set_shard: expected an optimizer before its first step, received one that has a state",
-        "set_shard: expected an optimizer without offload, received one with it",
+        'set_shard: expected offload="stream" or "nvme:DIR", received "cpu"',
         "set_shard: expected contiguous parameters, received one that is not contiguous",
-        *(f"{what}: {state}" for what in ("set_offload", "set_step_in_backward")),
+        'set_offload: expected "stream" or "nvme:DIR" where processes have split the steps, received "cpu"',
+        f"set_step_in_backward: {state}",
     ]
 
 

@@ -68,6 +68,7 @@ struct Block {
   bool keep = false;     // whether the weights stay from forward to the end of backward
   bool is_kept = false;  // whether they stay now
   bool is_here = false;
+  bool has_ended = false;  // its backward, in the pass that runs now
   bool has_memory() const { return !flats.empty() && flats[0].memory.defined(); }
 };
 
@@ -155,7 +156,10 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   }
 
   void prefetch(int64_t index, int64_t direction) override {
-    if (index >= 0 && index < count() && !numbered(index).has_memory()) begin_in(numbered(index));
+    if (index < 0 || index >= count() || numbered(index).has_memory()) return;
+    // A kept block, which runs several times, may come after all others.
+    if (direction < 0 && numbered(index).has_ended) return;
+    begin_in(numbered(index));
     if (const int64_t next = index + direction; file && next >= 0 && next < count()) {
       for (const Flat& f : numbered(next).flats) file->will_need(f.own);
     }
@@ -164,6 +168,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   // Ranks send gradients and gather weights in the same order, whatever the order of their gradients.
   void ended(int64_t index) override {
     const at::NoGradGuard no_grad;
+    numbered(index).has_ended = true;
     for (Flat& f : numbered(index).flats)
       if (f.is_trained && (f.gradients.defined() || options.find_unused())) complete(index, f);
   }
@@ -176,7 +181,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     }
     while (!under_way.empty()) receive_first();
     for (const auto& b : blocks) {
-      b->is_kept = false;
+      b->is_kept = b->has_ended = false;
       leave_idle(*b);  // the next steps change the weights
     }
   }

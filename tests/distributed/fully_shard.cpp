@@ -1,6 +1,7 @@
 // Tests of FullyShard.
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -310,29 +311,38 @@ void fully_shard_qlora(char**) {
 
 // An embedding that is the output layer as well is a block that runs twice in a forward. Losses are those of
 // one process, also where a forward without gradients and present() come between backward and the step.
+// Backward gathers the first layer alone: the others are there.
 void fully_shard_tied(char**) {
   const GroupPtr group = connect();
   const int64_t size = group->getSize();
   struct Net {
     torch::nn::Embedding embedding{50, 24};
-    torch::nn::Linear middle{24, 24};
+    std::array<torch::nn::Linear, 3> middle{torch::nn::Linear(24, 24), torch::nn::Linear(24, 24),
+                                            torch::nn::Linear(24, 24)};
   };
   torch::manual_seed(8);
   Net own;
   torch::manual_seed(8);
   Net alone;
   FullyShard sharded(group);
-  sharded.add(own.middle->parameters());
+  std::vector<Tensor> params;
+  for (size_t i = 0; i < own.middle.size(); ++i) {
+    sharded.add(own.middle[i]->parameters());
+    for (const Tensor& p : alone.middle[i]->parameters()) params.push_back(p);
+  }
   sharded.add(own.embedding->parameters(), /*keep=*/true);
-  std::vector<Tensor> params = alone.middle->parameters();
+  const auto last = std::ssize(own.middle);
   params.push_back(alone.embedding->weight);
   const auto options = shoestring::optim::SGDOptions(1).state_format("fp32");
   shoestring::optim::SGD ours(sharded.parameters(), options), whole(params, options);
   using Block = std::function<Tensor(const Tensor&)>;
-  const auto loss_of = [](Net& net, const Tensor& tokens, const auto& run) {
-    Tensor x = run(1, tokens, Block([&](const Tensor& t) { return net.embedding(t); }));
-    x = run(0, x, Block([&](const Tensor& y) { return at::tanh(net.middle(y)); }));
-    return run(1, x, Block([&](const Tensor& y) {
+  const auto loss_of = [last](Net& net, const Tensor& tokens, const auto& run) {
+    Tensor x = run(last, tokens, Block([&](const Tensor& t) { return net.embedding(t); }));
+    for (int64_t i = 0; i < last; ++i) {
+      auto& layer = net.middle[static_cast<size_t>(i)];
+      x = run(i, x, Block([&](const Tensor& y) { return at::tanh(layer(y)); }));
+    }
+    return run(last, x, Block([&](const Tensor& y) {
                  return (at::linear(y, net.embedding->weight) - 1).square().mean();
                }));
   };
@@ -348,7 +358,12 @@ void fully_shard_tied(char**) {
     expect(at::allclose(a, b, 1e-5), c10::str("loss ", when, " step ", step));
   };
   for (int64_t step = 0; step < 4; ++step) {
-    loss_of(own, tokens(step, group->getRank()), split).backward();
+    const Tensor loss = loss_of(own, tokens(step, group->getRank()), split);
+    const int64_t before = sharded.statistics().at("received");
+    loss.backward();
+    // 576 weights, and 24 biases from element 768 on: four pieces of 256 elements
+    const int64_t of_layer = (4 + size - 1) / size * 256 * 4 * (size - 1);
+    expect(sharded.statistics().at("received") - before == of_layer, "backward gathers one layer");
     for (int64_t rank = 0; rank < size; ++rank)
       (loss_of(alone, tokens(step, rank), plain) / static_cast<double>(size)).backward();
     compare(step, "before");

@@ -66,6 +66,7 @@ namespace {
 
 // Copies the tensors of rank 0 to all ranks, those of one dtype together.
 void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {
+  if (group->getSize() == 1) return;
   const at::NoGradGuard no_grad;
   std::map<at::ScalarType, std::vector<Tensor>> by_dtype;
   for (const Tensor& tensor : tensors)
@@ -73,8 +74,23 @@ void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {
   try {
     for (const auto& [dtype, own] : by_dtype) c10d::broadcast_coalesced(group, own, 250 << 20, 0);
   } catch (const std::exception& error) {
-    fail_collective(*group, error, "broadcast of the parameters of rank 0");
+    fail_collective(*group, error, "broadcast of the tensors of rank 0");
   }
+}
+
+// Returns the running statistics of normalisation layers, and the counters beside them. Forward changes them
+// on each rank for itself. Other buffers, such as quantised weights, do not change.
+std::vector<Tensor> statistics_of(const torch::nn::Module& module) {
+  std::vector<Tensor> found;
+  const auto add = [&](const torch::nn::Module& own) {
+    const auto buffers = own.named_buffers(/*recurse=*/false);
+    if (const Tensor* mean = buffers.find("running_mean"); mean == nullptr || !mean->defined()) return;
+    for (const auto& item : buffers)
+      if (item.value().defined()) found.push_back(item.value());
+  };
+  add(module);
+  for (const auto& own : module.modules(/*include_self=*/false)) add(*own);
+  return found;
 }
 
 // Averages the buckets of a Reducer in few bits.
@@ -123,6 +139,7 @@ struct DataParallel::Impl {
     for (size_t i = 0; bits > 0 && i < parameters.size(); ++i)
       check_compressible("DataParallel", parameters[i], names[i]);
     broadcast_tensors(group, tensors, "DataParallel");
+    statistics = statistics_of(module);
 
     const auto cap = static_cast<size_t>(options.bucket_bytes());
     // The first bucket is small, so that the first reduction begins early.
@@ -142,6 +159,7 @@ struct DataParallel::Impl {
   GroupPtr group;
   std::unique_ptr<c10d::Reducer> reducer;
   std::vector<std::string> names;  // of the trained parameters
+  std::vector<Tensor> statistics;  // of normalisation layers
   bool finds_unused = false;
   int64_t steps = 0;
 };
@@ -182,6 +200,7 @@ void DataParallel::backward(const at::Tensor& loss) {
                 "received one that does not use ", c10::Join(", ", missing),
                 ". Freeze them before, or pass find_unused(true).");
   }
+  broadcast(impl_->group, impl_->statistics);
 }
 
 }  // namespace shoestring::distributed

@@ -114,6 +114,9 @@ void fully_shard_refuses(char** arguments);
 // A test of compressed.cpp.
 void fully_shard_compressed(char** arguments);
 
+// A test of statistics.cpp.
+void running_statistics(char** arguments);
+
 // A test of low_rank.cpp.
 void fully_shard_low_rank(char** arguments);
 

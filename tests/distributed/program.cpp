@@ -541,6 +541,7 @@ int main(int count, char** arguments) {
       {"split_gradients", split_gradients},
       {"zero_files", zero_files},
       {"zero_refuses", zero_refuses},
+      {"running_statistics", running_statistics},
       {"time", time_steps},
       {"diloco", diloco},
       {"diloco_survivors", diloco_survivors},

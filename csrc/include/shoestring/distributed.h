@@ -121,7 +121,8 @@ class SHOESTRING_API DataParallel {
   DataParallel& operator=(DataParallel&&) noexcept;
 
   /// Computes the gradients of a loss and averages them over the ranks, with those that have been
-  /// accumulated. All ranks must call it equally often.
+  /// accumulated. Then all ranks take the running statistics of rank 0's normalisation layers: the buffers of
+  /// modules that have a buffer "running_mean". All ranks must call it equally often.
   void backward(const at::Tensor& loss);
 
   const GroupPtr& group() const;

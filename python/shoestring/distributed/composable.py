@@ -11,14 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.distributed.groups import plain_tensors
+
+BROADCAST_BYTES = 250 << 20  # of tensors that are sent together, as DistributedDataParallel does
 
 
 def is_parallel(model: nn.Module) -> bool:
@@ -61,6 +65,33 @@ def replicate(model: nn.Module, hook: Callable[..., Any] | None = None) -> Calla
                 p.grad = p.grad.clone()
 
     return undo
+
+
+def share_statistics(
+    model: nn.Module, group: dist.ProcessGroup, sends: Callable[[], bool]
+) -> Callable[[], None]:
+    """Give all ranks the running statistics of rank 0 at the end of each backward that sends gradients.
+
+    They are the buffers of modules that have a buffer "running_mean", such as BatchNorm. Return a function that
+    undoes it.
+    """
+    layers = [m for m in model.modules() if m._buffers.get("running_mean") is not None]
+    first = next((p for p in model.parameters() if p.requires_grad), None)
+    if not layers or first is None or dist.get_world_size(group) == 1:
+        return lambda: None
+
+    def copy() -> None:
+        found = [b.detach() for layer in layers for b in layer._buffers.values() if b is not None]
+        dist._broadcast_coalesced(group, found, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+    def begin(_: Tensor) -> None:
+        if sends():
+            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+            # A callback of DistributedDataParallel, which may come later, waits for gradients.
+            queue(lambda: queue(copy))
+
+    hook: RemovableHandle = first.register_hook(begin)
+    return hook.remove
 
 
 def shard_fully(

@@ -97,6 +97,7 @@ class ParallelReport:
     _model: nn.Module | None = field(default=None, init=False, repr=False)
     _undo: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False)
     _optimizers: list[LowMemoryOptimizer] = field(default_factory=list, init=False, repr=False)
+    _sends: bool = field(default=True, init=False, repr=False)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,7 +105,10 @@ class ParallelReport:
 
         Use it around forward and backward of every micro-batch of a step but the last.
         """
+        before = self._sends
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_sends", before)
+            self._sends = False
             if self.strategy == "zero2":
                 for optimizer in self._optimizers:
                     stack.enter_context(optimizer.accumulate())
@@ -156,7 +160,8 @@ def parallelize(
 
     Each process trains on its own part of each batch, and calls it with the same model. Rank 0's parameters
     and buffers are copied to all ranks first. Gradients are averaged over the ranks. Make the optimizer
-    after this call.
+    after this call. With "ddp", "zero1" and "zero2", each backward that sends gradients ends with a copy of rank
+    0's running statistics, the buffers of BatchNorm, to all ranks.
 
     =======  ==============================================================  ================================
     name     what is split over N ranks                                      bytes of a rank
@@ -329,6 +334,7 @@ def _apply(model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None) ->
         report._undo.append(composable.replicate(model, hook))
     if report.strategy != "ddp":
         report._undo.append(_split_steps(model, report))
+    report._undo.append(composable.share_statistics(model, group, lambda: report._sends))
 
 
 def _check_compress(model: nn.Module, compress: str) -> None:

@@ -36,7 +36,7 @@ def test_gradients_are_those_of_one_process(
     run(ranks, "data_parallel", bucket_bytes, micro_batches, views)
 
 
-@pytest.mark.parametrize("test", ["checkpointed", "tokens"])
+@pytest.mark.parametrize("test", ["checkpointed", "running_statistics", "tokens"])
 def test_two_ranks(test: str) -> None:
     run(2, test)
 

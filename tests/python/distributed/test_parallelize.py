@@ -163,6 +163,50 @@ def test_accumulation(strategy: str, how: str, tmp_path: Path) -> None:
     run(2, tmp_path, _micro_batches, strategy, how)
 
 
+def _statistics(rank: int, strategy: str) -> None:
+    """After each backward that sends gradients, all ranks have the running statistics of rank 0."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(256, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    net.register_buffer("codes", torch.zeros(3))
+    report = shoestring.parallelize(net, strategy)
+    net.codes.fill_(rank)
+    opt = AdamW(net.parameters(), lr=1e-2)
+    norm: Any = net[1]
+
+    def is_that_of_rank_0(t: Tensor) -> bool:
+        first = t.clone()
+        dist.broadcast(first, 0)
+        return torch.equal(first, t)
+
+    for step in range(3):
+        with report.no_sync():
+            loss_of(net, 10 + step, rank).backward()
+        assert is_that_of_rank_0(norm.running_mean) == (rank == 0)
+        loss = loss_of(net, step, rank)
+        own = norm.running_var.clone()
+        loss.backward()
+        assert torch.equal(own, norm.running_var) == (rank == 0)
+        assert all(map(is_that_of_rank_0, norm.buffers())) and norm.num_batches_tracked == 2 * step + 2
+        assert is_that_of_rank_0(net.codes) == (rank == 0)
+        opt.step()
+        opt.zero_grad()
+    with torch.no_grad():
+        if rank == 0:
+            net.eval()(torch.ones(2, 256))  # communicates nothing
+    net.train()
+    report.undo()
+    loss_of(net, 0, rank).backward()
+    assert is_that_of_rank_0(norm.running_mean) == (rank == 0)
+    plain = nn.Linear(4, 4)
+    shoestring.parallelize(plain, strategy).undo()
+    assert all(not p._backward_hooks for p in plain.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_running_statistics_are_those_of_rank_0(strategy: str, tmp_path: Path) -> None:
+    run(2, tmp_path, _statistics, strategy)
+
+
 def _bytes(rank: int, strategy: str, offload: str | None = None) -> None:
     """Compare the bytes of a rank between backward and step with the formula, from the allocator's counts."""
     ranks = dist.get_world_size()

@@ -21,10 +21,10 @@ struct LoopOptions {
   double val_fraction = 0.02;
   int64_t eval_every = 50, eval_batches = 8;
 
-  // These are no options of their own. `baseline` and `parallel` are options of train_gpt only.
+  // These are no options of their own. `baseline`, `parallel` and `compress` are options of train_gpt only.
   std::tuple<double, double> betas{0.9, 0.95};  // of AdamW
   bool baseline = false;
-  std::string parallel = "none";
+  std::string parallel = "none", compress = "none";
 
   /// Returns the memory budget in bytes, 0 if there is none.
   int64_t budget_bytes() const;

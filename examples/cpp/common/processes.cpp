@@ -45,13 +45,14 @@ distributed::GroupPtr connect(const std::string& strategy) {
 }  // namespace
 
 struct Processes::Impl {
-  explicit Impl(const std::string& strategy)
+  Impl(const std::string& strategy, const std::string& bits)
       : splits_steps(strategy == "zero1" || strategy == "zero2"), splits_gradients(strategy == "zero2"),
-        group(connect(strategy)) {
-    if (strategy == "zero3") sharded.emplace(group);
+        compress(bits), group(connect(strategy)) {
+    if (strategy == "zero3") sharded.emplace(group, distributed::FullyShardOptions().compress(compress));
   }
 
   bool splits_steps, splits_gradients;
+  std::string compress;
   distributed::GroupPtr group;
   std::optional<distributed::DataParallel> parallel;  // with ddp and zero1
   std::optional<distributed::FullyShard> sharded;     // with zero3
@@ -76,7 +77,7 @@ Processes::Processes(const LoopOptions& options, at::Device device) {
                      ": expected the CPU, on which C++ programs have process groups, got " + device.str() +
                      "; take --device cpu");
   }
-  impl_ = std::make_unique<Impl>(options.parallel);
+  impl_ = std::make_unique<Impl>(options.parallel, options.compress);
   if (!is_first() && std::freopen("/dev/null", "w", stdout) == nullptr)
     throw InputError("/dev/null: cannot open");
 }
@@ -127,14 +128,15 @@ void Processes::begin(const torch::nn::Module& model,
   if (impl_->splits_gradients) {
     distributed::broadcast_module(model, impl_->group);
   } else {
-    impl_->parallel.emplace(model, impl_->group,
-                            distributed::DataParallelOptions().gradient_as_bucket_view(true));
+    impl_->parallel.emplace(
+        model, impl_->group,
+        distributed::DataParallelOptions().gradient_as_bucket_view(true).compress(impl_->compress));
   }
   if (!impl_->splits_steps) return;
-  for (torch::optim::Optimizer* optimizer : optimizers) {
-    distributed::shard(dynamic_cast<LowMemoryOptimizer&>(*optimizer), impl_->group,
-                       distributed::ShardOptions().gradients(impl_->splits_gradients));
-  }
+  auto options = distributed::ShardOptions().gradients(impl_->splits_gradients);
+  if (impl_->splits_gradients) options.compress(impl_->compress);
+  for (torch::optim::Optimizer* optimizer : optimizers)
+    distributed::shard(dynamic_cast<LowMemoryOptimizer&>(*optimizer), impl_->group, options);
 }
 
 void Processes::backward(const Tensor& loss, bool is_last) const {

@@ -30,6 +30,7 @@ void check(const TrainOptions& o) {
   };
   for (const auto& [option, given] : refused)
     refuse_together("--parallel " + o.parallel, o.parallel != "none", option, given);
+  refuse_together("--parallel none", o.parallel == "none", "--compress " + o.compress, o.compress != "none");
 }
 
 }  // namespace
@@ -52,6 +53,11 @@ TrainOptions parse_options(int argc, const char* const* argv) {
   line.add("parallel", o.parallel, kMayChange,
            "what the processes that torchrun starts share besides the batch",
            {"none", "ddp", "zero1", "zero2", "zero3"});
+  line.add(
+      "compress", o.compress, kMayChange,
+      "how processes send gradients, for slow links; a resumed run begins without what the last codes have "
+      "left out",
+      {"none", "8bit", "4bit", "1bit"});
   line.add("baseline", o.baseline, kDecides, "the same with LibTorch's own loss and AdamW, to compare");
   line.parse(argc, argv);
   check_loop_options(o);

@@ -112,6 +112,17 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.sample(1)
+def test_gradients_in_few_bits(
+    program: Path, data: Path, alone: tuple[Path, str], tmp_path: Path, strategy: str
+) -> None:
+    """Losses are near those of whole gradients, and not the same."""
+    printed = together(2, program, data, tmp_path / "run", "--parallel", strategy, "--compress", "8bit")
+    assert curve(printed) == pytest.approx(curve(alone[1]), rel=0.02)
+    assert curve(printed) != pytest.approx(curve(alone[1]), abs=2e-5)
+
+
 @pytest.mark.parametrize(("strategy", "options"), OPTIONS)
 @pytest.mark.sample(3)
 def test_options(program: Path, data: Path, tmp_path: Path, strategy: str, options: list[str]) -> None:

@@ -221,7 +221,7 @@ def test_training(strategy: str, compress: str, ranks: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("compress", COMPRESS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_training_of_two_machines(compress: str, dtype: torch.dtype, tmp_path: Path) -> None:
     run(4, tmp_path, _trains, "hsdp", compress, dtype)
 

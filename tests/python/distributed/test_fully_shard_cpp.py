@@ -136,7 +136,7 @@ def test_tied_weights_and_evaluations(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
 @pytest.mark.parametrize("bits", [8, 4, 1])
 @pytest.mark.parametrize("how", ["sums", "sends"])
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_gradients_in_few_bits(bits: int, ranks: int, split: int, how: str) -> None:
     """Sums of gradients are those of whole ones. Residuals and traffic are the formulas to the byte."""
     record, elements = {8: (260, 256), 4: (68, 128), 1: (36, 256)}[bits]

@@ -202,7 +202,7 @@ def _uneven_rows(rank: int, kind: dict[str, Any], width: int, rows: list[int], s
 
 @pytest.mark.parametrize("case", UNEVEN, ids=lambda case: str(case[0]))
 @pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero3"), (3, "zero3"), (4, "zero3"), (4, "hsdp")])
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_uneven_rows(
     case: tuple[dict[str, Any], int, list[int]], ranks: int, strategy: str, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 # make check   the tests for daily work, at most 5 minutes: layout, types, C++ and the Python tests that are not slow
 # make nightly   everything long: all cases of all grids, sanitizers, all crash points, random kills, fuzzers, 20 seeds, other builds
 # make test-newest   build and test against the newest PyTorch
+# make test-deepspeed   our optimizers in DeepSpeed's engine, which `make setup` leaves out
 # make test-asan   the C++ suite, C++ programs of several processes and all CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
 # make lint    layout, lint and types; make format mends what the tools can mend
 # make demo    train and fine-tune a small model, each beside plain PyTorch, and name the report
@@ -35,7 +36,7 @@ CONFIGURE = cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) $(PORTABLE) -DSHO
 INSTALL := --prefix python/shoestring >/dev/null
 SEEDS ?= 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
 
-.PHONY: setup build build-tests test check nightly chromium test-newest test-asan lint format docs docs-browser demo bench gpu-check \
+.PHONY: setup build build-tests test check nightly chromium test-newest test-deepspeed test-asan lint format docs docs-browser demo bench gpu-check \
   sdist wheel packages release clean
 
 setup: $(VENV)/.ready
@@ -61,7 +62,7 @@ check: build-tests
 	scripts/test.sh $(BUILD) lint C++ check
 
 nightly: export PYTEST_ADDOPTS += --all-cases
-nightly: chromium test test-asan docs-browser
+nightly: chromium test test-deepspeed test-asan docs-browser
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
@@ -81,6 +82,12 @@ chromium:
 test-newest:
 	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch \
 	  SUITES="C++ emulator cutlass C++-emulated Python Python-alone Python-emulated device crash fuzz peers consumer gates"
+
+# In a folder of its own: where DeepSpeed is installed, Accelerate imports it in every process, which prints lines.
+test-deepspeed: build
+	python -m pip install -q --upgrade --no-deps --target build-deepspeed -c constraints.txt deepspeed einops hjson msgpack py-cpuinfo \
+	  pydantic pydantic-core annotated-types typing-inspection typing-extensions
+	PYTHONPATH=build-deepspeed:$(PYTHONPATH) python -m pytest --all-cases -k deepspeed tests/python/distributed/test_frameworks.py
 
 test-asan: $(VENV)/.ready
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-asan -DSHOESTRING_TESTS=ON -DSHOESTRING_SANITIZE=ON
@@ -127,5 +134,5 @@ gpu-check:
 	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
-	rm -rf build build-newest build-asan build-demo build-separate build-gpu build-docs dist
+	rm -rf build build-newest build-asan build-demo build-separate build-gpu build-docs build-deepspeed dist
 	rm -rf python/shoestring/lib python/shoestring/include python/shoestring/share

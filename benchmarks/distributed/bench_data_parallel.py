@@ -1,19 +1,22 @@
 """Time a training step in two processes of one thread: this package in C++ and Python beside PyTorch's classes.
 
 Each candidate runs in two processes of its own, over Gloo on this machine, and reports the median of its steps. The
-candidates take turns. The step is forward, backward with the reduction of gradients, and AdamW with 8-bit state, which
+candidates take turns. DeepSpeed takes part if it is installed (`make test-deepspeed` says how). The step is forward, backward with the reduction of gradients, and AdamW with 8-bit state, which
 FSDP2 has in PyTorch's fused form. The limit is the step of one process, without communication. The C++ program is that of tests/distributed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,6 +39,9 @@ def worker(kind: str, width: int, rows: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+    if kind.startswith("DeepSpeed"):
+        time_deepspeed(int(kind[-1]), model, rows)
+        return
     torch.distributed.init_process_group("gloo")
     optimizer: torch.optim.Optimizer
     if kind == "FSDP2":
@@ -54,16 +60,48 @@ def worker(kind: str, width: int, rows: int) -> None:
         shoestring.parallelize(model, kind)
         optimizer = AdamW(model.parameters(), lr=1e-6)
     x = torch.randn(rows, width)
-    times = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
+
+    def step() -> None:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    time_steps(step)
+
+
+def time_steps(step: Callable[[], None]) -> None:
+    times = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        step()
         times.append(time.perf_counter() - began)
     if torch.distributed.get_rank() == 0:
         print(statistics.median(times[2:]))
     torch.distributed.destroy_process_group()
+
+
+def time_deepspeed(stage: int, model: nn.Module, rows: int) -> None:
+    """Time steps of DeepSpeed's engine with our AdamW, without its operators for shared memory, by Gloo."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with contextlib.redirect_stdout(sys.stderr):
+        import deepspeed
+
+        deepspeed.comm.torch.build_shm_op = lambda: None
+        optimizer = AdamW(model.parameters(), lr=1e-6)
+        config = {
+            "train_micro_batch_size_per_gpu": rows,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    x = torch.randn(rows, next(model.parameters()).shape[1])
+
+    def step() -> None:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+    time_steps(step)
 
 
 def seconds(command: list[str], ranks: int) -> float:
@@ -111,6 +149,11 @@ def main() -> None:
         "PyTorch, DistributedDataParallel": ([*python, "DDP", *sizes], 2),
         "PyTorch, ZeroRedundancyOptimizer": ([*python, "ZeRO", *sizes], 2),
         "PyTorch, fully_shard": ([*python, "FSDP2", *sizes], 2),
+        **{
+            f"DeepSpeed, stage {stage}, our AdamW": ([*python, f"DeepSpeed{stage}", *sizes], 2)
+            for stage in (0, 1, 2, 3)
+            if importlib.util.find_spec("deepspeed") is not None
+        },
         "limit: one process": ([str(PROGRAM), "time", "alone", *sizes], 1),
     }
     if options.only:

@@ -1,7 +1,9 @@
 """The base class of optimizers such as LAMB and Muon, which need a whole parameter to update an element."""
 
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoestring.optim.base import LowMemoryOptimizer
@@ -27,6 +29,18 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
     def _check_param(self, index: int, param: Tensor) -> None:
         """Raise ValueError if the optimizer does not support the parameter."""
         expect_rows(self._name, index, param)
+
+    def _check_replaced(self, shapes: list[torch.Size], params: list[Tensor]) -> None:
+        """Raise RuntimeError for other shapes, such as the ranges of all parameters that DeepSpeed's ZeRO steps."""
+        found = [p.shape for p in params]
+        if found != shapes:
+            before, after = next(pair for pair in zip_longest(shapes, found) if pair[0] != pair[1])
+            raise RuntimeError(
+                f"{self._name}: params: expected whole parameters, received "
+                f"{'none' if after is None else tuple(after)} in place of "
+                f"{'none' if before is None else tuple(before)}, as ZeRO of DeepSpeed gives. Use its stage 0, fully_shard "
+                "or shoestring.parallelize, or another optimizer, such as AdamW"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.

@@ -1,4 +1,4 @@
-"""Test the optimizers, shard and patch under transformers' Trainer, Accelerate and Lightning in two processes (CPU, Gloo)."""
+"""Test the optimizers, shard and patch under transformers' Trainer, Accelerate, DeepSpeed and Lightning (CPU, Gloo)."""
 
 from __future__ import annotations
 
@@ -280,6 +280,101 @@ def _refuses(how: str) -> None:
 def test_what_is_split_twice_is_refused(how: str) -> None:
     pytest.importorskip("accelerate")
     launch(2, _refuses, how)
+
+
+# ---- DeepSpeed ---------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine of DeepSpeed that steps our optimizer, made by DeepSpeed or by Accelerate."""
+
+    def __init__(
+        self, stage: int, how: str, dtype: torch.dtype, optimizer: str, options: dict[str, Any]
+    ) -> None:
+        os.environ.update(DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true")
+        import accelerate
+        import deepspeed
+
+        # The operators for shared memory would be compiled here. Without them DeepSpeed communicates by Gloo.
+        deepspeed.comm.torch.build_shm_op = lambda: None
+        net = blocks()
+        self.own = getattr(shoestring.optim, optimizer)(net.parameters(), lr=LR, **options)
+        config = {
+            "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.01,
+            "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": dtype == torch.bfloat16},
+        }  # fmt: skip
+        self.accelerator = None
+        if how == "accelerate":
+            accelerate.state.AcceleratorState._reset_state()  # the second engine has a plugin of its own
+            plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config)
+            self.accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+            self.engine, _ = self.accelerator.prepare(net, self.own)
+        else:
+            self.engine, *_ = deepspeed.initialize(model=net, optimizer=self.own, config=config)
+        self.stage, self.dtype = stage, dtype
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            for micro in range(2):
+                rows = rows_of(2 * step + micro, dist.get_rank()).to(self.dtype)
+                loss = self.engine(rows).float().square().mean()
+                if self.accelerator is not None:
+                    with self.accelerator.accumulate(self.engine):
+                        self.accelerator.backward(loss)
+                else:
+                    self.engine.backward(loss)
+                    self.engine.step()
+
+    def weights(self) -> list[Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        whole = safe_get_full_fp32_param if self.stage > 0 else Tensor.detach
+        return [whole(p).clone() for p in self.engine.module.parameters()]
+
+
+def _deepspeeds(folder: Path, stage: int, how: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    ours = Engine(stage, how, dtype, "AdamW", options)
+    ours.train(range(2))
+    ours.engine.save_checkpoint(folder, tag="saved")
+    ours.train(range(2, 3))
+    after = ours.weights()
+    if dtype == torch.float32:
+        # DeepSpeed clips by a norm with other last bits, and adds gradients in another order: see _accelerates.
+        for found, expected in zip(after, train_alone(0.01, 3, options).values(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=3 * LR * 1e-3)
+    elements, parts = sum(p.numel() for p in after), 2 if stage > 0 else 1
+    assert state_bytes(ours.own) == elements * (2 + 8 / 256 if dtype == torch.bfloat16 else 8) / parts
+    again = Engine(stage, how, dtype, "AdamW", options)
+    again.engine.load_checkpoint(folder, tag="saved")
+    again.train(range(2, 3))
+    assert all(torch.equal(a, b) for a, b in zip(again.weights(), after, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["fp32", "bf16", "accelerate"])
+@pytest.mark.sample(4)
+def test_deepspeed(stage: int, how: str, tmp_path: Path) -> None:
+    """DeepSpeed accumulates and clips as one process, saves and resumes, with our state in fp32 and in 8 bits."""
+    pytest.importorskip("deepspeed")
+    state, dtype = ("8bit", torch.bfloat16) if how == "bf16" else ("fp32", torch.float32)
+    launch(2, _deepspeeds, tmp_path, stage, how, dtype, dict(state_format=state, eps=1e-4))
+
+
+def _refuses_ranges(optimizer: str) -> None:
+    ours = Engine(1, "fp32", torch.float32, optimizer, {})
+    with pytest.raises(RuntimeError) as error:
+        ours.train(range(1))
+    assert str(error.value) == (
+        f"{optimizer}: params: expected whole parameters, received (32768,) in place of (128, 256), as ZeRO of DeepSpeed "
+        "gives. Use its stage 0, fully_shard or shoestring.parallelize, or another optimizer, such as AdamW"
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["LAMB", "Muon"])
+def test_deepspeed_splits_no_whole_parameters(optimizer: str) -> None:
+    pytest.importorskip("deepspeed")
+    launch(2, _refuses_ranges, optimizer)
 
 
 # ---- Lightning ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """QuantizedTensor, a tensor subclass that stores 4-bit or int8 codes and one scale per block."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -196,6 +197,9 @@ class QuantizedTensor(Tensor):
         if mesh.size() == 1:
             # FSDP2 copies the first of several tensors, and leaves out the others.
             return (self.packed,), (outer_size, self)
+        return self._gathered_parts(outer_size)
+
+    def _gathered_parts(self, outer_size: torch.Size) -> tuple[tuple[Tensor, ...], Any]:
         if self.nested is None:
             return (self.packed, self.absmax), (outer_size, None)
         tables = NestedScales.of(self.nested)
@@ -204,12 +208,12 @@ class QuantizedTensor(Tensor):
     def _gather_few_rows(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         assert self._rows_of_all is not None
         outer_size = torch.Size((self._rows_of_all, *self.shape[1:]))
-        padded = _new_zeros(self, (-(-self._rows_of_all // mesh.size()), *self.shape[1:]))
-        rows = self.shape[0]
+        rows, most = self.shape[0], math.ceil(self._rows_of_all / mesh.size())
+        padded = _new_zeros(self, (most, *self.shape[1:]))
         padded.packed[:rows], padded.absmax[:rows] = self.packed, self.absmax
         if padded.nested is not None and self.nested is not None:
             padded.nested[: self.nested.numel()] = self.nested
-        return padded._gather_rows(mesh, outer_size, (), nn.Module(), None)
+        return padded._gathered_parts(outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -237,11 +241,9 @@ class QuantizedTensor(Tensor):
             )
             return whole, (gathered[0], *scales)
         packed, absmax = (part[: shape[0]] for part in gathered[:2])
-        nested = (
-            None
-            if tables is None
-            else tables._replace(scales=gathered[2][: groups_of(absmax.numel())]).join()
-        )
+        nested = None
+        if tables is not None:
+            nested = tables._replace(scales=gathered[2][: groups_of(absmax.numel())]).join()
         if out is not None:
             if nested is not None and out.nested is not None:
                 # FSDP2 preserves the version counters of the tensors into which it gathers. Preserve the

@@ -77,6 +77,19 @@ def survivors(group: dist.ProcessGroup | None = None) -> list[int]:
         ValueError: nothing of this package has used the group, or it has one process.
         RuntimeError: no collective of the group has failed, the process that holds the store has ended, or the
             others have left this rank out.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> optimizer = shoestring.optim.AdamW(torch.nn.Linear(64, 8).parameters())
+        >>> diloco, group = shoestring.distributed.DiLoCo(optimizer), None
+        >>> try:
+        ...     averaged = diloco.step()
+        ... except RuntimeError:  # a process has ended
+        ...     ranks = shoestring.distributed.survivors(group)
+        ...     group = dist.new_group(ranks, use_local_synchronization=True)
+        ...     diloco.regroup(group)
+        >>> dist.destroy_process_group()
     """
     found = group_or_default(group, "survivors")
     return [dist.get_global_rank(found, rank) for rank in operators()._survivors(name_of(found))]

@@ -210,7 +210,7 @@ class DiLoCo:
             for i, tensor in enumerate(state.get(name, ()))
             if tensor is not None
         }
-        # States of earlier versions have one fragment, and nothing under way.
+        # A state without "begun" has one fragment, and nothing under way.
         numbers = {name: torch.as_tensor(state.get(name, [-1])) for name in ("steps", "begun")}
         self._core.load_state(tensors | numbers)
 

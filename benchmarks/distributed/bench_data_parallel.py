@@ -82,11 +82,11 @@ def time_steps(step: Callable[[], None]) -> None:
 
 def time_deepspeed(stage: int, model: nn.Module, rows: int) -> None:
     """Time steps of DeepSpeed's engine with our AdamW, without its operators for shared memory, by Gloo."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=os.environ["RANK"])
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
 
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
         optimizer = AdamW(model.parameters(), lr=1e-6)
         config = {
             "train_micro_batch_size_per_gpu": rows,

@@ -296,7 +296,7 @@ class Engine:
         import deepspeed
 
         # The operators for shared memory would be compiled here. Without them DeepSpeed communicates by Gloo.
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
         net = blocks()
         self.own = getattr(shoestring.optim, optimizer)(net.parameters(), lr=LR, **options)
         config = {

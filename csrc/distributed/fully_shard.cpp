@@ -1,7 +1,6 @@
 // Splits the parameters of blocks over processes, and gathers them while a block runs.
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -9,7 +8,6 @@
 #include <utility>
 
 #include <ATen/Functions.h>
-#include <ATen/ceil_div.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -18,9 +16,8 @@
 
 #include "distributed/backends.h"
 #include "distributed/compressor.h"
+#include "distributed/flat_block.h"
 #include "offload/block_runs.h"
-#include "offload/file_memory.h"
-#include "offload/host_memory.h"
 #include "optim/split_params.h"
 
 namespace shoestring::distributed {
@@ -29,41 +26,11 @@ namespace {
 using at::Tensor;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-constexpr const char* kName = "FullyShard";
-// Parameters begin at multiples of this many elements, and each rank has a multiple: blocks of 8-bit state
-// are those of one process.
-constexpr int64_t kElements = 256;
-// Frozen storages begin at multiples of this many bytes, as those of PyTorch's CUDA allocator do.
-constexpr int64_t kBytes = 512;
+constexpr const char* kName = kFullyShard;
 constexpr size_t kUnderWay = 1;  // sums of gradients that are under way at the same time
 
-// A parameter, or a storage of a frozen tensor, in the memory of a block.
-struct Piece {
-  Tensor tensor;
-  int64_t at, numel;
-  Tensor shard;              // the part of this rank, if the parameter is trained
-  bool has_arrived = false;  // whether backward has computed the gradient
-  bool is_sum = false;       // whether `gradients` has a gradient that waits for others
-};
-
-// Pieces of a block that lie one after the other, and that are gathered together: the trained parameters of a
-// dtype, or the bytes of all that is frozen.
-struct Flat {
-  at::ScalarType dtype;
-  bool is_trained;
-  int64_t unit;     // of elements, to whose multiples places are rounded
-  int64_t end = 0;  // of the last piece
-  std::vector<Piece> pieces;
-  Tensor own;              // the part of this rank, of the same size on all ranks
-  Tensor memory;           // the parts of all ranks, while the block has its weights or receives them
-  WorkPtr arrival;         // of `memory`
-  Tensor gradients;        // whole, until they are sent
-  bool is_scaled = false;  // whether `gradients` are divided by the number of ranks
-  int64_t number = 0;      // names the gradients to the Compressor; 0 before they are sent for the first time
-};
-
 struct Block {
-  std::vector<Flat> flats;
+  Flats flats;
   offload::BlockUses uses;
   bool keep = false;     // whether the weights stay from forward to the end of backward
   bool is_kept = false;  // whether they stay now
@@ -94,15 +61,9 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     }
   };
 
-  Impl(GroupPtr own, const FullyShardOptions& o) : group(std::move(own)), options(o) {
+  Impl(GroupPtr own, const FullyShardOptions& o) : group(std::move(own)), options(o), parts(o.offload()) {
     TORCH_CHECK_VALUE(group.defined(), kName, ": group: expected a process group, received none");
     name = registered_name(group);
-    const std::string& where = options.offload();
-    constexpr const char* kDisk = "nvme:";
-    const bool is_disk = where.rfind(kDisk, 0) == 0 && where != kDisk;
-    TORCH_CHECK_VALUE(is_disk || where == "none" || where == "cpu", kName,
-                      ": offload: expected \"none\", \"cpu\" or \"nvme:DIR\", received \"", where, "\"");
-    if (is_disk) file.emplace(c10::str(kName, ": offload"), where.substr(std::strlen(kDisk)));
     const int64_t bits = bits_of(options.compress(), kName);
     const GroupPtr& averages = options.replicas() ? options.replicas() : group;
     // The gradients of one process are not sent, so nothing is compressed.
@@ -142,7 +103,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     if (!b.has_memory()) begin_in(b);
     for (Flat& f : b.flats) {
       wait_for(group, std::exchange(f.arrival, nullptr), c10::str(kName, ": weights"));
-      if (file) file->let_go(f.own);
+      parts.let_go(f);
     }
     place(index, b, /*is_here=*/true);
   }
@@ -160,9 +121,8 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     // A kept block, which runs several times, may come after all others.
     if (direction < 0 && numbered(index).has_ended) return;
     begin_in(numbered(index));
-    if (const int64_t next = index + direction; file && next >= 0 && next < count()) {
-      for (const Flat& f : numbered(next).flats) file->will_need(f.own);
-    }
+    if (const int64_t next = index + direction; next >= 0 && next < count())
+      for (const Flat& f : numbered(next).flats) parts.will_need(f);
   }
 
   // Ranks send gradients and gather weights in the same order, whatever the order of their gradients.
@@ -202,79 +162,30 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     const std::string label = c10::str("block ", index);
     auto b = std::make_unique<Block>();
     b->keep = keep;
-    for (const Tensor& t : tensors) insert(*b, t, label);
+    for (const Tensor& t : tensors) check_and_insert(*b, t, label);
     TensorDict named;
     for (size_t i = 0; i < tensors.size(); ++i) named.insert(c10::str(label, ", ", i), tensors[i].detach());
     if (options.replicas()) broadcast_tensors(options.replicas(), named, kName);
     broadcast_tensors(group, named, kName);
-    for (Flat& f : b->flats) own_memory(f);  // an error leaves the tensors as they are
+    for (Flat& f : b->flats) parts.make(f, ranks());  // an error leaves the tensors as they are
     for (size_t f = 0; f < b->flats.size(); ++f) split(index, *b, f);
     blocks.push_back(std::move(b));
     place(index, *blocks.back(), /*is_here=*/false);
     return index;
   }
 
-  void insert(Block& b, const Tensor& t, const std::string& label) {
+  void check_and_insert(Block& b, const Tensor& t, const std::string& label) {
     TORCH_CHECK(t.has_storage(), kName, ": ", label,
                 ": expected tensors with storages, received one without");
-    const auto size = static_cast<int64_t>(t.storage().nbytes());
-    if (size == 0) return;
-    const bool trained = t.requires_grad();
-    if (compressor && trained) check_compressible(kName, t, c10::str("one of ", label));
-    TORCH_CHECK(!trained || (t.is_leaf() && t.is_contiguous() && t.storage_offset() == 0 &&
-                             size == static_cast<int64_t>(t.nbytes())),
-                kName, ": ", label,
-                ": expected parameters that are contiguous and have storages of their own, ",
-                "received one of ", t.sizes(), " in a storage of ", size, " bytes");
-    const auto same = [&](const Flat& f) {
-      return std::any_of(f.pieces.begin(), f.pieces.end(), [&](const Piece& p) {
-        return p.tensor.storage().unsafeGetStorageImpl() == t.storage().unsafeGetStorageImpl();
-      });
-    };
-    if (std::any_of(b.flats.begin(), b.flats.end(), same))
-      return;  // the parts of a quantised weight, for one
+    // A block may have a storage several times: the parts of a quantised weight, for one.
+    if (t.storage().nbytes() == 0 || has_storage_of(b.flats, t)) return;
+    if (compressor && t.requires_grad()) check_compressible(kName, t, c10::str("one of ", label));
     for (const auto& other : blocks)
       TORCH_CHECK(
-          std::none_of(other->flats.begin(), other->flats.end(), same), kName, ": ", label,
+          !has_storage_of(other->flats, t), kName, ": ", label,
           ": expected parameters of its own, received one that another block has, too; add both as one "
           "block with keep");
-    const auto dtype = trained ? t.scalar_type() : at::kByte;
-    auto flat = std::find_if(b.flats.begin(), b.flats.end(), [&](const Flat& f) {
-      return f.dtype == dtype && f.is_trained == trained && f.pieces[0].tensor.device() == t.device();
-    });
-    if (flat == b.flats.end())
-      flat =
-          b.flats.insert(flat, {dtype, trained, trained ? kElements : kBytes, 0, {}, {}, {}, {}, {}, false});
-    const int64_t at = at::round_up(flat->end, flat->unit);
-    const int64_t numel = trained ? t.numel() : size;
-    flat->pieces.push_back({t, at, numel, {}});
-    flat->end = at + numel;
-  }
-
-  // Returns a tensor of the elements of a piece, or of its bytes if it is frozen.
-  static Tensor elements_of(const Flat& f, const Piece& p) {
-    if (f.is_trained) return p.tensor.detach().view({-1});
-    auto* const data = p.tensor.storage().unsafeGetStorageImpl()->mutable_data();
-    return at::from_blob(data, {p.numel}, p.tensor.options().dtype(at::kByte).requires_grad(false));
-  }
-
-  // Makes the part of this rank, zeros, where the option `offload` says.
-  void own_memory(Flat& f) {
-    const int64_t size = at::ceil_div(at::ceil_div(f.end, f.unit), ranks()) * f.unit;
-    const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(f.dtype));
-    const at::Device device = f.pieces[0].tensor.device();
-    if (file) {
-      f.own = file->zeros(bytes).view(f.dtype);
-    } else if (options.offload() == "cpu") {
-      TORCH_CHECK_VALUE(
-          !device.is_cpu(), kName,
-          ": offload: expected parameters on a GPU with \"cpu\", received some on the CPU, which ",
-          "are in host memory already; use \"nvme:DIR\"");
-      if (!host) host.emplace(c10::str(kName, ": offload"), device);
-      f.own = host->empty({size}, f.dtype, bytes).zero_();
-    } else {
-      f.own = at::zeros({size}, at::device(device).dtype(f.dtype));
-    }
+    insert(b.flats, t, label);
   }
 
   // Copies the part of this rank, and makes the tensors that optimizers step.
@@ -286,7 +197,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       Piece& p = f.pieces[i];
       const int64_t begin = std::clamp(p.at, first, last), end = std::clamp(p.at + p.numel, first, last);
       const Tensor part = f.own.narrow(0, begin - first, end - begin);
-      if (end > begin) part.copy_(elements_of(f, p).narrow(0, begin - p.at, end - begin));
+      if (end > begin) part.copy_(f.elements_of(p).narrow(0, begin - p.at, end - begin));
       if (!f.is_trained) continue;
       p.shard = part.detach().requires_grad_(true);
       std::vector<int64_t> begins;
@@ -308,24 +219,8 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     }
   }
 
-  // Lets the storages of a block point into its memory, or nowhere.
   static void place(int64_t index, Block& b, bool is_here) {
-    for (Flat& f : b.flats) {
-      for (Piece& p : f.pieces) {
-        if (f.is_trained) optim::set_part(p.tensor, is_here ? Tensor() : p.shard);
-        auto& storage = *p.tensor.storage().unsafeGetStorageImpl();
-        if (is_here) {
-          char* const begin = static_cast<char*>(f.memory.data_ptr());
-          offload::place_storage(storage, begin + p.at * f.own.element_size(), f.memory);
-        } else {
-          offload::empty_storage(
-              storage,
-              c10::str(kName, ": block ", index, ": expected whole weights, received some that ",
-                       "processes have split: read or change them within present()"),
-              at::DataPtr(nullptr, p.tensor.device()));
-        }
-      }
-    }
+    distributed::place(b.flats, c10::str("block ", index), is_here);
     b.is_here = is_here;
   }
 
@@ -365,7 +260,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     const auto found = std::find_if(free.begin(), free.end(), fits);
     if (found == free.end()) {
       free.clear();
-      return at::empty({numel}, at::device(f.pieces[0].tensor.device()).dtype(f.dtype));
+      return at::empty({numel}, at::device(f.device()).dtype(f.dtype));
     }
     Tensor t = std::move(*found);
     free.erase(found);
@@ -498,9 +393,8 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
 
   const GroupPtr group;
   const FullyShardOptions options;
-  std::string name;                         // of the group
-  std::optional<offload::FileMemory> file;  // with offload "nvme:DIR"
-  std::optional<offload::HostMemory> host;  // with offload "cpu"
+  PartMemory parts;
+  std::string name;  // of the group
   std::vector<std::unique_ptr<Block>> blocks;
   std::deque<Sent> under_way;
   std::vector<Tensor> free;

@@ -71,7 +71,10 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(torch|transformers|numpy|np|collections|typing|typing_extensions|pathlib|os)(\..*)?"),
     (r"cpp:identifier", r"(at|c10|c10d|torch|std)(::.*)?"),
     # Namespaces have no declaration in the reference, and `detail` is internal.
-    (r"cpp:identifier", r"shoestring(::(callbacks|data|lora|nn|optim))?|callbacks|data|lora|nn|optim"),
+    (
+        r"cpp:identifier",
+        r"shoestring(::(callbacks|data|distributed|lora|nn|optim))?|callbacks|data|distributed|lora|nn|optim",
+    ),
     (r"cpp:identifier", r"(shoestring::)?(\w+::)?detail(::.*)?"),
 ]
 nitpick_ignore = [

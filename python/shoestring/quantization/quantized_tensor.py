@@ -179,7 +179,7 @@ class QuantizedTensor(Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
-        """The hook that FSDP2 calls on each rank's shard: it returns the tensors to all-gather, and metadata.
+        """The hook that FSDP2 calls on each rank's shard, for the tensors to all-gather and for metadata.
 
         Of shards with fewer rows than others, FSDP2 accepts tensors in the shape of the dense rows alone, which
         codes do not have. It does not check those of a hook that takes only the mesh.

@@ -32,6 +32,10 @@ ALLOWED = {
         "csrc/gemm/gemm.cpp",
         "is_cuda(out)",
     ): "cuBLAS alone has products whose result is wider than the factors",
+    (
+        "csrc/distributed/process_group.cpp",
+        "on_gpus ? c10::DeviceType::CUDA",
+    ): "NCCL communicates between CUDA devices alone",
     ("csrc/optim/optimizer.h", "DispatchKey::CUDA"): "registers the host function of CUDA kernels",
     ("csrc/optim/optimizer.h", "DispatchKey::SparseCUDA"): "registers an error for sparse gradients on CUDA",
     ("python/shoestring/_load.py", "torch.version.cuda"): "the version of CUDA for which PyTorch was built",

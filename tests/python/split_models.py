@@ -29,13 +29,14 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def adapted(quantize: str | None) -> nn.Module:
-    """Return blocks in bf16, or in few bits, with adapters in fp32."""
+def blocks(kind: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return two blocks with adapters of rank 4; ``kind`` says how their weights are quantised."""
     torch.manual_seed(5)
-    blocks = nn.Sequential(Block(), Block())
-    kind: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
-    return nn.Sequential(
-        shoestring.lora.apply(
-            blocks.to(torch.bfloat16 if quantize is None else torch.float32), rank=4, **kind
-        )
-    )
+    return shoestring.lora.apply(nn.Sequential(Block(), Block()).to(dtype), rank=4, **kind)
+
+
+def adapted(quantize: str | None) -> nn.Module:
+    """Return a model of blocks in bf16, or in few bits, with adapters in fp32."""
+    if quantize is None:
+        return nn.Sequential(blocks({}, torch.bfloat16))
+    return nn.Sequential(blocks({"quantize": quantize}))

@@ -73,7 +73,7 @@ def flat_gradients(unit: Any) -> tuple[Tensor, Tensor]:
 
 
 def _adds_up(rank: int, bits: int) -> None:
-    """What a rank receives, and what the codes have left out, is the mean of all gradients."""
+    """The sum of what a rank receives and of what the codes have left out is the mean of all gradients."""
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     net, report, [core] = prepared(f"{bits}bit")
     plain, plain_report, none = prepared(None)

@@ -16,6 +16,7 @@ import shoestring
 from processes import assert_replicated, run, train_halves
 from shoestring import QuantizedTensor
 from shoestring.distributed.groups import plain_tensors
+from split_models import blocks
 
 KINDS = [
     {"quantize": "nf4"},
@@ -24,21 +25,6 @@ KINDS = [
     {"quantize": "int4"},
     {"quantize": "int8"},
 ]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(256)
-        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def blocks(kind: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(5)
-    return shoestring.lora.apply(nn.Sequential(Block(), Block()).to(dtype), rank=4, **kind)
 
 
 def shard(net: nn.Module, **options: Any) -> nn.Module:

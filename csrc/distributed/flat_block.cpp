@@ -1,7 +1,6 @@
 #include "distributed/flat_block.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include <ATen/Functions.h>
 #include <ATen/ceil_div.h>
@@ -76,11 +75,10 @@ void place(Flats& flats, const std::string& label, bool is_here) {
 }
 
 PartMemory::PartMemory(const std::string& where) : on_host_(where == "cpu") {
-  constexpr const char* kDisk = "nvme:";
-  const bool is_disk = where.rfind(kDisk, 0) == 0 && where != kDisk;
-  TORCH_CHECK_VALUE(is_disk || on_host_ || where == "none", kFullyShard,
+  const auto folder = offload::folder_of(where);
+  TORCH_CHECK_VALUE(folder || on_host_ || where == "none", kFullyShard,
                     ": offload: expected \"none\", \"cpu\" or \"nvme:DIR\", received \"", where, "\"");
-  if (is_disk) file_.emplace(c10::str(kFullyShard, ": offload"), where.substr(std::strlen(kDisk)));
+  if (folder) file_.emplace(c10::str(kFullyShard, ": offload"), *folder);
 }
 
 void PartMemory::make(Flat& flat, int64_t ranks) {

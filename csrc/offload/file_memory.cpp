@@ -8,6 +8,7 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 #include <ATen/ceil_div.h>
@@ -17,6 +18,12 @@
 #include "offload/block_runs.h"
 
 namespace shoestring::offload {
+
+std::optional<std::string> folder_of(const std::string& place) {
+  constexpr std::string_view kDisk = "nvme:";
+  if (place.size() <= kDisk.size() || !place.starts_with(kDisk)) return std::nullopt;
+  return place.substr(kDisk.size());
+}
 
 MappedExtent::MappedExtent(const std::string& caller, std::shared_ptr<SwapFile> own, int64_t bytes)
     : file(std::move(own)), size(bytes) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +15,9 @@
 #include "offload/swap_file.h"
 
 namespace shoestring::offload {
+
+/// Returns the folder DIR of a place "nvme:DIR", or none for other places.
+SHOESTRING_API std::optional<std::string> folder_of(const std::string& place);
 
 /// An extent of a swap file that is mapped into memory. It holds zeros at first. Its space is free again when
 /// the object is gone.

@@ -4,7 +4,6 @@
 // are placed.
 
 #include <algorithm>
-#include <cstring>
 #include <tuple>
 #include <utility>
 
@@ -60,11 +59,10 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> layout(int64_t bytes,
 
 Offload::Offload(std::string caller, const std::string& where, c10::Device device)
     : caller(std::move(caller)), device(device), memory(this->caller, device), in(device), out(device) {
-  constexpr const char* kDisk = "nvme:";
-  const bool disk = where.rfind(kDisk, 0) == 0 && where.size() > std::strlen(kDisk);
-  TORCH_CHECK_VALUE(disk || where == "cpu" || where == "stream", this->caller,
+  const auto folder = folder_of(where);
+  TORCH_CHECK_VALUE(folder || where == "cpu" || where == "stream", this->caller,
                     ": expected None, \"cpu\", \"stream\" or \"nvme:DIR\", received \"", where, "\"");
-  if (disk) file = std::make_shared<SwapFile>(this->caller, where.substr(std::strlen(kDisk)));
+  if (folder) file = std::make_shared<SwapFile>(this->caller, *folder);
 }
 
 State::State(c10::intrusive_ptr<Offload> offload, const std::vector<at::ScalarType>& dtypes,

@@ -171,7 +171,7 @@ struct SHOESTRING_API FullyShardOptions {
   /// Whether a backward may leave parameters without a gradient. Zeros are sent for them, and for all
   /// parameters of a block that it does not use.
   TORCH_ARG(bool, find_unused) = false;
-  /// Where the parts of a rank are: "none", on the device of the parameters; "cpu", in pinned host memory,
+  /// The place of a rank's parts: "none", on the device of the parameters; "cpu", in pinned host memory,
   /// together with their gradients, so that the optimizer steps them on the CPU; or "nvme:DIR", in a file in
   /// the folder DIR, whose pages the kernel reads when they are used and takes back when memory is short.
   /// Gradients are in host memory then. "cpu" needs parameters on a GPU.

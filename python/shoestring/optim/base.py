@@ -102,7 +102,9 @@ class Known:
     params: list[int] = field(default_factory=list)  # the addresses of the C++ tensors
     own: list[Tensor] = field(default_factory=list)  # the tensors that the core steps
     is_sharded: bool = False  # whether any parameter is a DTensor
-    shapes: list[torch.Size] = field(default_factory=list)  # of the parameters of add_param_group
+    given: dict[int, torch.Size] = field(
+        default_factory=dict
+    )  # address and shape of add_param_group's parameters
 
 
 # Options of torch.optim with the values by which they ask for nothing that an optimizer here lacks.
@@ -411,7 +413,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
     def _add_to_core(self, group: dict[str, Any]) -> None:
         params = group["params"]
-        known = Known(is_sharded=any(map(is_dtensor, params)), shapes=[p.shape for p in params])
+        known = Known(is_sharded=any(map(is_dtensor, params)), given={p._cdata: p.shape for p in params})
         with torch.no_grad():
             own = [self._own(p) for p in params] if known.is_sharded else params
             self._core.add_group(own, self._values(group), *splits_of(params))
@@ -432,12 +434,12 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
                 if not known.is_sharded and any(map(is_dtensor, own)):
                     self._take_dtensors()
                     return
-                self._check_replaced(known.shapes, group["params"])
+                self._check_replaced(known.given, group["params"])
                 self._core.replace_params(index, own)
                 known.params = params
             known.own = own
 
-    def _check_replaced(self, shapes: list[torch.Size], params: list[Tensor]) -> None:
+    def _check_replaced(self, given: dict[int, torch.Size], params: list[Tensor]) -> None:
         """Raise RuntimeError if the optimizer cannot step ``params`` in place of those that it was made for."""
 
     def _take_dtensors(self) -> None:

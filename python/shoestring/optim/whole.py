@@ -30,17 +30,16 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
         """Raise ValueError if the optimizer does not support the parameter."""
         expect_rows(self._name, index, param)
 
-    def _check_replaced(self, shapes: list[torch.Size], params: list[Tensor]) -> None:
-        """Raise RuntimeError for other shapes, such as the ranges of all parameters that DeepSpeed's ZeRO steps."""
-        found = [p.shape for p in params]
-        if found != shapes:
-            before, after = next(pair for pair in zip_longest(shapes, found) if pair[0] != pair[1])
-            raise RuntimeError(
-                f"{self._name}: params: expected whole parameters, received "
-                f"{'none' if after is None else tuple(after)} in place of "
-                f"{'none' if before is None else tuple(before)}, as ZeRO of DeepSpeed gives. Use its stage 0, fully_shard "
-                "or shoestring.parallelize, or another optimizer, such as AdamW"
-            )
+    def _check_replaced(self, given: dict[int, torch.Size], params: list[Tensor]) -> None:
+        """Raise RuntimeError for new tensors of other shapes, such as the ranges that DeepSpeed's ZeRO steps."""
+        for shape, param in zip_longest(given.values(), params):
+            if param is None or (param._cdata not in given and param.shape != shape):
+                raise RuntimeError(
+                    f"{self._name}: params: expected whole parameters, received "
+                    f"{'none' if param is None else tuple(param.shape)} in place of "
+                    f"{'none' if shape is None else tuple(shape)}, as ZeRO of DeepSpeed gives. Use its stage 0, "
+                    "fully_shard or shoestring.parallelize, or another optimizer, such as AdamW"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.

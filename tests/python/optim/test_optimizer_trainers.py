@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer, lr_scheduler
 
-from shoestring.optim import AdamW, ScheduleFreeAdamW
+from shoestring.optim import LAMB, AdamW, ScheduleFreeAdamW
 from small_model import assert_equal, batch, loss_of, model
 
 # ---- torch.compile -----------------------------------------------------------------------------------------
@@ -74,6 +74,23 @@ def test_parameters_that_are_replaced_before_the_first_step() -> None:
             each.step()
             each.zero_grad()
     assert_equal(*nets)
+
+
+def test_ranges_in_place_of_whole_parameters_are_refused() -> None:
+    """A parameter may take another shape before the first step. Another tensor of another shape is refused."""
+    params = [torch.nn.Parameter(torch.ones(6, 10)) for _ in range(2)]
+    opt = LAMB(params)
+    params[0].data = torch.ones(6, 5)
+    params[0].grad = torch.ones(6, 5)
+    for ranges in ([torch.ones(30)], [params[0], torch.ones(30)], [torch.ones(6, 5), params[1]]):
+        opt.param_groups[0]["params"] = ranges
+        with pytest.raises(
+            RuntimeError, match="LAMB: params: expected whole parameters, received .* in place of"
+        ):
+            opt.step()
+    opt.param_groups[0]["params"] = params
+    opt.step()
+    assert params[0].max() < 1
 
 
 # ---- trainers ----------------------------------------------------------------------------------------------

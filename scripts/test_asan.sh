@@ -12,7 +12,7 @@ export UBSAN_OPTIONS=print_stacktrace=1
 for capability in plain avx2 avx512; do
   SHOESTRING_CPU=$capability "$build/tests/cpp/shoestring_tests" || { echo "failed with $capability"; exit 1; }
 done
-python -m pytest tests/python/distributed/test_data_parallel_cpp.py tests/python/distributed/test_fully_shard_cpp.py
+python -m pytest tests/python/distributed/test_{data_parallel,fully_shard,diloco}_cpp.py
 package=$(mktemp -d)  # a copy of the Python package, with the sanitized libraries
 trap 'rm -rf "$package"' EXIT
 cp -r python/shoestring "$package/shoestring"

@@ -83,7 +83,7 @@ void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>
     }
     if (i == 0) continue;
     Chunk& last = chunks[(i - 1) % 2];
-    wait_for(group, last.work, "all-gather of split weights or state");
+    wait_for(group, last.work, "all-gather of split weights");
     for (int64_t rank = 0; rank < ranks; ++rank) {
       if (static_cast<size_t>(rank) != own)
         bytes[static_cast<size_t>(rank)].copy(last.all.narrow(0, rank * chunk, chunk), /*from=*/true);
@@ -106,8 +106,8 @@ void shard(optim::LowMemoryOptimizer& optimizer, const GroupPtr& group, const Sh
   std::shared_ptr<optim::SplitGradients> gradients;
   if (options.gradients()) gradients = std::make_shared<ReducedParts>(group, options);
   optimizer.set_shard(
-      group->getRank(), group->getSize(), [group](const auto& parts) { gather(group, parts); },
-      std::move(gradients));
+      group->getRank(), group->getSize(), registered_name(group),
+      [group](const auto& parts) { gather(group, parts); }, std::move(gradients));
 }
 
 }  // namespace shoestring::distributed

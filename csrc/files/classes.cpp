@@ -33,6 +33,7 @@ struct BoundFile : torch::CustomClassHolder {
     return found;
   }
   at::Tensor load(const std::string& name) const { return file.load(name); }
+  at::Tensor map(const std::string& name) const { return file.map(name); }
   std::string checksum() const { return content_checksum(file); }
   void load_into(const std::string& name, const at::Tensor& out) const { file.load_into(name, out); }
 
@@ -123,6 +124,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("tensors", &BoundFile::tensors)
       .def("metadata", &BoundFile::metadata)
       .def("load", &BoundFile::load)
+      .def("map", &BoundFile::map)
       .def("checksum", &BoundFile::checksum)
       .def("load_into", &BoundFile::load_into);
   m.class_<BoundChecksum>("ContentChecksum")

@@ -1,6 +1,8 @@
 #include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <shoestring/safetensors.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -77,6 +79,22 @@ at::Tensor SafetensorsFile::load(const std::string& name) const {
   at::Tensor out = in_huge_pages(at::empty(entry.shape, entry.dtype));
   read(entry, out);
   return out;
+}
+
+at::Tensor SafetensorsFile::map(const std::string& name) const {
+  const Entry& entry = this->entry(name);
+  const int64_t begin = data_ + entry.begin, size = entry.end - entry.begin;
+  const bool is_aligned = begin % static_cast<int64_t>(c10::elementSize(entry.dtype)) == 0;
+  if (size == 0 || !is_aligned || entry.dtype == at::kBool) return load(name);  // read() checks bools
+  const int64_t before = begin % ::sysconf(_SC_PAGESIZE);
+  const auto mapped = static_cast<size_t>(before + size);
+  void* const memory = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd_, begin - before);
+  TORCH_CHECK(memory != MAP_FAILED, "safetensors: ", path_, ": tensor ", quote(name), ": cannot map ", size,
+              " bytes: ", std::strerror(errno));
+  ::madvise(memory, mapped, MADV_RANDOM);  // does not load pages that nobody reads
+  return at::from_blob(
+      static_cast<char*>(memory) + before, entry.shape, [=](void*) { ::munmap(memory, mapped); },
+      at::TensorOptions(entry.dtype));
 }
 
 at::Tensor SafetensorsFile::load_range(const std::string& name, int64_t begin, int64_t end) const {

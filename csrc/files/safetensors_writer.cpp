@@ -4,7 +4,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <iterator>
+#include <map>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -96,6 +99,36 @@ void SafetensorsWriter::write(const at::Tensor& tensor) {
 void SafetensorsWriter::commit() {
   TORCH_INTERNAL_ASSERT(written_ == order_.size());
   file_.commit();
+}
+
+void save_gathered(const std::string& caller, const std::string& path, const std::vector<Source>& sources,
+                   const Metadata& metadata, bool writes) {
+  std::map<std::string, const Source*> by_name;
+  std::vector<TensorInfo> infos;
+  for (const Source& source : sources) {
+    if (!writes && !source.is_split) continue;
+    by_name[source.info.name] = &source;
+    infos.push_back(source.info);
+  }
+  std::exception_ptr error;
+  std::optional<SafetensorsWriter> writer;
+  const auto guard = [&](const auto& step) {
+    if (error || !writes) return;
+    try {
+      step();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  guard([&] { writer.emplace(caller, path, infos, metadata); });
+  for (const TensorInfo& info : sorted(caller, path, infos)) {
+    const Source& source = *by_name.at(info.name);
+    if (error && !source.is_split) continue;
+    const at::Tensor tensor = source.whole();
+    guard([&] { writer->write(tensor); });
+  }
+  guard([&] { writer->commit(); });
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace shoestring::files

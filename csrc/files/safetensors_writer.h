@@ -4,6 +4,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -50,5 +51,17 @@ class SafetensorsWriter {
   size_t written_ = 0;
   AtomicFile file_;
 };
+
+/// A tensor of a file. If processes have parts of it (is_split), all of them must call `whole`.
+struct Source {
+  TensorInfo info;
+  std::function<at::Tensor()> whole;
+  bool is_split = false;
+};
+
+/// Writes a file of tensors, of which processes may have parts: each has one whole tensor at a time.
+/// Processes that do not write give their parts, also after an error of the process that does.
+void save_gathered(const std::string& caller, const std::string& path, const std::vector<Source>& sources,
+                   const Metadata& metadata, bool writes);
 
 }  // namespace shoestring::files

@@ -93,15 +93,18 @@ namespace {
 std::vector<Owned> split_over(int64_t processes, const std::vector<int64_t>& begins, int64_t blocks) {
   std::vector<Owned> parts(static_cast<size_t>(processes));
   const int64_t each = (blocks + processes - 1) / processes;
-  const auto after = [&](int64_t block) {  // index of the first parameter that begins after a block
-    return static_cast<size_t>(std::upper_bound(begins.begin(), begins.end(), block) - begins.begin());
-  };
+  const auto from_block =
+      [&](int64_t block) {  // index of the first parameter that does not begin before a block
+        return static_cast<size_t>(std::lower_bound(begins.begin(), begins.end(), block) - begins.begin());
+      };
   for (int64_t process = 0; process < processes; ++process) {
     const int64_t from = std::min(each * process, blocks), to = std::min(from + each, blocks);
     if (from == to) continue;
-    // of parameters with equal begins, all but the last one are empty
-    const size_t first = after(from) - 1;
-    parts[static_cast<size_t>(process)] = {first, after(to - 1), from - begins[first], to - from};
+    // An empty parameter belongs to the process of the next one, or to the last process.
+    size_t first = from_block(from);
+    if (first == begins.size() || begins[first] != from) --first;
+    const size_t last = to == blocks ? begins.size() : from_block(to);
+    parts[static_cast<size_t>(process)] = {first, last, from - begins[first], to - from};
   }
   return parts;
 }
@@ -173,6 +176,7 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
   std::optional<Owned> own;
   if (ranks.has_value()) {
     rank = static_cast<size_t>(ranks->rank);
+    group = ranks->group;
     owned = std::move(found.owned);
     own = owned[rank];
   }
@@ -241,30 +245,37 @@ Arena Arena::own_piece() const {
   return own;
 }
 
-Arena Arena::whole(const Rule& rule, std::vector<std::vector<ParameterPart>>& found) const {
-  Arena all(rule, kind, params, numbers, nullptr, /*on_host=*/false, std::nullopt);
-  all.step.copy_(step);
-  for (size_t i = owned[rank].first; i < owned[rank].last; ++i) {
-    const auto own = views(rule, i);
-    for (const Part& part : parts(rule, kind)) {
-      const int64_t from = elements_of(rank, i).first;
-      const int64_t begin =
-          begins[i] * part.per_block + (part.shaped ? from : from / kBlock * part.per_block);
-      const Tensor& value = own.at(part.name);
-      all.values.at(part.name).narrow(0, begin, value.numel()).copy_(value);
-    }
-  }
+std::map<std::string, SplitTensor> Arena::splits(const Rule& rule, size_t index) const {
+  const Tensor& p = params[index];
+  SplitParameter of{.groups = {group},
+                    .piece = static_cast<int64_t>(rank),
+                    .sizes = p.sizes().vec(),
+                    .device = kind.source.type()};
+  // The processes with elements of a parameter follow each other, and the first of them has its step. Of an
+  // empty parameter, all of them may have none.
+  std::vector<int64_t> elements{0}, ones{0};
   for (size_t process = 0; process < owned.size(); ++process) {
-    const auto& [first, last, first_block, count] = owned[process];
-    if (count == 0) continue;
-    found[process].push_back({all.step, static_cast<int64_t>(first), static_cast<int64_t>(last)});
-    for (const Part& part : parts(rule, kind)) {
-      const Tensor& values_of_all = all.values.at(part.name);
-      const int64_t begin = (begins[first] + first_block) * part.per_block, size = count * part.per_block;
-      found[process].push_back({values_of_all, begin, begin + size});
-    }
+    const auto [begin, end] = elements_of(process, index);
+    const bool is_first = ones.back() == 0 && index >= owned[process].first && index < owned[process].last;
+    elements.push_back(elements.back() + end - begin);
+    ones.push_back(ones.back() + (is_first ? 1 : 0));
   }
-  return all;
+  of.begins = elements;
+  std::map<std::string, SplitTensor> found;
+  if (ones.back() > 0) found["step"] = {of, ones, {}};
+  for (const Part& part : parts(rule, kind)) {
+    std::vector<int64_t> begins = elements;
+    if (!part.shaped) {
+      for (int64_t& begin : begins) begin = (begin + kBlock - 1) / kBlock * part.per_block;
+    }
+    found.emplace(part.name, SplitTensor{of, std::move(begins), part.shape(p)});
+  }
+  for (const Extra& extra : rule.extras) {  // whole, in the process that steps the parameter
+    std::vector<int64_t> begins = ones, sizes = extra.shape_of(p);
+    for (int64_t& begin : begins) begin *= c10::multiply_integers(sizes);
+    found.emplace(extra.name, SplitTensor{of, std::move(begins), std::move(sizes)});
+  }
+  return found;
 }
 
 void Arena::check_place(const std::string& optimizer) const {
@@ -282,8 +293,8 @@ std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const
     // a part of the parameter: the elements that this process steps, or the blocks around them
     const auto [begin, end] = elements_of(rank, index);
     const Owned& own = owned[rank];
-    int64_t block = begins[index] + begin / kBlock - begins[own.first] - own.first_block;
-    if (offloaded != nullptr) {
+    int64_t block = owns(index) ? begins[index] + begin / kBlock - begins[own.first] - own.first_block : 0;
+    if (offloaded != nullptr && owns(index)) {
       block = offloaded->begins()[index - own.first] + begin / kBlock -
               (index == own.first ? own.first_block : 0);
     }
@@ -302,12 +313,13 @@ std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const
   return views;
 }
 
-void Arena::set_state(const Rule& rule, size_t index, const std::map<std::string, Tensor>& state) {
+void Arena::set_state(const Rule& rule, size_t index, const std::map<std::string, Tensor>& state,
+                      bool is_part) {
   std::map<std::string, Tensor> own = views(rule, index);
   own.at("step").copy_(state.at("step"));
   for (const Part& part : parts(rule, kind)) {
     Tensor given = state.at(part.name);
-    if (!owned.empty()) {
+    if (!owned.empty() && !is_part) {
       const int64_t from = elements_of(rank, index).first;
       given = given.reshape({-1}).narrow(0, part.shaped ? from : from / kBlock * part.per_block,
                                          own.at(part.name).numel());

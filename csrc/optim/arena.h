@@ -16,6 +16,7 @@
 #include "offload/host_params.h"
 #include "optim/optimizer_table.h"
 #include "optim/rule.h"
+#include "optim/split_params.h"
 #include "quantization/map_4bit.h"
 
 namespace shoestring::optim::detail {
@@ -72,6 +73,7 @@ std::vector<Part> parts(const Rule& rule, const Kind& kind);
 /// The number of this process, and that of all processes that split the steps of an optimizer.
 struct Ranks {
   int64_t rank, count;
+  std::string group;  // the name under which c10d knows the processes
 };
 
 /// The part of an arena that one process steps: parameters [first, last), from block `first_block` of the
@@ -117,6 +119,7 @@ struct Arena {
   // of this process alone.
   std::vector<Owned> owned;  // the part of each process
   size_t rank = 0;
+  std::string group;  // see Ranks
 
   /// Creates an arena in which all optimizer state is zero.
   Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers,
@@ -124,7 +127,8 @@ struct Arena {
 
   /// Raises if a parameter has left the device for which its state was made.
   void check_place(const std::string& optimizer) const;
-  /// Returns the optimizer state of parameter `index`, as views into the arena.
+  /// Returns the optimizer state of parameter `index`, as views into the arena. If processes split the steps,
+  /// the tensors have this process's elements, which may be none.
   std::map<std::string, Tensor> views(const Rule& rule, size_t index) const;
   /// Returns whether this process steps blocks of parameter `index`.
   bool owns(size_t index) const {
@@ -136,11 +140,10 @@ struct Arena {
   std::vector<ParameterPart> parts_of(size_t process) const;
   /// Returns an arena of the parameters of which this process steps blocks.
   Arena own_piece() const;
-  /// Returns an arena of the state of all processes, in which this process's part has its values, and adds
-  /// the part of each process to `parts`.
-  Arena whole(const Rule& rule, std::vector<std::vector<ParameterPart>>& parts) const;
-  /// Copies the state of parameter `index`, as one process has it, to this arena.
-  void set_state(const Rule& rule, size_t index, const std::map<std::string, Tensor>& state);
+  /// Returns how processes that split the steps split the tensors of the state of parameter `index`.
+  std::map<std::string, SplitTensor> splits(const Rule& rule, size_t index) const;
+  /// Copies the state of parameter `index` to this arena: the state of one process, or this process's part.
+  void set_state(const Rule& rule, size_t index, const std::map<std::string, Tensor>& state, bool is_part);
   /// Returns a view of each parameter's accumulated gradient, in the parameter's shape. The first call
   /// allocates the accumulated gradients as zeros.
   std::vector<Tensor> accumulated_views(at::ScalarType dtype);

@@ -42,7 +42,7 @@ std::vector<std::string> Core::names_of_state(size_t group, const Tensor& param)
   return names;
 }
 
-Layout& Core::layout(size_t group) {
+Layout& Core::layout(size_t group, bool has_parts) {
   const auto& params = optimizer->param_groups()[group].params();
   const Rule& rule = this->rule(group);
   Layout& layout = layouts[group];
@@ -75,7 +75,7 @@ Layout& Core::layout(size_t group) {
   std::vector<std::pair<Key, std::map<std::string, Tensor>>> states;
   for (const auto& [kind, same, numbers] : found) {
     for (const Tensor& p : same) {
-      if (state(p) != nullptr) check_state(rule, *state(p), p, kind);
+      if (state(p) != nullptr && !(ranks && has_parts)) check_state(rule, *state(p), p, kind);
     }
     Arena& arena =
         made.arenas.emplace_back(rule, kind, same, numbers, offload_of(kind.source), on_cpu(), ranks);
@@ -86,7 +86,7 @@ Layout& Core::layout(size_t group) {
       }
       auto views = arena.views(rule, i);
       if (const ParamState* old = state(arena.params[i])) {
-        arena.set_state(rule, i, old->tensors());
+        arena.set_state(rule, i, old->tensors(), has_parts);
         for (const Extra& extra : rule.extras) {
           const Tensor& tensor = (*old)[extra.name];
           views[extra.name] = tensor.to(kind.device, tensor.scalar_type(), false, /*copy=*/true);
@@ -180,8 +180,8 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
   return found;
 }
 
-void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather,
-                     std::shared_ptr<SplitGradients> gradients) {
+void Core::set_shard(Ranks all, GatherWeights gather, std::shared_ptr<SplitGradients> gradients) {
+  const auto [rank, count, group] = all;
   expect(count > 0 && rank >= 0 && rank < count, name(), "set_shard", "a rank from 0 to the number of ranks",
          c10::str(rank, " of ", count));
   const auto refuse = [&](bool good, const char* expected, const char* received) {
@@ -196,7 +196,7 @@ void Core::set_shard(int64_t rank, int64_t count, GatherWeights gather,
       refuse(split_of(p) == nullptr, "whole parameters", "parts of FullyShard, whose steps are split");
     }
   }
-  ranks = Ranks{rank, count};
+  ranks = std::move(all);
   try {
     if (streams()) set_offload(offload);  // reserves this process's part alone
   } catch (...) {
@@ -218,55 +218,53 @@ Core::Parts Core::parts_of(const std::vector<const Arena*>& arenas) const {
   return parts;
 }
 
-WholeState::WholeState(Core& core, bool split) : core_(core) {
-  const at::NoGradGuard no_grad;
-  if (split) gather_split();
-  if (!core.ranks) return;
-  Core::Parts parts(static_cast<size_t>(core.ranks->count));
-  std::decay_t<decltype(core.optimizer->state())> whole;
-  for (size_t group = 0; group < core.optimizer->param_groups().size(); ++group) {
-    const auto layout = core.layouts.find(group);
-    if (layout == core.layouts.end()) continue;
-    const Rule& rule = core.rule(group);
+std::vector<Core::OwnState> Core::own_states(size_t group) const {
+  const auto& params = optimizer->param_groups()[group].params();
+  std::unordered_map<Key, OwnState> known;
+  const auto layout = layouts.find(group);
+  if (ranks && layout != layouts.end()) {
     for (const Arena& arena : layout->second.arenas) {
-      const Arena all = arena.whole(rule, parts);
       for (size_t i = 0; i < arena.params.size(); ++i) {
-        auto views = all.views(rule, i);
-        for (const Extra& extra : rule.extras) {
-          Tensor& tensor = views[extra.name];
-          tensor = arena.owns(i) ? (*core.state(arena.params[i]))[extra.name].clone()
-                                 : at::zeros(extra.shape_of(arena.params[i]), arena.step.options());
-          for (size_t process = 0; process < parts.size(); ++process) {
-            const Owned& part = arena.owned[process];
-            if (i >= part.first && i < part.last) parts[process].push_back({tensor, 0, tensor.numel()});
-          }
+        OwnState own{arena.views(rule(group), i), arena.splits(rule(group), i)};
+        for (const Extra& extra : rule(group).extras) {
+          own.tensors[extra.name] =
+              arena.owns(i) ? (*state(arena.params[i]))[extra.name] : at::empty({0}, arena.step.options());
         }
-        whole[arena.params[i].unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(views));
+        known[arena.params[i].unsafeGetTensorImpl()] = std::move(own);
       }
     }
   }
-  core.gather_weights(parts);
-  own_ = std::exchange(core.optimizer->state(), std::move(whole));
-}
-
-// Gathers the state of parameters of which each process has a range, and keeps that of others.
-void WholeState::gather_split() {
-  std::decay_t<decltype(core_.optimizer->state())> whole;
-  bool any = false;
-  for (size_t group = 0; group < core_.optimizer->param_groups().size(); ++group) {
-    for (const Tensor& p : core_.optimizer->param_groups()[group].params()) {
-      const SplitParameter* split = split_of(p);
-      const ParamState* state = core_.state(p);
-      if (state == nullptr) continue;
-      const bool is_part = split != nullptr && !split->begins.empty();
-      any |= is_part;
-      whole[p.unsafeGetTensorImpl()] = std::make_unique<ParamState>(
-          is_part ? whole_state(core_.rule(group), kind_of(p, core_.options(group)), *state, *split)
-                  : *state);
+  std::vector<OwnState> found;
+  for (const Tensor& p : params) {
+    OwnState& own = found.emplace_back(std::move(known[p.unsafeGetTensorImpl()]));
+    if (!own.tensors.empty() || state(p) == nullptr) continue;
+    own.tensors = state(p)->tensors();
+    const SplitParameter* split = split_of(p);
+    if (split == nullptr || split->begins.empty()) continue;
+    for (const auto& [name, sizes] : whole_shapes(rule(group), kind_of(p, options(group)), *split)) {
+      if (auto how = split_of_state(rule(group), name, sizes, *split))
+        own.splits.emplace(name, std::move(*how));
     }
   }
-  if (!any) return;
-  own_ = std::exchange(core_.optimizer->state(), std::move(whole));
+  return found;
+}
+
+WholeState::WholeState(Core& core) : core_(core) {
+  const at::NoGradGuard no_grad;
+  std::decay_t<decltype(core.optimizer->state())> whole;
+  bool any = false;
+  for (size_t group = 0; group < core.optimizer->param_groups().size(); ++group) {
+    std::vector<Core::OwnState> states = core.own_states(group);
+    for (size_t i = 0; i < states.size(); ++i) {
+      auto& [tensors, splits] = states[i];
+      if (tensors.empty()) continue;
+      any |= !splits.empty();
+      for (const auto& [name, split] : splits) tensors[name] = gathered(tensors[name], split);
+      const Tensor& param = core.optimizer->param_groups()[group].params()[i];
+      whole[param.unsafeGetTensorImpl()] = std::make_unique<ParamState>(std::move(tensors));
+    }
+  }
+  if (any) own_ = std::exchange(core.optimizer->state(), std::move(whole));
 }
 
 WholeState::~WholeState() {

@@ -45,6 +45,29 @@ std::unique_ptr<LowMemoryOptimizer> make_by_name(const std::string& name) {
   return found->second();
 }
 
+/// The state that processes have split, as tensors of a file.
+struct SplitState : torch::CustomClassHolder {
+  explicit SplitState(std::vector<files::Source> all) : sources(std::move(all)) {}
+
+  /// Returns the names of the tensors.
+  std::vector<std::string> names() {
+    std::vector<std::string> found;
+    for (const files::Source& source : sources) found.push_back(source.info.name);
+    return found;
+  }
+  /// Returns for each tensor a meta tensor of its shape and dtype.
+  std::vector<Tensor> likes() {
+    std::vector<Tensor> found;
+    for (const files::Source& source : sources)
+      found.push_back(at::empty(source.info.shape, at::device(at::kMeta).dtype(source.info.dtype)));
+    return found;
+  }
+  /// Returns a tensor. All processes must call it in the same order.
+  Tensor whole(int64_t index) { return sources.at(static_cast<size_t>(index)).whole(); }
+
+  std::vector<files::Source> sources;
+};
+
 /// Sets all options without checking their ranges. Returns the learning rate if it is a tensor.
 Tensor read_unchecked(const Options& values, LowMemoryOptions& options) {
   Tensor lr;
@@ -209,15 +232,12 @@ class OptimizerCore : public OptimizerHolder {
   }
 
   bool writes() { return detail::writes(*optimizer_); }
+  bool is_split() { return detail::is_split(*optimizer_); }
 
-  /// Returns the state of each parameter of each group, as one process would have it. If processes have split
-  /// the state, all of them must call it.
-  std::vector<std::vector<Entries>> whole_states() {
-    const WholeState whole(core());
-    std::vector<std::vector<Entries>> found;
-    for (size_t g = 0; g < optimizer_->param_groups().size(); ++g)
-      found.push_back(states(static_cast<int64_t>(g)));
-    return found;
+  /// Returns the state that processes have split, as tensors of a file.
+  c10::intrusive_ptr<SplitState> split_state() {
+    const at::NoGradGuard no_grad;
+    return c10::make_intrusive<SplitState>(sources_of(store(*optimizer_), "", "save", core().label));
   }
 
   /// Returns the memory of each arena: its flat tensors by name, the copies of its parameters in host memory,
@@ -242,7 +262,7 @@ class OptimizerCore : public OptimizerHolder {
 
   /// Replaces the state of all parameters, and drops what belongs to the old state.
   void load(const std::vector<std::vector<Entries>>& groups, const std::optional<Tensor>& grad_norm) {
-    Saved saved{{}, /*has_parts=*/true, grad_norm.value_or(Tensor())};
+    Saved saved{{}, /*has_parts=*/!core().ranks, grad_norm.value_or(Tensor())};
     for (size_t g = 0; g < groups.size(); ++g) {
       auto& to = saved.groups.emplace_back();
       to.options = optimizer_->param_groups().at(g).options().clone();
@@ -268,6 +288,10 @@ class OptimizerCore : public OptimizerHolder {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  m.class_<SplitState>("SplitState")
+      .def("names", &SplitState::names)
+      .def("likes", &SplitState::likes)
+      .def("whole", &SplitState::whole);
   m.class_<OptimizerCore>("OptimizerCore")
       .def(torch::init<std::string, std::string>())
       .def("add_group", &OptimizerCore::add_group)
@@ -301,8 +325,9 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("grad_norm", &OptimizerCore::grad_norm)
       .def("set_grad_norm", &OptimizerCore::set_grad_norm)
       .def("states", &OptimizerCore::states)
-      .def("whole_states", &OptimizerCore::whole_states)
+      .def("split_state", &OptimizerCore::split_state)
       .def("writes", &OptimizerCore::writes)
+      .def("is_split", &OptimizerCore::is_split)
       .def("arenas", &OptimizerCore::arenas)
       .def("load", &OptimizerCore::load);
 }

@@ -52,11 +52,20 @@ struct Core : std::enable_shared_from_this<Core> {
   const LowMemoryOptions& options(size_t group) const;
   const Rule& rule(size_t group) const { return Access::rule(options(group)); }
   const ParamState* state(const Tensor& param) const;
+  /// The state of a parameter that this process has: none for a parameter without state. `splits` says which
+  /// tensors are parts, with which elements the tensor begins.
+  struct OwnState {
+    std::map<std::string, Tensor> tensors{};
+    std::map<std::string, SplitTensor> splits{};
+  };
+  /// Returns the state of each parameter of a group.
+  std::vector<OwnState> own_states(size_t group) const;
   /// Returns the names of the tensors in a parameter's state, in the order of the operator's arguments.
   std::vector<std::string> names_of_state(size_t group, const Tensor& param) const;
   /// Returns the arenas of a parameter group. The arenas cover all parameters that have state or a gradient,
-  /// and all parameters that a hook may step in backward.
-  Layout& layout(size_t group);
+  /// and all parameters that a hook may step in backward. `has_parts`: the state that state() has of them is
+  /// that of own_states().
+  Layout& layout(size_t group, bool has_parts = false);
   /// The number of times that arenas were allocated. The tensors in state() change with it.
   int64_t layouts_made = 0;
   /// Set if processes split the steps; see LowMemoryOptimizer::set_shard.
@@ -64,8 +73,7 @@ struct Core : std::enable_shared_from_this<Core> {
   using Parts = std::vector<std::vector<ParameterPart>>;
   GatherWeights gather_weights;
   std::shared_ptr<SplitGradients> split_gradients;  // null if each process has whole gradients
-  void set_shard(int64_t rank, int64_t count, GatherWeights gather,
-                 std::shared_ptr<SplitGradients> gradients);
+  void set_shard(Ranks all, GatherWeights gather, std::shared_ptr<SplitGradients> gradients);
   /// Gives the weights that processes have stepped in parts to all of them. Does nothing with whole steps.
   void share_weights(const std::vector<const Arena*>& arenas) const;
   /// Raises if processes split the steps. `what` is what needs an optimizer that takes whole steps.
@@ -297,15 +305,12 @@ struct Core : std::enable_shared_from_this<Core> {
 /// have split it. All of them must make such an object.
 class WholeState {
  public:
-  /// `split`: also of parameters that are parts; see split_params.h.
-  explicit WholeState(Core& core, bool split = true);
+  explicit WholeState(Core& core);
   ~WholeState();
   WholeState(const WholeState&) = delete;
   WholeState& operator=(const WholeState&) = delete;
 
  private:
-  void gather_split();
-
   Core& core_;
   std::optional<std::decay_t<decltype(core_.optimizer->state())>> own_;
 };

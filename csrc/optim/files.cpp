@@ -131,28 +131,18 @@ void expect_metadata(const Metadata& metadata, const char* key, const std::strin
   expect(value == expected, name.c_str(), where.c_str(), c10::str(key, " ", expected), brief(value));
 }
 
-// Returns the state, of which parts stay that of this process.
 Stored store_own(const LowMemoryOptimizer& optimizer) {
   Core& core = Access::core(optimizer);
   core.settle();
-  const WholeState whole(core, /*split=*/false);
   Stored stored;
   stored.has_parts = true;
   Json groups = Json::array();
   for (size_t g = 0; g < optimizer.param_groups().size(); ++g) {
-    const auto& params = optimizer.param_groups()[g].params();
-    groups.push_back({{"size", params.size()}, {"options", options_json(core.options(g))}});
-    for (size_t i = 0; i < params.size(); ++i) {
-      const ParamState* state = core.state(params[i]);
-      if (state == nullptr) continue;
-      for (const auto& [name, tensor] : state->tensors()) stored.tensors.insert(entry(g, i, name), tensor);
-      const SplitParameter* split = split_of(params[i]);
-      if (split == nullptr || split->begins.empty()) continue;
-      const Rule& rule = core.rule(g);
-      for (const auto& [name, sizes] : whole_shapes(rule, kind_of(params[i], core.options(g)), *split)) {
-        if (auto how = split_of_state(rule, name, sizes, *split))
-          stored.splits.emplace(entry(g, i, name), std::move(*how));
-      }
+    std::vector<Core::OwnState> states = core.own_states(g);
+    groups.push_back({{"size", states.size()}, {"options", options_json(core.options(g))}});
+    for (size_t i = 0; i < states.size(); ++i) {
+      for (const auto& [name, tensor] : states[i].tensors) stored.tensors.insert(entry(g, i, name), tensor);
+      for (auto& [name, split] : states[i].splits) stored.splits.emplace(entry(g, i, name), std::move(split));
     }
   }
   if (core.step_in_backward && core.grad_norm.defined()) stored.tensors.insert("grad_norm", core.grad_norm);
@@ -345,40 +335,55 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
 
 }  // namespace
 
-Stored detail::store(const torch::optim::Optimizer& optimizer, bool has_parts) {
+Stored detail::store(const torch::optim::Optimizer& optimizer) {
   const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
-  Stored stored = own != nullptr ? store_own(*own) : store_libtorch(name_of(optimizer, "save"), optimizer);
-  if (has_parts) return stored;
-  for (const auto& [name, split] : stored.splits)
-    stored.tensors[name] = gathered(stored.tensors[name], split);
-  return {std::move(stored.tensors), std::move(stored.metadata)};
+  return own != nullptr ? store_own(*own) : store_libtorch(name_of(optimizer, "save"), optimizer);
 }
 
-std::optional<SplitTensor> detail::split_of_stored(const torch::optim::Optimizer& optimizer,
-                                                   const std::string& name, at::IntArrayRef sizes) {
-  size_t g = 0, i = 0;
-  int length = 0;
-  if (std::sscanf(name.c_str(), "%zu.%zu.%n", &g, &i, &length) < 2 || length == 0) return std::nullopt;
-  const auto& groups = optimizer.param_groups();
-  if (g >= groups.size() || i >= groups[g].params().size()) return std::nullopt;
-  const SplitParameter* split = split_of(groups[g].params()[i]);
-  if (split == nullptr || split->begins.empty()) return std::nullopt;
+std::vector<files::Source> detail::sources_of(const Stored& stored, const std::string& prefix,
+                                              const std::string& caller, const std::string& path) {
+  std::vector<files::Source> sources;
+  for (const auto& item : stored.tensors) {
+    files::Source source{files::info_of(caller, path, prefix + item.key(), item.value()),
+                         [tensor = item.value()] { return tensor; }};
+    if (const auto split = stored.splits.find(item.key()); split != stored.splits.end()) {
+      source.info.shape = split->second.sizes;
+      source.is_split = true;
+      source.whole = [part = item.value(), how = split->second] { return gathered(part, how); };
+    }
+    sources.push_back(std::move(source));
+  }
+  return sources;
+}
+
+namespace {
+
+// Returns a parameter of which processes have parts, or null.
+const SplitParameter* split_parameter(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const Tensor& p : group.params()) {
+      if (const SplitParameter* split = split_of(p)) return split;
+    }
+  }
+  return nullptr;
+}
+
+const std::optional<Ranks>& ranks_of(const torch::optim::Optimizer& optimizer) {
+  static const std::optional<Ranks> none;
   const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
-  static const Rule libtorch_rule{.name = "LibTorch", .op = ""};  // all of its state is elementwise
-  const Rule& rule = own != nullptr ? Access::core(*own).rule(g) : libtorch_rule;
-  return split_of_state(rule, name.substr(static_cast<size_t>(length)), sizes, *split);
+  return own != nullptr ? Access::core(*own).ranks : none;
+}
+
+}  // namespace
+
+bool detail::is_split(const torch::optim::Optimizer& optimizer) {
+  return ranks_of(optimizer).has_value() || split_parameter(optimizer) != nullptr;
 }
 
 bool detail::writes(const torch::optim::Optimizer& optimizer) {
-  if (const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer)) {
-    if (const auto& ranks = Access::core(*own).ranks) return ranks->rank == 0;
-  }
-  for (const auto& group : optimizer.param_groups()) {
-    for (const Tensor& p : group.params()) {
-      if (const SplitParameter* split = split_of(p)) return split->piece == 0 && !split->is_replica;
-    }
-  }
-  return true;
+  if (const auto& ranks = ranks_of(optimizer)) return ranks->rank == 0;
+  const SplitParameter* split = split_parameter(optimizer);
+  return split == nullptr || (split->piece == 0 && !split->is_replica);
 }
 
 void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, const std::string& where) {
@@ -388,9 +393,9 @@ void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, c
 
 void save_optimizer(const LowMemoryOptimizer& optimizer, const std::string& path) {
   Stored stored = store(optimizer);
-  if (!writes(optimizer)) return;
   stored.metadata["format"] = kFormat;
-  save_safetensors(path, stored.tensors, stored.metadata);
+  files::save_gathered("save_optimizer", path, sources_of(stored, "", "save_optimizer", path),
+                       stored.metadata, writes(optimizer));
 }
 
 void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
@@ -398,7 +403,8 @@ void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
   const std::string where = "load_optimizer: " + path;
   expect_metadata(file.metadata(), "format", kFormat, Access::core(optimizer).name(), where);
   Stored stored{TensorDict(), file.metadata()};
-  for (const auto& item : file.entries()) stored.tensors.insert(item.name, file.load(item.name));
+  for (const auto& item : file.entries())
+    stored.tensors.insert(item.name, is_split(optimizer) ? file.map(item.name) : file.load(item.name));
   restore_own(optimizer, stored, where);
 }
 

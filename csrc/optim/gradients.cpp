@@ -434,9 +434,9 @@ Tensor LowMemoryOptimizer::scaled_step(const Tensor& grad_scale, const Tensor& f
 
 const Tensor& LowMemoryOptimizer::grad_norm() const { return core_->grad_norm; }
 
-void LowMemoryOptimizer::set_shard(int64_t rank, int64_t ranks, GatherWeights gather,
+void LowMemoryOptimizer::set_shard(int64_t rank, int64_t ranks, std::string group, GatherWeights gather,
                                    std::shared_ptr<SplitGradients> gradients) {
-  core_->set_shard(rank, ranks, std::move(gather), std::move(gradients));
+  core_->set_shard({rank, ranks, std::move(group)}, std::move(gather), std::move(gradients));
   if (core_->split_gradients == nullptr) return;
   for (const auto& group : param_groups_) core_->watch(group.params());
 }

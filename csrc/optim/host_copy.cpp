@@ -23,7 +23,7 @@ HostCopy::HostCopy(const std::vector<Tensor>& tensors, std::vector<torch::optim:
   const at::NoGradGuard no_grad;
   for (const Tensor& t : tensors) tensors_.emplace_back(t, on_host(t));
   for (auto* optimizer : optimizers) {
-    const Stored stored = store(*optimizer, /*has_parts=*/true);
+    const Stored stored = store(*optimizer);
     Stored& copy = states_.emplace_back(optimizer, Stored{TensorDict(), stored.metadata, true}).second;
     for (const auto& item : stored.tensors) copy.tensors.insert(item.key(), on_host(item.value()));
   }

@@ -30,7 +30,8 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
       const SplitParameter* split = split_of(params[i]);
       if (split != nullptr && !split->begins.empty() && !saved.has_parts)
         states[i] = part_of_state(Access::rule(options), kind_of(params[i], options), states[i], *split);
-      check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
+      if (!core.ranks || !saved.has_parts)
+        check_state(Access::rule(options), states[i], params[i], kind_of(params[i], options));
     }
   }
   const Tensor& norm = saved.grad_norm;
@@ -51,7 +52,7 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
       optimizer.state()[groups[g].params()[i].unsafeGetTensorImpl()] =
           std::make_unique<ParamState>(std::move(state));
     }
-    if (any) core.layout(g);
+    if (any) core.layout(g, saved.has_parts);
   }
 }
 

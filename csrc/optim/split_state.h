@@ -19,13 +19,9 @@ std::optional<SplitTensor> split_of_state(const Rule& rule, const std::string& n
 std::map<std::string, std::vector<int64_t>> whole_shapes(const Rule& rule, const Kind& kind,
                                                          const SplitParameter& split);
 
-/// Returns the whole of a tensor. All ranks of the group must call it.
+/// Returns the whole of a tensor, of which `part` begins with this process's elements. All ranks of the group
+/// must call it.
 Tensor gathered(const Tensor& part, const SplitTensor& split);
-
-/// Returns the state that one process would have of the whole parameter. All ranks of the group must call it.
-/// Ranges must begin at multiples of 256 elements.
-ParamState whole_state(const Rule& rule, const Kind& kind, const ParamState& part,
-                       const SplitParameter& split);
 
 /// Returns this process's part of the state of a whole parameter, or raises c10::Error if the state does not
 /// fit the rule and the parameter.

@@ -7,6 +7,7 @@
 #include <shoestring/safetensors.h>
 #include <torch/optim/optimizer.h>
 
+#include "files/safetensors_writer.h"
 #include "optim/split_params.h"
 
 namespace shoestring::optim::detail {
@@ -22,19 +23,21 @@ namespace shoestring::optim::detail {
 struct Stored {
   TensorDict tensors;
   Metadata metadata;
-  bool has_parts = false;  // whether states of parameters that are parts (split_params.h) are not whole
-  std::map<std::string, SplitTensor> splits{};  // then, how processes split tensors
+  bool has_parts = false;  // whether tensors that processes have split are this process's parts
+  std::map<std::string, SplitTensor> splits{};  // then, how processes split these tensors
 };
 
 /// Returns the state of one of our optimizers, or of LibTorch's Adam, AdamW or SGD. The tensors share the
-/// memory of the state. If processes have split the state, all of them must call it, and each gets a copy of
-/// all of it. With `has_parts`, the state of parameters that are parts stays that of this process.
-Stored store(const torch::optim::Optimizer& optimizer, bool has_parts = false);
+/// memory of the state. If processes have split the state, each gets its part.
+Stored store(const torch::optim::Optimizer& optimizer);
 
-/// Returns how processes split a tensor of Stored that has the shape `sizes` in one process; nothing if each
-/// process has all of it.
-std::optional<SplitTensor> split_of_stored(const torch::optim::Optimizer& optimizer, const std::string& name,
-                                           at::IntArrayRef sizes);
+/// Returns the tensors of `stored`, with names that begin with `prefix`, for a file. `caller` and `path`
+/// begin errors.
+std::vector<files::Source> sources_of(const Stored& stored, const std::string& prefix,
+                                      const std::string& caller, const std::string& path);
+
+/// Returns whether processes have split the state of an optimizer.
+bool is_split(const torch::optim::Optimizer& optimizer);
 
 /// Returns whether this process writes the files of an optimizer. If processes have split its state, only the
 /// first one does.

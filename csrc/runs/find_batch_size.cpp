@@ -89,7 +89,7 @@ MemoryAdvice advice_on(const std::vector<Tensor>& tensors, c10::Device device,
   }
   for (auto* optimizer : optimizers) {
     if (optimizer->state().empty()) continue;
-    advice.state += bytes_of(optim::detail::store(*optimizer, /*has_parts=*/true).tensors.values());
+    advice.state += bytes_of(optim::detail::store(*optimizer).tensors.values());
     advice.has_state = true;
   }
   advice.batch_size = options.batch_size();

@@ -45,62 +45,31 @@ using runs::each_generator;
 constexpr const char* kFormat = "shoestring.training";
 constexpr const char* kVersion = "1";
 
-// A tensor that is saved, or this process's part of it.
-struct Source {
-  Tensor own;
-  std::optional<optim::SplitTensor> split{};
+using optim::SplitTensor;
 
-  // All processes that have parts must call it.
-  Tensor whole() const { return split ? optim::detail::gathered(own, *split) : own; }
-  files::TensorInfo info(const std::string& path, const std::string& name) const {
-    files::TensorInfo info = files::info_of("save_training", path, name, own);
-    if (split) info.shape = split->sizes;
-    return info;
-  }
-};
-using Sources = std::map<std::string, Source>;
-
-// Returns a parameter, or this process's part of it if the parameter has no memory.
-Source source_of(const Tensor& param) {
+// Returns a parameter as a tensor of a run, of which this process has a part if the parameter has no memory.
+Stored stored_param(const std::string& name, const Tensor& param) {
+  Stored stored;
   const Tensor part = optim::part_of(param);
-  if (!part.defined()) return {param};
+  stored.tensors.insert(name, part.defined() ? part : param);
+  if (!part.defined()) return stored;
   const optim::SplitParameter& split = *optim::split_of(part);
-  return {part, optim::SplitTensor{split, split.begins, split.sizes}};
+  stored.splits.emplace(name, SplitTensor{split, split.begins, split.sizes});
+  return stored;
 }
 
-// Writes a file. Processes that do not write give their parts of tensors in the same order.
-void save(const std::string& path, const Sources& sources, Metadata metadata, bool writes) {
+// Returns the checksum of all content. Each process has one whole tensor at a time of those of which
+// processes have parts.
+std::string checksum_of(const std::vector<files::Source>& sources, const Metadata& metadata, bool writes) {
+  std::map<std::string, const files::Source*> by_name;
   std::vector<std::string> names;
-  std::vector<files::TensorInfo> infos;
-  for (const auto& [name, source] : sources) {
-    if (!writes && !source.split) continue;
-    names.push_back(name);
-    infos.push_back(source.info(path, name));
+  for (const files::Source& source : sources) {
+    if (!writes && !source.is_split) continue;
+    by_name[source.info.name] = &source;
+    names.push_back(source.info.name);
   }
-  const auto whole = [&](const std::string& name) { return sources.at(name).whole(); };
-  metadata[files::kChecksum] = files::content_checksum(metadata, names, whole);
-  if (!writes) {
-    for (const auto& info : files::sorted("save_training", path, infos)) whole(info.name);
-    return;
-  }
-  std::exception_ptr error;
-  std::optional<files::SafetensorsWriter> writer;
-  const auto guard = [&](const auto& step) {
-    if (error) return;
-    try {
-      step();
-    } catch (...) {
-      error = std::current_exception();
-    }
-  };
-  guard([&] { writer.emplace("save_training", path, infos, metadata); });
-  for (const auto& info : files::sorted("save_training", path, infos)) {
-    if (error && !sources.at(info.name).split) continue;
-    const Tensor tensor = whole(info.name);  // also after an error, since other processes give their parts
-    guard([&] { writer->write(tensor); });
-  }
-  guard([&] { writer->commit(); });
-  if (error) std::rethrow_exception(error);
+  return files::content_checksum(metadata, names,
+                                 [&](const std::string& name) { return by_name.at(name)->whole(); });
 }
 
 // Returns the tensors whose names begin with `prefix`, by the rest of their names.
@@ -197,13 +166,11 @@ std::vector<Stored> read_optimizers(const RunFile& saved, const TrainingRun& run
       saved.expect(false, "texts that describe an optimizer", error.what());
     }
     const std::string prefix = c10::str("optimizer.", i, ".");
-    stored.has_parts = true;
+    const bool maps = optim::detail::is_split(*run.optimizers[i]);  // then this process reads its parts alone
     for (const auto& entry : saved.file.entries()) {
       if (entry.name.rfind(prefix, 0) != 0) continue;
-      const std::string name = entry.name.substr(prefix.size());
-      const auto split = optim::detail::split_of_stored(*run.optimizers[i], name, entry.shape);
-      stored.tensors.insert(name, split ? saved.file.load_range(entry.name, split->begin(), split->end())
-                                        : saved.file.load(entry.name));
+      stored.tensors.insert(entry.name.substr(prefix.size()),
+                            maps ? saved.file.map(entry.name) : saved.file.load(entry.name));
     }
   }
   return all;
@@ -239,41 +206,46 @@ TensorDict training_tensors(const torch::nn::Module& module, bool frozen) {
 
 void save_training(const std::string& path, const TrainingRun& run) {
   const torch::NoGradGuard no_grad;
-  Sources sources;
+  std::vector<files::Source> sources;
+  const auto add = [&](const Stored& stored, const std::string& prefix) {
+    for (files::Source& source : optim::detail::sources_of(stored, prefix, "save_training", path))
+      sources.push_back(std::move(source));
+  };
   bool writes = true;
   for (const auto& item : run.tensors) {
-    const Source& source = sources["model." + item.key()] = source_of(item.value());
-    if (source.split) writes &= source.split->of.piece == 0 && !source.split->of.is_replica;
+    const Stored stored = stored_param(item.key(), item.value());
+    for (const auto& [name, split] : stored.splits) writes &= split.of.piece == 0 && !split.of.is_replica;
+    add(stored, "model.");
   }
   Json optimizers = Json::array(), parts = Json::object();
   for (size_t i = 0; i < run.optimizers.size(); ++i) {
-    const Stored stored = optim::detail::store(*run.optimizers[i], /*has_parts=*/true);
-    for (const auto& item : stored.tensors) {
-      const auto split = stored.splits.find(item.key());
-      sources[c10::str("optimizer.", i, ".", item.key())] = {
-          item.value(), split != stored.splits.end() ? std::optional(split->second) : std::nullopt};
-    }
+    const Stored stored = optim::detail::store(*run.optimizers[i]);
+    add(stored, c10::str("optimizer.", i, "."));
     optimizers.push_back(stored.metadata);
     writes &= optim::detail::writes(*run.optimizers[i]);
   }
   for (const auto& [name, part] : run.parts) {
     if (!writes) break;
     parts[name] = Json::object();
-    for (const auto& item : part.state()) sources["part." + name + "." + item.key()] = {item.value()};
+    Stored state;
+    state.tensors = part.state();
+    add(state, "part." + name + ".");
   }
   each_generator([&](const std::string& name, at::Generator generator) {
     const std::lock_guard lock(generator.mutex());
-    sources[name] = {generator.get_state()};
+    Stored state;
+    state.tensors.insert(name, generator.get_state());
+    add(state, "");
   });
-  save(path, sources,
-       {{"format", kFormat},
-        {"format_version", kVersion},
-        {"step", std::to_string(run.step)},
-        {"position", Json(run.position).dump()},
-        {"facts", Json(run.facts).dump()},
-        {"optimizers", optimizers.dump()},
-        {"parts", parts.dump()}},
-       writes);
+  Metadata metadata{{"format", kFormat},
+                    {"format_version", kVersion},
+                    {"step", std::to_string(run.step)},
+                    {"position", Json(run.position).dump()},
+                    {"facts", Json(run.facts).dump()},
+                    {"optimizers", optimizers.dump()},
+                    {"parts", parts.dump()}};
+  metadata[files::kChecksum] = checksum_of(sources, metadata, writes);
+  files::save_gathered("save_training", path, sources, metadata, writes);
 }
 
 void load_training(const std::string& path, TrainingRun& run) {
@@ -290,7 +262,7 @@ void load_training(const std::string& path, TrainingRun& run) {
   Undo undo;
   for (size_t i = 0; i < optimizers.size(); ++i) {
     torch::optim::Optimizer* optimizer = run.optimizers[i];
-    undo.add([optimizer, before = optim::detail::store(*optimizer, true)] {
+    undo.add([optimizer, before = optim::detail::store(*optimizer)] {
       optim::detail::restore(*optimizer, before, "load_training");
     });
     optim::detail::restore(*optimizer, optimizers[i], "load_training: " + path);
@@ -309,9 +281,9 @@ void load_training(const std::string& path, TrainingRun& run) {
   // The file has been read and checked as a whole, so these reads succeed unless the disk fails.
   for (const auto& item : run.tensors) {
     const std::string name = "model." + item.key();
-    const Source source = source_of(item.value());
-    if (source.split) {
-      source.own.copy_(saved.file.load_range(name, source.split->begin(), source.split->end()));
+    if (const Tensor part = optim::part_of(item.value()); part.defined()) {
+      const optim::SplitParameter& split = *optim::split_of(part);
+      Tensor(part).copy_(saved.file.load_range(name, split.begin(), split.end()));
     } else {
       saved.file.load_into(name, item.value());
     }

@@ -16,8 +16,8 @@ using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
 using Metadata = std::map<std::string, std::string>;
 
 /// A safetensors file that is open for reading. The header is checked in full before any tensor is allocated,
-/// so a truncated or malicious file raises c10::Error. Tensors are read and not memory-mapped, because mapped
-/// pages would count as memory of the process.
+/// so a truncated or malicious file raises c10::Error. Tensors are read and, but for map(), not
+/// memory-mapped, because mapped pages would count as memory of the process.
 class SHOESTRING_API SafetensorsFile {
  public:
   struct Entry {
@@ -42,6 +42,9 @@ class SHOESTRING_API SafetensorsFile {
 
   /// Loads the tensor `name` into newly allocated CPU memory.
   at::Tensor load(const std::string& name) const;
+  /// Returns the tensor `name` as a mapping of the file, of which only the pages that are read are loaded,
+  /// for a process that needs a part. Writing to it changes no file. The tensor may outlive this object.
+  at::Tensor map(const std::string& name) const;
   /// Loads the elements [begin, end) of the tensor `name`, counted in the order of memory, as a vector.
   at::Tensor load_range(const std::string& name, int64_t begin, int64_t end) const;
   /// Loads the tensor `name` into `out`, which must have the tensor's shape and dtype and may be on any

@@ -17,7 +17,7 @@ from shoestring.files.read_file import check_regular
 def open_safetensors(path: str | os.PathLike[str], damaged: str) -> Any:
     """Open a safetensors file and check its whole header: size, dtypes, shapes, offsets and the file's length.
 
-    Tensors are read and not memory-mapped, because mapped pages count as memory of the process, while the
+    Tensors are read and, but for ``map``, not memory-mapped, because mapped pages count as memory of the process, while the
     system's page cache does not.
 
     Args:
@@ -27,7 +27,8 @@ def open_safetensors(path: str | os.PathLike[str], damaged: str) -> Any:
     Returns:
         An object that closes the file when it is freed. ``tensors()`` is a dict from the name of each tensor
         to a meta tensor of its shape and dtype. ``metadata()`` is a dict of strings. ``load(name)`` reads a
-        tensor into new CPU memory, and ``load_into(name, tensor)`` into an existing tensor.
+        tensor into new CPU memory, and ``load_into(name, tensor)`` into an existing tensor. ``map(name)`` is for a
+        process that needs a part of a tensor: it maps the file, of which only the pages that are read are loaded.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -61,44 +62,55 @@ def save_gathered(
     *,
     writes: bool,
 ) -> None:
-    """Save tensors as ``save_safetensors`` does, and a checksum of all content.
+    """Save tensors as ``save_safetensors`` does.
 
     Of the tensors that processes have in parts, each has one whole tensor at a time.
 
     Args:
         path: the file.
         tensors: the tensors, by name.
-        metadata: the value of ``__metadata__`` in the header, to which ``checksum`` is added.
+        metadata: the value of ``__metadata__`` in the header.
         writes: whether this process writes the file. The others give their parts.
 
     Raises:
         ValueError: see ``save_safetensors``.
         OSError: the file cannot be written. An existing file is unchanged then.
     """
-    used = tensors if writes else {name: t for name, t in tensors.items() if isinstance(t, Gathered)}
-
-    def whole(name: str) -> Tensor:
-        tensor = used[name]
-        return tensor.whole() if isinstance(tensor, Gathered) else tensor
-
+    used = _used(tensors, writes)
     likes = [t.like if isinstance(t, Gathered) else t for t in used.values()]
-    checksum = torch.classes.shoestring.ContentChecksum(dict(metadata))
-    for name in sorted(used, key=os.fsencode):
-        checksum.add(name, whole(name))
-    all_metadata = {**metadata, "checksum": checksum.text()}
     writer = torch.classes.shoestring.SafetensorsWriter()
     arguments = "save_safetensors", os.fsencode(path), list(used), likes
     order = torch.classes.shoestring.SafetensorsWriter.order(*arguments)
-    error = writer.open(*arguments, all_metadata) if writes else 0
+    error = writer.open(*arguments, dict(metadata)) if writes else 0
     for name in order:
         # Other processes give their parts, also after an error.
         if error == 0 or isinstance(used[name], Gathered):
-            tensor = whole(name)
+            tensor = _whole(used[name])
             error = writer.write(tensor) if writes and error == 0 else error
     if writes and error == 0:
         error = writer.commit()
     if error:
         raise OSError(error, os.strerror(error), os.fspath(path))
+
+
+def checksum_of(
+    tensors: Mapping[str, Tensor | Gathered], metadata: Mapping[str, str], *, writes: bool
+) -> str:
+    """Return the checksum of what ``save_gathered`` with these arguments writes. All processes call it."""
+    used = _used(tensors, writes)
+    checksum = torch.classes.shoestring.ContentChecksum(dict(metadata))
+    for name in sorted(used, key=os.fsencode):
+        checksum.add(name, _whole(used[name]))
+    text: str = checksum.text()
+    return text
+
+
+def _used(tensors: Mapping[str, Tensor | Gathered], writes: bool) -> Mapping[str, Tensor | Gathered]:
+    return tensors if writes else {name: t for name, t in tensors.items() if isinstance(t, Gathered)}
+
+
+def _whole(tensor: Tensor | Gathered) -> Tensor:
+    return tensor.whole() if isinstance(tensor, Gathered) else tensor
 
 
 def save_safetensors(

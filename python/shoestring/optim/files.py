@@ -2,13 +2,14 @@
 
 import json
 import os
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shoestring.files.read_file import is_integer, is_number, parse_json, shown
-from shoestring.files.safetensors_file import Gathered, open_safetensors, save_safetensors
+from shoestring.files.safetensors_file import Gathered, open_safetensors, save_gathered
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
 from shoestring.optim.sharded_state import gathered_entries
@@ -29,8 +30,8 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     ``offload="nvme:DIR"``, so saving takes no extra memory.
 
     If processes have split the state (``shoestring.distributed.shard``), all of them must call this function.
-    Each gathers the state that one process would have, and the first writes it. Any number of processes can
-    load the file.
+    Each gathers one whole tensor at a time, and the first writes them. Any number of processes can load the
+    file; each reads its part.
 
     Args:
         optimizer: an optimizer of ``shoestring.optim``.
@@ -58,19 +59,16 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
                     "save_training, or torch.distributed.checkpoint"
                 )
     tensors, metadata = store(optimizer, "save_optimizer")
-    if optimizer._core.writes():
-        save_safetensors(path, cast("dict[str, Tensor]", tensors), {"format": FORMAT, **metadata})
+    save_gathered(path, tensors, {"format": FORMAT, **metadata}, writes=optimizer._core.writes())
 
 
 def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor | Gathered], dict[str, str]]:
     """Return the state of an optimizer as tensors and metadata of a safetensors file. ``what`` begins errors."""
-    with optimizer._whole_state(what):
-        return _store(optimizer, what)
-
-
-def _store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor | Gathered], dict[str, str]]:
     groups = []
     tensors: dict[str, Tensor | Gathered] = {}
+    is_split = optimizer._all_ranks is not None
+    if is_split:
+        tensors |= optimizer._split_state(what)
     for g, group in enumerate(optimizer.param_groups):
         options = {name: plain(group[name]) for name in optimizer.defaults}
         extra = {name: plain(value) for name, value in group.items() if name not in {"params", *options}}
@@ -81,7 +79,7 @@ def _store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor |
             raise ValueError(message) from None
         groups.append({"size": len(group["params"]), "options": options, "extra": extra})
         for i, p in enumerate(group["params"]):
-            entries: dict[str, Any] = optimizer.state.get(p, {})
+            entries: dict[str, Any] = {} if is_split else optimizer.state.get(p, {})
             if entries and is_dtensor(p):
                 entries = gathered_entries(optimizer, p, group)
             tensors |= {f"{g}.{i}.{name}": value for name, value in entries.items()}
@@ -121,7 +119,18 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         raise ValueError(
             f"{where}: expected format {FORMAT}, received {_brief(metadata.get('format', 'none'))}"
         )
-    restore(optimizer, {name: file.load(name) for name in file.tensors()}, metadata, where)
+    restore(optimizer, load_all(file, "", optimizer), metadata, where)
+
+
+def load_all(file: Any, prefix: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of a file whose names begin with ``prefix``, by the rest of their names.
+
+    If processes have split the state of the optimizer, the tensors map the file, since this process needs its parts
+    alone, which the optimizer copies.
+    """
+    is_split = isinstance(optimizer, LowMemoryOptimizer) and optimizer._core.is_split()
+    load = file.map if is_split else file.load
+    return {name[len(prefix) :]: load(name) for name in file.tensors() if name.startswith(prefix)}
 
 
 def restore(

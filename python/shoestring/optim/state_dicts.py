@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.convert import imported
 from shoestring.optim.sharded import local
 from shoestring.optim.sharded_state import owned_entries, save_dtensors
@@ -97,7 +99,7 @@ class StateDicts(Optimizer):
         # This hook of state_dict runs before the hooks that the user registered.
         first = self.register_state_dict_post_hook(lambda _, saved: save_dtensors(self, saved), prepend=True)
         try:
-            with self._whole_state("state_dict", may_be_consolidated=True):
+            with self._whole_state():
                 return {**super().state_dict(), **extra}
         finally:
             first.remove()
@@ -118,8 +120,8 @@ class StateDicts(Optimizer):
         """
         if self._all_ranks is None:
             return
-        whole = self._gathered_state("consolidate_state_dict")
-        self._consolidated = to, whole if self._all_ranks.rank == to else {}
+        whole = self._gathered_state("consolidate_state_dict", is_kept=self._all_ranks.rank == to)
+        self._consolidated = to, whole
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -170,37 +172,50 @@ class StateDicts(Optimizer):
             self._core.set_grad_norm(norm.detach().to(torch.float32).reshape(()).clone())
 
     @contextmanager
-    def _whole_state(self, what: str, *, may_be_consolidated: bool = False) -> Iterator[None]:
+    def _whole_state(self) -> Iterator[None]:
         """Within this context, ``state`` is that of one process. All processes that split it must enter it.
 
-        With ``may_be_consolidated``, the rank of ``consolidate_state_dict`` enters it alone.
+        After ``consolidate_state_dict``, its rank enters it alone.
         """
         if self._all_ranks is None:
             yield
             return
-        if may_be_consolidated and self._consolidated is not None:
+        if self._consolidated is not None:
             to, whole = self._consolidated
             if to != self._all_ranks.rank:
                 raise RuntimeError(
-                    f"{self._name}: {what}: expected rank {to}, which has the state since consolidate_state_dict(), "
+                    f"{self._name}: state_dict: expected rank {to}, which has the state since consolidate_state_dict(), "
                     f"received rank {self._all_ranks.rank}"
                 )
         else:
-            whole = self._gathered_state(what)
+            whole = self._gathered_state("state_dict", is_kept=True)
         own, self.state = self.state, defaultdict(dict, whole)
         try:
             yield
         finally:
             self.state = own
 
-    def _gathered_state(self, what: str) -> dict[Any, Any]:
-        """Return the state that one process would have. All processes that split it must call this."""
+    def _gathered_state(self, what: str, *, is_kept: bool) -> dict[Any, Any]:
+        """Return the state that one process would have if ``is_kept``. All processes that split it must call this."""
+        whole: dict[Any, Any] = {}
+        for name, part in self._split_state(what).items():
+            tensor = part.whole()
+            if is_kept:
+                group, index, entry = name.split(".", 2)
+                param = self.param_groups[int(group)]["params"][int(index)]
+                whole.setdefault(param, {})[entry] = tensor
+        return whole
+
+    def _split_state(self, what: str) -> dict[str, Gathered]:
+        """Return the state that ``shard`` has split, by its names in a file.
+
+        All processes must call it, and then for each tensor, in the same order, ``whole``.
+        """
         assert self._all_ranks is not None
         self._all_ranks.wait(f"{self._name}: {what}", REMEDY)
-        whole: dict[Any, Any] = {}
-        for group, states in zip(self.param_groups, self._core.whole_states(), strict=True):
-            whole |= {p: entries for p, entries in zip(group["params"], states, strict=True) if entries}
-        return whole
+        state = self._core.split_state()
+        named = zip(state.names(), state.likes(), strict=True)
+        return {name: Gathered(like, partial(state.whole, i)) for i, (name, like) in enumerate(named)}
 
     def __getstate__(self) -> dict[str, Any]:
         if self._all_ranks is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoestring.files.read_file import is_integer, parse_json, shown
-from shoestring.files.safetensors_file import Gathered, open_safetensors, save_gathered
+from shoestring.files.safetensors_file import Gathered, checksum_of, open_safetensors, save_gathered
 from shoestring.optim import files as own_files
 from shoestring.optim import torch_files
 from shoestring.optim.base import LowMemoryOptimizer
@@ -79,8 +79,8 @@ def save_training(
 
     If processes have split the state of an optimizer (``shoestring.distributed.shard``) or the weights (FSDP2), all of
     them must call this function. The first writes the file, which is that of one process, and any number of processes
-    can continue the run, with or without DTensors. Of DTensors, a process has one whole tensor at a time while it saves,
-    and the whole state of the optimizer while it loads.
+    can continue the run, with or without DTensors. Of what is split, a process has one whole tensor at a time while it
+    saves, and while it loads it reads its part of the state of an optimizer of ``shoestring.optim``.
 
     Args:
         path: the file to write.
@@ -119,6 +119,7 @@ def save_training(
     if any(isinstance(tensor, Gathered) for tensor in tensors.values()):
         writes = torch.distributed.get_rank() == 0
     if not writes:
+        checksum_of(tensors, {}, writes=False)
         save_gathered(path, tensors, {}, writes=False)
         return
     values: dict[str, dict[str, Any]] = {}
@@ -137,6 +138,7 @@ def save_training(
         "random": json.dumps(numbers),
     }
     tensors |= {f"random.{name}": state for name, state in states.items()}
+    metadata["checksum"] = checksum_of(tensors, metadata, writes=True)
     save_gathered(path, tensors, metadata, writes=True)
 
 
@@ -214,7 +216,7 @@ def load_training(
     try:
         for number, optimizer in enumerate(all_optimizers):
             undo.append(functools.partial(optimizer.load_state_dict, optimizer.state_dict()))
-            state = load_all(f"optimizer.{number}.")
+            state = own_files.load_all(file, f"optimizer.{number}.", optimizer)
             _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where)
         for name, part in parts.items():
             before = part.state_dict()

@@ -67,6 +67,10 @@ def _is_one_process(rank: int, strategy: str, optimizer: Any, options: dict[str,
         assert_replicated(whole(p))
         if exact:
             assert torch.equal(whole(p), q)
+        elif options.get("state_format") == "4bit":
+            # Last bits decide the codes of a few elements, whose weights then differ by less than a step.
+            difference = (whole(p) - q).abs()
+            assert difference.max() <= options["lr"] and difference.gt(2e-3).double().mean() <= 1e-3
         else:
             torch.testing.assert_close(whole(p), q, rtol=0, atol=2e-3)
     if opt.max_grad_norm is not None:

@@ -1,20 +1,22 @@
-"""Test the files of runs whose weights FSDP2 has split: they are those of one process (CPU, Gloo)."""
+"""Test the files of runs whose weights or state processes have split: they are those of one process (CPU, Gloo)."""
 
 from __future__ import annotations
 
 import errno
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shoestring
 from processes import model, run, train, whole
-from shoestring.optim import CAME, AdamW
+from shoestring.optim import CAME, Adafactor, AdamW, Lion, load_optimizer, save_optimizer
 
 # The rows of the first matrix are blocks of 256 elements, and those of the second are not: its codes are made again.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -103,3 +105,113 @@ def _disk_full(rank: int) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     """The first process raises, and the others do not wait for it."""
     run(2, tmp_path, _disk_full)
+
+
+# ---- state that shard has split
+
+SPLIT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "8bit": (AdamW, dict(state_format="8bit", weight_decay=0.1)),
+    "4bit": (AdamW, dict(state_format="4bit")),
+    "lion": (Lion, dict(state_format="bf16")),
+    "came": (CAME, dict(lr=1e-3)),  # whole matrices, each of one process
+    "adafactor": (Adafactor, dict(lr=1e-2)),
+}
+ROWS = 192
+
+
+class Empty(nn.Module):
+    """A layer whose parameter has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum()
+
+
+def deep(name: str) -> tuple[nn.Module, Any]:
+    """Return layers of which no tensor of state is much of the whole, and an optimizer of two groups."""
+    torch.manual_seed(5)
+    net = nn.Sequential(Empty(), *(nn.Linear(ROWS, ROWS) for _ in range(8)), nn.Linear(ROWS, 3), Empty())
+    params = list(net.parameters())
+    kind, options = SPLIT[name]
+    return net, kind([{"params": params[:5]}, {"params": params[5:], "lr": 2e-3}], **options)
+
+
+def split_batch(step: int) -> Tensor:
+    return torch.randn(4, ROWS, generator=torch.Generator().manual_seed(step))
+
+
+def state_in(path: str) -> dict[str, Tensor]:
+    found = load_file(path)
+    return {name: tensor for name, tensor in found.items() if not name.startswith("random.")}
+
+
+def trained_split(name: str, gradients: bool) -> tuple[nn.Module, Any]:
+    net, optimizer = deep(name)
+    shoestring.distributed.shard(optimizer, gradients=gradients)
+    train(net, optimizer, range(2), split_batch)
+    return net, optimizer
+
+
+def _split(rank: int, folder: str, name: str, gradients: bool) -> None:
+    path, world = f"{folder}/run.safetensors", torch.distributed.get_world_size()
+    net, optimizer = trained_split(name, gradients)
+    with shoestring.host_allocator() as allocator:
+        for save in (shoestring.save_training, lambda path, _, opt: save_optimizer(opt, path + ".optimizer")):
+            gc.collect()
+            before = allocator.stats().allocated
+            allocator.reset_peaks()
+            save(path, net, optimizer)
+            saving = allocator.stats().peak_allocated - before
+            torch.distributed.barrier()
+            whole_state = sum(t.nbytes for key, t in state_in(path).items() if key.startswith("optimizer."))
+            largest = max(t.nbytes for t in state_in(path).values())
+            # One tensor, the copies of it that the processes send, and the message
+            assert saving <= 4 * largest + 65536, (saving, largest, whole_state)
+
+    alone_net, alone = deep(name)
+    train(alone_net, alone, range(2), split_batch)
+    if rank == 0:
+        shoestring.save_training(f"{folder}/alone.safetensors", alone_net, alone)
+        expected, found = state_in(f"{folder}/alone.safetensors"), state_in(path)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(tensor, found[key]), key
+    whole_dict = alone.state_dict()["state"]
+    for key, entries in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, whole_dict[key][entry]) for entry, value in entries.items())
+        assert entries.keys() == whole_dict[key].keys()
+    for to in range(world):
+        optimizer.consolidate_state_dict(to)
+        if rank == to:
+            assert optimizer.state_dict()["state"].keys() == whole_dict.keys()
+
+    train(net, optimizer, range(2, 4), split_batch)
+    for load in (
+        lambda net, opt: shoestring.load_training(path, net, opt),
+        lambda net, opt: load_optimizer(opt, path + ".optimizer"),
+    ):
+        again, resumed = deep(name)
+        shoestring.distributed.shard(resumed, gradients=gradients)
+        for p, q in zip(again.parameters(), alone_net.parameters(), strict=True):
+            p.data.copy_(q)
+        with shoestring.host_allocator() as allocator:
+            load(again, resumed)
+            loading = allocator.stats().peak_allocated
+        # The file as it is checked, a tensor at a time, and the part of this process, some of which is by whole matrices
+        assert loading <= whole_state / world + 4 * largest + 65536, (loading, whole_state, largest)
+        train(again, resumed, range(2, 4), split_batch)
+        for p, q in zip(again.parameters(), net.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize(("world", "gradients"), [(2, False), (2, True), (3, False)])
+@pytest.mark.sample(3)
+def test_split_state_is_saved_by_tensors_and_loaded_by_parts(
+    name: str, world: int, gradients: bool, tmp_path: Path
+) -> None:
+    """No process has the whole state, in a file that is that of one process. It continues bit for bit."""
+    run(world, tmp_path, _split, str(tmp_path), name, gradients)

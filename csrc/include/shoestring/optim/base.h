@@ -253,8 +253,10 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   /// that are not contiguous.
   ///
   /// All processes must call save() and the functions that write files, which write the state that one
-  /// process would have. Only the first process writes a file. Any number of processes can load it.
-  void set_shard(int64_t rank, int64_t ranks, GatherWeights gather,
+  /// process would have. Only the first process writes a file. Any number of processes can load it. The parts
+  /// of each tensor are gathered over the process group that c10d knows as `group`, one tensor at a time
+  /// except in save().
+  void set_shard(int64_t rank, int64_t ranks, std::string group, GatherWeights gather,
                  std::shared_ptr<SplitGradients> gradients = nullptr);
 
   /// Adds up gradients over micro-batches, and frees grad(), for as long as the returned object lives. Hold

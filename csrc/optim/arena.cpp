@@ -247,10 +247,11 @@ Arena Arena::own_piece() const {
 
 std::map<std::string, SplitTensor> Arena::splits(const Rule& rule, size_t index) const {
   const Tensor& p = params[index];
-  SplitParameter of{.groups = {group},
-                    .piece = static_cast<int64_t>(rank),
-                    .sizes = p.sizes().vec(),
-                    .device = kind.source.type()};
+  SplitParameter of;
+  of.groups = {group};
+  of.piece = static_cast<int64_t>(rank);
+  of.sizes = p.sizes().vec();
+  of.device = kind.source.type();
   // The processes with elements of a parameter follow each other, and the first of them has its step. Of an
   // empty parameter, all of them may have none.
   std::vector<int64_t> elements{0}, ones{0};

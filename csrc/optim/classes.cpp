@@ -11,6 +11,7 @@
 #include <shoestring/optim/rules.h>
 
 #include "optim/core.h"
+#include "optim/host_copy.h"
 #include "optim/optimizer_holder.h"
 #include "optim/saved.h"
 #include "optim/split_params.h"
@@ -66,6 +67,15 @@ struct SplitState : torch::CustomClassHolder {
   Tensor whole(int64_t index) { return sources.at(static_cast<size_t>(index)).whole(); }
 
   std::vector<files::Source> sources;
+};
+
+/// A copy in host memory of an optimizer's state and options, of which this process has a part.
+struct StateCopy : torch::CustomClassHolder {
+  explicit StateCopy(LowMemoryOptimizer& optimizer) : copy({}, {&optimizer}) {}
+
+  void restore() { copy.restore("load_state_dict"); }
+
+  HostCopy copy;
 };
 
 /// Sets all options without checking their ranges. Returns the learning rate if it is a tensor.
@@ -240,6 +250,9 @@ class OptimizerCore : public OptimizerHolder {
     return c10::make_intrusive<SplitState>(sources_of(store(*optimizer_), "", "save", core().label));
   }
 
+  /// Returns a copy of the state that processes have split, which must not outlive this object.
+  c10::intrusive_ptr<StateCopy> copy_state() { return c10::make_intrusive<StateCopy>(*optimizer_); }
+
   /// Returns the memory of each arena: its flat tensors by name, the copies of its parameters in host memory,
   /// and its offloaded state.
   using Memory = std::tuple<Entries, std::vector<Tensor>, c10::IValue>;
@@ -292,6 +305,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("names", &SplitState::names)
       .def("likes", &SplitState::likes)
       .def("whole", &SplitState::whole);
+  m.class_<StateCopy>("StateCopy").def("restore", &StateCopy::restore);
   m.class_<OptimizerCore>("OptimizerCore")
       .def(torch::init<std::string, std::string>())
       .def("add_group", &OptimizerCore::add_group)
@@ -326,6 +340,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
       .def("set_grad_norm", &OptimizerCore::set_grad_norm)
       .def("states", &OptimizerCore::states)
       .def("split_state", &OptimizerCore::split_state)
+      .def("copy_state", &OptimizerCore::copy_state)
       .def("writes", &OptimizerCore::writes)
       .def("is_split", &OptimizerCore::is_split)
       .def("arenas", &OptimizerCore::arenas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shoestring.core.device import is_asynchronous
+from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor, local
 
 
@@ -21,17 +22,24 @@ class HostCopy:
     """
 
     def __init__(self, tensors: Iterable[Tensor], objects: Iterable[Any]) -> None:
-        self._objects = [(each, tree_map_only(Tensor, _on_host, each.state_dict())) for each in objects]
+        self._restores = [_restore_of(each) for each in objects]
         self._tensors = [(tensor, _on_host(local(tensor.detach()))) for tensor in tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Make tensors and states what they were, bit for bit."""
-        for each, state in self._objects:
-            # Objects may keep the tensors that they load, so they get copies.
-            each.load_state_dict(tree_map_only(Tensor, Tensor.clone, state))
+        for restore in self._restores:
+            restore()
         for tensor, host in self._tensors:
             local(tensor.detach()).copy_(host, non_blocking=True)
+
+
+def _restore_of(each: Any) -> Callable[[], object]:
+    if isinstance(each, LowMemoryOptimizer) and each._all_ranks is not None:
+        return each._copy_of_part()
+    state = tree_map_only(Tensor, _on_host, each.state_dict())
+    # Objects may keep the tensors that they load, so they get copies.
+    return lambda: each.load_state_dict(tree_map_only(Tensor, Tensor.clone, state))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.convert import imported
@@ -216,6 +217,24 @@ class StateDicts(Optimizer):
         state = self._core.split_state()
         named = zip(state.names(), state.likes(), strict=True)
         return {name: Gathered(like, partial(state.whole, i)) for i, (name, like) in enumerate(named)}
+
+    def _copy_of_part(self) -> Callable[[], None]:
+        """Copy the options and this process's part of the state to host memory; return what restores them."""
+        self._synchronize()
+        groups = [{name: value for name, value in g.items() if name != "params"} for g in self.param_groups]
+        groups = tree_map_only(Tensor, Tensor.clone, groups)
+        copied = self._core.copy_state()
+
+        def restore() -> None:
+            for group, values in zip(
+                self.param_groups, tree_map_only(Tensor, Tensor.clone, groups), strict=True
+            ):
+                group.update(values)
+            copied.restore()
+            self._consolidated = None
+            self._show_state()
+
+        return restore
 
     def __getstate__(self) -> dict[str, Any]:
         if self._all_ranks is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import shoestring
 from processes import model, run, train, whole
 from shoestring.optim import CAME, Adafactor, AdamW, Lion, load_optimizer, save_optimizer
+from shoestring.optim.host_copy import HostCopy
 
 # The rows of the first matrix are blocks of 256 elements, and those of the second are not: its codes are made again.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -155,21 +157,25 @@ def trained_split(name: str, gradients: bool) -> tuple[nn.Module, Any]:
     return net, optimizer
 
 
+def taken(function: Callable[[], Any]) -> tuple[Any, int]:
+    """Return the result of a function, and the most bytes that it had allocated at a time."""
+    gc.collect()
+    with shoestring.host_allocator() as allocator:
+        before = allocator.stats().allocated
+        allocator.reset_peaks()
+        return function(), allocator.stats().peak_allocated - before
+
+
 def _split(rank: int, folder: str, name: str, gradients: bool) -> None:
     path, world = f"{folder}/run.safetensors", torch.distributed.get_world_size()
     net, optimizer = trained_split(name, gradients)
-    with shoestring.host_allocator() as allocator:
-        for save in (shoestring.save_training, lambda path, _, opt: save_optimizer(opt, path + ".optimizer")):
-            gc.collect()
-            before = allocator.stats().allocated
-            allocator.reset_peaks()
-            save(path, net, optimizer)
-            saving = allocator.stats().peak_allocated - before
-            torch.distributed.barrier()
-            whole_state = sum(t.nbytes for key, t in state_in(path).items() if key.startswith("optimizer."))
-            largest = max(t.nbytes for t in state_in(path).values())
-            # One tensor, the copies of it that the processes send, and the message
-            assert saving <= 4 * largest + 65536, (saving, largest, whole_state)
+    for save in (shoestring.save_training, lambda path, _, opt: save_optimizer(opt, path + ".optimizer")):
+        _, saving = taken(lambda: save(path, net, optimizer))
+        torch.distributed.barrier()
+        whole_state = sum(t.nbytes for key, t in state_in(path).items() if key.startswith("optimizer."))
+        largest = max(t.nbytes for t in state_in(path).values())
+        # One tensor, the copies of it that the processes send, and the message
+        assert saving <= 4 * largest + 65536, (saving, largest, whole_state)
 
     alone_net, alone = deep(name)
     train(alone_net, alone, range(2), split_batch)
@@ -188,6 +194,16 @@ def _split(rank: int, folder: str, name: str, gradients: bool) -> None:
         if rank == to:
             assert optimizer.state_dict()["state"].keys() == whole_dict.keys()
 
+    copy, copied = taken(lambda: HostCopy([], [optimizer]))
+    assert copied <= whole_state / world + 2 * largest + 65536, (copied, whole_state)
+    optimizer.param_groups[0]["lr"] = 0.5
+    before = [p.clone() for p in net.parameters()]
+    train(net, optimizer, range(7, 8), split_batch)
+    copy.restore()
+    with torch.no_grad():
+        for p, q in zip(net.parameters(), before, strict=True):
+            p.copy_(q)
+
     train(net, optimizer, range(2, 4), split_batch)
     for load in (
         lambda net, opt: shoestring.load_training(path, net, opt),
@@ -197,9 +213,7 @@ def _split(rank: int, folder: str, name: str, gradients: bool) -> None:
         shoestring.distributed.shard(resumed, gradients=gradients)
         for p, q in zip(again.parameters(), alone_net.parameters(), strict=True):
             p.data.copy_(q)
-        with shoestring.host_allocator() as allocator:
-            load(again, resumed)
-            loading = allocator.stats().peak_allocated
+        _, loading = taken(lambda: load(again, resumed))
         # The file as it is checked, a tensor at a time, and the part of this process, some of which is by whole matrices
         assert loading <= whole_state / world + 4 * largest + 65536, (loading, whole_state, largest)
         train(again, resumed, range(2, 4), split_batch)

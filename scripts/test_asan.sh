@@ -10,7 +10,8 @@ export SHOESTRING_BUILD=$build  # the tests load libraries from this folder
 export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0
 export UBSAN_OPTIONS=print_stacktrace=1
 for capability in plain avx2 avx512; do
-  SHOESTRING_CPU=$capability "$build/tests/cpp/shoestring_tests" || { echo "failed with $capability"; exit 1; }
+  # AddressSanitizer keeps freed memory, which [resident] tests would count.
+  SHOESTRING_CPU=$capability "$build/tests/cpp/shoestring_tests" "~[resident]" || { echo "failed with $capability"; exit 1; }
 done
 python -m pytest tests/python/distributed/test_{data_parallel,fully_shard,diloco}_cpp.py
 package=$(mktemp -d)  # a copy of the Python package, with the sanitized libraries

@@ -94,7 +94,7 @@ TEST_CASE("The search for a batch size leaves everything as it was", "[find_batc
   CHECK(at::equal(step.model->weight, weight));
 }
 
-TEST_CASE("The memory of a CPU limits the batch size", "[find_batch_size]") {
+TEST_CASE("The memory of a CPU limits the batch size", "[find_batch_size][resident]") {
   LimitedStep step(1 << 20);
   int64_t largest = 0;
   const auto take = [&](int64_t rows) {

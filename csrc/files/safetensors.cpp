@@ -91,7 +91,6 @@ at::Tensor SafetensorsFile::map(const std::string& name) const {
   void* const memory = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd_, begin - before);
   TORCH_CHECK(memory != MAP_FAILED, "safetensors: ", path_, ": tensor ", quote(name), ": cannot map ", size,
               " bytes: ", std::strerror(errno));
-  ::madvise(memory, mapped, MADV_RANDOM);  // does not load pages that nobody reads
   return at::from_blob(
       static_cast<char*>(memory) + before, entry.shape, [=](void*) { ::munmap(memory, mapped); },
       at::TensorOptions(entry.dtype));

@@ -93,10 +93,9 @@ namespace {
 std::vector<Owned> split_over(int64_t processes, const std::vector<int64_t>& begins, int64_t blocks) {
   std::vector<Owned> parts(static_cast<size_t>(processes));
   const int64_t each = (blocks + processes - 1) / processes;
-  const auto from_block =
-      [&](int64_t block) {  // index of the first parameter that does not begin before a block
-        return static_cast<size_t>(std::lower_bound(begins.begin(), begins.end(), block) - begins.begin());
-      };
+  const auto from_block = [&](int64_t block) {  // the first parameter that does not begin before a block
+    return static_cast<size_t>(std::lower_bound(begins.begin(), begins.end(), block) - begins.begin());
+  };
   for (int64_t process = 0; process < processes; ++process) {
     const int64_t from = std::min(each * process, blocks), to = std::min(from + each, blocks);
     if (from == to) continue;

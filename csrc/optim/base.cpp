@@ -181,9 +181,8 @@ c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
 }
 
 void Core::set_shard(Ranks all, GatherWeights gather, std::shared_ptr<SplitGradients> gradients) {
-  const auto [rank, count, group] = all;
-  expect(count > 0 && rank >= 0 && rank < count, name(), "set_shard", "a rank from 0 to the number of ranks",
-         c10::str(rank, " of ", count));
+  expect(all.count > 0 && all.rank >= 0 && all.rank < all.count, name(), "set_shard",
+         "a rank from 0 to the number of ranks", c10::str(all.rank, " of ", all.count));
   const auto refuse = [&](bool good, const char* expected, const char* received) {
     expect(good, name(), "set_shard", expected, received);
   };

@@ -8,20 +8,31 @@ namespace shoestring::optim::detail {
 
 using at::Tensor;
 
-Tensor all_reduce(const Tensor& tensor, const std::string& how, const std::string& group) {
-  static const auto reduce =
-      find<Tensor(const Tensor&, std::string, std::string)>("_c10d_functional::all_reduce");
+namespace {
+
+// Calls an operator and waits for its result. The call is boxed, since PyTorch's releases declare the names
+// of groups by different types.
+Tensor awaited(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
   static const auto wait = find<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
-  return wait.call(reduce.call(tensor, how, group));
+  op.callBoxed(arguments);
+  return wait.call(arguments[0].toTensor());
+}
+
+c10::OperatorHandle collective(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+}  // namespace
+
+Tensor all_reduce(const Tensor& tensor, const std::string& how, const std::string& group) {
+  static const auto op = collective("_c10d_functional::all_reduce");
+  return awaited(op, {tensor, how, group});
 }
 
 Tensor all_to_all(const Tensor& tensor, const std::vector<int64_t>& received,
                   const std::vector<int64_t>& sent, const std::string& group) {
-  static const auto send = find<Tensor(const Tensor&, c10::SymIntArrayRef, c10::SymIntArrayRef, std::string)>(
-      "_c10d_functional::all_to_all_single");
-  static const auto wait = find<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
-  const std::vector<c10::SymInt> to(sent.begin(), sent.end()), from(received.begin(), received.end());
-  return wait.call(send.call(tensor, from, to, group));
+  static const auto op = collective("_c10d_functional::all_to_all_single");
+  return awaited(op, {tensor, received, sent, group});
 }
 
 void combine(const std::vector<Partial>& parts, const SplitParameter& split) {

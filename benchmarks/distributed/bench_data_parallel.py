@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +40,7 @@ def worker(kind: str, width: int, rows: int) -> None:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
     if kind.startswith("DeepSpeed"):
-        time_deepspeed(int(kind[-1]), model, rows)
+        time_deepspeed(int(kind[-1]), model, torch.randn(rows, width))
         return
     torch.distributed.init_process_group("gloo")
     optimizer: torch.optim.Optimizer
@@ -80,7 +80,7 @@ def time_steps(step: Callable[[], None]) -> None:
     torch.distributed.destroy_process_group()
 
 
-def time_deepspeed(stage: int, model: nn.Module, rows: int) -> None:
+def time_deepspeed(stage: int, model: nn.Module, x: Tensor) -> None:
     """Time steps of DeepSpeed's engine with our AdamW, without its operators for shared memory, by Gloo."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=os.environ["RANK"])
     with contextlib.redirect_stdout(sys.stderr):
@@ -89,13 +89,12 @@ def time_deepspeed(stage: int, model: nn.Module, rows: int) -> None:
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
         optimizer = AdamW(model.parameters(), lr=1e-6)
         config = {
-            "train_micro_batch_size_per_gpu": rows,
+            "train_micro_batch_size_per_gpu": len(x),
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    x = torch.randn(rows, next(model.parameters()).shape[1])
 
     def step() -> None:
         engine.backward(engine(x).square().mean())

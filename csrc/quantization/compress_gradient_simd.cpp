@@ -15,6 +15,7 @@ namespace {
 using kernels::GradientCodec;
 using kernels::GradientType;
 
+constexpr int kAhead = 1024;         // elements that are brought to the caches ahead of a block
 constexpr int kLargest = 256;        // elements of the largest block
 constexpr float kMagic = 0x1.8p23f;  // x + kMagic rounds x to an integer, in the low bits of the sum
 constexpr uint32_t kMagicBits = 0x4b400000u;
@@ -164,6 +165,11 @@ SHOESTRING_INLINE void compress_blocks(float* error, const typename E::Type* gra
   for (int k = 0; k < kTogether; ++k) {
     most[k] = add_block<E, kBlock>(error + k * kBlock, gradient + k * kBlock, sum[k]);
     if constexpr (kSigns) most[k] = sum_of_magnitudes(sum[k]);
+  }
+  // Brings later blocks to the caches while these are encoded, when no load would ask for them.
+  for (int i = 0; i < kTogether * kBlock; i += 16) {
+    __builtin_prefetch(error + kAhead + i, 1);
+    if (i * sizeof(typename E::Type) % 64 == 0) __builtin_prefetch(gradient + kAhead + i);
   }
 #pragma GCC unroll 2
   for (int k = 0; k < kTogether; ++k) {

@@ -475,6 +475,11 @@ def test_losses_read_a_head_that_is_away(
         # of that for two panels of 64,512 and 5,489 random terms, and 1 for their sum.
         scale = expected.abs().max().item()  # type: ignore[union-attr]
         torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=4 * 2**-9 * scale)
+    elif case == "chunks" and dtype == of_weight == torch.float32:
+        # The library splits the sum over 70,001 classes of so few rows as it likes. Each addition rounds by 2**-24
+        # at most, and the roundings of the terms of a sum are random.
+        scale = expected.abs().max().item()  # type: ignore[union-attr]
+        torch.testing.assert_close(hidden.grad, expected, rtol=0, atol=CLASSES**0.5 * 2**-24 * scale)
     else:
         assert torch.equal(hidden.grad, expected)  # type: ignore[arg-type]
     assert store.statistics()["fetched"] % weight.nbytes == 0

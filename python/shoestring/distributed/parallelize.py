@@ -274,6 +274,8 @@ def parallelize(
                 "a process group",
                 "none in one process. Use shoestring.offload_weights, or call init_process_group.",
             )
+        if mesh is not None:
+            _check_mesh(strategy, mesh, 1)
         return ParallelReport("none", 1, needed(model, "ddp", 1), "there is one process")
     group = group_or_default(None, "parallelize")
     ranks = dist.get_world_size(group)
@@ -437,25 +439,30 @@ def _mesh(
     model: nn.Module, strategy: str, mesh: DeviceMesh | tuple[int, ...] | None, ranks: int
 ) -> DeviceMesh | None:
     """Return the mesh of a strategy that shards weights; None for the others."""
+    if mesh is not None:
+        _check_mesh(strategy, mesh, ranks)
     if strategy not in ("zero3", "hsdp"):
-        if mesh is not None:
-            _refuse("mesh", f"none with {strategy!r}, which takes all processes", "one")
         return None
-    dimensions = 1 if strategy == "zero3" else 2
     if mesh is None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         mesh = (ranks,) if strategy == "zero3" else (ranks // local, local)
+    if not isinstance(mesh, tuple):
+        return mesh
+    names = ("shards",) if strategy == "zero3" else ("replicas", "shards")
+    return init_device_mesh(next(model.parameters()).device.type, mesh, mesh_dim_names=names)
+
+
+def _check_mesh(strategy: str, mesh: DeviceMesh | tuple[int, ...], ranks: int) -> None:
+    if strategy not in ("zero3", "hsdp"):
+        _refuse("mesh", f"none with {strategy!r}, which takes all processes", "one")
+    dimensions = 1 if strategy == "zero3" else 2
     shape = mesh if isinstance(mesh, tuple) else tuple(mesh.shape)
     if len(shape) != dimensions:
         _refuse("mesh", f"{dimensions} dimensions with {strategy!r}", f"{shape}")
     if math.prod(shape) != ranks:
         _refuse("mesh", f"a product of {ranks}, the number of processes", f"{shape}")
-    if not isinstance(mesh, tuple):
-        if dimensions == 2 and mesh.mesh_dim_names is None:
-            _refuse("mesh", "names of its two dimensions", "none. Pass mesh_dim_names to init_device_mesh.")
-        return mesh
-    names = ("shards",) if strategy == "zero3" else ("replicas", "shards")
-    return init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=names)
+    if dimensions == 2 and not isinstance(mesh, tuple) and mesh.mesh_dim_names is None:
+        _refuse("mesh", "names of its two dimensions", "none. Pass mesh_dim_names to init_device_mesh.")
 
 
 def _check_rows(model: nn.Module, shards: int) -> None:

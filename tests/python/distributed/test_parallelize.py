@@ -477,6 +477,13 @@ def test_one_process_needs_nothing() -> None:
     report.undo()
 
 
+def test_one_process_without_a_group_reads_the_mesh() -> None:
+    assert shoestring.parallelize(model(), "hsdp", mesh=(1, 1)).strategy == "none"
+    assert refusal(lambda: shoestring.parallelize(model(), "hsdp", mesh=(3, 2))) == (
+        "parallelize: mesh: expected a product of 1, the number of processes, received (3, 2)"
+    )
+
+
 def test_one_process_without_a_group_cannot_offload() -> None:
     assert refusal(lambda: shoestring.parallelize(model(), "zero3", offload="nvme:.")) == (
         "parallelize: offload: expected a process group, received none in one process. Use shoestring.offload_weights, "

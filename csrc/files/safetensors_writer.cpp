@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "files/content_checksum.h"
 #include "files/safetensors_format.h"
 
 namespace shoestring::files {
@@ -101,15 +102,32 @@ void SafetensorsWriter::commit() {
   file_.commit();
 }
 
+namespace {
+
+// Returns the tensors by name: all that are written, or those of which another process needs a part.
+std::map<std::string, const Source*> used(const std::vector<Source>& sources, bool writes) {
+  std::map<std::string, const Source*> by_name;
+  for (const Source& source : sources) {
+    if (writes || source.is_split) by_name[source.info.name] = &source;
+  }
+  return by_name;
+}
+
+}  // namespace
+
+std::string checksum_of(const std::vector<Source>& sources, const Metadata& metadata, bool writes) {
+  const auto by_name = used(sources, writes);
+  std::vector<std::string> names;
+  for (const auto& [name, source] : by_name) names.push_back(name);
+  return content_checksum(metadata, std::move(names),
+                          [&](const std::string& name) { return by_name.at(name)->whole(); });
+}
+
 void save_gathered(const std::string& caller, const std::string& path, const std::vector<Source>& sources,
                    const Metadata& metadata, bool writes) {
-  std::map<std::string, const Source*> by_name;
+  const auto by_name = used(sources, writes);
   std::vector<TensorInfo> infos;
-  for (const Source& source : sources) {
-    if (!writes && !source.is_split) continue;
-    by_name[source.info.name] = &source;
-    infos.push_back(source.info);
-  }
+  for (const auto& [name, source] : by_name) infos.push_back(source->info);
   std::exception_ptr error;
   std::optional<SafetensorsWriter> writer;
   const auto guard = [&](const auto& step) {

@@ -59,6 +59,9 @@ struct Source {
   bool is_split = false;
 };
 
+/// Returns the checksum of the content that save_gathered() writes. All processes must call it.
+std::string checksum_of(const std::vector<Source>& sources, const Metadata& metadata, bool writes);
+
 /// Writes a file of tensors, of which processes may have parts: each has one whole tensor at a time.
 /// Processes that do not write give their parts, also after an error of the process that does.
 void save_gathered(const std::string& caller, const std::string& path, const std::vector<Source>& sources,

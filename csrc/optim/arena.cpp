@@ -317,14 +317,12 @@ void Arena::set_state(const Rule& rule, size_t index, const std::map<std::string
                       bool is_part) {
   std::map<std::string, Tensor> own = views(rule, index);
   own.at("step").copy_(state.at("step"));
+  const bool narrows = !owned.empty() && !is_part;
+  const auto places = narrows ? splits(rule, index) : std::map<std::string, SplitTensor>();
   for (const Part& part : parts(rule, kind)) {
-    Tensor given = state.at(part.name);
-    if (!owned.empty() && !is_part) {
-      const int64_t from = elements_of(rank, index).first;
-      given = given.reshape({-1}).narrow(0, part.shaped ? from : from / kBlock * part.per_block,
-                                         own.at(part.name).numel());
-    }
-    own.at(part.name).copy_(given);
+    Tensor& to = own.at(part.name);
+    const Tensor& given = state.at(part.name);
+    to.copy_(narrows ? given.reshape({-1}).narrow(0, places.at(part.name).begin(), to.numel()) : given);
   }
 }
 

@@ -403,8 +403,9 @@ void load_optimizer(LowMemoryOptimizer& optimizer, const std::string& path) {
   const std::string where = "load_optimizer: " + path;
   expect_metadata(file.metadata(), "format", kFormat, Access::core(optimizer).name(), where);
   Stored stored{TensorDict(), file.metadata()};
+  const bool maps = is_split(optimizer);
   for (const auto& item : file.entries())
-    stored.tensors.insert(item.name, is_split(optimizer) ? file.map(item.name) : file.load(item.name));
+    stored.tensors.insert(item.name, maps ? file.map(item.name) : file.load(item.name));
   restore_own(optimizer, stored, where);
 }
 

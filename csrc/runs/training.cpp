@@ -45,8 +45,6 @@ using runs::each_generator;
 constexpr const char* kFormat = "shoestring.training";
 constexpr const char* kVersion = "1";
 
-using optim::SplitTensor;
-
 // Returns a parameter as a tensor of a run, of which this process has a part if the parameter has no memory.
 Stored stored_param(const std::string& name, const Tensor& param) {
   Stored stored;
@@ -54,22 +52,8 @@ Stored stored_param(const std::string& name, const Tensor& param) {
   stored.tensors.insert(name, part.defined() ? part : param);
   if (!part.defined()) return stored;
   const optim::SplitParameter& split = *optim::split_of(part);
-  stored.splits.emplace(name, SplitTensor{split, split.begins, split.sizes});
+  stored.splits.emplace(name, optim::SplitTensor{split, split.begins, split.sizes});
   return stored;
-}
-
-// Returns the checksum of all content. Each process has one whole tensor at a time of those of which
-// processes have parts.
-std::string checksum_of(const std::vector<files::Source>& sources, const Metadata& metadata, bool writes) {
-  std::map<std::string, const files::Source*> by_name;
-  std::vector<std::string> names;
-  for (const files::Source& source : sources) {
-    if (!writes && !source.is_split) continue;
-    by_name[source.info.name] = &source;
-    names.push_back(source.info.name);
-  }
-  return files::content_checksum(metadata, names,
-                                 [&](const std::string& name) { return by_name.at(name)->whole(); });
 }
 
 // Returns the tensors whose names begin with `prefix`, by the rest of their names.
@@ -244,7 +228,7 @@ void save_training(const std::string& path, const TrainingRun& run) {
                     {"facts", Json(run.facts).dump()},
                     {"optimizers", optimizers.dump()},
                     {"parts", parts.dump()}};
-  metadata[files::kChecksum] = checksum_of(sources, metadata, writes);
+  metadata[files::kChecksum] = files::checksum_of(sources, metadata, writes);
   files::save_gathered("save_training", path, sources, metadata, writes);
 }
 

@@ -122,7 +122,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
     restore(optimizer, load_all(file, "", optimizer), metadata, where)
 
 
-def load_all(file: Any, prefix: str, optimizer: Optimizer) -> dict[str, Tensor]:
+def load_all(file: Any, prefix: str, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
     """Return the tensors of a file whose names begin with ``prefix``, by the rest of their names.
 
     If processes have split the state of the optimizer, the tensors map the file, since this process needs its parts

@@ -209,9 +209,6 @@ def load_training(
             f"{where}: expected {len(all_optimizers)} optimizers, received a file with {len(saved['optimizers'])}"
         )
 
-    def load_all(prefix: str) -> dict[str, Tensor]:
-        return {name[len(prefix) :]: file.load(name) for name in entries if name.startswith(prefix)}
-
     undo: list[Callable[[], object]] = []
     try:
         for number, optimizer in enumerate(all_optimizers):
@@ -221,10 +218,12 @@ def load_training(
         for name, part in parts.items():
             before = part.state_dict()
             undo.append(functools.partial(part.load_state_dict, before))
-            part.load_state_dict(_joined(load_all(f"part.{name}."), saved["parts"][name], before))
+            part.load_state_dict(
+                _joined(own_files.load_all(file, f"part.{name}."), saved["parts"][name], before)
+            )
         states, numbers = random_states()
         undo.append(functools.partial(set_random_states, states, numbers))
-        set_random_states(load_all("random."), saved["random"])
+        set_random_states(own_files.load_all(file, "random."), saved["random"])
         # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
         for name, tensor in tensors.items():
             if is_dtensor(tensor):

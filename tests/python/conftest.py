@@ -19,6 +19,7 @@ import torch
 import shoestring  # noqa: F401  (registers the operators)
 from build_folder import EMULATOR
 from offload_faults import disturb_offload
+from shoestring.checkpoint import weights
 
 CAPABILITIES = ("plain", "avx2", "avx512", "amx")
 # Compute capabilities that the emulator can report.
@@ -189,6 +190,14 @@ def delay(request: pytest.FixtureRequest) -> Iterator[int]:
     """
     disturb_offload(request.param)
     yield request.param
+    disturb_offload()
+
+
+@pytest.fixture
+def small_weights_leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the matrices of small models leave, but not the weights of norms; end all faults of transfers."""
+    monkeypatch.setattr(weights, "LEAST", 1024)
+    yield
     disturb_offload()
 
 

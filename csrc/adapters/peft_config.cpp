@@ -11,6 +11,7 @@
 #include "adapters/names.h"
 #include "adapters/pattern.h"
 #include "files/read_file.h"
+#include "files/safetensors_format.h"
 
 namespace shoestring::lora {
 namespace {
@@ -148,10 +149,7 @@ Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions
 
 }  // namespace
 
-bool is_name(const std::string& text) {
-  const auto control = [](char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; };
-  return text.size() <= kLongestName && std::none_of(text.begin(), text.end(), control);
-}
+bool is_name(const std::string& text) { return text.size() <= kLongestName && files::is_visible(text); }
 
 // Computes the options of one layer by PEFT's rules. A layer's alpha comes from the first pattern in
 // alpha_pattern that matches the layer's whole name or its ending after a dot. If feedforward_modules is a

@@ -37,7 +37,7 @@ struct FileConfig {
 };
 
 /// Returns whether `text` may be a module's name in a file and may be quoted in error messages. It must have
-/// at most 1000 bytes and no control characters.
+/// at most 1000 bytes, and no characters that a terminal acts on or does not show.
 bool is_name(const std::string& text);
 
 /// Reads adapter_config.json. Raises ValueError if the adapter's method or one of its options is not

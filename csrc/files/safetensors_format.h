@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <iterator>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 
@@ -43,11 +42,11 @@ inline constexpr int64_t kMaxHeader = 100'000'000;
 inline constexpr size_t kMaxDims = 64;
 
 /// Quotes text that was read from a file, for an error message. The result is one line, cut after 120 bytes.
-inline std::string quote(std::string_view text) {
-  constexpr size_t kLongest = 120;
-  const bool cut = text.size() > kLongest;
-  nlohmann::json value = std::string(text.substr(0, kLongest));
-  return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + (cut ? "..." : "");
-}
+/// Characters that a terminal acts on or does not show are escaped, such as those that change the direction
+/// of text.
+std::string quote(std::string_view text);
+
+/// Returns whether a terminal shows every character of a text in UTF-8 and acts on none.
+bool is_visible(std::string_view text);
 
 }  // namespace shoestring::files

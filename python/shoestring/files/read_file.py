@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from shoestring.core.errors import InputError
+from shoestring.core.errors import HIDDEN, InputError
 
 MAX_JSON = 16_000_000  # maximum size of a JSON file in bytes; a file has about 200 bytes per tensor or layer
 MAX_VALUES = 1_000_000  # maximum number of commas and opening brackets in a JSON text
@@ -90,18 +90,9 @@ def is_number(value: object) -> bool:
 def is_name(value: object) -> bool:
     """Return whether a value can be a module's name and can be shown in an error message.
 
-    Such a name is text of at most 1000 characters without control characters.
+    Such a name is text of at most 1000 characters, which a terminal shows and does not act on.
     """
-    return isinstance(value, str) and len(value) <= 1000 and (value.isprintable() or all(map(_plain, value)))
-
-
-def _plain(letter: str) -> bool:
-    return (
-        letter >= " "
-        and letter != "\x7f"
-        and not "\ud800" <= letter <= "\udfff"
-        and letter not in "\x85\u2028\u2029"
-    )
+    return isinstance(value, str) and len(value) <= 1000 and HIDDEN.search(value) is None
 
 
 def shown(value: object) -> str:

@@ -99,6 +99,20 @@ TEST_CASE("safetensors refuses bad and hostile files in words", "[safetensors]")
   expect(message([&] { SafetensorsFile(folder.path); }), "expected a regular file");
 }
 
+TEST_CASE("names in messages cannot act on a terminal or hide", "[safetensors]") {
+  Folder folder;
+  const std::string path = folder / "model.safetensors";
+  TensorDict tensors;
+  tensors.insert("a", at::ones({1}));
+  shoestring::save_safetensors(path, tensors);
+  const shoestring::SafetensorsFile file(path);
+  const auto received = [&](const std::string& name) { return message([&] { file.entry(name); }); };
+  expect(received("käse \u6f22 \U0001f600"), "no tensor \"käse \u6f22 \U0001f600\"");
+  expect(received("a\u202eb\u200b\x1b[2J\x7f\u009b1m\U000e0041"),
+         "no tensor \"a\\u202eb\\u200b\\u001b[2J\\u007f\\u009b1m\\U000e0041\"");
+  expect(received("\xe2\x80"), "no tensor \"\ufffd");
+}
+
 TEST_CASE("a save that fails leaves the old file and nothing else", "[safetensors]") {
   Folder folder;
   const std::string path = folder / "model.safetensors";

@@ -16,7 +16,8 @@ from torch import nn
 
 import shoestring
 from shoestring import lora, optim
-from shoestring.data.examples import kind_of, read_segments
+from shoestring.data.examples import read_segments
+from shoestring.data.records import kind_of
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import HEADER, MAGIC, read_token_file
 from shoestring.data.tokenizer import load_tokenizer
@@ -409,8 +410,8 @@ READERS = [
         (
             "data.text.check_text",
             "data.text.find_files",
-            "data.text.read_text",
-            "data.text.read_jsonl",
+            "data.lines.read_text",
+            "data.records.read_records",
             "data.text.documents",
         ),
         _make_text,
@@ -420,7 +421,7 @@ READERS = [
     ),
     Reader(
         "read_segments",
-        ("data.examples.kind_of", "data.examples.read_segments"),
+        ("data.records.kind_of", "data.examples.read_segments"),
         _make_examples,
         {"chat.jsonl": mutate_lines, "completion.jsonl": mutate_lines},
         _read_examples,
@@ -484,7 +485,7 @@ NOT_READERS = {
         "calls the readers above",
     ),
     **dict.fromkeys(
-        ("data.text.is_jsonl", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.run.file_list", "training.checkpoint.checkpoints", "files.read_file.check_regular",
+        ("data.records.holds_records", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.run.file_list", "training.checkpoint.checkpoints", "files.read_file.check_regular",
          "integrations.transformers.reader.Stored", "training.report.Run"),
         "looks at names and sizes alone",
     ),

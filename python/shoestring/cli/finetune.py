@@ -13,7 +13,8 @@ from shoestring.cli.config import Source
 from shoestring.cli.console import Console, say, silence
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
-from shoestring.data.examples import CHAT, TEXT, encode_examples, kind_of, read_segments
+from shoestring.data.examples import encode_examples, read_segments
+from shoestring.data.records import CHAT, TEXT, kind_of
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer
@@ -66,7 +67,7 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
         )
     check_weights_folder(config)
     tokenizer = load_tokenizer(folder, trust)
-    files = find_files(source.data, source.glob)
+    files = find_files(source.data, source.glob, say)
     kind = kind_of(files)
     segments = None
     if kind == TEXT:

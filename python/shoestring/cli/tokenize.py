@@ -6,6 +6,7 @@ import glob
 from pathlib import Path
 
 from shoestring.cli.config import Source
+from shoestring.cli.console import say
 from shoestring.core.errors import InputError
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import write_token_file
@@ -42,7 +43,7 @@ def tokenize(
         # remove partial files that a killed process has left
         for leftover in out.parent.glob(f"{glob.escape(out.name)}.*{PARTIAL}"):
             leftover.unlink(missing_ok=True)
-        files = find_files(source.data, source.glob)
+        files = find_files(source.data, source.glob, say)
         check_text(files)
         if tokenizer_folder is not None:
             return write_token_file(out, files, load_tokenizer(tokenizer_folder, trust_remote_code))

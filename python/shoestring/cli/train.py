@@ -34,7 +34,7 @@ def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
 
 def _train(config: TrainConfig, source: Source, out: Path, processes: Processes) -> dict[str, Any]:
     silence(not processes.is_first)
-    files = find_files(source.data, source.glob)
+    files = find_files(source.data, source.glob, say)
     check_text(files)
     tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code) if config.tokenizer else None
     fingerprint = Fingerprint.of(config, data=file_list(files))

@@ -11,7 +11,8 @@ import numpy as np
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Examples
 from shoestring.data.progress import working
-from shoestring.data.text import is_jsonl, kind_of_value, read_jsonl, size_of
+from shoestring.data.records import CHAT, kind_of_value, read_records
+from shoestring.data.text import size_of
 from shoestring.data.tokenizer import encode_all
 
 # The chat template for tokenizers that have none. Each message is a line with its role, then its text. The
@@ -21,7 +22,6 @@ DEFAULT_CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
-TEXT, COMPLETION, CHAT = "text", "prompt/completion", "chat"
 
 
 @dataclass(frozen=True)
@@ -33,46 +33,12 @@ class Encoded:
     dropped: int  # number of examples that were dropped, because no completion token fits within seq_len
 
 
-def kind_of(files: list[Path]) -> str:
-    """Return the kind of records in the files: text, prompt/completion or chat.
-
-    The first record of each file determines the kind.
-
-    Raises:
-        InputError: the files hold records of different kinds, or records of an unknown kind.
-    """
-    kinds = {path: _kind(path) if is_jsonl(path) else TEXT for path in files}
-    first = next(iter(kinds.values()))
-    for path, kind in kinds.items():
-        if kind != first:
-            raise InputError(
-                f"{path}: holds {kind} records, {files[0]} holds {first}; give one kind at a time"
-            )
-    return first
-
-
-def _kind(path: Path) -> str:
-    for number, record in read_jsonl(path):
-        if "messages" in record:
-            return CHAT
-        if "prompt" in record and "completion" in record:
-            return COMPLETION
-        if "text" in record:
-            return TEXT
-        raise InputError(
-            f"{path}: line {number} has the fields {sorted(record)}; "
-            f'expected "text", "prompt" and "completion", or "messages"'
-        )
-    raise InputError(f"{path}: no record in the file")
-
-
 def read_segments(files: list[Path], kind: str, tokenizer: Any) -> list[list[tuple[str, bool]]]:
     """Return each example as a list of (text, whether to train on the text); check every record."""
     segments = []
     with working("reading examples", size_of(files)):
         for path in files:
-            for number, record in read_jsonl(path):
-                where = f"{path}: line {number}"
+            for where, record in read_records(path):
                 read = _chat if kind == CHAT else _completion
                 segments.append(read(record, where, tokenizer))
     return segments

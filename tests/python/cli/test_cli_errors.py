@@ -51,7 +51,7 @@ GOOD = b'{"text": "a b c"}\n'
         (empty_folder, "no non-empty file matches '*'"),
         (write(b"good \xff bad"), "data.txt: not UTF-8 at byte 5 "),
         (write(GOOD + b'{"text": \n', "a.jsonl"), "a.jsonl: line 2 is not valid JSON"),
-        (write(GOOD + b'["text"]\n', "a.jsonl"), "a.jsonl: line 2 is not a JSON object but list"),
+        (write(GOOD + b'["text"]\n', "a.jsonl"), "a.jsonl: line 2 is not a JSON object but a list"),
         (
             write(GOOD + b'{"body": "x"}\n', "a.jsonl"),
             "a.jsonl: line 2 has no \"text\" string; its fields are ['body']",

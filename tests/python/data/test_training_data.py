@@ -15,11 +15,13 @@ import torch
 
 from cli_helpers import text, write_jsonl
 from shoestring.core.errors import InputError
+from shoestring.data import lines as text_module
 from shoestring.data import progress
-from shoestring.data import text as text_module
 from shoestring.data.batches import IGNORE, BatchOrder, Blocks, Examples, split_blocks, split_examples
-from shoestring.data.examples import CHAT, COMPLETION, encode_examples, kind_of, read_segments
-from shoestring.data.text import documents, find_files, read_text
+from shoestring.data.examples import encode_examples, read_segments
+from shoestring.data.lines import read_text
+from shoestring.data.records import CHAT, COMPLETION, kind_of
+from shoestring.data.text import documents, find_files
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import train_bpe
 

@@ -97,7 +97,7 @@ def why_unsupported(path: Path) -> str | None:
     if found is not None:
         return f"expected text or JSON records, got {found.name}; {found.advice}"
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD)
     except UnicodeDecodeError as error:
         return not_utf8(error, error.start)
     zero = head.find(b"\0")

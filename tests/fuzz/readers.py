@@ -481,11 +481,11 @@ NOT_READERS = {
         ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
          "cli.app.estimate", "cli.train.train", "cli.turns.run_in_turns", "training.run.check_run",
-         "training.run.execute", "training.run.run_folder", "training.report.read_runs", "adapters.config_digest.check_pair", "training.loop.Trainer", "data.tokenizer.train_bpe"),
+         "training.run.execute", "training.run.run_folder", "training.digests.require_prepared", "training.report.read_runs", "adapters.config_digest.check_pair", "training.loop.Trainer", "data.tokenizer.train_bpe"),
         "calls the readers above",
     ),
     **dict.fromkeys(
-        ("data.records.holds_records", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.run.file_list", "training.checkpoint.checkpoints", "files.read_file.check_regular",
+        ("data.records.holds_records", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.digests.file_list", "training.digests.model_files", "training.checkpoint.checkpoints", "files.read_file.check_regular",
          "integrations.transformers.reader.Stored", "training.report.Run"),
         "looks at names and sizes alone",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from shoestring.training import memory
 from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter, trained_to
 from shoestring.training.config import FinetuneConfig, Fingerprint
 from shoestring.training.device import find_device, model_dtype, weight_dtype
+from shoestring.training.digests import file_list, model_files, require_prepared
 from shoestring.training.models import (
     can_pack,
     check_model_directory,
@@ -40,7 +40,7 @@ from shoestring.training.offloaded_weights import (
 )
 from shoestring.training.processes import Processes, disconnect
 from shoestring.training.report import write_report
-from shoestring.training.run import check_run, execute, file_list, run_folder
+from shoestring.training.run import check_run, execute, run_folder
 
 
 def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
@@ -78,11 +78,11 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
         check_text(files)
     else:
         segments = read_segments(files, kind, tokenizer)
-    fingerprint = Fingerprint.of(config, data=file_list(files), model_files=_model_files(folder))
+    fingerprint = Fingerprint.of(config, data=file_list(files), model_files=model_files(folder))
     device, dtype = find_device(config.device), model_dtype(config)
     with run_folder(config, out, "finetune", fingerprint, processes) as run:
         with processes.in_turn():
-            rows = _rows(run, files, segments, kind, tokenizer, config)
+            rows = _rows(run, files, segments, tokenizer, config)
         memory.import_models()
         baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
@@ -149,37 +149,18 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
 def _rows(
     run: Path,
     files: list[Path],
-    segments: list[Any] | None,
-    kind: str,
+    segments: Texts | None,
     tokenizer: Any,
     config: FinetuneConfig,
 ) -> tuple[Rows, Rows]:
     if segments is not None:
-        encoded = encode_examples(segments, tokenizer, config.seq_len, kind == CHAT)
-        if encoded.shortened:
-            say(
-                f"{encoded.shortened} example(s) were cut to --seq-len {config.seq_len}; "
-                f"{encoded.dropped} of them left out: no completion left"
-            )
+        encoded = encode_examples(segments, tokenizer, config.seq_len)
+        for note in encoded.notes:
+            say(note)
         return split_examples(encoded.examples, config.seed, config.val_fraction)
     if not (run / "tokens.bin").is_file():
         shuffled = list(files)
         random.Random(config.seed).shuffle(shuffled)
         write_token_file(run / "tokens.bin", shuffled, tokenizer)
+    require_prepared(run, ["tokens.bin"])
     return split_blocks(read_token_file(run / "tokens.bin")[0], config.seq_len, config.val_fraction)
-
-
-def _model_files(folder: Path) -> list[list[Any]]:
-    """Return [name, size in bytes, digest] of each file on which the loaded model depends.
-
-    The digest covers the first and the last MiB of the file, so that it takes little time.
-    """
-    listed: list[list[Any]] = []
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            head = file.read(1 << 20)
-            file.seek(max(0, size - (1 << 20)))
-            digest = hashlib.sha256(head + file.read(1 << 20)).hexdigest()[:16]
-        listed.append([path.name, size, digest])
-    return listed

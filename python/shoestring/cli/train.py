@@ -18,10 +18,11 @@ from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
 from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
 from shoestring.training.device import find_device, model_dtype
+from shoestring.training.digests import file_list, require_prepared
 from shoestring.training.models import build_llama, fused_loss, plain_loss
 from shoestring.training.processes import Processes, disconnect
 from shoestring.training.report import write_report
-from shoestring.training.run import check_run, execute, file_list, run_folder
+from shoestring.training.run import check_run, execute, run_folder
 
 
 def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def _train(config: TrainConfig, source: Source, out: Path, processes: Processes)
                 shuffled = list(files)
                 random.Random(config.seed).shuffle(shuffled)
                 write_token_file(run / "tokens.bin", shuffled, tokenizer)
+            require_prepared(run, ["tokenizer", "tokens.bin"])
         tokens, vocab_size = read_token_file(run / "tokens.bin")
         rows = split_blocks(tokens, config.seq_len, config.val_fraction)
         memory.import_models()

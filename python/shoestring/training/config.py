@@ -323,9 +323,17 @@ class Fingerprint:
             now, before = self.values.get(key), recorded.get(key)
             if now != before:
                 raise InputError(
-                    f"--resume {run}: {key} differs: the run has {_short(before)}, this command has {_short(now)}; "
-                    "give the same value or another --out"
+                    f"--resume {run}: {key} differs: {_difference(before, now)}; give the same value or another --out"
                 )
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Describe how a setting differs; of lists of files, such as ["a.txt", 5, "0a"], name the first that differs."""
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for old, new in zip(before, now):
+            if old != new and isinstance(old, list) and isinstance(new, list) and old[:1] == new[:1]:
+                return f"{_short(old[0])} has other contents than the run has read"
+    return f"the run has {_short(before)}, this command has {_short(now)}"
 
 
 def _short(value: Any) -> str:

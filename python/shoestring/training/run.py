@@ -104,11 +104,6 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise InputError(f"--resume {out}: not the directory of a run (no run.json in it)")
 
 
-def file_list(files: list[Path]) -> list[list[Any]]:
-    """Return the name and the size in bytes of each data file. A resumed run must have the same list."""
-    return [[path.name, path.stat().st_size] for path in files]
-
-
 @contextmanager
 def run_folder(
     config: LoopConfig, out: Path, command: str, fingerprint: Fingerprint, processes: Processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +22,7 @@ from cli_helpers import (
     weights,
     write_jsonl,
 )
-from shoestring.training import loop
+from shoestring.training import digests, loop
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +251,35 @@ def test_resume_with_another_model_names_it(
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
     succeed(*command(copy, data["text"], tmp_path / "run", "--steps", 1, "--baseline"))
+    again = command(copy, data["text"], tmp_path / "run", "--steps", 1, "--baseline", "--resume")
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages }}"}))
+    line = refuse(capsys, *again)
+    assert "model_files differs: 'tokenizer_config.json' has other contents" in line
+    shutil.copy(model / "tokenizer_config.json", copy)
     changed = weights(copy)
     changed["model.norm.weight"] += 1
     save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
-    line = refuse(
-        capsys, *command(copy, data["text"], tmp_path / "run", "--steps", 1, "--baseline", "--resume")
-    )
-    assert "model_files differs" in line
+    assert "model_files differs: 'model.safetensors' has other contents" in refuse(capsys, *again)
+
+
+def test_a_digest_is_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "PART", 100)
+    monkeypatch.setattr(digests, "BLOCK", 7)
+    path = tmp_path / "a.bin"
+    found = set()
+    for place in [None, 0, 99, 100, 150, 299, 300]:
+        content = bytearray(301)
+        if place is not None:
+            content[place] = 1
+        path.write_bytes(content)
+        [[name, size, digest]] = digests.file_list([path])
+        assert (name, size) == ("a.bin", 301)
+        found.add(digest)
+    assert len(found) == 7
+    # the same as the digests of the parts, one after the other
+    parts = b"".join(hashlib.sha256(content[begin : begin + 100]).digest() for begin in range(0, 301, 100))
+    assert digest == hashlib.sha256(parts).hexdigest()[:32]
 
 
 def test_filled_batches(

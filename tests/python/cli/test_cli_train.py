@@ -271,6 +271,28 @@ def test_resume_with_other_data_names_it(
     assert "data differs" in refuse(capsys, *command(tmp_path / "text.txt", twins[0], "--resume"))
 
 
+def test_resume_with_edited_files_names_them(
+    data: Path, twins: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run compares contents: of its data, and of the tokenizer and tokens that it has prepared."""
+    edited = tmp_path / data.name
+    edited.write_text(data.read_text().replace("cat", "dog"))  # the same name and size
+    line = refuse(capsys, *command(edited, twins[0], "--resume"))
+    assert "data differs: 'text.txt' has other contents than the run has read" in line
+    for name in ("tokens.bin", "tokenizer/tokenizer.json"):
+        path = twins[0] / name
+        before = path.read_bytes()
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]) if name == "tokens.bin" else before + b" ")
+        try:
+            line = refuse(capsys, *command(data, twins[0], "--resume"))
+            assert f"{name} has changed since the run began" in line
+        finally:
+            path.write_bytes(before)
+    summary = (twins[0] / "summary.json").stat().st_mtime_ns
+    succeed(*command(data, twins[0], "--resume"))
+    assert (twins[0] / "summary.json").stat().st_mtime_ns > summary
+
+
 def test_loss_that_is_not_finite_stops_the_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

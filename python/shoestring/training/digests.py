@@ -1,0 +1,88 @@
+"""Digests of the files on which the results of a run depend, which a resumed run compares."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from shoestring.core.errors import InputError
+from shoestring.data.progress import advance, working
+from shoestring.data.text import size_of
+from shoestring.files.atomic import write_json
+from shoestring.files.read_file import read_json
+
+PART = 64 << 20  # number of bytes that a thread reads at once; a digest is that of the digests of the parts
+BLOCK = 1 << 20
+THREADS = min(8, os.cpu_count() or 1)
+# Endings of the files of a model directory from which weights, configuration, tokenizer, chat template and code come.
+MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".py")
+PREPARED = "prepared.json"  # of a run folder: the digests of the files that the run has prepared
+
+
+def file_list(files: list[Path]) -> list[list[Any]]:
+    """Return the name, the size in bytes and the digest of the contents of each file.
+
+    A resumed run must have the same list.
+    """
+    with (
+        working("reading files to tell whether they change", size_of(files)),
+        ThreadPoolExecutor(THREADS) as pool,
+    ):
+        parts = [(path, begin) for path in files for begin in range(0, max(1, path.stat().st_size), PART)]
+        totals = {path: hashlib.sha256() for path in files}
+        for (path, _), (digest, size) in zip(parts, pool.map(_digest_of_part, parts)):
+            totals[path].update(digest)
+            advance(size)
+    return [[path.name, path.stat().st_size, totals[path].hexdigest()[:32]] for path in files]
+
+
+def _digest_of_part(part: tuple[Path, int]) -> tuple[bytes, int]:
+    path, begin = part
+    found = hashlib.sha256()
+    size = 0
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while size < PART and (block := file.read(min(BLOCK, PART - size))):
+            found.update(block)
+            size += len(block)
+    return found.digest(), size
+
+
+def model_files(folder: Path) -> list[list[Any]]:
+    """Return :func:`file_list` of the files of a model directory on which the model and its tokenizer depend."""
+    return file_list(
+        sorted(path for path in folder.iterdir() if path.suffix in MODEL_FILES and path.is_file())
+    )
+
+
+def require_prepared(run: Path, names: list[str]) -> None:
+    """Record the digests of the files or directories that a run has prepared; compare them if it is resumed.
+
+    Raises:
+        InputError: a file has changed since the run prepared it.
+    """
+    files = {str(path.relative_to(run)): path for name in names for path in _files(run / name)}
+    now = dict(zip(files, (digest for _, _, digest in file_list(list(files.values())))))
+    record = run / PREPARED
+    if not record.is_file():
+        write_json(record, now)
+        return
+    before = read_json(record, str(record))
+    if not isinstance(before, dict):
+        raise InputError(f"{record}: not the record of a run; give another --out")
+    for name in sorted(now.keys() | before.keys()):
+        if now.get(name) != before.get(name):
+            raise InputError(
+                f"--resume {run}: {name} has changed since the run began: restore it, or give another --out"
+            )
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from sorted(each for each in path.rglob("*") if each.is_file())
+    elif path.is_file():
+        yield path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 
 from shoestring.cli.config import GenerateConfig, RunFolder, Source
 from shoestring.cli.expand_settings import expand_settings
-from shoestring.core.errors import InputError, is_utf8
+from shoestring.core.errors import InputError, is_utf8, printable
 from shoestring.files.atomic import disk_error
 from shoestring.training.config import FinetuneConfig, TrainConfig
 from shoestring.training.estimate_config import EstimateConfig
@@ -72,7 +73,8 @@ def generate(config: GenerateConfig) -> None:
 
     with contextlib.redirect_stdout(sys.stderr):  # only the generated text goes to stdout
         text = run(config)
-    print(text)
+    # a model may have learnt to write what a terminal acts on
+    print(printable(text) if sys.stdout.isatty() else text)
 
 
 @app.command()
@@ -213,8 +215,27 @@ def main(argv: list[str] | None = None) -> int:
         message = reason(error)
         if message is None:
             raise
-    print(f"shoestring: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"shoestring: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
+
+
+def _usage(error: Any) -> str:
+    """Describe an error of the parser; of text that is no number, as the checks of single values do."""
+    text = str(error.format_message())
+    option = getattr(error, "param", None)
+    number = re.search(r"valid (number|float|integer)", text)
+    if option is None or number is None:
+        return text
+    expected = "an integer" if number[1] == "integer" else "a number"
+    return f"{option.opts[0]}: expected {expected}{_received(error, text)}"
+
+
+def _received(error: Any, text: str) -> str:
+    """Return the end of a message with the value that is no number, which versions of typer keep in different places."""
+    details = getattr(error.__context__, "errors", None)
+    quoted = re.search(r"'(.*)' is not a valid", text, re.DOTALL)
+    value = str(details()[0]["input"]) if details is not None else quoted[1] if quoted else ""
+    return f", got {value if len(value) <= 80 else value[:77] + '...'}" if value else ""
 
 
 def reason(error: Exception) -> str | None:
@@ -222,7 +243,7 @@ def reason(error: Exception) -> str | None:
     if isinstance(error, InputError):
         return str(error)
     if hasattr(error, "format_message"):  # a usage error: unknown option, missing argument, wrong type
-        return str(error.format_message())
+        return _usage(error)
     disk = disk_error(error)
     if disk is not None:
         return f"{disk.filename or 'writing'}: {disk.strerror}; what was complete before is kept"

@@ -12,8 +12,8 @@ from shoestring.cli.config import Source
 from shoestring.cli.console import Console, say, silence
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
-from shoestring.data.examples import encode_examples, read_segments
-from shoestring.data.records import CHAT, TEXT, kind_of
+from shoestring.data.examples import Texts, encode_examples, read_segments
+from shoestring.data.records import TEXT, kind_of
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer
@@ -117,7 +117,7 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
 
         loss = fused or plain_loss(model)
         result = "model" if config.full else "adapter"
-        with Console(config.steps) as console:
+        with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
             summary = execute(
                 config,
                 run,

@@ -83,7 +83,7 @@ def _train(config: TrainConfig, source: Source, out: Path, processes: Processes)
             if config.baseline
             else (lambda: fused_loss(model, config.workspace_mb))
         )
-        with Console(config.steps) as console:
+        with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
             summary = execute(
                 config,
                 run,

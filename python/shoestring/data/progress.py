@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shoestring.core.errors import printable
+
 # FIRST: seconds before the first progress line. LONGEST_PAUSE: maximum seconds between two lines.
 FIRST, LONGEST_PAUSE = 2.0, 30.0
 
@@ -25,7 +27,7 @@ class Work:
         """Return the progress line: the finished share in percent, if known, and the time since the start."""
         seconds = int(time.monotonic() - self.began)
         share = f"{100 * self.done // self.total} %, " if self.done < self.total else ""
-        return f"{self.what}: {share}{seconds // 60}:{seconds % 60:02d}"
+        return printable(f"{self.what}: {share}{seconds // 60}:{seconds % 60:02d}")
 
 
 _under_way: list[Work] = []

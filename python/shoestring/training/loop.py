@@ -50,7 +50,7 @@ class StepData(NamedTuple):
 class Progress(Protocol):
     """Interface of the display of finished steps and notes of a run; cli.console implements it."""
 
-    def step(self, metrics: dict[str, Any], val_loss: float | None) -> None: ...
+    def step(self, metrics: dict[str, Any]) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -299,7 +299,7 @@ class Trainer:
             self._require_finite(row["step"], row)
             if not self._is_due(row["step"]):
                 log.add(row)
-                self.progress.step(row, self.val_loss)
+                self.progress.step(row)
         if rows:
             self._tell_wait("a step", rows[-1]["seconds"])
 
@@ -309,12 +309,13 @@ class Trainer:
         if len(self.val) and (step % config.eval_every == 0 or last):
             began = time.perf_counter()
             self.val_loss = row["val_loss"] = self.evaluate()
-            self._tell_wait("an evaluation", time.perf_counter() - began)
+            row["val_seconds"] = time.perf_counter() - began
+            self._tell_wait("an evaluation", row["val_seconds"])
             self.best_val_loss = min(
                 self.val_loss, self.best_val_loss if self.best_val_loss is not None else math.inf
             )
         log.add(row)
-        self.progress.step(row, self.val_loss)
+        self.progress.step(row)
         if step % config.checkpoint_every == 0 or last:
             self._save(step, log)
 

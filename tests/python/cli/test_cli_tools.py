@@ -17,6 +17,7 @@ from cli_helpers import TINY, refuse, run, succeed, text, write_jsonl
 from shoestring.cli import console, demo_data, turns
 from shoestring.cli.app import spread
 from shoestring.core.errors import InputError
+from shoestring.data import progress
 from shoestring.data.token_file import read_token_file
 from shoestring.data.tokenizer import load_tokenizer
 
@@ -235,7 +236,6 @@ def test_lines_without_a_terminal_are_few(capsys: pytest.CaptureFixture[str]) ->
         for step in range(1, 1001):
             shown.step(
                 {"step": step, "loss": 1.0, "lr": 0.1, "seconds": 2.0, "tokens_per_second": 5.0, "peak": 1e9},
-                None,
             )
     lines = capsys.readouterr().out.splitlines()
     assert 20 <= len(lines) <= 22
@@ -257,11 +257,61 @@ def test_time_left_is_that_of_the_last_steps(capsys: pytest.CaptureFixture[str])
                     "tokens_per_second": 5.0,
                     "peak": 1e9,
                 },
-                None,
             )
     lines = capsys.readouterr().out.splitlines()
     assert "left" not in lines[0] and lines[1].endswith("3:00 left")
     assert [line.rsplit("  ", 1)[1] for line in lines[17:]] == ["0:04 left", "0:02 left", "0:00 left"]
+
+
+def test_a_line_has_the_validation_loss_of_its_step_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """The time left has the validations that are to come: after step 4, those of steps 6, 9 and 10."""
+    with console.Console(10, eval_every=3) as shown:
+        for step in range(1, 11):
+            row = {
+                "step": step,
+                "loss": 1.0,
+                "lr": 0.1,
+                "seconds": 2.0,
+                "tokens_per_second": 5.0,
+                "peak": 1e9,
+            }
+            shown.step(row | ({"val_loss": step / 2, "val_seconds": 100.0} if step % 3 == 0 else {}))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  val ")[1].split()[0] for line in lines if " val " in line] == [
+        "1.500",
+        "3.000",
+        "4.500",
+    ]
+    left = [line.rsplit("  ", 1)[1] for line in lines[1:]]
+    assert (
+        left[0] == "0:16 left"
+        and left[1] == "5:14 left"
+        and left[2] == "5:12 left"
+        and left[8] == "0:00 left"
+    )
+    assert left[7] == "1:42 left"
+
+
+def test_names_cannot_act_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines, tables, progress lines and errors escape what is hidden in names, and the bar reads no markup."""
+    name = "a\x1b[31m\u202e[/b]"
+    escaped = "a\\x1b[31m\\u202e[/b]"
+    console.say(f"left out {name}")
+    console.print_table([[name], ["b"]])
+    work = progress.Work(name, 0, time.monotonic())
+    assert work.line().startswith(f"{escaped}: ")
+    assert capsys.readouterr().out.splitlines()[:2] == [f"left out {escaped}", escaped]
+    assert f"{escaped}: no such file" in refuse(
+        capsys, "train", "--data", tmp_path / name, "--out", tmp_path / "out"
+    )
+    assert escaped in refuse(capsys, "compare", tmp_path / name) and escaped in refuse(capsys, f"--{name}")
+    assert escaped in refuse(capsys, "tokenize", "--vocab-size", name)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with console.Console(1) as shown:
+        shown.note(f"left out {name}")
+    assert escaped in capsys.readouterr().out
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ from shoestring.adapters.targets import (
     own_modules,
     refuse_unmatched,
 )
-from shoestring.adapters.tied import tie_copies, tied_modules
+from shoestring.adapters.tied import own_weight, tie_copies, tied_modules
 from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import share
@@ -132,6 +132,7 @@ def apply(
         # The product of the adapter's initial values is subtracted from the dense weight. Only the remainder
         # is quantised.
         if isinstance(own, LoraOptions) and own.changes_base:
+            own_weight(model, name)
             taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, double_quant))
             quantized(layer)
     for name, layer in all_linear(model).items():

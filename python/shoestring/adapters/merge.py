@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import AdaptedLayer, reattach
 from shoestring.adapters.switch import check_known, members, set_adapter
+from shoestring.adapters.tied import note_ties
 from shoestring.adapters.trained_copy import TrainedCopy, replace_module, unwrap
 from shoestring.adapters.virtual_tokens import VirtualTokens
 from shoestring.quantization.quantized_linear_module import QuantizedLinear, frozen
@@ -63,7 +64,9 @@ def merge(
     """Merge adapters into the weights, in place, and remove all adapters.
 
     The layers get their former class back. A layer whose quantised weight is dequantised becomes an
-    ``nn.Linear``. A merged weight has the dtype of the base and is rounded once.
+    ``nn.Linear``. A merged weight has the dtype of the base and is rounded once. If the output layer or the
+    embedding of a transformers model gets another weight than the one to which it was tied,
+    ``tie_word_embeddings`` of the model's configuration becomes False.
 
     Args:
         model: a model with adapters.
@@ -101,6 +104,7 @@ def merge(
             "into weights"
         )
     errors, totals = {}, torch.zeros(2, dtype=torch.float64)
+    done: list[tuple[nn.Parameter, nn.Parameter]] = []
     # Layers that are tied to another layer's trained tokens read them, so they are merged first.
     for place, member in sorted(found.items(), key=lambda item: "source" not in item[1].__dict__):
         if isinstance(member, TrainedCopy):
@@ -109,9 +113,10 @@ def merge(
                 merged.unmerged = UnmergedCopy(member)  # type: ignore[assignment]
             continue
         assert isinstance(member, AdaptedLayer)
-        error = _merge_layer(member, [n for n in names if n in member.adapters], reversible, requantize)
+        error = _merge_layer(member, [n for n in names if n in member.adapters], reversible, requantize, done)
         totals += error
         errors[place] = _ratio(error)
+    note_ties(model)
     return MergeReport(errors, _ratio(totals))
 
 
@@ -120,8 +125,18 @@ def _ratio(error: Tensor) -> float:
 
 
 @torch.no_grad()
-def _merge_layer(layer: AdaptedLayer, names: Sequence[str], reversible: bool, requantize: bool) -> Tensor:
-    """Merge a layer's adapters; return the squared norms of the rounding error and of the weight change."""
+def _merge_layer(
+    layer: AdaptedLayer,
+    names: Sequence[str],
+    reversible: bool,
+    requantize: bool,
+    done: list[tuple[nn.Parameter, nn.Parameter]],
+) -> Tensor:
+    """Merge a layer's adapters; return the squared norms of the rounding error and of the weight change.
+
+    ``done`` holds pairs of a former and a merged parameter. Tied layers of which the merged weights are equal,
+    as with trained tokens, stay tied.
+    """
     exact = layer.merged(names)
     former = {key: layer._parameters.get(key) for key in exact}
     squares = torch.zeros(2, dtype=torch.float64)
@@ -140,7 +155,10 @@ def _merge_layer(layer: AdaptedLayer, names: Sequence[str], reversible: bool, re
             rounded, before = _dense(new, value.dtype), _dense(old, value.dtype)
             squares[0] += (rounded - value).double().square().sum().cpu()
             squares[1] += (value - before).double().square().sum().cpu()
-        layer._parameters[key] = frozen(new)
+        merged = next((p for f, p in done if f is old and torch.equal(p, new)), None)
+        layer._parameters[key] = merged = frozen(new) if merged is None else merged
+        if old is not None and not isinstance(old, QuantizedTensor):
+            done.append((old, merged))
     if reversible:
         layer.unmerged = Unmerged(former, kept)  # type: ignore[assignment]
     return squares
@@ -177,8 +195,11 @@ def unmerge(model: nn.Module) -> nn.Module:
             continue
         device = next(iter(layer._parameters.values())).device
         for key, parameter in kept.parameters.items():
-            old = None if parameter is None else frozen(parameter.detach().to(device))
-            layer._parameters[key] = old
+            # The same object again, if it is on the device, since another layer may be tied to it.
+            if parameter is not None and parameter.device != device:
+                parameter = frozen(parameter.detach().to(device))
+            layer._parameters[key] = None if parameter is None else parameter.requires_grad_(False)
         reattach(layer, kept.kept, device)
+    note_ties(model)
     set_adapter(model, next(iter(members(model).values())).active)
     return model

@@ -1,4 +1,4 @@
-"""Keep trained copies of tied modules tied (PEFT's ensure_weight_tying)."""
+"""Know which modules share a weight: trained copies that stay tied, and what the configuration says about it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +21,32 @@ def sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
 def _weight(module: nn.Module) -> nn.Parameter | None:
     own = module.original_module if isinstance(module, TrainedCopy) else module
     return own._parameters.get("weight")
+
+
+def own_weight(model: nn.Module, name: str) -> None:
+    """Give a module a copy of its weight if other modules have the same weight, so that changes stay its own."""
+    module = model.get_submodule(name)
+    if sharing(dict(model.named_modules()), name):
+        weight: Any = module.weight
+        module.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+
+
+def note_ties(model: nn.Module) -> None:
+    """Set ``tie_word_embeddings`` of the configuration to whether output layer and embedding share their weight.
+
+    A loader ties the two by this field. Encoder-decoder models keep the field, since their forward reads it.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        heads = [getattr(module, f"get_{side}_embeddings", None) for side in ("input", "output")]
+        if not hasattr(config, "tie_word_embeddings") or not all(map(callable, heads)):
+            continue
+        embedding, head = (get() for get in heads)  # type: ignore[misc]
+        weights = [_weight(m) for m in (embedding, head) if isinstance(m, nn.Module)]
+        if len(weights) == 2 and None not in weights and not getattr(config, "is_encoder_decoder", False):
+            config.tie_word_embeddings = weights[0] is weights[1]
+            if hasattr(module, "all_tied_weights_keys"):
+                module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
 
 
 def tied_modules(model: nn.Module, options: Options) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shoestring.adapters.tied import note_ties
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddings_and_head
 from shoestring.core.remote_code import why_not_loaded
@@ -61,7 +63,8 @@ def load_quantized(
     transformers builds the model from config.json without memory for its weights. Each tensor is then read
     from the safetensors files. The weight of a linear layer is quantised directly from the read buffer, so
     the peak memory is the quantised model and one 16-bit weight. The model is the same as if all weights were
-    loaded in ``dtype`` and then quantised.
+    loaded in ``dtype`` and then quantised. If the configuration ties two weights, but the files store different
+    values for them, both are loaded, and ``tie_word_embeddings`` of the model's configuration becomes False.
 
     Checkpoints that transformers saved with bitsandbytes' 4-bit or 8-bit layers load as they are, without
     bitsandbytes.
@@ -122,8 +125,9 @@ def load_quantized(
     parts = {name: _parts(stored, name) for name in layers} if ready else {}
     tensors = _tensors(model)
     _check_tensors(model, tensors, stored, parts, folder)
-    leaving = None if to is None else LeavingBlocks(model, torch.device(device), to, keep)
     with TensorReader(stored) as reader:
+        tensors = _by_values(model, tensors, reader, parts, folder)
+        leaving = None if to is None else LeavingBlocks(model, torch.device(device), to, keep)
         for names, like in tensors:
             if leaving is not None:
                 leaving.begin(names[0])
@@ -189,6 +193,7 @@ def load_dense(
     tensors = _tensors(model)
     _check_tensors(model, tensors, stored, {}, folder)
     with TensorReader(stored) as reader:
+        tensors = _by_values(model, tensors, reader, {}, folder)
         for names, like in tensors:
             name = next(name for name in names if name in stored)
             _set(model, names, reader.read(name).to(device, like.dtype))
@@ -366,6 +371,58 @@ def _check_tensors(
             f"{METHOD}: {folder}: {len(surplus)} tensor(s) of the weights are not in the architecture, the first is "
             f"{min(surplus)}"
         )
+
+
+def _by_values(
+    model: nn.Module,
+    tensors: list[tuple[list[str], Tensor]],
+    reader: TensorReader,
+    parts: dict[str, list[str]],
+    folder: Path,
+) -> list[tuple[list[str], Tensor]]:
+    """Split the names of each tied tensor into groups for which the files store the same values; untie the model.
+
+    Names that are not stored stay with the first stored one, usually that of the embedding.
+
+    Raises:
+        ValueError: the files store different values for one module.
+    """
+    found: list[tuple[list[str], Tensor]] = []
+    for names, like in tensors:
+        held = [name for name in names if name in reader.stored]
+        equal: dict[bytes, list[str]] = {}
+        for name in held if len(held) > 1 else []:
+            equal.setdefault(_digest(name, like.dtype, reader, parts), []).append(name)
+        groups = list(equal.values()) or [[]]
+        owners: dict[tuple[nn.Module, str], list[str]] = {}
+        for group in groups:
+            for name in group:
+                parent, _, child = name.rpartition(".")
+                owner = owners.setdefault((model.get_submodule(parent), child), group)
+                if owner is not group:
+                    raise ValueError(
+                        f"{METHOD}: {folder}: expected the same values for {owner[0]} and {name}, which are one tensor of "
+                        f"{type(model).__name__}, received different ones"
+                    )
+        for group in groups[1:]:
+            _set(model, group, torch.empty_like(like))
+        first = [name for name in names if name in groups[0] or name not in held or not equal]
+        found += [(first, like), *((group, like) for group in groups[1:])]
+    if len(found) > len(tensors):
+        note_ties(model)
+    return found
+
+
+def _digest(name: str, dtype: torch.dtype, reader: TensorReader, parts: dict[str, list[str]]) -> bytes:
+    """Return a digest of the values of a stored tensor in ``dtype``, or of the parts of a quantised weight."""
+    quantised = parts.get(name.removesuffix(".weight"))
+    digest = hashlib.sha256()
+    for stored in quantised or [name]:
+        tensor = reader.borrow(stored)
+        tensor = tensor if quantised else tensor.to(dtype)
+        digest.update(repr((tensor.shape, tensor.dtype)).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _set_codes(

@@ -207,16 +207,18 @@ namespace {
 
 // Returns exp(sink - lse) * delta for each query, where exp(sink - lse) is the attention probability of the
 // sink. Uses fp64, because the caller's sum of these products may cancel.
-Tensor sink_rows(const Call& call, const Tensor& lse, const Tensor& delta) {
-  return at::exp(call.sinks->to(at::kDouble).unsqueeze(-1).sub(lse)).mul_(delta);
+Tensor sink_rows(const Call& call, const Upstream& upstream, const Tensor& delta) {
+  Tensor x = call.sinks->to(at::kDouble).unsqueeze(-1).sub(upstream.lse);
+  if (upstream.lse_rest) x.sub_(*upstream.lse_rest);
+  return x.exp_().mul_(delta);
 }
 
 }  // namespace
 
 // The gradient of a sink is the sum over queries of -probability of the sink * delta, because a sink has no
 // value vector.
-Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta) {
-  const Tensor each = sink_rows(call, lse, delta).neg_();
+Tensor sinks_gradient(const Call& call, const Upstream& upstream, const Tensor& delta) {
+  const Tensor each = sink_rows(call, upstream, delta).neg_();
   return (call.packed() ? each.sum(-1) : each.sum(at::IntArrayRef{0, 2})).to(call.sinks->scalar_type());
 }
 
@@ -224,14 +226,13 @@ Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta) 
 // log-sum-exp and changes the probability of the sink. It does not change the probabilities of the keys
 // relative to each other. The gradient is therefore computed from grad_lse and the sinks. A sum of the
 // gradients of all scores would cancel except for rounding errors.
-Tensor shared_bias_gradient(const Call& call, const Tensor& lse, const Tensor& delta,
-                            const OptionalTensor& grad_lse) {
+Tensor shared_bias_gradient(const Call& call, const Upstream& upstream, const Tensor& delta) {
   // The bias's gradient starts at 0 for each query, or at NaN if the query's lse or delta is NaN or infinite.
-  Tensor rows = lse.add(delta).mul_(0).to(at::kDouble);
-  if (grad_lse) rows.add_(*grad_lse);
-  if (call.sinks) rows.add_(sink_rows(call, lse, delta));
+  Tensor rows = upstream.lse.add(delta).mul_(0).to(at::kDouble);
+  if (upstream.grad_lse) rows.add_(*upstream.grad_lse);
+  if (call.sinks) rows.add_(sink_rows(call, upstream, delta));
   // A query that sees no key contributes nothing to the gradient of its bias.
-  rows.masked_fill_(lse.eq(-std::numeric_limits<double>::infinity()), 0);
+  rows.masked_fill_(upstream.lse.eq(-std::numeric_limits<double>::infinity()), 0);
   return rows.unsqueeze(-1).sum_to_size(call.bias->sizes()).to(call.bias->scalar_type());
 }
 
@@ -247,21 +248,27 @@ bool is_double(const Call& call) {
   return true;
 }
 
+// The number of results of the operators attention, attention_with_lse and _attention_forward.
+constexpr int kOut = 1, kOutAndLse = 2, kOutLseAndRest = 3;
+
 // Replaces the arguments of attention on the stack by its results.
-template <bool kLse>
+template <int kResults>
 void finish(Stack* stack, Result&& result) {
   torch::jit::drop(*stack, count_of<Arguments>());
   torch::jit::push(*stack, std::move(result.out));
-  if (kLse) torch::jit::push(*stack, std::move(result.lse));
+  if (kResults >= kOutAndLse) torch::jit::push(*stack, std::move(result.lse));
+  if (kResults >= kOutLseAndRest) torch::jit::push(*stack, std::move(result.lse_rest));
 }
 
-template <Result (*run)(const Call&), bool kLse>
+template <Result (*run)(const Call&, bool), int kResults>
 void forward(const c10::OperatorHandle&, Stack* stack) {
   auto arguments = read_arguments<Arguments>(*stack);
   const Shapes shapes(arguments);
   const Call call(arguments);
   const c10::OptionalDeviceGuard guard(call.q.device());
-  finish<kLse>(stack, shapes.restore(is_double(call) ? forward_double(call) : run(call)));
+  constexpr bool with_rest = kResults >= kOutLseAndRest;
+  finish<kResults>(stack,
+                   shapes.restore(is_double(call) ? forward_double(call, with_rest) : run(call, with_rest)));
 }
 
 void finish_backward(Stack* stack, Gradients&& gradients, const Tensor& q) {
@@ -279,13 +286,13 @@ void backward(const c10::OperatorHandle&, Stack* stack) {
   finish_backward(stack, is_double(call) ? backward_double(call, arguments) : run(call, arguments), call.q);
 }
 
-template <bool kLse>
+template <int kResults>
 void meta(const c10::OperatorHandle&, Stack* stack) {
   auto arguments = read_arguments<Arguments>(*stack);
   const Shapes shapes(arguments);
   const Call call(arguments);
-  const auto lse = call.q.options().dtype(compute_type(call.q));
-  finish<kLse>(stack, shapes.restore({call.empty_out(), at::empty_symint(call.lse_sizes(), lse)}));
+  const Tensor lse = at::empty_symint(call.lse_sizes(), call.q.options().dtype(compute_type(call.q)));
+  finish<kResults>(stack, shapes.restore({call.empty_out(), lse, at::empty_like(lse)}));
 }
 
 void backward_meta(const c10::OperatorHandle&, Stack* stack) {
@@ -300,18 +307,21 @@ void backward_meta(const c10::OperatorHandle&, Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("attention", boxed<&forward<forward_cpu, false>>());
-  m.impl("attention_with_lse", boxed<&forward<forward_cpu, true>>());
+  m.impl("attention", boxed<&forward<forward_cpu, kOut>>());
+  m.impl("attention_with_lse", boxed<&forward<forward_cpu, kOutAndLse>>());
+  m.impl("_attention_forward", boxed<&forward<forward_cpu, kOutLseAndRest>>());
   m.impl("_attention_backward", boxed<&backward<backward_cpu>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("attention", boxed<&forward<forward_cuda, false>>());
-  m.impl("attention_with_lse", boxed<&forward<forward_cuda, true>>());
+  m.impl("attention", boxed<&forward<forward_cuda, kOut>>());
+  m.impl("attention_with_lse", boxed<&forward<forward_cuda, kOutAndLse>>());
+  m.impl("_attention_forward", boxed<&forward<forward_cuda, kOutLseAndRest>>());
   m.impl("_attention_backward", boxed<&backward<backward_cuda>>());
 }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("attention", boxed<&meta<false>>());
-  m.impl("attention_with_lse", boxed<&meta<true>>());
+  m.impl("attention", boxed<&meta<kOut>>());
+  m.impl("attention_with_lse", boxed<&meta<kOutAndLse>>());
+  m.impl("_attention_forward", boxed<&meta<kOutLseAndRest>>());
   m.impl("_attention_backward", boxed<&backward_meta>());
 }
 
@@ -329,8 +339,8 @@ at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 AttentionResult attention_with_lse(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                    const AttentionOptions& options) {
   static const Operator<attend::Arguments, attend::Result> op("shoestring::attention_with_lse");
-  auto [out, lse] = op({q, k, v, options});
-  return {std::move(out), std::move(lse)};
+  attend::Result result = op({q, k, v, options});
+  return {std::move(result.out), std::move(result.lse)};
 }
 
 }  // namespace shoestring

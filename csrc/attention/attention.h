@@ -79,11 +79,22 @@ Tensor with_features_together(const Tensor& t);
 struct Result {
   Tensor out;  // attention output, allocated by empty_out()
   Tensor lse;  // log-sum-exp of each query, shape lse_sizes(), fp64 if q is fp64, else fp32
+  // The part of the log-sum-exp that rounding to `lse` has lost. Undefined unless the caller asks for it.
+  Tensor lse_rest;
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
     visit("out", self.out);
     visit("lse", self.lse);
+  }
+};
+
+/// The results of _attention_forward.
+struct ResultWithRest : Result {
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    Result::fields(self, visit);
+    visit("lse_rest", self.lse_rest);
   }
 };
 
@@ -94,6 +105,7 @@ struct Upstream {
   Tensor grad_out;
   OptionalTensor grad_lse;
   Tensor out, lse;
+  OptionalTensor lse_rest;
   Mask mask{};
 };
 
@@ -107,6 +119,7 @@ struct BackwardArguments : Upstream {
     visit.required("grad_lse", self.grad_lse);
     visit("out", self.out);
     visit("lse", self.lse);
+    visit.required("lse_rest", self.lse_rest);
     visit.required("output_mask", self.mask);
     Arguments::fields(self.forward, visit);
   }
@@ -137,13 +150,14 @@ struct BackwardResults {
   }
 };
 
-Result forward_cpu(const Call& call);
+// `with_rest` says whether to return lse_rest.
+Result forward_cpu(const Call& call, bool with_rest);
 Gradients backward_cpu(const Call& call, const Upstream& upstream);
-Result forward_cuda(const Call& call);
+Result forward_cuda(const Call& call, bool with_rest);
 Gradients backward_cuda(const Call& call, const Upstream& upstream);
 // Forward and backward of attention in fp64 on the CPU. They run PyTorch's operators on one block of queries
 // at a time.
-Result forward_double(const Call& call);
+Result forward_double(const Call& call, bool with_rest);
 Gradients backward_double(const Call& call, const Upstream& upstream);
 
 template <auto kFunction>
@@ -151,13 +165,15 @@ auto boxed() {
   return torch::CppFunction::makeFromBoxedFunction<kFunction>();
 }
 
+/// Returns whether backward needs lse_rest: the bias is added to the scores, so they may be large.
+inline bool needs_rest(const OptionalTensor& bias) { return bias && bias->scalar_type() != at::kBool; }
+
 /// Returns the gradient of the sinks. delta, with lse's shape, is sum(grad_out * out) - grad_lse of each
 /// query.
-Tensor sinks_gradient(const Call& call, const Tensor& lse, const Tensor& delta);
+Tensor sinks_gradient(const Call& call, const Upstream& upstream, const Tensor& delta);
 
 /// Returns the gradient of a bias that is equal for all keys of a query, i.e. whose shape is (..., 1).
-Tensor shared_bias_gradient(const Call& call, const Tensor& lse, const Tensor& delta,
-                            const OptionalTensor& grad_lse);
+Tensor shared_bias_gradient(const Call& call, const Upstream& upstream, const Tensor& delta);
 inline bool has_shared_bias(const Call& call) { return call.bias && call.bias->size(-1) == 1; }
 
 }  // namespace shoestring::attend

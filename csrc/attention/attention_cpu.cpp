@@ -177,9 +177,9 @@ std::vector<ForwardTask> tasks_of(const kernels::AttentionProblem& p, const std:
 class Forward {
  public:
   Forward(const Kernels& kernels, const kernels::AttentionProblem& p, const Elements& q, const Elements& k,
-          const Elements& v, const Elements& out, float* lse)
-      : kernels_(kernels), p_(p), q_(q), k_(k), v_(v), out_(out), lse_(lse), columns_(kernels.columns),
-        wide_(kernels.rows), block_(kernels.tiles ? kTileKeys : kKeys),
+          const Elements& v, const Elements& out, float* lse, float* lse_rest)
+      : kernels_(kernels), p_(p), q_(q), k_(k), v_(v), out_(out), lse_(lse), lse_rest_(lse_rest),
+        columns_(kernels.columns), wide_(kernels.rows), block_(kernels.tiles ? kTileKeys : kKeys),
         value_width_(kernels.width_for(p.value_dim)), value_lines_(round_up(p.value_dim, value_width_)),
         key_panel_(kernels.panel(p.head_dim, wide_)), value_panel_(kernels.panel(block_, value_width_)),
         query_panel_(kernels.panel(p.head_dim, columns_)), most_(std::max<int64_t>(kQueries / columns_, 1)),
@@ -188,7 +188,7 @@ class Forward {
         pairs_(kernels::packed_size(round_up(block_, kernels::kAmxDepth), kernels.steps, columns_)),
         added_(p.bias == nullptr ? 0 : block_ * columns_), mask_(p.seed == nullptr ? 0 : block_ * columns_),
         sums_(most_ * value_lines_ * columns_), totals_(most_ * columns_), highest_(most_ * columns_),
-        rows_(columns_ * round_up(p.value_dim, columns_)), logs_(columns_) {}
+        rows_(columns_ * round_up(p.value_dim, columns_)), logs_(columns_), rests_(columns_) {}
 
   void run(const ForwardTask& task) {
     const Sequence& s = *task.sequence;
@@ -249,7 +249,7 @@ class Forward {
         edge || p_.bias != nullptr || shape.softcap != 0 || shape.slope != 0 || !(p_.scale > 0);
     if (adjusts) {
       const float* added = p_.bias != nullptr ? static_cast<float*>(added_) : nullptr;
-      kernels_.table.adjust(shape, keys.begin, count, added, edge, scores_, nullptr);
+      kernels_.table.adjust(shape, keys.begin, count, added, edge, nullptr, scores_, nullptr);
     }
     if (p_.seed != nullptr) {
       const auto row = static_cast<uint32_t>(row_of(p_, s, panel.head, panel.queries.begin));
@@ -275,9 +275,11 @@ class Forward {
   void end(const Sequence& s, const Panel& panel, int64_t i) {
     float* sums = sums_ + i * value_lines_ * columns_;
     const int64_t count = panel.queries.end - panel.queries.begin;
-    kernels_.table.finish(highest_ + i * columns_, totals_ + i * columns_, sums, p_.value_dim, logs_);
-    std::copy_n(static_cast<const float*>(logs_), count,
-                lse_ + row_of(p_, s, panel.head, panel.queries.begin));
+    kernels_.table.finish(highest_ + i * columns_, totals_ + i * columns_, sums, p_.value_dim, logs_,
+                          lse_rest_ == nullptr ? nullptr : static_cast<float*>(rests_));
+    const int64_t row = row_of(p_, s, panel.head, panel.queries.begin);
+    std::copy_n(static_cast<const float*>(logs_), count, lse_ + row);
+    if (lse_rest_ != nullptr) std::copy_n(static_cast<const float*>(rests_), count, lse_rest_ + row);
     kernels_.store_columns(sums, p_.value_dim, count, 1, out_,
                            out_.offset(s, panel.head, s.begin_q + panel.queries.begin), rows_);
   }
@@ -285,29 +287,33 @@ class Forward {
   const Kernels& kernels_;
   const kernels::AttentionProblem& p_;
   const Elements &q_, &k_, &v_, &out_;
-  float* lse_;
+  float *lse_, *lse_rest_;
   int64_t columns_, wide_, block_, value_width_, value_lines_, key_panel_, value_panel_, query_panel_, most_;
   int64_t packed_ = 0;
-  Buffer queries_, keys_, values_, scores_, pairs_, added_, mask_, sums_, totals_, highest_, rows_, logs_;
+  Buffer queries_, keys_, values_, scores_, pairs_, added_, mask_, sums_, totals_, highest_, rows_, logs_,
+      rests_;
   std::vector<Panel> panels_;
 };
 
 }  // namespace
 
-Result forward_cpu(const Call& call) {
+Result forward_cpu(const Call& call, bool with_rest) {
   const auto p = call.problem();
   const auto sequences = sequences_of(call, p);
   const Tensor q = with_features_together(call.q), k = with_features_together(call.k),
                v = with_features_together(call.v);
   Result r{in_huge_pages(call.empty_out()),
-           at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat))};
+           at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat)),
+           {}};
+  if (with_rest) r.lse_rest = at::empty_like(r.lse);
   if (r.lse.numel() == 0) return r;
   const Kernels kernels(q.scalar_type());
   const Elements from_q(q), from_k(k), from_v(v), to(r.out);
   float* lse = r.lse.mutable_data_ptr<float>();
+  float* lse_rest = with_rest ? r.lse_rest.mutable_data_ptr<float>() : nullptr;
   const auto tasks = tasks_of(p, sequences, kernels.columns);
   share_out(static_cast<int64_t>(tasks.size()), 2 * multiplications_of(p, sequences), [&](auto next) {
-    Forward forward(kernels, p, from_q, from_k, from_v, to, lse);
+    Forward forward(kernels, p, from_q, from_k, from_v, to, lse, lse_rest);
     const TileScope scope(kernels);
     for (int64_t i = next(); i >= 0; i = next()) forward.run(tasks[i]);
   });

@@ -29,7 +29,7 @@ Range queries_of(const kernels::AttentionProblem& p, const Sequence& s, Range ke
 
 struct Inputs {
   Elements q, k, v, grad_out;
-  const float *lse, *delta;
+  const float *lse, *lse_rest, *delta;  // lse_rest may be null
 };
 
 struct Outputs {
@@ -72,7 +72,7 @@ class Backward {
         grad_k_(gemm::parts_of(most_, columns_) * key_lines_ * columns_),
         grad_v_(gemm::parts_of(most_, columns_) * key_value_lines_ * columns_),
         rows_(columns_ * round_up(std::max(p.head_dim, p.value_dim), columns_)), lse_(columns_),
-        delta_(columns_) {}
+        lse_rest_(columns_), delta_(columns_) {}
 
   // Returns the number of keys in a block.
   static int64_t keys_of_block(const Kernels& kernels, const kernels::AttentionProblem& p) {
@@ -212,6 +212,11 @@ class Backward {
     std::fill_n(std::copy_n(in_.lse + row, some, static_cast<float*>(lse_)), columns_ - some,
                 std::numeric_limits<float>::infinity());
     std::fill_n(std::copy_n(in_.delta + row, some, static_cast<float*>(delta_)), columns_ - some, 0.f);
+    const bool has_rest = in_.lse_rest != nullptr;
+    if (has_rest) {
+      float* rest = lse_rest_;
+      std::fill_n(std::copy_n(in_.lse_rest + row, some, rest), columns_ - some, 0.f);
+    }
 
     // Compute the scores and the gradients with respect to the probabilities, each as a matrix (keys,
     // queries).
@@ -227,10 +232,12 @@ class Backward {
     const bool capped = p_.softcap != 0, edge = is_edge(p_, s, queries, keys);
     const auto shape = panel_of(p_, s, head, queries.begin);
     if (p_.bias != nullptr) fill_bias(kernels_, p_, s, head, queries, keys, added_);
-    const bool adjusts = edge || p_.bias != nullptr || capped || shape.slope != 0 || !(p_.scale > 0);
+    const bool adjusts =
+        has_rest || edge || p_.bias != nullptr || capped || shape.slope != 0 || !(p_.scale > 0);
     if (adjusts) {
       kernels_.table.adjust(shape, keys.begin, count,
-                            p_.bias != nullptr ? static_cast<float*>(added_) : nullptr, edge, scores,
+                            p_.bias != nullptr ? static_cast<float*>(added_) : nullptr, edge,
+                            has_rest ? static_cast<const float*>(lse_) : nullptr, scores,
                             capped ? static_cast<float*>(cap_slope_) : nullptr);
     }
     float* mask = p_.seed != nullptr ? static_cast<float*>(mask_) : nullptr;
@@ -239,14 +246,15 @@ class Backward {
                           p_.threshold, p_.kept, mask);
     }
     const float scale = adjusts ? 1 : p_.scale;
+    const float* lse = has_rest ? lse_rest_ : lse_;  // the part that adjust has not subtracted
     const auto tiles_at = [&](const Buffer& to) {
       return kernels::AttentionRows{to + panels.begin * query_panel_ + place / steps_ * wide_, tile_stride_};
     };
     if (kernels_.tiles && !out_.bias.defined() && !capped) {
-      kernels_.table.differentiate_tiles(scores, by_p, count, mask, scale, lse_, delta_,
+      kernels_.table.differentiate_tiles(scores, by_p, count, mask, scale, lse, delta_,
                                          tiles_at(probabilities_), tiles_at(by_score_), pairs_);
     } else {
-      kernels_.table.differentiate[in_.q.type != at::kFloat](scores, by_p, count, mask, scale, lse_, delta_);
+      kernels_.table.differentiate[in_.q.type != at::kFloat](scores, by_p, count, mask, scale, lse, delta_);
       if (out_.bias.defined()) add_to_bias(s, head, queries, keys, by_p);
       if (capped) kernels_.table.multiply(by_p, cap_slope_, count * columns_);
       if (kernels_.tiles) {
@@ -304,7 +312,7 @@ class Backward {
   // numbers of features with padding, of a sum over queries
   int64_t key_lines_, key_value_lines_;
   Buffer query_features_, grad_features_, query_, grad_, scores_, by_p_, cap_slope_, mask_, added_, pairs_,
-      probabilities_, by_score_, grad_k_, grad_v_, rows_, lse_, delta_;
+      probabilities_, by_score_, grad_k_, grad_v_, rows_, lse_, lse_rest_, delta_;
   std::vector<Range> seen_;
   float* grad_q_ = nullptr;
   std::optional<Buffer> own_grad_q_;
@@ -445,6 +453,7 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
   const Tensor q = with_features_together(call.q), k = with_features_together(call.k),
                v = with_features_together(call.v);
   const Tensor grad_out = with_features_together(upstream.grad_out), lse = upstream.lse.contiguous();
+  const Tensor lse_rest = upstream.lse_rest ? upstream.lse_rest->contiguous() : Tensor();
   const Tensor out_rows = with_features_together(upstream.out);
   const Tensor delta = delta_of(kernels, p, sequences, Elements(grad_out), Elements(out_rows), upstream);
 
@@ -458,14 +467,14 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
   Outputs out;
   like(kQ, call.q, out.q), like(kK, call.k, out.k), like(kV, call.v, out.v);
   if (upstream.mask[kBias] && has_shared_bias(call)) {
-    g[kBias] = shared_bias_gradient(call, lse, delta, upstream.grad_lse);
+    g[kBias] = shared_bias_gradient(call, upstream, delta);
   } else if (upstream.mask[kBias]) {
     const Tensor& t = *call.bias;
     out.bias = at::zeros(t.sizes(), t.options().dtype(t.size(-2) == 1 ? at::kDouble : at::kFloat));
     const auto stride = [&](int64_t dim) { return t.size(dim) == 1 ? 0 : out.bias.stride(dim); };
     out.bias_strides = {call.packed() ? 0 : stride(0), stride(-3), stride(-2), stride(-1)};
   }
-  if (upstream.mask[kSinks]) g[kSinks] = sinks_gradient(call, lse, delta);
+  if (upstream.mask[kSinks]) g[kSinks] = sinks_gradient(call, upstream, delta);
 
   if (out.q || out.k || out.v || out.bias.defined()) {
     const Inputs in{Elements(q),
@@ -473,6 +482,7 @@ Gradients backward_cpu(const Call& call, const Upstream& upstream) {
                     Elements(v),
                     Elements(grad_out),
                     lse.const_data_ptr<float>(),
+                    lse_rest.defined() ? lse_rest.const_data_ptr<float>() : nullptr,
                     delta.const_data_ptr<float>()};
     const Plan plan = plan_of(kernels, p, sequences, out);
     const double multiplications =

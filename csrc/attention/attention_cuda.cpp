@@ -34,24 +34,30 @@ struct Operands {
       : q(with_features_together(call.q)), k(with_features_together(call.k)),
         v(with_features_together(call.v)) {}
 
-  kernels::AttentionTensors tensors(const Tensor& out, const Tensor& lse) const {
-    return {q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr(), strides_of(q),        strides_of(k),
-            strides_of(v),      out.data_ptr(),     strides_of(out),    lse.data_ptr<float>()};
+  // lse_rest may be undefined.
+  kernels::AttentionTensors tensors(const Tensor& out, const Tensor& lse, const Tensor& lse_rest) const {
+    return {q.const_data_ptr(),    k.const_data_ptr(),
+            v.const_data_ptr(),    strides_of(q),
+            strides_of(k),         strides_of(v),
+            out.data_ptr(),        strides_of(out),
+            lse.data_ptr<float>(), lse_rest.defined() ? lse_rest.data_ptr<float>() : nullptr};
   }
   Tensor q, k, v;
 };
 
 }  // namespace
 
-Result forward_cuda(const Call& call) {
-  if (const Library library = library_for(call); library != Library::kNone)
-    return forward_library(library, call);
+Result forward_cuda(const Call& call, bool with_rest) {
+  const Library library = with_rest ? Library::kNone : library_for(call);
+  if (library != Library::kNone) return forward_library(library, call);
   const auto problem = call.problem();
   check_sizes(problem);
-  Result r{call.empty_out(), at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat))};
+  Result r{call.empty_out(), at::empty_symint(call.lse_sizes(), call.q.options().dtype(at::kFloat)), {}};
+  if (with_rest) r.lse_rest = at::empty_like(r.lse);
   if (r.lse.numel() == 0) return r;
   const Operands operands(call);
-  check_launch(kOp, functions_of(call.q).forward(problem, operands.tensors(r.out, r.lse), stream_of(call.q)));
+  check_launch(kOp, functions_of(call.q).forward(problem, operands.tensors(r.out, r.lse, r.lse_rest),
+                                                 stream_of(call.q)));
   return r;
 }
 
@@ -65,7 +71,8 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream) {
   const Operands operands(call);
   const Tensor out = with_features_together(upstream.out), lse = upstream.lse.contiguous();
   const Tensor grad_out = with_features_together(upstream.grad_out);
-  const auto tensors = operands.tensors(out, lse);
+  const Tensor lse_rest = upstream.lse_rest ? upstream.lse_rest->contiguous() : Tensor();
+  const auto tensors = operands.tensors(out, lse, lse_rest);
 
   const Tensor delta = at::empty_like(lse);
   const Tensor grad_lse = upstream.grad_lse ? upstream.grad_lse->contiguous() : Tensor();
@@ -88,7 +95,7 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream) {
   prepare(kQ, call.q, g.q, g.q_at), prepare(kK, call.k, g.k, g.k_at), prepare(kV, call.v, g.v, g.v_at);
   kernels::BiasShape shape{1, 1, 1, 1};
   if (upstream.mask[kBias] && has_shared_bias(call)) {
-    wanted[kBias] = shared_bias_gradient(call, lse, delta, upstream.grad_lse);
+    wanted[kBias] = shared_bias_gradient(call, upstream, delta);
   } else if (upstream.mask[kBias]) {
     const Tensor& bias = *call.bias;
     wanted[kBias] = at::empty_like(bias);
@@ -97,7 +104,7 @@ Gradients backward_cuda(const Call& call, const Upstream& upstream) {
     if (bias.numel() > 0) g.bias = written[kBias].mutable_data_ptr<float>();
   }
   check_launch(kOp, functions.backward(problem, tensors, g, shape, stream));
-  if (upstream.mask[kSinks]) wanted[kSinks] = sinks_gradient(call, lse, delta);
+  if (upstream.mask[kSinks]) wanted[kSinks] = sinks_gradient(call, upstream, delta);
   for (int i = 0; i < kInputs; ++i) {
     if (written[i].defined() && !written[i].is_same(wanted[i])) wanted[i].copy_(written[i]);
   }

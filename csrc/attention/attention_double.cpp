@@ -140,10 +140,19 @@ Tensor lse_of(const Tensor& lse, bool packed, const Part& part, int64_t begin, i
                 : lse.slice(2, begin, end);
 }
 
-// Returns the attention probabilities exp(scores - lse), or 0 for queries that see no key.
-Tensor probabilities(const Tensor& scores, const Tensor& lse) {
+struct Probabilities {
+  Tensor p;     // attention probabilities, or 0 for queries that see no key
+  Tensor rest;  // log of the sum of exp(score - lse), the part of the log-sum-exp that rounding has lost
+};
+
+// Returns exp(scores - lse), divided by their sum, in which the sink's takes part. The sum is 1 unless lse is
+// large.
+Probabilities probabilities(const Call& call, const Tensor& scores, const Tensor& lse) {
   const Tensor some = at::where(at::isinf(lse).logical_and(lse.lt(0)), at::zeros_like(lse), lse);
-  return at::exp(scores - some.unsqueeze(-1));
+  Tensor p = at::exp(scores - some.unsqueeze(-1)), sum = p.sum(-1);
+  if (call.sinks) sum.add_(at::exp(call.sinks->to(at::kDouble).unsqueeze(-1) - some));
+  sum.masked_fill_(sum.eq(0), 1);
+  return {p.div_(sum.unsqueeze(-1)), sum.log()};
 }
 
 template <class Body>
@@ -157,18 +166,20 @@ void add_reduced(Tensor sum, const Tensor& t) { sum.add_(t.sum_to_size(sum.sizes
 
 }  // namespace
 
-Result forward_double(const Call& call) {
-  Result r{call.empty_out(), at::empty_symint(call.lse_sizes(), call.q.options())};
+Result forward_double(const Call& call, bool with_rest) {
+  Result r{call.empty_out(), at::empty_symint(call.lse_sizes(), call.q.options()), {}};
+  if (with_rest) r.lse_rest = at::empty_like(r.lse);
   for_each_part(call, [&](const Part& part) {
     Tensor out = tokens_of(r.out, call.packed(), part.begin_q, part.begin_q + part.q.size(2));
     for_each_block(part, [&](int64_t begin, int64_t end) {
       const Tensor scores = scores_of(call, part, begin, end).scores;
       Tensor lse = at::logsumexp(scores, {-1});
       if (call.sinks) lse = at::logaddexp(lse, call.sinks->to(at::kDouble).unsqueeze(-1));
-      Tensor p = probabilities(scores, lse);
+      auto [p, rest] = probabilities(call, scores, lse);
       if (const Tensor mask = kept(call, part, p, begin); mask.defined()) p.mul_(mask);
       out.slice(2, begin, end).copy_(at::matmul(p, part.v));
       lse_of(r.lse, call.packed(), part, begin, end).copy_(lse);
+      if (with_rest) lse_of(r.lse_rest, call.packed(), part, begin, end).copy_(rest);
     });
   });
   return r;
@@ -184,7 +195,7 @@ Gradients backward_double(const Call& call, const Upstream& upstream) {
   Tensor delta = upstream.grad_out.mul(upstream.out).sum(-1);
   if (call.packed()) delta = delta.t();
   if (upstream.grad_lse) delta = delta - *upstream.grad_lse;
-  if (upstream.mask[kSinks]) g[kSinks] = sinks_gradient(call, upstream.lse, delta);
+  if (upstream.mask[kSinks]) g[kSinks] = sinks_gradient(call, upstream, delta);
 
   const bool packed = call.packed();
   for_each_part(call, [&](const Part& part) {
@@ -195,7 +206,7 @@ Gradients backward_double(const Call& call, const Upstream& upstream) {
     };
     for_each_block(part, [&](int64_t begin, int64_t end) {
       const Scores s = scores_of(call, part, begin, end);
-      const Tensor p = probabilities(s.scores, lse_of(upstream.lse, packed, part, begin, end));
+      const Tensor p = probabilities(call, s.scores, lse_of(upstream.lse, packed, part, begin, end)).p;
       const Tensor grad = grad_out.slice(2, begin, end), mask = kept(call, part, p, begin);
       Tensor by_p = at::matmul(grad, part.v.transpose(-1, -2));
       if (mask.defined()) by_p.mul_(mask);

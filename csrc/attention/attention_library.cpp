@@ -73,7 +73,7 @@ Result forward_library(Library library, const Call& c) {
     const auto results = at::_scaled_dot_product_flash_attention(q, k, v, 0.0, c.causal, false, c.scale);
     out = std::get<0>(results), lse = std::get<1>(results);
   }
-  return {laid_out_as(out, c.empty_out()), lse.contiguous().view_symint(c.lse_sizes())};
+  return {laid_out_as(out, c.empty_out()), lse.contiguous().view_symint(c.lse_sizes()), {}};
 }
 
 Gradients backward_library(Library library, const Call& c, const Upstream& u) {

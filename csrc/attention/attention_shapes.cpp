@@ -136,7 +136,8 @@ Result Shapes::restore(Result result) const {
   if (!rows_) return result;
   at::SymDimVector sizes(*rows_);
   sizes.push_back(result.out.sym_size(-1));
-  return {result.out.view_symint(sizes), result.lse.view_symint(*rows_)};
+  Tensor rest = result.lse_rest.defined() ? result.lse_rest.view_symint(*rows_) : Tensor();
+  return {result.out.view_symint(sizes), result.lse.view_symint(*rows_), std::move(rest)};
 }
 
 }  // namespace shoestring::attend

@@ -26,8 +26,11 @@ SHOESTRING_INLINE F32 lanes_from(float first) {
   return v;
 }
 
+// A query that sees no key has a log-sum-exp of -inf. Replacing it by +inf makes its probabilities 0.
+SHOESTRING_INLINE F32 usable(F32 lse) { return lse == kLow ? splat(-kLow) : lse; }
+
 void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t keys, const float* added,
-            bool edge, float* scores, float* cap_slope) {
+            bool edge, const float* lse, float* scores, float* cap_slope) {
   const F32 cap = splat(panel.softcap);
   // Distances between tokens are exact in fp32 up to 2^24. Longer sequences are impractical on the CPU.
   const float start = static_cast<float>(first_key - panel.position);
@@ -50,6 +53,7 @@ void adjust(const kernels::AttentionPanel& panel, int64_t first_key, int64_t key
           s = distance > right ? splat(kLow) : s;
         }
       }
+      if (lse != nullptr) s = s - usable(load(lse + w * kLanes));
       store(scores + w * kLanes, s);
     }
   }
@@ -120,20 +124,27 @@ void soften(float* scores, int64_t keys, const float* mask, float scale, float* 
   end_softmax(s, sums, out, lines);
 }
 
-void finish(const float* highest, const float* sums, float* out, int64_t lines, float* lse) {
+// Returns the part of a + b that the rounded sum lacks (Knuth's TwoSum), or 0 if the sum is not finite.
+SHOESTRING_INLINE float rest_of(float a, float b, float sum) {
+  const float of_b = sum - a, rest = (a - (sum - of_b)) + (b - of_b);
+  return rest - rest == 0 ? rest : 0.f;
+}
+
+void finish(const float* highest, const float* sums, float* out, int64_t lines, float* lse, float* lse_rest) {
   F32 factor[kWide];
   for (int w = 0; w < kWide; ++w) {
     const F32 sum = load(sums + w * kLanes);
     factor[w] = sum == 0 ? F32{} : 1.f / sum;
   }
-  for (int i = 0; i < kColumns; ++i) lse[i] = sums[i] == 0 ? kLow : highest[i] + ::logf(sums[i]);
+  for (int i = 0; i < kColumns; ++i) {
+    const float log = ::logf(sums[i]);
+    lse[i] = sums[i] == 0 ? kLow : highest[i] + log;
+    if (lse_rest != nullptr) lse_rest[i] = rest_of(highest[i], log, lse[i]);
+  }
   for (int64_t i = 0; i < lines; ++i, out += kColumns) {
     for (int w = 0; w < kWide; ++w) store(out + w * kLanes, load(out + w * kLanes) * factor[w]);
   }
 }
-
-// A query that sees no key has a log-sum-exp of -inf. Replacing it by +inf makes its probabilities 0.
-SHOESTRING_INLINE F32 usable(F32 lse) { return lse == kLow ? splat(-kLow) : lse; }
 
 struct Derivative {
   F32 probability, gradient;

@@ -70,6 +70,10 @@ struct AttentionTensors {
   void* out;  // attention output: written by forward, read by backward
   HeadStrides out_at;
   float* lse;  // log-sum-exp of each query; -inf for a query that sees no key, whose output is 0
+  // The part of the log-sum-exp that rounding to `lse` has lost, in lse's layout, or null: lse + lse_rest has
+  // about twice the precision. Given if the bias has a floating-point type, whose values may be so large that
+  // nothing of the logarithm of a sum of exponentials remains in lse.
+  float* lse_rest;
 };
 
 /// Further tensors of attention's backward. delta, in lse's layout, is sum(grad_out * out) - grad_lse of each
@@ -104,9 +108,10 @@ struct AttentionRows {
 struct AttentionTable {
   // Turns the products q k^T of a tile into scores: scales and caps them, adds the bias `added` (keys,
   // columns) unless it is null, and subtracts ALiBi's term. With `edge`, writes -inf for keys that a query
-  // does not see. Writes the derivative of the softcap to cap_slope (keys, columns) unless it is null.
+  // does not see. Then subtracts lse (columns) unless it is null. Writes the derivative of the softcap to
+  // cap_slope (keys, columns) unless it is null.
   void (*adjust)(const AttentionPanel& panel, int64_t first_key, int64_t keys, const float* added, bool edge,
-                 float* scores, float* cap_slope);
+                 const float* lse, float* scores, float* cap_slope);
   // Replaces the numbers s of a tile by e^(scale s - highest), multiplied by `mask`. `scale` must be
   // positive. First updates each query's maximum score `highest`, and adds the unmasked exponentials to
   // `sums`. Rescales `sums` and the output `out` (lines: features, columns: queries) to the new maxima.
@@ -119,8 +124,9 @@ struct AttentionTable {
   void (*soften_pairs)(const float* scores, int64_t keys, const float* mask, float scale, float* highest,
                        float* sums, float* out, int64_t lines, float* pairs);
   // Divides the output `out` (lines: features, columns: queries) by the sums of exponentials, and writes each
-  // query's log-sum-exp to lse (columns).
-  void (*finish)(const float* highest, const float* sums, float* out, int64_t lines, float* lse);
+  // query's log-sum-exp to lse (columns), and the part that rounding has lost to lse_rest unless it is null.
+  void (*finish)(const float* highest, const float* sums, float* out, int64_t lines, float* lse,
+                 float* lse_rest);
   // Replaces the numbers s of a tile by p * mask, where p is the probability exp(scale s - lse). Replaces
   // by_p, the gradients of the masked probabilities, by the gradients of the scores: p * (mask * by_p -
   // delta). differentiate[1] is for 16-bit operands, like soften[1].

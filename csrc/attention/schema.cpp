@@ -29,8 +29,12 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // heads, queries) or, with packed sequences, (heads, queries). Its dtype is fp64 for fp64 inputs, else
   // fp32.
   m.def(("attention_with_lse" + attended + "(" + schema_of<Result>() + ")").c_str());
+  // Computes attention_with_lse for backward, and also returns lse_rest, the part of the log-sum-exp that
+  // rounding to lse has lost: lse + lse_rest has about twice the precision.
+  m.def(("_attention_forward" + attended + "(" + schema_of<ResultWithRest>() + ")").c_str());
   // Returns attention's gradients with respect to q, k, v, bias and sinks, as far as output_mask selects
-  // them. A gradient that is not selected is returned as an empty tensor.
+  // them. A gradient that is not selected is returned as an empty tensor. lse_rest is None, or the result of
+  // _attention_forward. Without it the probabilities exp(score - lse) have the rounding error of lse.
   m.def(("_attention_backward(" + schema_of<BackwardArguments>() + ") -> (" + schema_of<BackwardResults>() +
          ")")
             .c_str());

@@ -80,7 +80,7 @@ void claim_key() {
 const std::map<std::string, std::set<std::string>>& groups() {
   static const std::map<std::string, std::set<std::string>> all{
       {"attention",
-       {"shoestring::attention", "shoestring::attention_with_lse",
+       {"shoestring::attention", "shoestring::attention_with_lse", "shoestring::_attention_forward",
         "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
         "aten::_flash_attention_forward", "aten::_efficient_attention_forward"}},

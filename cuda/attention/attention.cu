@@ -49,7 +49,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
     copy_rows<T, D, keys, threads>(k_tile, k, t.k_at.token, begin, at.keys, head_dim, access.k);
     cp_async_commit();
   }
-  Softmax softmax(p.sinks != nullptr ? p.sinks[head] : -INFINITY);
+  Softmax softmax(p.sinks != nullptr ? p.sinks[head] : -INFINITY, scores.special());
   float out[D / 8][4] = {};
   for (int key = begin; key < end; key += keys) {
     cp_async_wait<0>();
@@ -66,7 +66,7 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
     }
     scores.apply<false>(s, nullptr, own, key);
     float shrink[2];
-    softmax.update(s, scores.factor, shrink);
+    softmax.update(s, scores.factor, shrink, scores.special());
     scale_rows(out, shrink);
     if (scores.drops()) {
       const uint32_t kept = scores.kept<false, keys / 8>(own, key);
@@ -76,13 +76,15 @@ __device__ void forward_block(const AttentionProblem& p, const AttentionTensors&
     scores_times_rows<T, keys, D>(out, s, v_tile);
   }
 
-  float by[2], lse[2];
-  softmax.finish(by, lse);
+  float by[2], lse[2], rest[2];
+  softmax.finish(by, lse, scores.special(), rest);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     by[r] *= scores.drops() ? p.kept : 1.f;
     const int row = own + lane() / 4 + 8 * r;
-    if (lane() % 4 == 0 && row < at.queries) t.lse[scores.row + row] = lse[r];
+    if (lane() % 4 != 0 || row >= at.queries) continue;
+    t.lse[scores.row + row] = lse[r];
+    if (t.lse_rest != nullptr) t.lse_rest[scores.row + row] = rest[r];
   }
   T* to = head_of(static_cast<T*>(t.out), t.out_at, at.sequence, head, at.first_query);
   store_rows<T, D>(to, t.out_at.token, own, at.queries, value_dim, access.out, out, by);

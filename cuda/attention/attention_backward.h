@@ -34,9 +34,10 @@ BackwardAccess backward_access(const AttentionTensors& t, const AttentionGradien
           access_of(g.v, g.v_at, size).pairs};
 }
 
-/// Statistics of one query. lse is its log-sum-exp to base 2; delta is the sum of grad_out * out over its
-/// features. For an index after the last query, stats_of() returns an infinite lse, so that probabilities
-/// become 0. Its argument `row` is the index of the sequence's first query in the tensor lse.
+/// Statistics of one query. lse is its log-sum-exp to base 2, or if Scores::apply() has subtracted the
+/// log-sum-exp, the part that rounding has lost; delta is the sum of grad_out * out over its features. For an
+/// index after the last query, stats_of() returns an infinite lse, so that probabilities become 0. Its
+/// argument `row` is the index of the sequence's first query in the tensor lse.
 struct QueryStats {
   float lse, delta;
 };
@@ -44,14 +45,15 @@ __device__ inline QueryStats stats_of(const AttentionTensors& t, const Attention
                                       int queries, int query) {
   if (query >= queries) return {INFINITY, 0};
   const float lse = t.lse[row + query] * kLog2e;
-  // The rounding errors of lse and of a score are together at most 2^-21 of their magnitude. With scores
-  // above a million they would decide the probability of the largest score, which has to be 1.
-  const float slack = fabsf(lse) > 0x1p20f ? fabsf(lse) * 0x1p-21f : 0.f;
+  const float slack = fabsf(lse) > kLargeScore ? fabsf(lse) * kScoreError : 0.f;
   return {lse == -INFINITY ? 0.f : lse - slack, g.delta[row + query]};
 }
 __device__ inline QueryStats stats_of(const AttentionTensors& t, const AttentionGradients& g,
                                       const Scores& scores, int query) {
-  return stats_of(t, g, scores.row, scores.at.queries, query);
+  if (!scores.special()) return stats_of(t, g, scores.row, scores.at.queries, query);
+  if (query >= scores.at.queries) return {INFINITY, 0};
+  const float rest = t.lse_rest != nullptr ? t.lse_rest[scores.row + query] : 0.f;
+  return {rest * kLog2e, g.delta[scores.row + query]};
 }
 
 /// Converts the results of the products q k^T (in s) and grad_out v^T (in by) to operands for the gradients.

@@ -98,7 +98,7 @@ __device__ void bias_block(const AttentionProblem& p, const AttentionTensors& t,
       for (int key = begin; key < end; key += kTile) {
         for (int head = heads.first; head < heads.end; ++head) {
           const int64_t kv_head = head / (p.heads / p.kv_heads);
-          const Scores scores(p, at, head);
+          const Scores scores(p, at, head, t.lse);
           const int own = query + warp() * 16;
           const QueryStats stats[2] = {stats_of(t, g, scores, own + lane() / 4),
                                        stats_of(t, g, scores, own + lane() / 4 + 8)};

@@ -57,7 +57,7 @@ __device__ void key_block(const AttentionProblem& p, const AttentionTensors& t, 
   float sums[one_each ? 1 : 2][D / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
     const int query = begin + step % tiles * queries;
-    const Scores scores(p, at, kv_head * group + step / tiles);
+    const Scores scores(p, at, kv_head * group + step / tiles, t.lse);
     QueryStats stats[queries / 8][2];
 #pragma unroll
     for (int e = 0; e < queries / 4; ++e) {

@@ -27,7 +27,7 @@ __device__ void query_block(const AttentionProblem& p, const AttentionTensors& t
 
   unsigned char *q_tile = dynamic_shared(), *grad_tile = q_tile + rows * pitch,
                 *passing = grad_tile + rows * pitch;
-  const Scores scores(p, at, head);
+  const Scores scores(p, at, head, t.lse);
   const int first = at.tile * rows, own = first + warp() * 16;
   const int begin = max(0, first + scores.window.low) / 8 * 8;
   const int end = min(at.keys, min(first + rows, at.queries) + scores.window.high);

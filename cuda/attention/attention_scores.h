@@ -20,6 +20,12 @@ namespace shoestring::cuda {
 using kernels::AttentionProblem;
 using kernels::BiasType;
 
+// Forward and backward may add the terms of a product q k^T in different order. The rounding errors of a
+// score, and of a log-sum-exp that follows it, are together at most kScoreError of their magnitude. If a
+// product is above kLargeScore, they would decide the probability of the largest score, which has to be 1. So
+// backward adds the error to such a score; probabilities above 1 become 1.
+constexpr float kLargeScore = 0x1p20f, kScoreError = 0x1p-21f;
+
 // greater than any distance between tokens: the host allows at most 2^29 tokens
 constexpr int kFar = 1 << 30;
 
@@ -121,8 +127,10 @@ __device__ inline float bias_value(const AttentionProblem& p, int64_t at) {
 /// columns. The rows are queries and the columns keys, or the other way round if `turned`.
 class Scores {
  public:
-  __device__ Scores(const AttentionProblem& problem, const Place& place, int head)
-      : p(problem), at(place), window(problem, place) {
+  /// `log_sums` is the tensor lse in backward, and null in forward.
+  __device__ Scores(const AttentionProblem& problem, const Place& place, int head,
+                    const float* log_sums = nullptr)
+      : p(problem), at(place), window(problem, place), lse_(log_sums) {
     special_ = p.softcap > 0 || p.bias != nullptr || p.slopes != nullptr || p.scale <= 0;
     factor = special_ ? kLog2e : p.scale * kLog2e;
     const bool packed = p.cu_seqlens_q != nullptr;
@@ -134,6 +142,10 @@ class Scores {
       fail("attention: bias: expected at least as many columns as the longest sequence has keys");
     }
   }
+
+  /// Says whether an option changes the scores. Then apply() subtracts each query's log-sum-exp in backward,
+  /// and `factor` is log2(e).
+  __device__ bool special() const { return special_; }
 
   /// Converts the products q k^T in s to scores, or to -inf for keys that a query does not see. The
   /// exponential of a score x is 2^(x * factor). Unless `by` is null, multiplies it by the derivative of the
@@ -161,8 +173,14 @@ class Scores {
             x = p.softcap * t;
             if (by != nullptr) by[j][i] *= 1 - t * t;
           }
+          const float product = fabsf(x);
           if (p.bias != nullptr) x += bias_value(p, bias_at_ + query * p.bias_query + key * p.bias_key);
           if (p.slopes != nullptr) x -= slope_ * static_cast<float>(abs(distance - (at.keys - at.queries)));
+          if (lse_ != nullptr) {
+            const float lse = lse_[row + query];
+            x -= lse == -INFINITY ? 0.f : lse;
+            x += product > kLargeScore ? product * kScoreError : 0.f;
+          }
         }
         s[j][i] = seen ? x : -INFINITY;
       }
@@ -222,6 +240,7 @@ class Scores {
     return bits;
   }
 
+  const float* lse_;
   bool special_;
   float slope_ = 0;
   int64_t bias_at_;

@@ -270,5 +270,9 @@ def attention_reference(
     lse = torch.logsumexp(scores, -1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
-    p = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)[..., None])
+    blind = (lse == -math.inf)[..., None]  # queries that see no key
+    scores = scores.masked_fill(blind, 0)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    p = scores.softmax(-1)[..., :keys].masked_fill(blind, 0)
     return AttentionResult((p if keep is None else p * keep).to(v.dtype) @ v, lse)

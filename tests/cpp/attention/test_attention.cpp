@@ -64,6 +64,26 @@ TEST_CASE("attention of packed sequences is that of each, and lse has a gradient
   CHECK(torch::autograd::grad({lse.sum()}, {q})[0].abs().sum().item<float>() > 0);
 }
 
+TEST_CASE("a row that a finite bias masks whole has the gradients of softmax", "[attention]") {
+  for (const double large : {-1e9, static_cast<double>(std::numeric_limits<float>::lowest())}) {
+    Tensor bias = torch::randn({1, 2, 20, 33});
+    bias.narrow(2, 0, 7).fill_(large);
+    const std::vector<Tensor> inputs{torch::randn({1, 2, 20, 16}).requires_grad_(),
+                                     torch::randn({1, 2, 33, 16}).requires_grad_(),
+                                     torch::randn({1, 2, 33, 16}).requires_grad_(), bias.requires_grad_()};
+    const Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2];
+    const Tensor scores = at::matmul(q, k.transpose(-1, -2)) / 4 + bias;
+    const Tensor expected = at::matmul(at::softmax(scores, -1), v), upstream = torch::randn({1, 2, 20, 16});
+    const Tensor out = shoestring::attention(q, k, v, AttentionOptions().bias(bias));
+    const auto ours = torch::autograd::grad({out}, inputs, {upstream});
+    const auto theirs = torch::autograd::grad({expected}, inputs, {upstream});
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      CAPTURE(large, i);
+      CHECK(((ours[i] - theirs[i]).norm() / theirs[i].norm()).item<double>() < 2e-6);
+    }
+  }
+}
+
 TEST_CASE("attention gives the same bits when it is asked to", "[attention]") {
   const Tensor q = torch::randn({1, 2, 40, 32}).to(at::kBFloat16);
   const auto run = [&] {

@@ -125,6 +125,14 @@ def test_computes_what_it_keeps_once() -> None:
     assert counts([torch.ops.aten.gelu.default])["aten::gelu"] == 1
 
 
+def test_keeps_attention_with_a_bias() -> None:
+    q, bias = torch.randn(1, 2, 5, 4, requires_grad=True), torch.randn(1, 1, 5, 5, requires_grad=True)
+    with computed("shoestring::_attention_forward") as calls:
+        out = checkpoint(lambda q: shoestring.attention(q, q, q, bias=bias).sin(), q, keep=["attention"])
+        out.sum().backward()
+    assert calls["shoestring::_attention_forward"] == 1
+
+
 def test_what_is_kept_goes_through_hooks_around() -> None:
     block, x = Block(), torch.randn(6, 8, requires_grad=True)
     packed: list[Tensor] = []

@@ -9,9 +9,10 @@ import torch
 
 from shoestring.cli.config import GenerateConfig
 from shoestring.core.errors import InputError
-from shoestring.data.examples import DEFAULT_CHAT_TEMPLATE, beginning
+from shoestring.data.chat import render
+from shoestring.data.encoding import Encoder
 from shoestring.data.progress import working
-from shoestring.data.tokenizer import encode_batch, load_tokenizer
+from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.read_file import read_json
 from shoestring.files.safetensors_file import open_safetensors
 from shoestring.training.device import DTYPES, find_device
@@ -38,20 +39,7 @@ def generate(config: GenerateConfig) -> str:
             lora.load_adapter(model, config.adapter)
         except (ValueError, RuntimeError, KeyError) as error:
             raise InputError(f"--adapter {config.adapter}: does not fit {config.model} ({error})") from None
-    if config.chat:
-        template = tokenizer.chat_template or DEFAULT_CHAT_TEMPLATE
-        message = {"role": "user", "content": config.prompt}
-        try:
-            text = tokenizer.apply_chat_template(
-                [message], chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a chat template may raise any exception
-            raise InputError(
-                f"--chat: the chat template refuses the prompt ({type(error).__name__}: {error})"
-            ) from None
-        ids = encode_batch(tokenizer, [text])[0]
-    else:
-        ids = beginning(tokenizer) + encode_batch(tokenizer, [config.prompt])[0]
+    ids = _prompt(config, tokenizer)
     ids = ids or [tokenizer.eos_token_id]  # if the prompt is empty, the model continues the end-of-text token
     rows = model.get_input_embeddings().weight.shape[0]
     if max(ids) >= rows:
@@ -74,8 +62,25 @@ def generate(config: GenerateConfig) -> str:
         if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
             raise
         raise InputError(f"{folder}: the model cannot generate text ({error})") from None
-    result: str = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
-    return result
+    return _continuation(tokenizer, ids, output[0].tolist())
+
+
+def _prompt(config: GenerateConfig, tokenizer: Any) -> list[int]:
+    """Return the tokens of the prompt, which begin as those of an example of `finetune`."""
+    encoder = Encoder(tokenizer)
+    if not config.chat:
+        return encoder.begun(encoder.ids([config.prompt])[0])
+    message = {"role": "user", "content": config.prompt}
+    ids = encoder.ids([render(tokenizer, [message], None, "--chat", ask=True).text])[0]
+    return ids if tokenizer.chat_template else encoder.begun(ids)
+
+
+def _continuation(tokenizer: Any, prompt: list[int], ids: list[int]) -> str:
+    """Return the text that follows the prompt. Decoded alone, its first word would lose the space before it."""
+    before, text = (tokenizer.decode(part, skip_special_tokens=True) for part in (prompt, ids))
+    if not text.startswith(before):
+        text, before = tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True), ""
+    return str(text[len(before) :])
 
 
 def check_adapter(folder: Path) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoestring.core.errors import InputError
+from shoestring.data.encoding import BATCH_CHARACTERS, Encoder, vocabulary_size
 from shoestring.data.progress import working
 from shoestring.data.text import documents, size_of
-from shoestring.data.tokenizer import BATCH_CHARACTERS, encode_batch
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import check_regular
 
@@ -27,14 +28,15 @@ HEADER = struct.Struct("<8sIIQ40x")
 def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
     """Tokenise ``files`` in the given order and write the tokens to ``path``; return the token count.
 
-    Each file is a document, or holds several. Each document ends with the end-of-text token.
+    Each file is a document, or holds several. Each document has the special tokens that the tokenizer's own
+    call adds, and ends with the end-of-text token.
     """
-    vocab_size = len(tokenizer)
+    vocab_size = vocabulary_size(tokenizer)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     count = 0
     with working("tokenizing", size_of(files)), atomic_file(path) as out:
         out.write(HEADER.pack(MAGIC, vocab_size, dtype.itemsize, 0))
-        for ids in _token_lists(files, tokenizer):
+        for ids in _token_lists(files, Encoder(tokenizer)):
             out.write(np.asarray(ids, dtype).tobytes())
             count += len(ids)
         out.seek(0)
@@ -42,35 +44,28 @@ def write_token_file(path: Path, files: list[Path], tokenizer: Any) -> int:
     return count
 
 
-def _pieces(files: list[Path]) -> Iterator[tuple[str, bool]]:
-    """Yield the texts of the files in pieces, as (piece of text, whether the piece ends a document)."""
-    for path in files:
-        for document in documents(path):
-            previous: str | None = None
-            for piece in document:
-                if previous is not None:
-                    yield previous, False
-                previous = piece
-            if previous is not None:
-                yield previous, True
-
-
-def _token_lists(files: list[Path], tokenizer: Any) -> Iterator[list[int]]:
-    texts: list[str] = []
-    ends: list[bool] = []
-    characters = 0
+def _token_lists(files: list[Path], encoder: Encoder) -> Iterator[list[int]]:
+    """Yield the tokens of the documents; tokenise short documents together, for speed."""
+    texts, characters = list[str](), 0
 
     def encode() -> Iterator[list[int]]:
-        for ids, end in zip(encode_batch(tokenizer, texts), ends):
-            yield [*ids, tokenizer.eos_token_id] if end else ids
+        for ids in encoder.ids(texts):
+            yield encoder.finished(encoder.begun(ids))
 
-    for text, end in _pieces(files):
-        texts.append(text)
-        ends.append(end)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield from encode()
-            texts, ends, characters = [], [], 0
+    for path in files:
+        for document in documents(path):
+            text = next(document, "")
+            following = next(document, None)
+            if following is not None:
+                yield from encode()
+                texts, characters = [], 0
+                yield from encoder.document(chain((text, following), document))
+                continue
+            texts.append(text)
+            characters += len(text)
+            if characters >= BATCH_CHARACTERS:
+                yield from encode()
+                texts, characters = [], 0
     yield from encode()
 
 

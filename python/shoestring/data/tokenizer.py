@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoestring.core.errors import InputError
 from shoestring.core.remote_code import why_not_loaded
-from shoestring.data.progress import advance, working
+from shoestring.data.progress import working
 from shoestring.data.text import documents, size_of
+from shoestring.files.read_file import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # tokens: one for each of the 256 bytes, and the end-of-text token
 LONGEST_WORD = 1024  # maximum word length in training, in bytes; training time grows with its square
-# Number of characters tokenised at once: enough work for every core, but a bounded amount of memory, since
-# tokenised text takes about 100 bytes per token.
-BATCH_CHARACTERS = 1 << 20
 
 
 def train_bpe(files: list[Path], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -105,26 +103,16 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         raise InputError(
             f"{folder}: the tokenizer names no end-of-text token; set eos_token in tokenizer_config.json"
         )
+    dropout = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "dropout", None)
+    if dropout:
+        raise InputError(
+            f"{folder}: the tokenizer leaves out merges at random, so no run could be repeated; set dropout to null in "
+            "tokenizer.json"
+        )
+    if isinstance(tokenizer.chat_template, dict):
+        for name in tokenizer.chat_template:
+            if Path(name).name != name:  # the name would become that of a file when the tokenizer is saved
+                raise InputError(
+                    f"{folder}: a chat template has the name {shown(name)}; expected no folder in it"
+                )
     return tokenizer
-
-
-def encode_batch(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each text, without a begin or end token."""
-    if not texts:
-        return []
-    result: list[list[int]] = tokenizer(
-        texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-    )["input_ids"]
-    return result
-
-
-def encode_all(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
-    """Yield the token ids of each text; tokenise about ``BATCH_CHARACTERS`` characters at a time."""
-    with working("tokenizing", sum(map(len, texts))):
-        first = characters = 0
-        for end, text in enumerate(texts, 1):
-            characters += len(text)
-            if characters >= BATCH_CHARACTERS or end == len(texts):
-                yield from encode_batch(tokenizer, texts[first:end])
-                advance(characters)
-                first, characters = end, 0

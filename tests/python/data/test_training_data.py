@@ -146,7 +146,7 @@ def test_loss_is_on_the_completion_only(tmp_path: Path, tokenizer) -> None:
         [{"prompt": "the cat", "completion": " sat on"}, {"prompt": "", "completion": "far"}],
     )
     assert kind_of([file]) == COMPLETION
-    encoded = encode_examples(read_segments([file], COMPLETION, tokenizer), tokenizer, 32, chat=False)
+    encoded = encode_examples(read_segments([file], COMPLETION, tokenizer), tokenizer, 32)
     assert trained_text(tokenizer, encoded.examples, 0) == " sat on" + tokenizer.eos_token
     inputs, _ = encoded.examples.rows([0])
     assert tokenizer.decode(inputs[0]) == "the cat sat on"
@@ -157,7 +157,7 @@ def test_chat_trains_on_every_answer(tmp_path: Path, tokenizer) -> None:
     messages = [{"role": role, "content": f"{role} {i}"} for i, role in enumerate(roles)]
     file = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
     assert kind_of([file]) == CHAT
-    encoded = encode_examples(read_segments([file], CHAT, tokenizer), tokenizer, 200, chat=True)
+    encoded = encode_examples(read_segments([file], CHAT, tokenizer), tokenizer, 200)
     end = tokenizer.eos_token
     assert trained_text(tokenizer, encoded.examples, 0) == f"assistant 2{end}\nassistant 4{end}\n"
     whole = "".join(tokenizer.decode(encoded.examples.tokens))
@@ -173,7 +173,7 @@ def test_long_examples_are_cut_and_counted(tmp_path: Path, tokenizer) -> None:
             {"prompt": "x", "completion": "y"},
         ],
     )
-    encoded = encode_examples(read_segments([file], COMPLETION, tokenizer), tokenizer, 16, chat=False)
+    encoded = encode_examples(read_segments([file], COMPLETION, tokenizer), tokenizer, 16)
     assert (len(encoded.examples), encoded.shortened, encoded.dropped) == (2, 2, 1)
     assert encoded.examples.rows([0])[0].shape == (1, 16)
 

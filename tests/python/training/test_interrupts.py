@@ -227,7 +227,7 @@ def test_an_interrupted_tokenization_leaves_nothing(
 ) -> None:
     (tmp_path / "out").mkdir()
     log, mark = tmp_path / "log", tmp_path / "mark"
-    code = pause_before("data", "token_file", "encode_batch", mark)
+    code = pause_before("data.encoding", "Encoder", "ids", mark)
     arguments = [
         "tokenize",
         "--data",
@@ -248,13 +248,13 @@ def test_an_interrupted_tokenization_leaves_nothing(
 def test_a_failed_tokenization_leaves_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shoestring.data import token_file
+    from shoestring.data.encoding import Encoder
 
     def fails(*_: object) -> None:
         raise MemoryError
 
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(token_file, "encode_batch", fails)
+    monkeypatch.setattr(Encoder, "ids", fails)
     out = tmp_path / "out" / "tokens.bin"
     line = refuse(capsys, "tokenize", "--data", data / "text.txt", "--vocab-size", 300, "--out", out)
     assert "out of memory; take a smaller" in line

@@ -1,0 +1,225 @@
+"""Render chats by a tokenizer's chat template, and tell the assistant's answers from the text around them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoestring.core.errors import InputError
+from shoestring.data.fields import REASONING, read_messages, read_tools
+from shoestring.files.read_file import shown
+
+# The chat template for tokenizers that have none. Each message is a line with its role, then its text. The
+# assistant's messages end with the end-of-text token.
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ':\\n' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+PLACE = "\ue000"  # stands for the content of a message, to find where a template puts it
+END_OF_THINKING = "</think>"
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+Segments = list[tuple[str, bool]]  # a text in pieces, each with whether to train on it
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A rendered chat, and the (first, end) characters of answers that the template marks."""
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+def render(tokenizer: Any, messages: Messages, tools: Tools, where: str, ask: bool) -> Rendered:
+    """Render messages by the tokenizer's template, or the default one; ``ask`` adds the head of an answer."""
+    if not messages:
+        return Rendered("", [])
+    try:
+        return _render(tokenizer, messages, tools, ask)
+    except Exception as error:  # a chat template may raise any exception
+        as_text = _arguments_as_text(messages)
+        if as_text != messages:
+            try:
+                return _render(tokenizer, as_text, tools, ask)
+            except Exception:  # the first error is of the form that most templates take
+                pass
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{where}: the chat template refuses these messages ({type(error).__name__}: {reason})"
+        ) from None
+
+
+def _render(tokenizer: Any, messages: Messages, tools: Tools, ask: bool) -> Rendered:
+    template: str = DEFAULT_CHAT_TEMPLATE
+    if tokenizer.chat_template:
+        template = tokenizer.get_chat_template(tools=tools)
+    if MARKS_ANSWERS.search(template):
+        from transformers.utils import chat_template_utils
+
+        render_marked: Any = chat_template_utils.render_jinja_template
+        texts, answers = render_marked(
+            [messages],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=ask,
+            **tokenizer.special_tokens_map,
+        )
+        return Rendered(texts[0], answers[0])
+    text: str = tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=ask
+    )
+    return Rendered(text, [])
+
+
+def _arguments_as_text(messages: Messages) -> Messages:
+    """Return the messages with the arguments of tool calls as JSON text, which some templates take."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": as_text(call["function"])}
+        if isinstance(call.get("arguments"), dict):
+            return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+        return call
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+@dataclass
+class ChatReader:
+    """Turn chat records into examples, and count how often a template gave several examples for one record.
+
+    Most templates write a chat so that each answer follows the text before it. Templates of models that think
+    leave the thinking of earlier answers out. Then the text up to an answer is an example of its own, as the
+    model sees it when it answers.
+    """
+
+    tokenizer: Any
+    chats: int = 0  # number of records
+    divided: int = 0  # number of records that became several examples
+    examples: int = 0  # number of examples
+    _written: set[tuple[str, str]] = field(default_factory=set)  # (role, field) that the template writes
+
+    def read(self, record: dict[str, Any], where: str) -> list[Segments]:
+        """Return the examples of one record: its text in pieces, each with whether to train on it."""
+        messages, trained = read_messages(record, where)
+        tools = read_tools(record, where)
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise InputError(f'{where}: no message has the role "assistant", so there is nothing to learn')
+        if not any(trained):
+            raise InputError(
+                f'{where}: every message of the assistant has "weight": 0, so there is nothing to learn'
+            )
+        chats: list[tuple[str, list[tuple[int, int]]]] = [("", [])]
+        previous = 0
+        for turn in turns:
+            text, spans = self._answer(messages[: turn + 1], tools, where)
+            self._check_written(messages[: turn + 1], previous, tools, text, where)
+            previous = turn + 1
+            if not text.startswith(chats[-1][0]):
+                chats.append(("", []))
+            chats[-1] = (text, [*chats[-1][1], *(spans if trained[turn] else [])])
+        result = [_pieces(text, spans) for text, spans in chats if spans]
+        self.chats += 1
+        self.examples += len(result)
+        self.divided += len(result) > 1
+        return result
+
+    def notes(self) -> list[str]:
+        """Return lines for the user about what was done."""
+        if not self.divided:
+            return []
+        return [
+            f"the chat template rewrites earlier turns: {self.divided} of {self.chats} chats became several examples "
+            f"({self.examples} in total), each up to an answer as the model sees it when it answers"
+        ]
+
+    def _answer(self, messages: Messages, tools: Tools, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a chat that ends with an answer, and the (first, end) characters of the answer."""
+        asked = render(self.tokenizer, messages[:-1], tools, where, ask=True)
+        whole = render(self.tokenizer, messages, tools, where, ask=False)
+        if whole.answers or asked.answers:
+            spans = whole.answers[len(asked.answers) :]
+            if not spans:
+                raise InputError(f"{where}: the chat template marks nothing of an answer as generated")
+            return whole.text, spans
+        text = whole.text
+        content = messages[-1].get("content", "")
+        thinks = END_OF_THINKING in content and _squeezed(content) not in _squeezed(text)
+        begin = len(asked.text)
+        if thinks or not text.startswith(asked.text):
+            # The template asks for an answer with more than the head of a message, such as "<think>".
+            place = render(
+                self.tokenizer, [*messages[:-1], {**messages[-1], "content": PLACE}], tools, where, ask=False
+            ).text
+            head, found, tail = place.partition(PLACE)
+            if not found or not text.startswith(head) or not asked.text.startswith(head):
+                raise InputError(
+                    f"{where}: the chat template rewrites earlier turns; the completion cannot be told apart"
+                )
+            if thinks:  # the template leaves the thinking out even here, and the model has to learn it
+                text = head + content + tail
+            begin = len(asked.text) if text.startswith(asked.text) else len(head)
+        return text, [(begin, len(text))]
+
+    def _check_written(self, messages: Messages, first: int, tools: Tools, text: str, where: str) -> None:
+        """Raise an InputError that names a field of the messages from ``first`` on that the template leaves out."""
+
+        def changes(changed: Messages, tools: Tools) -> bool:
+            try:
+                return render(self.tokenizer, changed, tools, where, ask=False).text != original()
+            except InputError:
+                return True  # the template looks at what was changed
+
+        def original() -> str:
+            return render(self.tokenizer, messages, tools, where, ask=False).text
+
+        if tools and ("", "tools") not in self._written:
+            if not changes(messages, None):
+                raise InputError(
+                    f'{where}: the chat template does not write "tools"; take a model that calls tools, or remove them'
+                )
+            self._written.add(("", "tools"))
+        for index in range(first, len(messages)):
+            message = messages[index]
+            for name, value in message.items():
+                key = message["role"], name
+                if name in ("role", "tool_call_id") or (name == "name" and message["role"] == "tool"):
+                    continue  # a tool's answer follows its call; many templates tell them by their order
+                if value == "" or (name == "content" and value.strip() in text):
+                    continue
+                if name != "content" and key in self._written:
+                    continue
+                other = value + PLACE if isinstance(value, str) else []
+                changed = {**message, **dict.fromkeys(REASONING if name in REASONING else [name], other)}
+                if name in REASONING:
+                    changed = {key: value for key, value in changed.items() if key in message}
+                if not changes([*messages[:index], changed, *messages[index + 1 :]], tools):
+                    raise InputError(
+                        f"{where}: the chat template leaves out {shown(name)} of a message of the role "
+                        f"{shown(message['role'])}; remove it, or take a model whose template writes it"
+                    )
+                self._written.add(key)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _pieces(text: str, spans: list[tuple[int, int]]) -> Segments:
+    pieces, end = list[tuple[str, bool]](), 0
+    for first, last in spans:
+        pieces += [(text[end:first], False), (text[first:last], True)]
+        end = last
+    return [*pieces, (text[end:], False)]

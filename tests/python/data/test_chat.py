@@ -1,0 +1,230 @@
+"""Test the examples made of chats: fields of records and messages, templates that trim earlier turns, marked answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli_helpers import write_jsonl
+from shoestring.core.errors import InputError
+from shoestring.data.chat import DEFAULT_CHAT_TEMPLATE, render
+from shoestring.data.examples import encode_examples, read_segments
+from shoestring.data.records import CHAT, COMPLETION
+from tokenizer_kinds import made
+
+# Templates with the ways of known models, in few words: thinking stays in the last answer alone (Qwen3), or in
+# no answer although the model is asked to think (DeepSeek-R1); answers are marked; tools are written.
+CHATML = (
+    "{% if tools %}{{ '<tools>' + (tools | tojson) + '</tools>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + (call.function | tojson) }}{% endfor %}"
+    "{{ '<end>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% set text = m.content %}{% set thought = '' %}"
+    "{% if '</think>' in text %}{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ text + '<end>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% endif %}"
+    "{% if m.role == 'assistant' %}{{ '<A>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<A><think>\\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<end>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ m.content + '<end>\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def said(role: str, content: Any = None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TWO = [said("user", "one?"), said("assistant", "One."), said("user", "two?"), said("assistant", "Two.")]
+
+
+@pytest.fixture
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """A tokenizer of the kind Llama-3, with the template of the test's parameter ``template``."""
+    result = made("Llama-3")
+    result.chat_template = (
+        request.node.callspec.params.get("template") if hasattr(request.node, "callspec") else None
+    )
+    yield result
+    result.chat_template = None
+
+
+def examples(tmp_path: Path, tokenizer: Any, *records: dict[str, Any]) -> list[list[str]]:
+    """Return for each example its whole text, and the texts that are trained on."""
+    texts = read_segments([write_jsonl(tmp_path / "a.jsonl", list(records))], CHAT, tokenizer)
+    encoded = encode_examples(texts, tokenizer, 1000).examples
+    shown = []
+    for first, end in zip(encoded.starts[:-1], encoded.starts[1:]):
+        ids, marks = encoded.tokens[first:end].tolist(), encoded.trained[first:end].tolist()
+        parts, run = [tokenizer.decode(ids)], list[int]()
+        for token, mark in [*zip(ids, marks), (0, False)]:
+            run = [*run, token] if mark else run
+            if run and not mark:
+                parts.append(tokenizer.decode(run))
+                run = []
+        shown.append(parts)
+    return shown
+
+
+def refused(tmp_path: Path, tokenizer: Any, record: dict[str, Any], kind: str = CHAT) -> str:
+    with pytest.raises(InputError) as error:
+        read_segments([write_jsonl(tmp_path / "a.jsonl", [record])], kind, tokenizer)
+    assert str(error.value).startswith(f"{tmp_path / 'a.jsonl'}: line 1")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_every_answer_is_trained_in_one_example(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    ((whole, *trained),) = examples(tmp_path, tokenizer, {"messages": TWO})
+    assert whole == "<|user|>one?<end>\n<|assistant|>One.<end>\n<|user|>two?<end>\n<|assistant|>Two.<end>\n"
+    end = "<end>" if template == MARKED else "<end>\n"
+    assert trained == [f"One.{end}", f"Two.{end}"]
+
+
+def test_the_default_template_begins_as_texts_do(tmp_path: Path, tokenizer: Any) -> None:
+    ((whole, *trained),) = examples(tmp_path, tokenizer, {"messages": TWO[:2]})
+    assert whole == "<s>user:\none?\nassistant:\nOne.</s>\n" and trained == ["One.</s>\n"]
+    assert tokenizer.chat_template is None and "eos_token" in DEFAULT_CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("template", [QWEN3])
+def test_thinking_that_is_trimmed_from_earlier_turns(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    chat = [
+        said("user", "1?"),
+        said("assistant", "<think>\na\n</think>\n\nA"),
+        said("user", "2?"),
+        said("assistant", "B"),
+    ]
+    first, second = examples(tmp_path, tokenizer, {"messages": chat})
+    assert first == [
+        "<|user|>1?<end>\n<|assistant|><think>\na\n</think>\n\nA<end>\n",
+        "<think>\na\n</think>\n\nA<end>\n",
+    ]
+    assert second == [
+        "<|user|>1?<end>\n<|assistant|>A<end>\n<|user|>2?<end>\n<|assistant|><think>\n\n</think>\n\nB<end>\n",
+        "<think>\n\n</think>\n\nB<end>\n",
+    ]
+    texts = read_segments([tmp_path / "a.jsonl"], CHAT, tokenizer)
+    assert "1 of 1 chats became several examples (2 in total)" in texts.notes[0]
+
+
+@pytest.mark.parametrize("template", [R1])
+def test_a_template_that_asks_to_think(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    """The thinking of an answer is trained on, although the template leaves it out of every answer."""
+    chat = [
+        said("user", "1?"),
+        said("assistant", "<think>\na\n</think>A"),
+        said("user", "2?"),
+        said("assistant", "<B"),
+    ]
+    first, second = examples(tmp_path, tokenizer, {"messages": chat})
+    assert first == ["<s><U>1?<A><think>\na\n</think>A</s>", "a\n</think>A</s>"]
+    assert second == ["<s><U>1?<A>A</s><U>2?<A><B</s>", "<B</s>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, QWEN3])
+def test_a_message_of_weight_0_is_not_trained_on(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    for weights in ((0, 1), (1, 0), (1.0, None)):
+        chat = [dict(message) for message in TWO]
+        for message, weight in zip(chat[1::2], weights):
+            message["weight"] = weight
+        made_of = examples(tmp_path, tokenizer, {"messages": chat})
+        trained = "".join(part for _, *parts in made_of for part in parts)
+        assert ("One." in trained, "Two." in trained) == (weights[0] != 0, weights[1] != 0)
+    for message in chat[1::2]:
+        message["weight"] = 0
+    assert 'has "weight": 0' in refused(tmp_path, tokenizer, {"messages": chat})
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+CALLS = [
+    said("user", "add"),
+    said("assistant", None, tool_calls=[CALL]),
+    said("tool", "2", name="add", tool_call_id="c1"),
+    said("assistant", [{"type": "text", "text": "It is "}, {"type": "text", "text": "2."}], refusal=None),
+]
+
+
+@pytest.mark.parametrize("template", [CHATML])
+def test_tools_and_their_calls_reach_the_template(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    ((whole, *trained),) = examples(tmp_path, tokenizer, {"messages": CALLS, "tools": [TOOL], "id": 5})
+    assert whole.startswith(f"<tools>{json.dumps([TOOL])}</tools><|user|>add<end>")
+    assert trained == ['<call>{"name": "add", "arguments": {"a": 1}}<end>\n', "It is 2.<end>\n"]
+
+
+# As templates of DeepSeek-V3, which join the arguments as text.
+TEXT_ARGUMENTS = CHATML.replace("(call.function | tojson)", "call.function.arguments")
+
+
+@pytest.mark.parametrize("template", [TEXT_ARGUMENTS])
+def test_arguments_as_the_template_takes_them(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    ((_, *trained),) = examples(tmp_path, tokenizer, {"messages": CALLS})
+    assert trained[0] == '<call>{"a": 1}<end>\n'
+
+
+@pytest.mark.parametrize("template", [None, QWEN3])
+def test_what_the_template_leaves_out_is_named(tmp_path: Path, tokenizer: Any, template: str | None) -> None:
+    line = refused(tmp_path, tokenizer, {"messages": TWO, "tools": [TOOL]})
+    assert 'does not write "tools"' in line
+    line = refused(
+        tmp_path, tokenizer, {"messages": [TWO[0], said("assistant", "One.", reasoning_content="so")]}
+    )
+    assert "leaves out 'reasoning_content' of a message of the role 'assistant'" in line
+    line = refused(tmp_path, tokenizer, {"messages": [said("user", "one?", name="Ann"), TWO[1]]})
+    assert "leaves out 'name' of a message of the role 'user'" in line
+    line = refused(tmp_path, tokenizer, {"messages": [TWO[0], said("assistant", "x", tool_calls=[CALL])]})
+    assert "leaves out 'tool_calls'" in line
+
+
+@pytest.mark.parametrize("template", [R1])
+def test_a_message_that_the_template_leaves_out(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    line = refused(tmp_path, tokenizer, {"messages": [said("system", "be kind"), *TWO]})
+    assert "leaves out 'content' of a message of the role 'system'" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": True}, "the field 'label' of a chat record is not understood"),
+        ({"prompt": "a"}, "the field 'prompt' of a chat record is not understood"),
+        ({"tools": "add"}, '"tools": expected a list of objects, got a string'),
+        ({"messages": [said("user", "a"), said("assistant", "b", train=False)]}, "the field 'train' of a message"),
+        ({"messages": [said("user", "a"), said("assistant", "b", weight=0.5)]}, "expected 0 (not trained on) or 1"),
+        ({"messages": [said("user", "a", weight=1), said("assistant", "b")]}, "only messages of the assistant"),
+        ({"messages": [said("user", "a"), said("assistant")]}, '"content" is null'),
+        ({"messages": [said("user", [{"type": "image_url"}]), said("assistant", "b")]}, "got 'image_url'"),
+        ({"messages": [said("user", "a", tool_calls=[CALL]), said("assistant", "b")]}, "a message of the assistant"),
+        ({"messages": [said("user", "a"), said("assistant", None, tool_calls=["x"])]}, "expected a list of objects"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_understood_is_named(
+    tmp_path: Path, tokenizer: Any, change: dict[str, Any], message: str
+) -> None:
+    assert message in refused(tmp_path, tokenizer, {"messages": TWO, **change})
+
+
+def test_a_field_of_a_completion_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    record = {"prompt": "a", "completion": "b", "weight": 0}
+    assert "the field 'weight' of a prompt/completion record" in refused(
+        tmp_path, tokenizer, record, COMPLETION
+    )
+
+
+@pytest.mark.parametrize("template", [{"default": CHATML, "tool_use": MARKED}])
+def test_named_templates(tokenizer: Any, template: dict[str, str]) -> None:
+    assert render(tokenizer, TWO[:1], None, "--chat", ask=True).text == "<|user|>one?<end>\n<|assistant|>"

@@ -92,7 +92,7 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
             raise InputError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"
             )
-        fused = None if config.baseline else fused_loss(model, config.workspace_mb)
+        fused = None if config.baseline else fused_loss(model, config.workspace_mb, say)
         pack = config.pack if fused is not None and kind != TEXT and can_pack(model) else "none"
         if config.pack == "fill" and pack == "none":
             raise InputError(

@@ -81,7 +81,7 @@ def _train(config: TrainConfig, source: Source, out: Path, processes: Processes)
         make_loss = (
             (lambda: plain_loss(model))
             if config.baseline
-            else (lambda: fused_loss(model, config.workspace_mb))
+            else (lambda: fused_loss(model, config.workspace_mb, say))
         )
         with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
             summary = execute(

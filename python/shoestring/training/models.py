@@ -23,6 +23,7 @@ from shoestring.integrations.transformers.reader import read_config, stored_tens
 from shoestring.training.config import Preset
 from shoestring.training.device import CPU
 from shoestring.training.offloaded_weights import weights_errors
+from shoestring.training.patch_lines import patch_lines
 
 # function (inputs, labels, **model_arguments) -> sum of the losses of all labelled positions
 Loss = Callable[..., Tensor]
@@ -213,10 +214,11 @@ def plain_loss(model: Any) -> Loss:
     return loss
 
 
-def fused_loss(model: Any, workspace_mb: int) -> Loss:
+def fused_loss(model: Any, workspace_mb: int, tell: Callable[[str], object] = lambda line: None) -> Loss:
     """Patch the model and return a loss function that sums cross-entropies without storing logits.
 
-    The patch also applies to an adapter that is added to the model later.
+    The patch also applies to an adapter that is added to the model later. ``tell`` gets two lines: what is patched,
+    and what is left to PyTorch.
     """
     from shoestring.integrations.transformers import patch
 
@@ -231,7 +233,7 @@ def fused_loss(model: Any, workspace_mb: int) -> Loss:
         return result
 
     try:
-        patch(model, logits=False, workspace_mb=workspace_mb)  # evaluation needs the loss only
+        report = patch(model, logits=False, workspace_mb=workspace_mb)  # evaluation needs the loss only
         _check_same(loss, plain_loss(model), model)
     except (TypeError, ValueError) as error:
         raise InputError(f"--model: {error}; use --baseline for this architecture") from None
@@ -241,6 +243,8 @@ def fused_loss(model: Any, workspace_mb: int) -> Loss:
             _check_same(loss, plain_loss(model), model)
         except (TypeError, ValueError, RuntimeError, IndexError):
             whole = {}  # the model reads the mask itself
+    for line in patch_lines(model, report):
+        tell(line)
     return loss
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -248,12 +249,30 @@ def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool
     return all(bool(function(zero, zero, query, query - back)) == seen for back, seen in keys.items())
 
 
+@contextmanager
+def _recorded_calls() -> Iterator[list[str]]:
+    """Yield a list that gets an entry for each call of the attention while the block runs."""
+    from transformers import AttentionInterface
+
+    calls: list[str] = []
+
+    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(type(module).__name__)
+        return attend(module, *args, **kwargs)
+
+    AttentionInterface.register(NAME, recording)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(NAME, attend)
+
+
 def use_attention(model: Any, check: Callable[[], object]) -> tuple[list[Found], list[Left]]:
     """Set a model's attention implementation to shoestring's; revert it if the function ``check`` raises.
 
     Returns:
-        Two lists: the change (empty if the model does not support shoestring's attention), and the reason why
-        nothing changed if ``check`` raised.
+        Two lists: the change (empty if the model does not support shoestring's attention, or has no attention), and the
+        reason why nothing changed if ``check`` raised.
     """
     before = getattr(model.config, "_attn_implementation", None)
     if before not in ("eager", "sdpa") or not model._can_set_attn_implementation():
@@ -264,8 +283,12 @@ def use_attention(model: Any, check: Callable[[], object]) -> tuple[list[Found],
     undo = functools.partial(model.set_attn_implementation, before)
     where = type(model).__name__
     try:
-        check()
+        with _recorded_calls() as calls:
+            check()
     except Exception as error:
         undo()
         return [], [(where, f"attention that makes something else of its masks: {error}")]
+    if not calls:  # a model of recurrences alone also has the setting
+        undo()
+        return [], []
     return [(where, f"attention of shoestring in place of {before}", undo)], []

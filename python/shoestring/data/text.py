@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoestring.core.errors import InputError, is_utf8
+from shoestring.data.fields import check_fields
 from shoestring.data.formats import why_unsupported
 from shoestring.data.lines import cut_long, read_text
 from shoestring.data.progress import working
 from shoestring.data.records import (
+    TEXT,
     UnknownFieldsError,
     holds_records,
     kind_of_file,
@@ -110,6 +112,7 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
             raise InputError(f'{where} has no "text" string; its fields are {shown(sorted(record))}{other}')
         if not isinstance(record["text"], str):
             raise InputError(f'{where}: expected a string "text", got {kind_of_value(record["text"])}')
+        check_fields(record, TEXT, where)
         yield cut_long(record["text"])
 
 

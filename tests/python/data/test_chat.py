@@ -13,6 +13,7 @@ from shoestring.core.errors import InputError
 from shoestring.data.chat import DEFAULT_CHAT_TEMPLATE, render
 from shoestring.data.examples import encode_examples, read_segments
 from shoestring.data.records import CHAT, COMPLETION
+from shoestring.data.text import check_text
 from tokenizer_kinds import made
 
 # Templates with the ways of known models, in few words: thinking stays in the last answer alone (Qwen3), or in
@@ -228,3 +229,12 @@ def test_a_field_of_a_completion_is_named(tmp_path: Path, tokenizer: Any) -> Non
 @pytest.mark.parametrize("template", [{"default": CHATML, "tool_use": MARKED}])
 def test_named_templates(tokenizer: Any, template: dict[str, str]) -> None:
     assert render(tokenizer, TWO[:1], None, "--chat", ask=True).text == "<|user|>one?<end>\n<|assistant|>"
+
+
+def test_a_field_of_a_text_is_named(tmp_path: Path) -> None:
+    """Fields that describe a record are allowed, and a field without a value is none."""
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "meta": {"n": 1}, "id": 5, "label": None}])
+    assert check_text([file]) == 1
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b", "label": 1}])
+    with pytest.raises(InputError, match="line 2: the field 'label' of a text record is not understood"):
+        check_text([file])

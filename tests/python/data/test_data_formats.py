@@ -120,7 +120,7 @@ def test_text_is_text(tmp_path: Path) -> None:
         assert why_unsupported(path) is None and "".join(next(documents(path))) == path.read_text("utf-8")
 
 
-RECORDS = [{"text": f'one {i}: ä [{{}}] " \\ \n', "more": [1, {"a": None}]} for i in range(7)]
+RECORDS = [{"text": f'one {i}: ä [{{}}] " \\ \n', "meta": [1, {"a": None}]} for i in range(7)]
 LAYOUTS: dict[str, Callable[[], str]] = {
     "list": lambda: json.dumps(RECORDS),
     "indented": lambda: json.dumps(RECORDS, indent=2, ensure_ascii=False),

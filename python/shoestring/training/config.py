@@ -42,6 +42,7 @@ from shoestring.training.options import (
     TrustRemoteCode,
     WeightDecay,
     Workspace,
+    environment_number,
     one_of,
     refuse_together,
     target_names,
@@ -101,7 +102,7 @@ class StepConfig:
 
     batch_size: BatchSize = 8
     seq_len: SeqLen = 512
-    accumulate: Accumulate = 1
+    accumulate: Accumulate = 0
     precision: Precision = "fp32"
     weights: TrainedWeights = "fp32"
     optimizer: OptimizerName = "adamw"
@@ -113,6 +114,14 @@ class StepConfig:
     memory_budget: MemoryBudget = field(default=None, metadata=MAY_CHANGE)
     workspace_mb: Workspace = 64
     trust_remote_code: TrustRemoteCode = field(default=False, metadata=MAY_CHANGE)
+
+    def __post_init__(self) -> None:
+        if self.accumulate == 0:
+            object.__setattr__(self, "accumulate", self._processes())
+
+    def _processes(self) -> int:
+        """Return the number of processes that share the micro-batches of a step."""
+        return 1
 
     @property
     def place(self) -> str | None:
@@ -190,6 +199,9 @@ class LoopConfig(StepConfig):
     host_allocator: HostAllocator = field(default=None, metadata=MAY_CHANGE)
     parallel: Parallel = field(default="none", metadata=MAY_CHANGE)
     compress: Compress = field(default="none", metadata=MAY_CHANGE)
+
+    def _processes(self) -> int:
+        return 1 if self.parallel == "none" else max(1, environment_number("WORLD_SIZE", 1))
 
     def learning_rates(self) -> Schedule:
         """Return the learning rate as a function of the step."""
@@ -284,6 +296,7 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     betas: tuple[float, float] = (0.9, 0.999)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         target_names(self.target_modules)  # target_names() raises InputError if the option names no module
         # The int8 layer of bitsandbytes also rounds its input to 8 bits, so it computes a different model
         # than shoestring's int8. bitsandbytes has no int4 layer.

@@ -120,7 +120,12 @@ class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
     target_modules: TargetModules = "all-linear"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         target_names(self.target_modules)  # target_names() raises InputError if the option names no module
+
+    def _processes(self) -> int:
+        # With diloco and localsgd, each process has a step of its own.
+        return 1 if self.parallel in ("diloco", "localsgd") else self.world or 1
 
     @property
     def activation_bytes(self) -> int:

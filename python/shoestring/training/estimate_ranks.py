@@ -96,7 +96,7 @@ def check_ranks(config: EstimateConfig) -> None:
         return
     name = f"--parallel {config.parallel}"
     averages = config.parallel in ("diloco", "localsgd")
-    if not averages and config.accumulate > 1 and config.accumulate % config.world:
+    if not averages and config.accumulate % config.world:
         raise InputError(
             f"--accumulate: expected a multiple of the {config.world} processes, which share the micro-batches of a "
             f"step, got {config.accumulate}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
@@ -20,6 +21,14 @@ def refuse_together(pairs: Iterable[tuple[str, str]]) -> None:
     """Raise InputError for the first of the pairs of options, which cannot be combined, if there is one."""
     for option, other in pairs:
         raise InputError(f"{option}: expected no {other}, received both; leave one of them out")
+
+
+def environment_number(name: str, default: int) -> int:
+    """Return a number of the environment of torchrun, such as WORLD_SIZE; ``default`` without torchrun."""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise InputError(f"{name}: expected a number in the environment, as torchrun sets it, got {text}")
+    return int(text)
 
 
 def within(
@@ -77,7 +86,13 @@ RANK = within(1, 1 << 14)
 Model = Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens in a row.", callback=within(1, 1 << 24))]
 BatchSize = Annotated[int, typer.Option(help="Rows in a micro-batch.", callback=within(1, 1 << 16))]
-Accumulate = Annotated[int, typer.Option(help="Micro-batches in a step.", callback=within(1, 1 << 16))]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        help="Micro-batches in a step, a multiple of the processes; 0 is one for each process.",
+        callback=within(0, 1 << 16, "0 or more"),
+    ),
+]
 LearningRate = Annotated[
     float,
     typer.Option(help="Highest learning rate.", callback=within(0, 1e38, "a positive number", without=0)),

@@ -6,7 +6,6 @@ The first process writes all files of the run. The others read what it has prepa
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from shoestring.distributed.parallelize import ParallelReport, parallelize
 from shoestring.optim.sharded import is_dtensor
 from shoestring.training.config import LoopConfig
 from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.options import LOW_RANK
+from shoestring.training.options import LOW_RANK, environment_number
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -96,7 +95,7 @@ def connect(config: LoopConfig) -> Processes:
     if (
         config.parallel == "hsdp"
         and config.compress != "none"
-        and _number("LOCAL_WORLD_SIZE", count) == count
+        and environment_number("LOCAL_WORLD_SIZE", count) == count
     ):
         raise InputError(
             f"--compress {config.compress}: expected several machines with --parallel hsdp, which compresses gradients "
@@ -109,7 +108,7 @@ def connect(config: LoopConfig) -> Processes:
             f"--device: expected auto, cpu or the name of an accelerator with --parallel, got {config.device}"
         )
     if config.device != "cpu" and accelerator is not None:
-        local = _number("LOCAL_RANK", 0)
+        local = environment_number("LOCAL_RANK", 0)
         if local >= torch.accelerator.device_count():
             raise InputError(
                 f"--parallel: expected a device for each process of a machine, got {torch.accelerator.device_count()} "
@@ -123,7 +122,7 @@ def connect(config: LoopConfig) -> Processes:
     try:
         store, rank, count = next(rendezvous("env://", timeout=TIMEOUT))
         # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
-        attempt = PrefixStore(f"attempt {_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        attempt = PrefixStore(f"attempt {environment_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise InputError(
@@ -135,14 +134,7 @@ def connect(config: LoopConfig) -> Processes:
 
 def world_size() -> int:
     """Return the number of processes that torchrun has started; 1 without it."""
-    return _number("WORLD_SIZE", 1)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise InputError(f"{name}: expected a number in the environment, as torchrun sets it, got {text}")
-    return int(text)
+    return environment_number("WORLD_SIZE", 1)
 
 
 def disconnect(processes: Processes) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 import struct
 from collections.abc import Callable
@@ -113,9 +114,11 @@ def another(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool) or value is None:
         return rng.choice((0, 1, "true", [], 10**22))
     if isinstance(value, int):
-        return value + rng.choice((-1, 1, -value, value, 7, 2**31, 0.5))
+        more = rng.choice((-1, 1, -value, value, 7, 2**31, 0.5))
+        return value + (more if abs(value) < 2**1000 else math.ceil(more))  # larger ones are no floats
     if isinstance(value, float):
-        return rng.choice((-value, int(value), value * 1e300, str(value)))
+        whole = int(value) if math.isfinite(value) else 0
+        return rng.choice((-value, whole, value * 1e300, str(value)))
     if isinstance(value, str):
         return rng.choice((value[::-1], value + "x", value[:-1], value * 300, "." + value, 5))
     return rng.choice((list(range(5)), None, "x", 3))

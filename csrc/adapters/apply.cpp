@@ -63,6 +63,11 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
     TORCH_CHECK_VALUE(!changes_base || lora->init() != "loftq" || quantize || linear->is_quantized(),
                       "lora::apply: init: expected quantize with 'loftq', which fits the adapter to the "
                       "quantisation error; received quantize 'none'");
+    TORCH_CHECK_VALUE(
+        !changes_base || !shares_parameter(module, name),
+        "lora::apply: init: expected layers with a weight of their own for '", lora->init(),
+        "', which changes the weight, received ", name,
+        ", whose weight another module has as well; give one of the modules a copy of the weight");
   }
 
   for (auto& parameter : module.parameters()) parameter.requires_grad_(false);

@@ -202,7 +202,8 @@ void AdaptableLinearImpl::unmerge() {
   const Former former = *std::exchange(former_, std::nullopt);
   const auto device = base_weight().device();
   if (former.weight.defined()) {
-    set_dense(former.weight.detach().to(device));
+    set_dense(
+        former.weight.to(device));  // the same tensor, if it is there, to which another layer may be tied
   } else {
     set_base(former.base);
     base->to(device);

@@ -92,8 +92,9 @@ void LowRankLayer::unmerge() {
               "saved weight");
   const Former former = *std::exchange(former_, std::nullopt);
   const auto device = weight.device();
-  replace(former.weight.detach().to(device),
-          former.bias.defined() ? former.bias.detach().to(device) : former.bias);
+  const torch::NoGradGuard no_grad;
+  // The same weight, if it is on the device, since another layer may be tied to it.
+  replace(former.weight.to(device), former.bias.defined() ? former.bias.detach().to(device) : former.bias);
   adapters = former.adapters;
   active = former.active;
   register_adapters();

@@ -1,6 +1,7 @@
 #include "adapters/trained_copy.h"
 
 #include <algorithm>
+#include <set>
 
 #include <ATen/Functions.h>
 
@@ -124,6 +125,29 @@ bool is_inside(const std::string& name, const std::vector<std::string>& modules)
                      [&](const auto& module) { return name == module || name.starts_with(module + "."); });
 }
 
+bool shares_parameter(const torch::nn::Module& module, const std::string& name) {
+  std::set<const torch::nn::Module*> inside;
+  std::set<const void*> own;
+  const auto tensors = [](const torch::nn::Module& each) {
+    auto found = each.parameters(/*recurse=*/false);
+    // A layer may be tied by its member alone, without a change of its registered parameters.
+    if (const auto* linear = each.as<nn::AdaptableLinearImpl>()) found.push_back(linear->weight);
+    return found;
+  };
+  for (const auto& [path, each] : modules(module)) {
+    if (!is_inside(path, {name})) continue;
+    inside.insert(each);
+    for (const Tensor& tensor : tensors(*each)) own.insert(tensor.unsafeGetTensorImpl());
+  }
+  for (const auto& [path, each] : modules(module)) {
+    if (inside.count(each) > 0) continue;
+    for (const Tensor& tensor : tensors(*each)) {
+      if (tensor.defined() && own.count(tensor.unsafeGetTensorImpl()) > 0) return true;
+    }
+  }
+  return false;
+}
+
 std::vector<std::string> saved_modules(const std::string& caller, const torch::nn::Module& module,
                                        const std::vector<std::string>& wanted) {
   std::vector<std::string> found;
@@ -141,6 +165,11 @@ std::vector<std::string> saved_modules(const std::string& caller, const torch::n
       TORCH_CHECK_VALUE(
           all_of<nn::QuantizedLinearImpl>(*each).empty(), caller,
           ": modules_to_save: expected modules without adapters or quantised weights, received ", name);
+      // A trained copy takes the place of the module's tensors, which would change the other module too.
+      TORCH_CHECK_VALUE(
+          !shares_parameter(module, name), caller,
+          ": modules_to_save: expected modules with parameters of their own, received ", name,
+          ", whose parameter another module has as well; give one of the modules a copy of the parameter");
       if (!is_inside(name, found)) found.push_back(name);
     }
     TORCH_CHECK_VALUE(any, caller, ": modules_to_save: expected names of modules, received '", target,

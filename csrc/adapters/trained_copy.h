@@ -60,8 +60,13 @@ std::vector<std::pair<std::string, TrainedCopyImpl*>> trained_copies(const torch
 /// Returns whether `name` is in `modules`, or names a submodule of a module in the list.
 bool is_inside(const std::string& name, const std::vector<std::string>& modules);
 
+/// Returns whether a parameter of the module `name`, or of a module inside of it, is also that of another
+/// module, as in an output layer that is tied to the embedding.
+bool shares_parameter(const torch::nn::Module& module, const std::string& name);
+
 /// Returns the names of the modules that `names` select. Raises ValueError for a name that matches no module,
-/// and for a selected module with adapters or quantised weights.
+/// and for a selected module with adapters, quantised weights, or a parameter that another module has as
+/// well.
 std::vector<std::string> saved_modules(const std::string& caller, const torch::nn::Module& module,
                                        const std::vector<std::string>& names);
 

@@ -116,10 +116,11 @@ class Plan {
   const std::vector<Step>& steps() const { return steps_; }
 
  private:
-  // Adds the Steps that load a tensor, which the module may store under several names. Returns false if the
-  // files contain none of these names.
+  // Adds the Step that loads a tensor, which the module may store under several names. Returns false if the
+  // files contain none of these names. Raises if they store different values, of which the tensor could keep
+  // one alone.
   bool add(const std::vector<Slot>& names) {
-    bool found = false;
+    std::optional<Step> found;
     for (const Slot& slot : names) {
       Step step{slot, {}, false, at::kFloat, options_.device().value_or(slot.device())};
       if (slot.linear != nullptr || slot.layer != nullptr) {
@@ -144,10 +145,29 @@ class Plan {
       } else {
         continue;
       }
-      if (!found) steps_.push_back(step);
-      found = true;
+      TORCH_CHECK_VALUE(
+          !found || same(*found, step), "load_model: ", files_.file(slot.name).path(), ": ", quote(slot.name),
+          ": expected the values of ", quote(found->slot.name),
+          ", whose tensor the module uses for both, received others; give the module a tensor for each");
+      if (!found) found = step;
     }
-    return found;
+    if (found) steps_.push_back(*found);
+    return found.has_value();
+  }
+
+  // Returns whether the files store the same values under two names.
+  bool same(const Step& a, const Step& b) const {
+    const auto names = [](const Step& step) {
+      return step.keys ? step.keys->names : std::vector<std::string>{step.slot.name};
+    };
+    const auto first = names(a), second = names(b);
+    if (a.keys.has_value() != b.keys.has_value() || first.size() != second.size()) return false;
+    for (size_t i = 0; i < first.size(); ++i) {
+      Tensor x = files_.file(first[i]).map(first[i]), y = files_.file(second[i]).map(second[i]);
+      if (!a.keys) x = x.to(a.dtype), y = y.to(a.dtype);
+      if (x.scalar_type() != y.scalar_type() || !at::equal(x, y)) return false;
+    }
+    return true;
   }
 
   void check_dense(const Slot& slot) const {

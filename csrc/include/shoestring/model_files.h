@@ -42,8 +42,9 @@ struct LoadOptions {
 /// sharded or not. Tensors are read one at a time (not memory-mapped), copied to their device and quantised
 /// there. If the module holds placeholders, neither the host nor the device therefore ever holds the dense
 /// model, and with LoadOptions::device the host holds one tensor at a time. Tied parameters have two
-/// names; one of the names is enough in the files. All names and shapes are checked against the file headers
-/// first. A missing, unexpected or misshapen tensor raises an error and leaves the module unchanged.
+/// names; one of the names is enough in the files, and different values for the two raise an error. All names
+/// and shapes are checked against the file headers first. A missing, unexpected or misshapen tensor raises an
+/// error and leaves the module unchanged.
 SHOESTRING_API void load_model(torch::nn::Module& module, const std::string& path,
                                const LoadOptions& options = {});
 

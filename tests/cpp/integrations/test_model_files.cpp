@@ -223,6 +223,64 @@ TEST_CASE("a tied head stays dense, and adapters train over a loaded model", "[m
   CHECK_THROWS_WITH(shoestring::load_model(*net, folder.path), Catch::Matchers::Contains("up has one"));
 }
 
+TEST_CASE("load_model refuses two values for one tensor", "[model_files]") {
+  const Folder folder;
+  TensorDict dict = tensors(true);
+  dict.insert("head.weight", dict["embed.weight"].clone());
+  shoestring::save_safetensors(folder / "model.safetensors", dict);
+  Net net(true);
+  shoestring::load_model(*net, folder.path);
+  CHECK(at::equal(net(tokens()), logits(dict, tokens())));
+  Net other(true);
+  for (const char* quantize : {"none", "nf4"}) {
+    Net saved(false);
+    shoestring::save_safetensors(folder / "model.safetensors", tensors(false));
+    shoestring::load_model(*saved, folder.path, LoadOptions().quantize(quantize));
+    shoestring::save_model(*saved, folder.path);
+    expect(message([&] { shoestring::load_model(*other, folder.path); }),
+           "\"head.weight\": expected the values of \"embed.weight\", whose tensor the module uses for both");
+    CHECK(other->embed->weight.isnan().all().item<bool>());
+    CHECK(other->norm.isnan().all().item<bool>());
+  }
+}
+
+TEST_CASE("a merge parts tied layers, and unmerge ties them again", "[model_files]") {
+  const Folder folder, merged;
+  shoestring::save_safetensors(folder / "model.safetensors", tensors(true));
+  Net net(true);
+  shoestring::load_model(*net, folder.path);
+  const Tensor former = net(tokens());
+  const auto options = [](const char* init) {
+    return shoestring::lora::ApplyOptions()
+        .adapter(shoestring::nn::LoraOptions().rank(2).init(init))
+        .target_modules({"head"});
+  };
+  for (const char* init : {"pissa", "olora"}) {
+    expect(message([&] { shoestring::lora::apply(*net, options(init)); }),
+           "init: expected layers with a weight of their own for '" + std::string(init) + "'");
+  }
+  expect(message([&] {
+           shoestring::lora::apply(
+               *net, shoestring::lora::ApplyOptions().target_modules({"up"}).modules_to_save({"head"}));
+         }),
+         "modules_to_save: expected modules with parameters of their own, received head");
+  CHECK(at::equal(net(tokens()), former));
+  shoestring::lora::apply(*net, options("gaussian"));
+  {
+    const torch::NoGradGuard no_grad;
+    (*net->head->adapters["default"])["lora_B"].normal_();
+  }
+  shoestring::lora::merge(*net);
+  const Tensor expected = net(tokens());
+  CHECK_FALSE(at::allclose(expected, former));
+  shoestring::save_model(*net, merged.path);
+  Net again(false);
+  shoestring::load_model(*again, merged.path);
+  CHECK(at::equal(again(tokens()), expected));
+  shoestring::lora::unmerge(*net);
+  CHECK(net->head->weight.is_same(net->embed->weight));
+}
+
 TEST_CASE("load_model refuses what does not fit and leaves the module as it was", "[model_files]") {
   const Folder folder;
   const std::string path = folder / "model.safetensors";

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cli_helpers import write_jsonl
+from shoestring.cli import generate
+from shoestring.cli.config import GenerateConfig
 from shoestring.core.errors import InputError
-from shoestring.data import encoding
+from shoestring.data import encoding, lines
 from shoestring.data.encoding import Encoder
 from shoestring.data.examples import Texts, encode_examples
 from shoestring.data.records import COMPLETION
+from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer
 from tokenizer_kinds import KINDS, LETTERS, made
 
@@ -141,3 +145,36 @@ def test_a_tokenizer_that_cuts_at_random_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match="at random"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Llama-3", "Llama-2", "T5", "Mistral with end"])
+def test_a_token_file_has_the_special_tokens_of_each_document(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short documents, and one that is read in many pieces."""
+    monkeypatch.setattr(encoding, "OVERLAP", 256)
+    monkeypatch.setattr(lines, "CHUNK", 500)
+    tokenizer = made(kind)
+    texts = ["the cat", " sat on\n", "\n".join(f"line {i} of a long text" for i in range(100))]
+    records = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "b.txt").write_text(texts[2])
+    write_token_file(tmp_path / "t.bin", [records, tmp_path / "b.txt"], tokenizer)
+    tokens, vocabulary = read_token_file(tmp_path / "t.bin")
+    expected = [id for text in [*texts, texts[2]] for id in own(tokenizer, text)]
+    assert tokens.tolist() == expected and vocabulary == len(tokenizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_begins_as_an_example_does(kind: str) -> None:
+    tokenizer = made(kind)
+    for prompt in ("the cat", "2+2=", ""):
+        ids = generate._prompt(GenerateConfig(prompt=prompt, model="m"), tokenizer)
+        assert own(tokenizer, prompt)[: len(ids)] == ids and tokenizer.eos_token_id not in ids[1:]
+        more = [
+            *ids,
+            *Encoder(tokenizer).ids([prompt + " sat"])[0][len(ids) - len(Encoder(tokenizer).begin) :],
+        ]
+        if prompt == "the cat" and kind != "BERT":
+            assert generate._continuation(tokenizer, ids, more) == " sat"
+    chat = generate._prompt(GenerateConfig(prompt="the cat", model="m", chat=True), tokenizer)
+    assert chat == Encoder(tokenizer).begun(Encoder(tokenizer).ids(["user:\nthe cat\nassistant:\n"])[0])

@@ -39,15 +39,18 @@ def is_wrapped(model: nn.Module) -> bool:
     return any(module is model for wrapper in wrappers for module in wrapper.modules())
 
 
-def replicate(model: nn.Module, hook: Callable[..., Any] | None = None) -> Callable[[], None]:
+def replicate(
+    model: nn.Module, hook: Callable[..., Any] | None = None, find_unused: bool = False
+) -> Callable[[], None]:
     """Average gradients by DistributedDataParallel without a wrapper; return a function that undoes it.
 
-    ``hook`` is a communication hook, which averages buckets of gradients.
+    ``hook`` is a communication hook, which averages buckets of gradients. With ``find_unused``, a backward may leave
+    parameters without a gradient.
     """
     from torch.distributed._composable.replicate import replicate as torch_replicate
 
     # The ranks have equal parameters already.
-    torch_replicate(model, gradient_as_bucket_view=True, init_sync=False)
+    torch_replicate(model, gradient_as_bucket_view=True, init_sync=False, find_unused_parameters=find_unused)
     state: Any = torch_replicate.state(model)
     if hook is not None:
         replicated: Any = model

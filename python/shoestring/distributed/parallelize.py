@@ -155,6 +155,7 @@ def parallelize(
     mesh: DeviceMesh | tuple[int, ...] | None = None,
     compress: str | None = None,
     offload: str | None = None,
+    find_unused: bool = False,
 ) -> ParallelReport:
     """Prepare a model in place for training by all processes of the default process group.
 
@@ -231,10 +232,14 @@ def parallelize(
             None for not at all. Trained parameters must be in fp32, bf16 or fp16.
         offload: where weights are with "zero3" and "hsdp": None, "cpu" for a model on a GPU, or "nvme:DIR".
             "auto" takes "zero3" with it.
+        find_unused: whether a backward may leave trained parameters without a gradient, with "ddp", "zero1" and
+            "zero2". With "ddp" and "zero1", a parameter that no rank uses has no gradient, and is not stepped. "zero2"
+            sends zeros for it, so moments and weight decay go on. With "zero3" and "hsdp", all ranks may leave out the
+            same parameters without this option.
 
     Raises:
         TypeError: gradients of a trained parameter's dtype cannot be compressed.
-        ValueError: the strategy, ``compress`` or ``offload`` is unknown, or they do not go together, the mesh does not
+        ValueError: the strategy, ``compress`` or ``offload`` is unknown, or they or ``find_unused`` do not go together, the mesh does not
             have as many ranks as there are processes or has other dimensions than the strategy needs, or no names for
             two dimensions, it is given to a strategy without one, no parameter requires a gradient, the rows of a
             quantised weight are not whole blocks and "zero3" or "hsdp" has to split them, or the model is parallel
@@ -284,7 +289,7 @@ def parallelize(
         strategy, reason = "zero3", "offload needs split weights"
     elif strategy == "auto":
         strategy, reason = choose(model, ranks, compress)
-    _check_together(strategy, compress)
+    _check_together(strategy, compress, find_unused)
     made = _mesh(model, strategy, mesh, ranks)
     split = made.size(made.ndim - 1) if made is not None else ranks
     replicas = ranks // split
@@ -301,14 +306,16 @@ def parallelize(
     report._model = model
     report._undo.append(name_collectives(group, *(made.get_all_groups() if made is not None else ())))
     try:
-        _apply(model, report, made)
+        _apply(model, report, made, find_unused)
     except BaseException:
         report.undo()
         raise
     return report
 
 
-def _apply(model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None) -> None:
+def _apply(
+    model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None, find_unused: bool = False
+) -> None:
     """Apply the strategy of a report to a model."""
     from shoestring.distributed import composable
     from shoestring.distributed import compress as hooks
@@ -333,9 +340,9 @@ def _apply(model: nn.Module, report: ParallelReport, mesh: DeviceMesh | None) ->
             hook = hooks.powersgd_hook(group)
         elif compress is not None:
             hook = hooks.all_reduce_hook(hooks.compressor(group, compress))
-        report._undo.append(composable.replicate(model, hook))
+        report._undo.append(composable.replicate(model, hook, find_unused))
     if report.strategy != "ddp":
-        report._undo.append(_split_steps(model, report))
+        report._undo.append(_split_steps(model, report, find_unused))
     report._undo.append(composable.share_statistics(model, group, lambda: report._sends))
 
 
@@ -370,8 +377,14 @@ def _check_offload(model: nn.Module, strategy: str, offload: str) -> None:
         )
 
 
-def _check_together(strategy: str, compress: str | None) -> None:
-    """Raise unless the strategy can compress gradients in this way."""
+def _check_together(strategy: str, compress: str | None, find_unused: bool) -> None:
+    """Raise unless the strategy can compress gradients in this way, and has the option ``find_unused``."""
+    if find_unused and strategy in ("zero3", "hsdp"):
+        _refuse(
+            "find_unused",
+            f"False with {strategy!r}, whose ranks may all leave out the same parameters without it",
+            "True. Use 'ddp', 'zero1' or 'zero2' if the ranks leave out different ones.",
+        )
     if compress == "powersgd" and strategy not in ("ddp", "zero1"):
         _refuse(
             "compress",
@@ -502,7 +515,7 @@ def _refuse_wrappers(model: nn.Module) -> Callable[[], None]:
     return hook.remove
 
 
-def _split_steps(model: nn.Module, report: ParallelReport) -> Callable[[], None]:
+def _split_steps(model: nn.Module, report: ParallelReport, find_unused: bool) -> Callable[[], None]:
     """Split the steps of optimizers that are made of the parameters; return a function that undoes it."""
     trained = [p for p in model.parameters() if p.requires_grad]
 
@@ -510,7 +523,12 @@ def _split_steps(model: nn.Module, report: ParallelReport) -> Callable[[], None]
         if any(is_dtensor(p) for p in optimizer._all_params()):
             _refuse("optimizer", "plain parameters", "DTensors beside parameters of the model")
         splits = report.strategy == "zero2"
-        split_steps(optimizer, gradients=splits, compress=report.compress if splits else None)
+        split_steps(
+            optimizer,
+            gradients=splits,
+            find_unused=splits and find_unused,
+            compress=report.compress if splits else None,
+        )
         report._optimizers.append(optimizer)
 
     for p in trained:

@@ -345,8 +345,8 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if self._splits_gradients and (scale is not None or found_inf is not None):
             raise RuntimeError(
-                f"{self._name}: step: expected no GradScaler with split gradients (ZeRO-2), received one, which finds no "
-                "gradients to check; use bf16, or ZeRO-1"
+                f"{self._name}: step: expected neither a GradScaler nor a Guard of the optimizer with split gradients "
+                "(ZeRO-2), received one of them, which finds no gradients to check; use ZeRO-1, or bf16 without a GradScaler"
             )
         if not isinstance(found_inf, Tensor):  # GradScaler's sum over no gradients is the number 0
             found_inf = None

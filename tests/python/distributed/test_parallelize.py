@@ -422,7 +422,7 @@ def _refuses(rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(net, 0, rank)).backward()
     assert refusal(lambda: scaler.step(opt)).startswith(
-        "AdamW: step: expected no GradScaler with split gradients (ZeRO-2), received one"
+        "AdamW: step: expected neither a GradScaler nor a Guard of the optimizer with split gradients (ZeRO-2)"
     )
     whole_state = (
         "expected an optimizer whose state is in this process, received one whose state processes have split"

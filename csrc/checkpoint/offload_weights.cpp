@@ -19,8 +19,9 @@ struct OffloadWeights::Store {
 };
 
 OffloadWeights::OffloadWeights(const OffloadWeightsOptions& o)
-    : store_(new Store{
-          c10::make_intrusive<offload::WeightStore>(c10::Device(o.device()), o.folder(), o.keep()), {}}) {}
+    : store_(new Store{c10::make_intrusive<offload::WeightStore>(c10::Device(o.device()), o.folder(),
+                                                                 o.keep(), /*steps=*/false),
+                       {}}) {}
 
 OffloadWeights::~OffloadWeights() = default;
 
@@ -55,16 +56,8 @@ at::Tensor OffloadWeights::run(int64_t block, const at::Tensor& x,
 }
 
 void OffloadWeights::present(int64_t block, const std::function<void()>& function, bool changed) {
-  auto& store = *store_->store;
-  const int64_t index = store_->index(block);
-  store.open(index);
-  try {
-    function();
-  } catch (...) {
-    store.close(index, changed);
-    throw;
-  }
-  store.close(index, changed);
+  const auto here = store_->store->open(store_->index(block), changed);
+  function();
 }
 
 void OffloadWeights::restore() {

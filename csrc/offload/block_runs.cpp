@@ -1,6 +1,7 @@
 #include "offload/block_runs.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
@@ -34,11 +35,51 @@ void empty_storage(c10::StorageImpl& storage, const std::string& error, at::Data
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(error);
 }
 
-void BlockRuns::enter(int64_t index, const std::vector<at::Tensor>& inputs) {
+// Ends runs of this thread that an exception has ended. In a backward pass, the forward around it goes on.
+void BlockRuns::end_vanished() {
+  const int pass = torch::autograd::get_current_graph_task_id();
+  for (size_t i = runs_.size(); i-- > 0;) {
+    const Run& run = runs_[i];
+    if (run.can_vanish && run.thread == std::this_thread::get_id() &&
+        (pass == BlockUses::kNoPass || pass == run.pass))
+      drop(runs_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+void BlockRuns::begin_run(int64_t index, bool can_vanish) {
   const std::lock_guard lock(mutex);
+  end_vanished();
   BlockUses& uses = uses_of(index);
   fetch(index);
   ++uses.count;
+  runs_.push_back(
+      {index, std::this_thread::get_id(), torch::autograd::get_current_graph_task_id(), can_vanish});
+}
+
+void BlockRuns::drop(std::vector<Run>::iterator run) {
+  const int64_t index = run->block;
+  runs_.erase(run);
+  BlockUses& uses = uses_of(index);
+  --uses.count;
+  if (uses.none()) unused(index);
+}
+
+void BlockRuns::end_run(int64_t index) {
+  const std::lock_guard lock(mutex);
+  const auto run = std::find_if(runs_.rbegin(), runs_.rend(), [&](const Run& r) {
+    return r.block == index && r.thread == std::this_thread::get_id();
+  });
+  if (run != runs_.rend()) drop(std::prev(run.base()));
+}
+
+void BlockRuns::forget_runs() {
+  runs_.clear();
+  passes_.clear();
+}
+
+void BlockRuns::enter(int64_t index, const std::vector<at::Tensor>& inputs, bool can_vanish) {
+  const std::lock_guard lock(mutex);
+  begin_run(index, can_vanish);
   if (torch::autograd::get_current_graph_task_id() != BlockUses::kNoPass) {
     prefetch(index - 1, -1);
   } else if (const int64_t last = last_block(); index < last) {
@@ -61,9 +102,8 @@ void BlockRuns::enter(int64_t index, const std::vector<at::Tensor>& inputs) {
 
 void BlockRuns::leave(int64_t index, const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex);
-  BlockUses& uses = uses_of(index);
-  uses.count = std::max(0, uses.count - 1);
-  uses.next = -1;
+  end_run(index);
+  uses_of(index).next = -1;
   output_of_ = -1;
   if (!at::GradMode::is_enabled()) return;
   for (const at::Tensor& y : outputs) {
@@ -88,9 +128,22 @@ void BlockRuns::begin_backward(int64_t index) {
   prefetch(index - 1, -1);
   if (pass == BlockUses::kNoPass || std::find(passes_.begin(), passes_.end(), pass) != passes_.end()) return;
   passes_.push_back(pass);
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = self(), pass] {
-    if (const auto runs = weak.lock()) runs->end_pass(pass);
-  });
+  // The engine calls the callback after a backward pass without error, and destroys it after every one.
+  struct End {
+    std::weak_ptr<BlockRuns> weak;
+    int pass;
+    void close(bool failed) const {
+      if (const auto runs = weak.lock()) runs->end_pass(pass, failed);
+    }
+    ~End() {
+      try {
+        close(/*failed=*/true);
+      } catch (...) {  // in a forked child, or an error after that of backward
+      }
+    }
+  };
+  const std::shared_ptr<const End> end(new End{self(), pass});
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->close(/*failed=*/false); });
 }
 
 void BlockRuns::end_backward(int64_t index) {
@@ -99,15 +152,27 @@ void BlockRuns::end_backward(int64_t index) {
   if (uses.pass == BlockUses::kNoPass) return;
   uses.pass = BlockUses::kNoPass;
   ended(index);
+  if (uses.none()) unused(index);
 }
 
-void BlockRuns::end_pass(int pass) {
+void BlockRuns::end_pass(int pass, bool has_failed) {
   const std::lock_guard lock(mutex);
-  std::erase(passes_, pass);
-  for (int64_t i = 0; i < count(); ++i) {
-    if (uses_of(i).pass == pass) end_backward(i);
+  if (std::erase(passes_, pass) == 0) return;
+  for (size_t i = runs_.size(); i-- > 0;) {
+    if (runs_[i].pass == pass) drop(runs_.begin() + static_cast<std::ptrdiff_t>(i));
   }
-  ended_pass();
+  for (int64_t i = 0; i < count(); ++i) {
+    BlockUses& uses = uses_of(i);
+    if (uses.pass != pass) continue;
+    if (!has_failed) {
+      end_backward(i);
+      continue;
+    }
+    uses.pass = BlockUses::kNoPass;
+    failed(i);
+    if (uses.none()) unused(i);
+  }
+  if (!has_failed) ended_pass();
 }
 
 }  // namespace shoestring::offload

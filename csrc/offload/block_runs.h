@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -33,8 +34,10 @@ class SHOESTRING_API BlockRuns {
   virtual ~BlockRuns() = default;
 
   /// Forward of a block begins, or its forward within a checkpoint in backward. `inputs` are the block's
-  /// inputs. When backward has computed their gradients, the block's backward has ended.
-  void enter(int64_t block, const std::vector<at::Tensor>& inputs);
+  /// inputs. When backward has computed their gradients, the block's backward has ended. `can_vanish`:
+  /// whether an exception may end the forward without leave(), as Ctrl-C does in Python. The forward has
+  /// ended, too, when the same thread enters the next block; so blocks must not run within one another.
+  void enter(int64_t block, const std::vector<at::Tensor>& inputs, bool can_vanish = false);
   /// Forward of a block ends. When backward computes the gradients of `outputs`, the block's backward begins.
   void leave(int64_t block, const std::vector<at::Tensor>& outputs);
 
@@ -49,8 +52,12 @@ class SHOESTRING_API BlockRuns {
   /// Starts to bring the weights of the block at `index`, or of one that follows it in this direction. There
   /// may be no block at `index`.
   virtual void prefetch(int64_t index, int64_t direction) = 0;
+  /// Called when the last use of a block has ended.
+  virtual void unused(int64_t block) { static_cast<void>(block); }
   /// Called when backward of a block has ended.
   virtual void ended(int64_t block) = 0;
+  /// Called instead of ended() for the blocks of a backward pass that an error has ended.
+  virtual void failed(int64_t block) { static_cast<void>(block); }
   /// Called when a backward pass has ended, after ended() of all of its blocks.
   virtual void ended_pass() {}
   /// Whether a forward without gradients follows another one, so that the first block is needed next.
@@ -58,14 +65,31 @@ class SHOESTRING_API BlockRuns {
   /// Returns the last block that runs in every forward, or -1.
   virtual int64_t last_block() const { return count() - 1; }
 
+  /// Brings the weights of a block until end_run(). `can_vanish` is that of enter().
+  void begin_run(int64_t block, bool can_vanish);
+  /// Does nothing if the block does not run in this thread.
+  void end_run(int64_t block);
+  /// Drops all runs and backward passes, before the blocks go.
+  void forget_runs();
+
   // recursive, because a hook may run while this thread brings weights
   mutable std::recursive_mutex mutex;
 
  private:
+  // A forward that has begun and not ended.
+  struct Run {
+    int64_t block;
+    std::thread::id thread;
+    int pass;  // the backward pass in which the block runs
+    bool can_vanish;
+  };
+  void drop(std::vector<Run>::iterator run);
+  void end_vanished();
   void begin_backward(int64_t block);
   void end_backward(int64_t block);
-  void end_pass(int pass);
+  void end_pass(int pass, bool has_failed);
 
+  std::vector<Run> runs_;
   std::vector<int> passes_;  // the backward passes whose end is awaited
   // the first output of the block that ran last, and the index of this block
   c10::weak_intrusive_ptr<c10::TensorImpl> output_{c10::intrusive_ptr<c10::TensorImpl>()};

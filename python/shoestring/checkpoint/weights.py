@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.checkpoint.blocks import find_blocks
+from shoestring.checkpoint.conversions import allow_conversions, refuse_conversions
 from shoestring.core.errors import InputError
 from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
 from shoestring.core.storages import parts, storages, tensors_in
@@ -47,10 +49,14 @@ def offload_weights(
 
     Frozen weights travel one way: dense ones and the codes and scales of nf4, fp4, int4 and int8. Weights
     that require gradients stay, unless ``optimizer`` is given. It steps each weight within backward, while
-    the block is there, and the new weights then travel back.
+    the block is there, and the new weights then travel back, also of weights that are unfrozen later. Without
+    ``optimizer``, the forward of a block raises an error if a weight that has left requires gradients.
 
     ``state_dict()`` returns copies in host memory. ``load_state_dict`` changes the weights where they are. A
-    weight that is read while it is away raises an error; see :meth:`OffloadedWeights.present`.
+    weight of a block is there in forward and backward of the block and within :meth:`OffloadedWeights.present`.
+    Everywhere else, a read or a write raises an error, and ``half()``, ``to()`` and other conversions are refused
+    before they change anything. In forward, a change in place is written back if PyTorch counts it as a version of
+    the tensor, so not one of ``weight.data``.
 
     Args:
         model: the model, with all weights of its blocks on one device.
@@ -112,7 +118,7 @@ def offload_weights(
             "offload_weights: model: expected blocks on one device, received some on "
             f"{' and '.join(sorted(map(str, devices)))}"
         )
-    handle = OffloadedWeights(model, devices.pop(), to, keep)
+    handle = OffloadedWeights(model, devices.pop(), to, keep, optimizer is not None)
     try:
         for name, (frozen, trained) in weights.items():
             own = [[t for t in group if everywhere[_key(t)] == {name}] for group in (frozen, trained)]
@@ -148,7 +154,7 @@ def _offload_while_made(
                     "is still on the meta device"
                 )
             if handle is None:
-                handle = OffloadedWeights(model, next(module.parameters()).device, to, keep)
+                handle = OffloadedWeights(model, next(module.parameters()).device, to, keep, with_trained)
             if name in tables:
                 handle._add_table(name, module)
             else:
@@ -229,13 +235,16 @@ class OffloadedWeights:
         True
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, to: str, keep: int) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, to: str, keep: int, steps: bool = False
+    ) -> None:
         self._model = model
-        self._store = torch.classes.shoestring.WeightStore(device, to.partition(":")[2], keep)
+        self._store = torch.classes.shoestring.WeightStore(device, to.partition(":")[2], keep, steps)
         self._indices: dict[nn.Module, int] = {}
         self._tables: dict[int, int] = {}  # key of a table's storage -> index
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = [model._register_load_state_dict_pre_hook(_refuse_assignment)]
         setattr(model, OWNER, self)
+        refuse_conversions(model)
 
     @staticmethod
     def of(model: nn.Module) -> OffloadedWeights:
@@ -262,11 +271,12 @@ class OffloadedWeights:
                 f"OffloadedWeights: present: block: expected one of the {len(set(self._indices.values()))} offloaded "
                 f"blocks and tables, received a {type(block).__name__}"
             )
-        self._store.open(self._indices[block])
+        # An interrupt between the call and ``try`` destroys the result, which ends the use of the block.
+        here = self._store.open(self._indices[block], changed)
         try:
             yield
         finally:
-            self._store.close(self._indices[block], changed)
+            here.close()
 
     def statistics(self) -> dict[str, int]:
         """Return figures in bytes.
@@ -279,8 +289,8 @@ class OffloadedWeights:
 
     def undo(self) -> None:
         """Bring all weights back to the device, and leave the model as it was."""
-        self._detach()
         self._store.restore()
+        self._detach()
         self._indices.clear()
         self._tables.clear()
 
@@ -295,6 +305,7 @@ class OffloadedWeights:
         self._hooks.clear()
         if getattr(self._model, OWNER, None) is self:
             delattr(self._model, OWNER)
+            allow_conversions(self._model)
 
     def _take(self, name: str, block: nn.Module) -> None:
         """Let the frozen weights of one more block leave, which runs after the blocks so far.
@@ -315,11 +326,11 @@ class OffloadedWeights:
         weight: Any = table.weight
         key = _key(weight)
         if key not in self._tables:
-            self._tables[key] = self._store.add_table(name, weight.detach())
+            self._tables[key] = self._store.add_table(name, weight)
         index = self._tables[key]
         if isinstance(table, nn.Embedding):
             self._indices[table] = index
-            self._hooks += _embedding_hooks(self._store, table, weight.detach())
+            self._hooks += _embedding_hooks(self._store, table, weight)
             table.__dict__[PRESENT] = Presence(functools.partial(self.present, table, changed=False))
             self._hooks += self._files_hooks(table, index)
         else:
@@ -355,19 +366,20 @@ class OffloadedWeights:
         store = self._store
 
         def before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            store.open(index)
+            store.begin(index, False)
 
         def after_saving(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
             for key, value in state.items():
                 if key.startswith(prefix) and isinstance(value, Tensor):
                     state[key] = value.detach().cpu().clone()
-            store.close(index, False)
+            store.end(index)
 
-        def before_loading(*_: Any) -> None:
-            store.open(index)
+        def before_loading(state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+            _refuse_assignment(state, prefix, metadata)
+            store.begin(index, True)
 
         def after_loading(*_: Any) -> None:
-            store.close(index, True)
+            store.end(index)
 
         return [
             block.register_state_dict_pre_hook(before_saving),
@@ -377,23 +389,44 @@ class OffloadedWeights:
         ]
 
 
+def _refuse_assignment(state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Raise InputError for ``load_state_dict(assign=True)``, which would put weights in place of those that are away."""
+    if metadata.get("assign_to_params_buffers"):
+        raise InputError(
+            "offload_weights: load_state_dict: expected assign=False while weights are away, received True. Call undo() "
+            "first, or leave assign out."
+        )
+
+
 def _embedding_hooks(store: Any, table: nn.Embedding, weight: Tensor) -> list[Any]:
     """Let an embedding compute with the rows of its weight that a call needs, and with their numbers."""
-    kept: list[tuple[Any, int | None]] = []
+    running: list[tuple[int, int | None]] = []  # the thread of a call, and the padding index
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if running and running[0][0] != threading.get_ident():
+            raise RuntimeError(
+                "offload_weights: table: expected one thread at a time in an embedding that is away, received two"
+            )
+        leave(module)  # an exception such as KeyboardInterrupt may have ended the last call without the hook
+        if weight.requires_grad:
+            raise InputError(
+                "offload_weights: table: expected a frozen weight, as when it left, received one that requires gradients "
+                "now. Call undo(), and offload_weights with tables=() to let tables stay."
+            )
         indices = args[0] if args else kwargs["input"]
         distinct, numbers = indices.cpu().unique(return_inverse=True)
         numbers = numbers.to(indices.device)
-        kept.append((module._parameters["weight"], table.padding_idx))
-        # The padding index matters for gradients only.
-        module._parameters["weight"] = nn.Parameter(store.embedding(weight, distinct), requires_grad=False)
-        table.padding_idx = None
+        rows = nn.Parameter(store.embedding(weight, distinct), requires_grad=False)
+        running.append((threading.get_ident(), table.padding_idx))
+        # An attribute of the object hides the parameter, which stays where the module registers it.
+        module.__dict__["weight"] = rows
+        table.padding_idx = None  # it matters for gradients only
         return ((numbers, *args[1:]), kwargs) if args else (args, kwargs | {"input": numbers})
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if kept:
-            module._parameters["weight"], table.padding_idx = kept.pop()
+    def leave(module: nn.Module, *_: Any) -> None:
+        if running and running[0][0] == threading.get_ident():
+            module.__dict__.pop("weight", None)
+            table.padding_idx = running.pop()[1]
 
     return [
         table.register_forward_pre_hook(enter, with_kwargs=True),
@@ -432,7 +465,7 @@ def _weights_of(
         for tensor in (*block.parameters(), *block.buffers()):
             if tensor.requires_grad and not with_trained:
                 continue
-            for inner in parts([tensor.detach() if tensor.requires_grad else tensor]):
+            for inner in parts([tensor]):
                 if inner.device.type != "meta" and inner.untyped_storage().nbytes() >= LEAST:
                     (trained if tensor.requires_grad else frozen)[_key(inner)] = inner
         found[name] = (list(frozen.values()), list(trained.values()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
+
+from shoestring.core.storages import parts
 
 # Attribute of each module of a block with offloaded weights: returns a context in which they are on the device.
 PRESENT = "_shoestring_weights_present"
@@ -28,3 +30,13 @@ def weights_present(module: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which the weights of a module are on its device; weights are only read in it."""
     presence: Presence | None = module.__dict__.get(PRESENT)
     return nullcontext() if presence is None else presence.make()
+
+
+def is_away(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor is away, so that a read of it raises an error."""
+    try:
+        for part in parts([tensor]):
+            part.untyped_storage().data_ptr()
+    except RuntimeError as error:
+        return str(error).startswith("offload_weights: ")
+    return False

@@ -89,7 +89,7 @@ def check_weights_folder(config: FinetuneConfig) -> None:
     if config.weights_place not in (None, "cpu"):
         with weights_errors(config.weights_place):
             folder = str(config.weights_place).partition(":")[2]
-            torch.classes.shoestring.WeightStore(torch.device("cpu"), folder, 0)
+            torch.classes.shoestring.WeightStore(torch.device("cpu"), folder, 0, False)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ CLASSES, FEATURES = 70_001, 64  # two panels in fp32
 
 
 def table_of(weight: Tensor, folder: Path) -> Any:
-    store = torch.classes.shoestring.WeightStore(weight.device, str(folder), 0)
+    store = torch.classes.shoestring.WeightStore(weight.device, str(folder), 0, False)
     store.add_table("head", weight)
     return store
 

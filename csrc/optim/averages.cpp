@@ -51,7 +51,10 @@ SwappedWeights::~SwappedWeights() {
 }
 
 void SwappedWeights::restore() {
-  if (const auto core = std::exchange(core_, nullptr)) core->swap_out();
+  const auto core = std::exchange(core_, nullptr);
+  if (core == nullptr) return;
+  const auto alone = core->lock();
+  core->swap_out();
 }
 
 Averages::Averages(const torch::nn::Module& module, const AveragesOptions& options) {
@@ -67,11 +70,13 @@ Averages::Averages(const TensorDict& parameters, const AveragesOptions& options,
 }
 
 void Averages::update() {
+  const auto alone = core_->lock();
   core_->use(tensors_, trained_flags(tensors_));
   core_->update();
 }
 
 SwappedWeights Averages::swap() {
+  const auto alone = core_->lock();
   core_->use(tensors_, trained_flags(tensors_));
   core_->swap_in();
   return SwappedWeights(core_);
@@ -79,11 +84,23 @@ SwappedWeights Averages::swap() {
 
 void Averages::copy_to(torch::nn::Module& module) const {
   const Named named(module);
+  const auto alone = core_->lock();
   core_->copy_to(named.names, named.tensors);
 }
 
-int64_t Averages::updates() const { return core_->updates(); }
-TensorDict Averages::state() const { return core_->state(); }
-void Averages::load_state(const TensorDict& state) { core_->load_state(state); }
+int64_t Averages::updates() const {
+  const auto alone = core_->lock();
+  return core_->updates();
+}
+
+TensorDict Averages::state() const {
+  const auto alone = core_->lock();
+  return core_->state();
+}
+
+void Averages::load_state(const TensorDict& state) {
+  const auto alone = core_->lock();
+  core_->load_state(state);
+}
 
 }  // namespace shoestring::optim

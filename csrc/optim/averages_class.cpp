@@ -22,24 +22,45 @@ class AveragesHolder : public torch::CustomClassHolder {
               AveragesOptions(kind).decay(decay).every(every).last(last).format(format).offload(offload).seed(
                   seed)) {}
 
-  bool is_due() const { return core_.is_due(); }
+  bool is_due() const {
+    const auto alone = core_.lock();
+    return core_.is_due();
+  }
   /// Counts a step that does not update the averages.
-  void count() { core_.update(); }
+  void count() {
+    const auto alone = core_.lock();
+    core_.update();
+  }
   void update(const std::vector<Tensor>& tensors, const Flags& trained) {
+    const auto alone = core_.lock();
     core_.use(tensors, trained.vec());
     core_.update();
   }
   void swap_in(const std::vector<Tensor>& tensors, const Flags& trained) {
+    const auto alone = core_.lock();
     core_.use(tensors, trained.vec());
     core_.swap_in();
   }
-  void swap_out() { core_.swap_out(); }
+  void swap_out() {
+    const auto alone = core_.lock();
+    core_.swap_out();
+  }
   void copy_to(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) const {
+    const auto alone = core_.lock();
     core_.copy_to(names, tensors);
   }
-  int64_t updates() const { return core_.updates(); }
-  detail::StateEntries state() const { return detail::entries_of(core_.state()); }
-  void load_state(const detail::StateEntries& entries) { core_.load_state(detail::state_of(entries)); }
+  int64_t updates() const {
+    const auto alone = core_.lock();
+    return core_.updates();
+  }
+  detail::StateEntries state() const {
+    const auto alone = core_.lock();
+    return detail::entries_of(core_.state());
+  }
+  void load_state(const detail::StateEntries& entries) {
+    const auto alone = core_.lock();
+    core_.load_state(detail::state_of(entries));
+  }
 
  private:
   detail::AveragesCore core_;

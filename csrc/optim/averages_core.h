@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,9 @@ class AveragesCore {
   /// whether it requires a gradient; it has no effect for buffers. A tensor may occur under several names.
   AveragesCore(std::vector<std::string> names, const std::vector<Tensor>& tensors,
                const std::vector<bool>& trained, size_t parameters, AveragesOptions options);
+
+  /// Keeps other threads from using the averages while the result lives. Callers hold it around other calls.
+  [[nodiscard]] std::unique_lock<std::mutex> lock() const { return std::unique_lock(mutex_); }
 
   /// Replaces the tensors of the model, which may be new objects. Raises, and changes nothing, if one has
   /// another dtype, device or shape, or if a frozen parameter is trained now.
@@ -81,6 +85,7 @@ class AveragesCore {
   void finish() const;
   Tensor value(size_t i) const;
 
+  mutable std::mutex mutex_;
   AveragesOptions options_;
   std::vector<Entry> entries_;             // distinct tensors
   std::vector<size_t> given_;              // index of the entry of each tensor of the constructor

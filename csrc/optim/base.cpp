@@ -162,6 +162,7 @@ void Core::check_step() const {
 }
 
 Tensor Core::step() {
+  const auto alone = lock();
   check_process();
   end_backward();
   drain();
@@ -280,6 +281,7 @@ void Core::expect_unsharded(const char* what) const {
 }
 
 void Core::set_offload(const std::string& where) {
+  const auto alone = lock();
   if (!optimizer->state().empty()) expect_unsharded("set_offload");
   expect(!ranks || where != "cpu", name(), "set_offload",
          "\"stream\" or \"nvme:DIR\" where processes have split the steps", "\"cpu\"");
@@ -315,6 +317,7 @@ int64_t Core::host_bytes() const {
 }
 
 void Core::replace_params(size_t group, const std::vector<Tensor>& params) {
+  const auto alone = lock();
   auto& members = optimizer->param_groups()[group].params();
   if (params.size() != members.size()) {  // layout() finds the state of the parameters that stay
     members = params;
@@ -463,6 +466,7 @@ LowMemoryOptimizer& LowMemoryOptimizer::operator=(LowMemoryOptimizer&& other) no
 }
 
 void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  const auto alone = core_->lock();
   const char* name = core_->name();
   if (group.has_options()) {
     TORCH_CHECK(typeid(group.options()) == typeid(*defaults_), "shoestring::optim::", name,
@@ -507,6 +511,7 @@ void LowMemoryOptimizer::add_param_group(const torch::optim::OptimizerParamGroup
 }
 
 void LowMemoryOptimizer::zero_grad(bool set_to_none) {
+  const auto alone = core_->lock();
   if (set_to_none) {
     // LibTorch detaches each gradient first, which fails for views such as those of DataParallel's buckets.
     for (auto& group : param_groups())

@@ -48,7 +48,9 @@ struct Core : std::enable_shared_from_this<Core> {
   std::unordered_map<size_t, Layout> layouts;  // arenas, by the index of the parameter group
 
   const char* name() const;  // returns the name of the optimizer's class
-  std::string label;         // the name of the optimizer in errors; Python sets the name of the Python class
+  /// Keeps other threads from using the optimizer while the result lives.
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() { return std::unique_lock(mutex_); }
+  std::string label;  // the name of the optimizer in errors; Python sets the name of the Python class
   const LowMemoryOptions& options(size_t group) const;
   const Rule& rule(size_t group) const { return Access::rule(options(group)); }
   const ParamState* state(const Tensor& param) const;
@@ -286,8 +288,9 @@ struct Core : std::enable_shared_from_this<Core> {
   ByShard norms_;
   // Norms of the gradients of micro-batches, if takes_norms is set.
   ByShard micro_norms_;
-  // Serialises the gradient hooks, since backward runs one thread per device.
-  std::mutex mutex_;
+  // Serialises the gradient hooks, since backward runs one thread per device, and the calls of several
+  // threads. Recursive, because a hook may run while its thread holds it.
+  std::recursive_mutex mutex_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   // For each parameter: its bucket, and its index in the bucket's arena.
   std::unordered_map<Key, std::pair<Bucket*, size_t>> bucket_of_;

@@ -121,6 +121,7 @@ void Core::take_sum(const Tensor& param) {
 }
 
 void Core::forget() {
+  const auto alone = lock();
   end_backward();
   offload::FirstError ignored;  // errors are ignored: they concern optimizer state that is dropped anyway
   ignored.guard([&] { drain(); });
@@ -246,6 +247,7 @@ void Core::find_inf(const std::vector<Call>& calls) {
 }
 
 Tensor Core::scaled_step(const Tensor& scale, const Tensor& skip, bool is_checked) {
+  const auto alone = lock();
   const auto is_number = [](const Tensor& t) { return t.scalar_type() == at::kFloat && t.numel() == 1; };
   const auto received = [](const Tensor& t) {
     return t.defined() ? c10::str(t.scalar_type(), " of shape ", t.sizes()) : std::string("none");

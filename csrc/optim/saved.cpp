@@ -75,6 +75,7 @@ void ParamState::serialize(InputArchive& archive) {
 }
 
 void LowMemoryOptimizer::save(OutputArchive& archive) const {
+  const auto alone = core_->lock();
   core_->settle();
   const WholeState whole(*core_);
   archive.write("format_version", c10::IValue(kFormatVersion));
@@ -87,6 +88,7 @@ void LowMemoryOptimizer::save(OutputArchive& archive) const {
 // LibTorch's archives identify parameters, and their state, by the addresses that the parameters had when
 // they were saved.
 void LowMemoryOptimizer::load(InputArchive& archive) {
+  const auto alone = core_->lock();
   c10::IValue version, optimizer;
   const bool ours = archive.try_read("format_version", version) && archive.try_read("optimizer", optimizer);
   const char* name = core_->name();

@@ -13,11 +13,12 @@ from shoestring.cli.console import Console, say, silence
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
 from shoestring.data.examples import Texts, encode_examples, read_segments
-from shoestring.data.records import TEXT, kind_of
+from shoestring.data.records import CHAT, TEXT, kind_of
 from shoestring.data.text import check_text, find_files
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import atomic_directory
+from shoestring.integrations.transformers.reader import read_config
 from shoestring.training import memory
 from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter, trained_to
 from shoestring.training.config import FinetuneConfig, Fingerprint
@@ -38,6 +39,7 @@ from shoestring.training.offloaded_weights import (
     check_weights_place,
     kept_bytes,
 )
+from shoestring.training.positions import check_positions
 from shoestring.training.processes import Processes, disconnect
 from shoestring.training.report import write_report
 from shoestring.training.run import check_run, execute, run_folder
@@ -61,6 +63,7 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
     trust = config.trust_remote_code
     folder = locate_model(config.model, trust)
     check_model_directory(folder)
+    check_positions(folder, read_config(folder), config.seq_len)
     if is_quantized(folder) and (config.full or config.baseline or config.merge):
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
@@ -103,6 +106,9 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
             model = apply_lora(model, config)
             trained_to(model, weight_dtype(config))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if kind == CHAT:
+            own = "shoestring's: a line with each role, then its text; the tokenizer has none"
+            say(f"chat format: {'the template of the tokenizer' if tokenizer.chat_template else own}")
         how = "" if kind == TEXT else ", padded" if pack == "none" else ", packed"
         say(
             f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on {device}"

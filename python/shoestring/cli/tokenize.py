@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoestring.cli.config import Source
@@ -15,6 +17,19 @@ from shoestring.files.atomic import PARTIAL, atomic_directory
 from shoestring.files.lock import LOCK, locked
 
 
+@contextmanager
+def _new_folders(folder: Path) -> Iterator[None]:
+    """Remove the folder and those around it that the block has made, if the block fails and leaves them empty."""
+    created = [each for each in [folder, *folder.parents] if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # a folder that is not empty is kept
+            for each in created:
+                each.rmdir()
+        raise
+
+
 def tokenize(
     source: Source,
     out: Path,
@@ -25,7 +40,7 @@ def tokenize(
     """Write the token file ``out``; return the number of tokens.
 
     With ``vocab_size``, a tokenizer is trained on the data and saved next to ``out``, in the folder
-    ``out``-tokenizer. After a failure, neither of the two exists.
+    ``out``-tokenizer. The folder of ``out`` is made. After a failure, none of these exists.
     """
     if (tokenizer_folder is None) == (vocab_size is None):
         raise InputError(
@@ -33,9 +48,7 @@ def tokenize(
         )
     if not out.name:
         raise InputError(f"--out {out}: expected the name of a file")
-    if not out.parent.is_dir():
-        raise InputError(f"--out {out}: no directory {out.parent}")
-    with locked(out.with_name(f".{out.name}{LOCK}"), f"--out {out}"):
+    with _new_folders(out.parent), locked(out.with_name(f".{out.name}{LOCK}"), f"--out {out}"):
         trained = out.with_name(out.stem + "-tokenizer")
         for path in (out, *([trained] if vocab_size else [])):
             if path.exists():

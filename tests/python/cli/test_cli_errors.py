@@ -15,6 +15,7 @@ from typing import IO
 import pytest
 
 from cli_helpers import TINY, TUNE, refuse, run, succeed, text, write_jsonl
+from shoestring.training.positions import positions_of
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,15 @@ GOOD = b'{"text": "a b c"}\n'
         ),
         (write(b"\xef\xbb\xbf"), "no text in the 1 file(s)"),
         (write(b"[" * 100_000, "a.jsonl"), "a.jsonl: line 1 is not valid JSON"),
+        (
+            write(b'{"prompt": "a", "completion": "b"}\n', "pc.jsonl"),
+            "pc.jsonl: line 1 has no \"text\" string; its fields are ['completion', 'prompt']; `shoestring finetune` "
+            "trains on prompt/completion records",
+        ),
+        (
+            write(b"a,b\n1,2\n", "a.csv"),
+            "a.csv: expected text or JSON records, got a CSV table; write its rows as JSONL",
+        ),
         (write(b"too short"), "too few for a training and a validation block of --seq-len 32"),
     ],
     ids=lambda value: value[:24].replace(" ", "-") if isinstance(value, str) else "",
@@ -217,6 +227,39 @@ def test_bad_model(
         capsys, "finetune", "--model", model, "--data", data, "--out", tmp_path / "run", *TUNE, "--baseline"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_rows_longer_than_the_positions(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(text(20).encode())(tmp_path)
+    model = run_folder / "model"
+    line = refuse(
+        capsys,
+        "finetune",
+        "--model",
+        model,
+        "--data",
+        data,
+        "--out",
+        tmp_path / "run",
+        *TUNE,
+        "--seq-len",
+        "2049",
+    )
+    assert (
+        f"--seq-len 2049: expected at most 2048, the positions of {model}; give fewer, or raise max_pos"
+        in line
+    )
+    assert not (tmp_path / "run").exists()
+    for fields, most in (
+        ({"n_positions": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"factor": 4.0}}, 256),
+        ({"text_config": {"max_position_embeddings": 32}}, 32),
+        ({"state_size": 8}, None),
+    ):
+        found = positions_of(fields)
+        assert (found and found[1]) == most
 
 
 @pytest.mark.parametrize("model", ["no/such/dir", "/none", "a b"])

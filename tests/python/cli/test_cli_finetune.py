@@ -236,6 +236,24 @@ def test_stopped_run_continues_bit_for_bit(
     assert_same_weights(tmp_path / "run" / "adapter", tmp_path / "straight" / "adapter")
 
 
+def test_the_beginning_says_what_is_trained(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines before the first step: what patch has replaced and left, the chat format, the rows."""
+    succeed(*command(model, data["chat"], tmp_path / "run", "--steps", 1))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("patched: loss without logits, from lm_head; ")
+    assert lines[1] == "left to PyTorch: no part of a block"
+    assert lines[2].startswith("chat format: shoestring's: ") and "rows of chat" in lines[3]
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    template = "{% for m in messages %}{{ m['role'] + m['content'] + eos_token }}{% endfor %}"
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    succeed(*command(copy, data["chat"], tmp_path / "own", "--steps", 1))
+    assert "chat format: the template of the tokenizer" in capsys.readouterr().out.splitlines()
+
+
 def test_a_chat_answers(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     succeed("generate", "--model", model, "--chat", "--max-new-tokens", "5", "the cat", "--seed", "1")
     first = capsys.readouterr().out

@@ -69,6 +69,24 @@ def test_tokenize_trains_and_reuses(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
 
 
+def test_tokenize_makes_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(text(30))
+    out = tmp_path / "new" / "deep" / "t.bin"
+    refuse(capsys, "tokenize", "--data", tmp_path / "none.txt", "--vocab-size", 280, "--out", out)
+    assert not (tmp_path / "new").exists()
+    succeed("tokenize", "--data", tmp_path / "a.txt", "--vocab-size", 280, "--out", out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["t-tokenizer", "t.bin"]
+    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
+    line = refuse(
+        capsys, "tokenize", "--data", tmp_path / "pairs.jsonl", "--vocab-size", 280, "--out", out.parent / "b"
+    )
+    assert "`shoestring finetune` trains on prompt/completion records" in line
+    in_file = tmp_path / "a.txt" / "t.bin"
+    assert "--out" in refuse(
+        capsys, "tokenize", "--data", tmp_path / "a.txt", "--vocab-size", 280, "--out", in_file
+    )
+
+
 def test_compare_divides_by_the_first(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,15 +63,15 @@ SHOESTRING_INLINE float finish(const typename Element::Type* raw, float* z,
   return horizontal_max(best);
 }
 
-// Returns the sum of w_j * z_j over all classes j, where w are the class weights. Without class weights w_j
-// is 1.
-inline double weighted_total(const float* z, const CrossEntropyRule<float>& rule) {
+// Returns the sum of w_j * (largest - z_j) over all classes j, where w are the class weights. Without class
+// weights w_j is 1. The sum of w_j * z_j would lose the differences of large logits to rounding.
+inline double weighted_distance(const float* z, float largest, const CrossEntropyRule<float>& rule) {
   double total = 0;
   F32 partial{};
   folded(
       rule.vocab,
       [&](int64_t i, int64_t n) {
-        F32 v = get(z + i, n, 0);
+        F32 v = largest - get(z + i, n, largest);
         partial += rule.class_weights != nullptr ? v * get(rule.class_weights + i, n, 0) : v;
       },
       [&] {
@@ -181,7 +181,7 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z,
     return lazy ? get_as<Element>(raw + target, 1, 0)[0] * scale : z[target];
   };
   const double at_target = logit_of(targets.target), at_target2 = logit_of(targets.target2);
-  const double total = smooth != 0 ? weighted_total(z, rule) : 0;
+  const double distance = smooth != 0 ? weighted_distance(z, largest, rule) : 0;
 
   CrossEntropyResult result{};
   if (rule.stats) result.argmax = first_of(z, vocab, largest);
@@ -194,7 +194,7 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z,
   };
   const Sums sums = keep ? (moment ? make(Yes{}, Yes{}) : make(Yes{}, No{}))
                          : (moment ? make(No{}, Yes{}) : make(No{}, No{}));
-  const double lse = largest + ::log(sums.exp), parts = targets.part + targets.part2;
+  const double log_sum = ::log(sums.exp), lse = largest + log_sum, parts = targets.part + targets.part2;
   const auto sure_of = [&](int64_t target, double part) {
     return part * (rule.class_weights != nullptr ? rule.class_weights[target] : 1) * (1 - smooth);
   };
@@ -202,10 +202,11 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z,
   const double share = parts * smooth / vocab, z_loss = parts * rule.z_loss;
   const double spread = smooth != 0 ? share * rule.total_weight : 0;
   result.lse = lse;
-  result.loss =
-      sure * (lse - at_target) + (smooth != 0 ? spread * lse - share * total : 0) + z_loss * lse * lse;
-  if (sure2 != 0) result.loss += sure2 * (lse - at_target2);
-  result.entropy = moment ? ::log(sums.exp) - sums.moment / sums.exp : 0;
+  // Differences to the largest logit are taken first, since the loss may be small compared with the logits.
+  result.loss = sure * (log_sum + (largest - at_target)) +
+                (smooth != 0 ? spread * log_sum + share * distance : 0) + z_loss * lse * lse;
+  if (sure2 != 0) result.loss += sure2 * (log_sum + (largest - at_target2));
+  result.entropy = moment ? log_sum - sums.moment / sums.exp : 0;
   if (upstream == nullptr) return result;
 
   const double u = upstream->loss, h = upstream->entropy;
@@ -229,7 +230,7 @@ CrossEntropyResult reduce_row(const typename Element::Type* raw, float* z,
   }
   // The softcapped logit z = cap * tanh(raw / cap) has the derivative dz / draw = 1 - (z / cap)^2.
   const float inverse = static_cast<float>(1 / sums.exp), less = static_cast<float>(u * share);
-  const float constant = static_cast<float>(a + h * (lse - largest - result.entropy)),
+  const float constant = static_cast<float>(a + h * (log_sum - result.entropy)),
               slope = static_cast<float>(h);
   const auto slope_of = [&](int64_t target) {
     const float ratio = cap != 0 ? z[target] / cap : 0;
@@ -257,37 +258,37 @@ inline CrossEntropyResult reduce_row(double* z, const CrossEntropyTargets<double
   const double cap = rule.softcap, smooth = rule.label_smoothing, parts = targets.part + targets.part2;
   const double share = parts * smooth / vocab, z_loss = parts * rule.z_loss;
   const auto weight = [&](int64_t i) { return rule.class_weights != nullptr ? rule.class_weights[i] : 1.0; };
-  double largest = -__builtin_inf(), total = 0, sum = 0, moment = 0;
+  double largest = -__builtin_inf(), distance = 0, sum = 0, moment = 0;
   for (int64_t i = 0; i < vocab; ++i) {
     z[i] *= rule.logit_scale;
     if (rule.bias != nullptr) z[i] += rule.bias[i];
     if (cap != 0) z[i] = cap * ::tanh(z[i] / cap);
     largest = z[i] > largest ? z[i] : largest;
-    if (smooth != 0) total += weight(i) * z[i];
   }
   for (int64_t i = 0; i < vocab; ++i) {
     const double x = z[i] - largest, e = ::exp(x);
     sum += e;
     if (e > 0) moment += e * x;
+    if (smooth != 0) distance -= weight(i) * x;
   }
   CrossEntropyResult result{};
-  const double lse = largest + ::log(sum);
+  const double log_sum = ::log(sum), lse = largest + log_sum;
   const double sure = targets.part * weight(target) * (1 - smooth);
   const double sure2 = targets.part2 * weight(target2) * (1 - smooth);
   const double spread = smooth != 0 ? share * rule.total_weight : 0;
   result.lse = lse;
-  result.loss =
-      sure * (lse - z[target]) + (smooth != 0 ? spread * lse - share * total : 0) + z_loss * lse * lse;
-  if (sure2 != 0) result.loss += sure2 * (lse - z[target2]);
-  result.entropy = ::log(sum) - moment / sum;
+  result.loss = sure * (log_sum + (largest - z[target])) +
+                (smooth != 0 ? spread * log_sum + share * distance : 0) + z_loss * lse * lse;
+  if (sure2 != 0) result.loss += sure2 * (log_sum + (largest - z[target2]));
+  result.entropy = log_sum - moment / sum;
   result.argmax = rule.stats ? first_of(z, vocab, largest) : 0;
   result.scale = 1;
   if (upstream == nullptr) return result;
   const double u = upstream->loss, h = upstream->entropy;
   const double a = u * (sure + sure2 + spread + 2 * z_loss * lse) + upstream->lse;
   for (int64_t i = 0; i < vocab; ++i) {
-    const double ratio = cap != 0 ? z[i] / cap : 0, p = ::exp(z[i] - lse);
-    const double surprise = p > 0 && h != 0 ? h * (lse - result.entropy - z[i]) : 0;
+    const double ratio = cap != 0 ? z[i] / cap : 0, x = z[i] - largest, p = ::exp(x) / sum;
+    const double surprise = p > 0 && h != 0 ? h * (log_sum - result.entropy - x) : 0;
     const double here = share * weight(i) + (i == target ? sure : 0) + (i == target2 ? sure2 : 0);
     z[i] = (p * (a + surprise) - u * here) * (1 - ratio * ratio);
   }

@@ -78,9 +78,9 @@ class LinearCrossEntropyByTiles {
     // The hidden states, packed for the products with the tokens as columns of the result, and with the
     // tokens as the depth.
     Tensor columns, depth;
-    Tensor target;                  // int32
-    Tensor lse, factor, at_target;  // see TileUpstream
-    Tensor sums;                    // transposed gradient of hidden, (panels, features, kTileTokens)
+    Tensor target;                      // int32
+    Tensor largest, factor, at_target;  // see TileUpstream
+    Tensor sums;                        // transposed gradient of hidden, (panels, features, kTileTokens)
   };
 
   void add_chunk(int64_t begin);
@@ -270,19 +270,17 @@ void LinearCrossEntropyByTiles::reduce(Chunk& chunk) {
       kernels_.combine(segments, padded, largests + j * kTileTokens, sums + j * kTileTokens);
   });
 
-  chunk.lse = at::zeros_like(at_target);
+  chunk.largest = largest.select(0, 0).clone();
   chunk.factor = at::zeros_like(at_target);
   chunk.at_target = at::zeros_like(at_target);
-  float *lse = chunk.lse.mutable_data_ptr<float>(), *factor = chunk.factor.mutable_data_ptr<float>(),
-        *less = chunk.at_target.mutable_data_ptr<float>();
+  float *factor = chunk.factor.mutable_data_ptr<float>(), *less = chunk.at_target.mutable_data_ptr<float>();
   float *losses = out_.loss.mutable_data_ptr<float>(), *lses = out_.lse.mutable_data_ptr<float>();
   for (int64_t i = 0; i < chunk.tokens; ++i) {
     const int64_t token = rows_[chunk.begin + i];
-    const double x = largests[i] + std::log(static_cast<double>(sums[i])), u = grad_loss_[token];
-    lse[i] = static_cast<float>(x);
-    lses[token] = lse[i];
-    losses[token] = static_cast<float>(x - at_targets[i] + p_.z_loss * x * x);
-    factor[i] = static_cast<float>((u * (1 + 2 * p_.z_loss * x) + grad_lse_[token]) * p_.logit_scale);
+    const double sum = sums[i], log_sum = std::log(sum), x = largests[i] + log_sum, u = grad_loss_[token];
+    lses[token] = static_cast<float>(x);
+    losses[token] = static_cast<float>(log_sum + (largests[i] - at_targets[i]) + p_.z_loss * x * x);
+    factor[i] = static_cast<float>((u * (1 + 2 * p_.z_loss * x) + grad_lse_[token]) * p_.logit_scale / sum);
     less[i] = static_cast<float>(u * p_.logit_scale);
   }
 }
@@ -329,8 +327,8 @@ void LinearCrossEntropyByTiles::add_segment(const Chunk& chunk, Classes segment,
   float *weight = scratch, *left = weight + segment_ / kLines * tile,
         *sums = left + segment_ / kLines * packed(kTokenDepth), *wide = sums + segment_ * 16;
   const float* columns = chunk.columns.const_data_ptr<float>();
-  const float *lse = chunk.lse.const_data_ptr<float>(), *factor = chunk.factor.const_data_ptr<float>(),
-              *less = chunk.at_target.const_data_ptr<float>();
+  const float *largest = chunk.largest.const_data_ptr<float>(),
+              *factor = chunk.factor.const_data_ptr<float>(), *less = chunk.at_target.const_data_ptr<float>();
   pack_weight(segment, true, weight);
   if (weight_out != nullptr) pack_weight(segment, false, weight_out);
   if (p_.mask[kBias]) std::fill_n(sums, segment_ * 16, 0.f);
@@ -341,7 +339,7 @@ void LinearCrossEntropyByTiles::add_segment(const Chunk& chunk, Classes segment,
       const kernels::TileOperands out{p_.mask[kWeight] ? left + (t - begin) * kLines / 2 : nullptr,
                                       packed(depth), right == nullptr ? nullptr : right + j * packed(n),
                                       p_.mask[kBias] ? sums : nullptr};
-      kernels_.gradient(block_of(chunk, j, segment, weight), {lse + t, factor + t, less + t}, out,
+      kernels_.gradient(block_of(chunk, j, segment, weight), {largest + t, factor + t, less + t}, out,
                         columns + next * tile, tile * static_cast<int64_t>(sizeof(float)));
     }
     if (p_.mask[kWeight]) {

@@ -166,8 +166,8 @@ struct Gradient {
   template <bool kTarget>
   SHOESTRING_METHOD void row(int64_t panel, const Tile& z, int64_t i, F32 (&gradient)[kHalves]) const {
     for (int h = 0; h < kHalves; ++h) {
-      const F32 p = short_exp_of_negative(logit(block, panel, z, i, h) - load(upstream.lse + h * kLanes));
-      gradient[h] = p * load(upstream.factor + h * kLanes);
+      const F32 e = short_exp_of_negative(logit(block, panel, z, i, h) - load(upstream.largest + h * kLanes));
+      gradient[h] = e * load(upstream.factor + h * kLanes);
       if (kTarget) {
         const I32 hit = target_rows(block, panel, h) == static_cast<int32_t>(i);
         gradient[h] -= as_float(as_bits(load(upstream.at_target + h * kLanes)) & (U32)hit);

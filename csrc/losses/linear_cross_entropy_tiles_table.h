@@ -34,10 +34,11 @@ struct TileStatistics {
   float* at_target;  // logit of the target, once its block has been seen
 };
 
-/// The gradient of a token's logits is factor * p_j - [j = target] at_target, where p_j = exp(logit_j - lse).
+/// The gradient of a token's logits is factor * exp(logit_j - largest) - [j = target] at_target. `factor`
+/// holds the division by the sum of exponentials, because a large log-sum-exp has a large rounding error.
 /// Each member has the shape (kTileTokens).
 struct TileUpstream {
-  const float *lse, *factor, *at_target;
+  const float *largest, *factor, *at_target;
 };
 
 /// Points to the two operands of matrix products on AMX in which gradient() stores bf16. A null pointer

@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
     }
   }
   const T smooth = static_cast<T>(p.label_smoothing);
-  Summary<T> all = warp_merge<kAll>(summarise<kAll>(row, smooth != 0));
+  const T zeroth = smooth != 0 ? row.capped(0) : 0, reference = zeroth - zeroth == 0 ? zeroth : 0;
+  Summary<T> all = warp_merge<kAll>(summarise<kAll>(row, smooth != 0, reference));
   if (lane() == 0) warps[warp()] = all;
   __syncthreads();
   all = warp_merge<kAll>(lane() < static_cast<int>(blockDim.x) / kWarp ? warps[lane()] : Summary<T>{});
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kMaxThreads<In, kAll, kRagged>, 1)
     // first. This avoids cancellation.
     T loss = sure * (log_sum + (all.max - at_target));
     if (sure2 != 0) loss += sure2 * (log_sum + (all.max - second.value));
-    if (smooth != 0) loss += share * (total_weight * log_sum + (total_weight * all.max - all.total));
+    if (smooth != 0) loss += share * (total_weight * (log_sum + (all.max - reference)) - all.total);
     if (z_loss != 0) loss += z_loss * lse * lse;
     write(loss, lse, log_sum - mean, all.at == INT_MAX ? 0 : all.at);
   }

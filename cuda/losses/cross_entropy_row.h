@@ -36,7 +36,7 @@ template <class T>
 struct Summary {
   T max = low<T>();
   T sum = 0;     // sum of e = exp(z - max)
-  T total = 0;   // sum of class weight * z, for label smoothing
+  T total = 0;   // sum of class weight * (z - reference), for label smoothing
   T moment = 0;  // sum of e * (z - max)
   // Index of the first largest logit; INT_MAX if all logits are -inf.
   std::conditional_t<sizeof(T) == 4, int, int64_t> at = INT_MAX;
@@ -177,8 +177,11 @@ struct Place {
 template <class In>
 constexpr int kUnroll = sizeof(In) == 8 ? 1 : 16 / kVector<In>;
 
+// Returns the statistics of the logits that this thread reads. `reference` is a logit of the row, or 0 if
+// that is not finite: sums of large logits would lose their differences to rounding.
 template <bool kAll, class In, bool kRagged>
-__device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want_total) {
+__device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want_total,
+                                          Compute<In> reference) {
   using T = Compute<In>;
   const int vectors = row.vectors();
   Summary<T> part;
@@ -200,7 +203,7 @@ __device__ Summary<Compute<In>> summarise(const Row<In, kRagged>& row, bool want
           const auto w = row.weights(v);
 #pragma unroll
           for (int i = 0; i < kVector<In>; ++i) {
-            if (row.has(row.index(v, i))) part.total += w[i] * z[j][i];
+            if (row.has(row.index(v, i))) part.total += w[i] * (z[j][i] - reference);
           }
         }
       } else {

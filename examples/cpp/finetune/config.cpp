@@ -1,7 +1,9 @@
 #include "config.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <shoestring/safetensors.h>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -79,6 +81,16 @@ double rope_theta(const Config& config) {
   return theta.is_null() ? 10000 : config.number("rope_theta", theta);
 }
 
+// Returns whether the weights contain an output layer of their own.
+bool stores_head(const std::string& directory) {
+  const std::string single = directory + "/model.safetensors";
+  const char* head = "lm_head.weight";
+  if (::access(single.c_str(), F_OK) == 0) return shoestring::SafetensorsFile(single).contains(head);
+  std::ifstream file(single + ".index.json");
+  const Json index = Json::parse(file, nullptr, /*allow_exceptions=*/false);
+  return index.is_object() && index.contains("weight_map") && index["weight_map"].contains(head);
+}
+
 }  // namespace
 
 LlamaConfig read_config(const std::string& directory) {
@@ -118,7 +130,8 @@ LlamaConfig read_config(const std::string& directory) {
   }
   llama.rms_norm_eps = config.number("rms_norm_eps", config.value("rms_norm_eps"));
   llama.rope_theta = rope_theta(config);
-  llama.tied = config.value("tie_word_embeddings") == true;
+  // A model whose output layer was merged with an adapter stores one, whatever the configuration says.
+  llama.tied = config.value("tie_word_embeddings") == true && !stores_head(directory);
   llama.placeholders = true;
   return llama;
 }

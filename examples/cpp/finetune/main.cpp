@@ -99,7 +99,6 @@ LlamaForCausalLM load(const FinetuneOptions& options, const TokenFile& file, at:
                           // Older model files contain the tensor inv_freq, which follows from rope_theta.
                           .ignore({"inv_freq"});
   if (options.quantize != "int8") load_options.block_size(options.block_size);
-  if (config.tied) load_options.ignore({"inv_freq", "lm_head.weight"});
   if (weights == nullptr) {
     shoestring::load_model(*model, options.model, load_options);
     return model;

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "head_dim": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
+    "parted": {"tie_word_embeddings": True},
 }
 TRAIN = [
     "--steps",
@@ -61,7 +62,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Save two Llamas: "plain" in one file, and "tied" in shards with one weight for embedding and head."""
+    """Save a Llama in one file, and others in shards: "tied" has one weight for embedding and head.
+
+    The files of "parted" contain another head, although its configuration says that it is tied.
+    """
     folders = {}
     for kind, config in KINDS.items():
         torch.manual_seed(0)
@@ -71,8 +75,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             # from 1.
             for p in model.parameters():
                 p.mul_(3) if p.dim() == 2 else p.add_(torch.randn_like(p) * 0.1)
+            if kind == "parted":
+                model.lm_head.weight = nn.Parameter(model.lm_head.weight.flip(0))
         folders[kind] = tmp_path_factory.mktemp(kind)
-        model.save_pretrained(folders[kind], max_shard_size="200KB" if kind == "tied" else "1GB")
+        model.save_pretrained(folders[kind], max_shard_size="1GB" if kind == "plain" else "200KB")
     assert len(list(folders["tied"].glob("*.safetensors"))) > 2
     return folders
 

@@ -7,6 +7,7 @@ Add an adapter to a model, train the model, and save the adapter::
     shoestring.lora.save_adapter(model, "adapter")
 """
 
+import shoestring.adapters.save_pretrained  # noqa: F401  # what save_pretrained of other libraries writes
 from shoestring.adapters.apply import apply
 from shoestring.adapters.files import save_adapter
 from shoestring.adapters.groups import loraplus_param_groups

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.options import Options
+from shoestring.core.save_pretrained import watch
 
 DEFAULT = "default"
 
@@ -48,6 +49,10 @@ class AdaptedLayer(nn.Module):
     enabled: bool
     rows: Rows | None
     base_class: type[nn.Module]
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch()
 
     def current(self) -> list[str]:
         """Return the names of this layer's adapters that the next forward uses."""
@@ -135,6 +140,7 @@ def attach(layer: nn.Module, kind: type[AdaptedLayer]) -> AdaptedLayer:
     """Change the class of a layer to ``kind``, a class with adapters, in place; freeze its parameters."""
     if isinstance(layer, AdaptedLayer):
         return layer
+    watch()
     layer.requires_grad_(False)
     # An earlier merge cannot be undone after a new adapter has been added, so the weights that unmerge()
     # would restore are freed.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.options import PrefixOptions, PromptOptions, VirtualOptions
+from shoestring.core.save_pretrained import watch
 
 
 class VirtualTokens(nn.Module):
@@ -204,6 +205,7 @@ def attach_tokens(
     model: nn.Module, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None
 ) -> None:
     """Add virtual tokens to a model; register the hook that inserts them, unless the model has the hook."""
+    watch()
     held = getattr(model, "virtual_tokens", None)
     if not isinstance(held, VirtualTokens):
         model.virtual_tokens = held = VirtualTokens()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoestring.core.save_pretrained import watch
 from shoestring.files.read_file import is_integer, is_number, parse_json, shown
 from shoestring.quantization.nested_scales import GROUP, VALUES, NestedScales, groups_of
 from shoestring.quantization.quantize_4bit import BLOCK_SIZES, TYPES, code_values, quantize_4bit
@@ -23,6 +24,10 @@ class KeyedLinear(nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         save_quantized(self, destination, prefix)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         load_quantized(self, state_dict, prefix)
@@ -121,6 +126,7 @@ def frozen(weight: Tensor) -> nn.Parameter:
 def _quantized(
     weight: Tensor, quant_type: str, block_size: int | None, double_quant: bool
 ) -> QuantizedTensor:
+    watch()
     if quant_type != "int8":
         return quantize_4bit(weight, quant_type, 64 if block_size is None else block_size, double_quant)
     check_form("QuantizedLinear", quant_type, block_size, double_quant)
@@ -244,6 +250,7 @@ def read_quantized(
     Raises:
         ValueError: a key is missing, or a tensor does not fit.
     """
+    watch()
     key = prefix + "weight"
     found = [
         name

@@ -1,0 +1,105 @@
+"""What ``save_pretrained`` writes for a model with adapters: an adapter folder, as for a model of PEFT."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoestring.adapters.files import save_adapter
+from shoestring.adapters.switch import Member, members
+from shoestring.adapters.trained_copy import TrainedCopy
+from shoestring.core.save_pretrained import register
+from shoestring.files.safetensors_file import save_safetensors
+from shoestring.quantization.quantized_linear_module import QuantizedLinear
+from shoestring.quantization.quantized_tensor import QuantizedTensor
+
+METHOD = "save_pretrained"
+# Arguments of save_pretrained that would change what is written, and their only supported values.
+REQUIRED = {
+    "push_to_hub": False,
+    "variant": None,
+    "save_peft_format": True,
+    "distributed_checkpoint": False,
+    "safe_serialization": True,
+}
+# Arguments without a meaning for an adapter, which is one small file.
+WITHOUT_MEANING = ("max_shard_size", "save_function", "save_original_format", "token")
+# Folders in which the Trainer of transformers saves the state of a run.
+TRAINER_CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+def save(model: nn.Module, folder: Path, options: Mapping[str, Any]) -> bool:
+    """Write a model with adapters as adapters; return False for a model without.
+
+    A folder ``checkpoint-N``, from which the Trainer of transformers resumes, also gets model.safetensors with
+    the tensors that training changes. The Trainer loads them into a model with the same adapters.
+
+    Raises:
+        ValueError: an argument cannot be used; or the model has no adapters but quantised weights.
+    """
+    found = members(model)
+    if not found:
+        _refuse_quantised(model)
+        return False
+    _check(found, options)
+    if options.get("is_main_process", True):
+        save_adapter(model, folder)
+        if TRAINER_CHECKPOINT.fullmatch(folder.name):
+            save_safetensors(folder / "model.safetensors", _changed(model, found), {"format": "pt"})
+    return True
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        weights = module._parameters.values()
+        if isinstance(module, QuantizedLinear) or any(isinstance(w, QuantizedTensor) for w in weights):
+            raise ValueError(
+                f"{METHOD}: model: expected dense weights, received {name}, a {type(module).__name__}, which from_pretrained "
+                "would not read. Call shoestring.save_quantized(model, directory)"
+            )
+
+
+def _check(found: Mapping[str, Member], options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name in REQUIRED and value != REQUIRED[name]:
+            raise ValueError(
+                f"{METHOD}: {name}: expected {REQUIRED[name]} for a model with adapters, received {value!r}. Call "
+                "shoestring.lora.save_adapter, or merge the adapters first"
+            )
+        if name not in (*REQUIRED, *WITHOUT_MEANING, "is_main_process", "state_dict"):
+            raise ValueError(
+                f"{METHOD}: {name}: expected no such argument for a model with adapters, received {value!r}. Call "
+                "shoestring.lora.save_adapter, or merge the adapters first"
+            )
+    state = options.get("state_dict")
+    own = [t for member in found.values() for name in member.adapters for t in member.tensors(name).values()]
+    if state is not None and not {t.data_ptr() for t in own} <= {t.data_ptr() for t in state.values()}:
+        raise ValueError(
+            f"{METHOD}: state_dict: expected None or the tensors of the model, which has adapters, received others. Load "
+            "them into the model first"
+        )
+
+
+def _changed(model: nn.Module, found: Mapping[str, Member]) -> dict[str, Tensor]:
+    """Return the entries of the model's state_dict without frozen weights that are those of the base."""
+    adapters = tuple(
+        f"{place}.modules_to_save." if isinstance(member, TrainedCopy) else f"{place}." if place else ""
+        for place, member in found.items()
+    )
+    held: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        prefix, own = f"{name}." if name else "", dict[str, Any]()
+        module._save_to_state_dict(own, prefix, False)
+        # The initialisation of an adapter (PiSSA, OLoRA, LoftQ) may have changed the weight of the base.
+        whole = (name not in found and prefix.startswith(adapters)) or hasattr(module, "initial_A")
+        for key, value in own.items():
+            parameter = module._parameters.get(key.removeprefix(prefix))
+            trained = parameter is not None and parameter.requires_grad
+            if whole or trained or key.removeprefix(prefix) in module._buffers:
+                held[key] = value
+    return held
+
+
+register(save)

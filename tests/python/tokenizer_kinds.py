@@ -13,6 +13,7 @@ CORPUS = [
     "the cat sat on a mat while two dogs ran over hills and far away to see rivers",
     "2+2=4, 10 + 20 = 30; x=1\n\n  indented   text\tand tabs\r\nnew lines",
     "Überall sind Bäume. 漢字 and かな 😀 emoji, naïve café",
+    "123 456 789 012 345 678 901 234 567 890",
 ] * 20
 # A text with what cuts go wrong at: runs of spaces and lines, digits, accents, characters of several tokens.
 LETTERS = (

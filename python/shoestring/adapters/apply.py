@@ -41,6 +41,7 @@ from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import share
 from shoestring.adapters.virtual_tokens import attach_tokens, start
+from shoestring.core.presence import expect_here, weights_present
 from shoestring.quantization.quantized_linear_module import (
     QuantizedLinear,
     check_dtype,
@@ -117,6 +118,9 @@ def apply(
     _add_tokens(model, chosen, plan, saved)
     tokens = start(model, chosen) if isinstance(chosen, VirtualOptions) else None
     _check_quantize(model, quantize, block_size, double_quant)
+    changes = any(isinstance(own, LoraOptions) and own.changes_base for _, _, own in plan.values())
+    if quantize is not None or changes or saved:
+        expect_here("lora.apply", model)
 
     model.requires_grad_(False)
 
@@ -143,7 +147,8 @@ def apply(
             quantized(layer)
     for name, (layer, kind, own) in plan.items():
         adapted = attach(layer, kind)
-        adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
+        with weights_present(layer):  # DoRA reads the weight
+            adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
         if isinstance(adapted, TokenLayer) and isinstance(own, TokenOptions) and own.tied_to is not None:
             adapted.tie(model.get_submodule(own.tied_to))
         if name in taken:

@@ -12,6 +12,7 @@ from shoestring.adapters.switch import check_known, members, set_adapter
 from shoestring.adapters.tied import note_ties
 from shoestring.adapters.trained_copy import TrainedCopy, replace_module, unwrap
 from shoestring.adapters.virtual_tokens import VirtualTokens
+from shoestring.core.presence import expect_here
 from shoestring.quantization.quantized_linear_module import QuantizedLinear, frozen
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
@@ -95,6 +96,7 @@ def merge(
         raise ValueError(
             "lora.merge: model: expected a model with adapters, received one without; call lora.apply first"
         )
+    expect_here("lora.merge", model)
     names = list(next(iter(found.values())).active) if adapter_names is None else list(adapter_names)
     check_known("merge", model, names)
     set_adapter(model, names)  # set_adapter raises an error if the adapters cannot be active together

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.conversions import allow_conversions, refuse_conversions
+from shoestring.checkpoint.embedding_rows import RowsOnDemand, bring_rows
 from shoestring.core.errors import InputError
 from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
 from shoestring.core.storages import parts, storages, tensors_in
@@ -300,6 +300,8 @@ class OffloadedWeights:
             hook.remove()
         for block in self._indices:
             block.__dict__.pop(BRINGS_WEIGHTS, None)
+            if isinstance(block.__dict__.get("weight"), RowsOnDemand):
+                del block.__dict__["weight"]
             for module in block.modules():
                 module.__dict__.pop(PRESENT, None)
         self._hooks.clear()
@@ -330,7 +332,7 @@ class OffloadedWeights:
         index = self._tables[key]
         if isinstance(table, nn.Embedding):
             self._indices[table] = index
-            self._hooks += _embedding_hooks(self._store, table, weight)
+            self._hooks += bring_rows(self._store, table)
             table.__dict__[PRESENT] = Presence(functools.partial(self.present, table, changed=False))
             self._hooks += self._files_hooks(table, index)
         else:
@@ -398,42 +400,6 @@ def _refuse_assignment(state_dict: dict[str, Any], prefix: str, metadata: dict[s
         )
 
 
-def _embedding_hooks(store: Any, table: nn.Embedding, weight: Tensor) -> list[Any]:
-    """Let an embedding compute with the rows of its weight that a call needs, and with their numbers."""
-    running: list[tuple[int, int | None]] = []  # the thread of a call, and the padding index
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if running and running[0][0] != threading.get_ident():
-            raise RuntimeError(
-                "offload_weights: table: expected one thread at a time in an embedding that is away, received two"
-            )
-        leave(module)  # an exception such as KeyboardInterrupt may have ended the last call without the hook
-        if weight.requires_grad:
-            raise InputError(
-                "offload_weights: table: expected a frozen weight, as when it left, received one that requires gradients "
-                "now. Call undo(), and offload_weights with tables=() to let tables stay."
-            )
-        indices = args[0] if args else kwargs["input"]
-        distinct, numbers = indices.cpu().unique(return_inverse=True)
-        numbers = numbers.to(indices.device)
-        rows = nn.Parameter(store.embedding(weight, distinct), requires_grad=False)
-        running.append((threading.get_ident(), table.padding_idx))
-        # An attribute of the object hides the parameter, which stays where the module registers it.
-        module.__dict__["weight"] = rows
-        table.padding_idx = None  # it matters for gradients only
-        return ((numbers, *args[1:]), kwargs) if args else (args, kwargs | {"input": numbers})
-
-    def leave(module: nn.Module, *_: Any) -> None:
-        if running and running[0][0] == threading.get_ident():
-            module.__dict__.pop("weight", None)
-            table.padding_idx = running.pop()[1]
-
-    return [
-        table.register_forward_pre_hook(enter, with_kwargs=True),
-        table.register_forward_hook(leave, with_kwargs=True, always_call=True),
-    ]
-
-
 def _check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
@@ -446,6 +412,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
         raise InputError(
             "offload_weights: optimizer: expected offload=None, 'stream' or 'nvme:DIR', received 'cpu', which "
             "steps weights after backward of their block"
+        )
+    if callable(getattr(optimizer, "eval", None)):
+        raise InputError(
+            "offload_weights: optimizer: expected an optimizer that changes weights in its steps alone, received "
+            f"{type(optimizer).__name__}, whose train() and eval() change all weights. Use another optimizer."
         )
 
 

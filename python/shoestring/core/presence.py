@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
+from shoestring.core.errors import InputError
 from shoestring.core.storages import parts
 
 # Attribute of each module of a block with offloaded weights: returns a context in which they are on the device.
@@ -40,3 +41,13 @@ def is_away(tensor: Tensor) -> bool:
     except RuntimeError as error:
         return str(error).startswith("offload_weights: ")
     return False
+
+
+def expect_here(caller: str, model: nn.Module) -> None:
+    """Raise InputError if a weight of a model is away, before ``caller`` reads or changes weights of all modules."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_away(tensor):
+            raise InputError(
+                f"{caller}: model: expected weights on their device, received {name}, which is away. Call undo() of the "
+                "offloaded weights first."
+            )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shoestring.core.presence import is_away
 from shoestring.optim.sharded import local
 from shoestring.optim.state_tensors import state_tensors
 
@@ -112,7 +113,7 @@ class Averages:
         seed: int = 0,
     ) -> None:
         parameters, buffers = _slots(model, "_parameters"), _slots(model, "_buffers")
-        self._slots = parameters + buffers
+        self._slots, self._buffers = parameters + buffers, buffers
         # A program that has not imported FSDP2 has no modules of it. Importing it takes long.
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         self._sharded = [m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)]
@@ -147,11 +148,14 @@ class Averages:
             RuntimeError: the model holds the averages already.
         """
         self._core.swap_in(*self._weights())
+        buffers = [(owner, key, owner.get(key)) for owner, key, _ in self._buffers]
         try:
             yield
         finally:
             _reshard(self._sharded)  # the unsharded weights are copies of the averages
             self._core.swap_out()
+            for owner, key, buffer in buffers:
+                owner[key] = buffer  # forward may have assigned another tensor
 
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages to the parameters and buffers of another model, or of the same, by name.
@@ -230,6 +234,12 @@ def _tensors(slots: list[_Slot]) -> tuple[list[Tensor], list[bool]]:
         if tensor is None:
             raise ValueError(
                 f"Averages: {name}: expected a tensor, as when the averages were created, received none"
+            )
+        # Only a frozen parameter is neither read nor changed.
+        if (tensor.requires_grad or not isinstance(tensor, nn.Parameter)) and is_away(tensor):
+            raise ValueError(
+                f"Averages: {name}: expected a tensor on its device, received one that is away. Call undo() of "
+                "offload_weights first, or train without Averages."
             )
         trained.append(tensor.requires_grad)
         found.append(local(tensor))

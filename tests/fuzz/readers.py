@@ -257,10 +257,7 @@ def _make_examples(folder: Path) -> None:
 class Tokenizer:
     """The attributes of a tokenizer that read_segments uses."""
 
-    eos_token, chat_template = "</s>", None
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
-        return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+    chat_template, special_tokens_map = None, {"eos_token": "</s>"}
 
 
 def _read_examples(folder: Path) -> None:

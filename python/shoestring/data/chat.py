@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,42 +40,62 @@ def render(tokenizer: Any, messages: Messages, tools: Tools, where: str, ask: bo
     """Render messages by the tokenizer's template, or the default one; ``ask`` adds the head of an answer."""
     if not messages:
         return Rendered("", [])
-    try:
-        return _render(tokenizer, messages, tools, ask)
-    except Exception as error:  # a chat template may raise any exception
-        as_text = _arguments_as_text(messages)
-        if as_text != messages:
-            try:
-                return _render(tokenizer, as_text, tools, ask)
-            except Exception:  # the first error is of the form that most templates take
-                pass
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{where}: the chat template refuses these messages ({type(error).__name__}: {reason})"
-        ) from None
+    refusal: Exception | None = None
+    for form in _forms(messages):
+        try:
+            result = _render(tokenizer, form, tools, ask)
+        except Exception as error:  # a chat template may raise any exception
+            refusal = refusal or error
+            continue
+        if not _writes_none(form, result.text):
+            return result
+    reason = " ".join(str(refusal).split())
+    raise InputError(
+        f"{where}: the chat template refuses these messages ({type(refusal).__name__}: {reason})"
+    )
+
+
+def _forms(messages: Messages) -> Iterator[Messages]:
+    """Yield the forms of the same messages that templates take, the usual one first.
+
+    A message without content has none, or null, or an empty text; arguments of tool calls are objects or text.
+    """
+    contents: list[dict[str, Any]] = (
+        [{}]
+        if all("content" in message for message in messages)
+        else [{}, {"content": None}, {"content": ""}]
+    )
+    for content in contents:
+        form = [{**content, **message} for message in messages]
+        yield form
+        as_text = _arguments_as_text(form)
+        if as_text != form:
+            yield as_text
+
+
+def _writes_none(messages: Messages, text: str) -> bool:
+    """Return whether the text may hold a content of null as a word."""
+    return any(message.get("content", "") is None for message in messages) and (
+        "null" in text or "None" in text
+    )
 
 
 def _render(tokenizer: Any, messages: Messages, tools: Tools, ask: bool) -> Rendered:
+    from transformers.utils import chat_template_utils
+
     template: str = DEFAULT_CHAT_TEMPLATE
     if tokenizer.chat_template:
         template = tokenizer.get_chat_template(tools=tools)
-    if MARKS_ANSWERS.search(template):
-        from transformers.utils import chat_template_utils
-
-        render_marked: Any = chat_template_utils.render_jinja_template
-        texts, answers = render_marked(
-            [messages],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=ask,
-            **tokenizer.special_tokens_map,
-        )
-        return Rendered(texts[0], answers[0])
-    text: str = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=ask
+    render_template: Any = chat_template_utils.render_jinja_template
+    texts, answers = render_template(
+        [messages],
+        tools=tools,
+        chat_template=template,
+        return_assistant_tokens_mask=bool(MARKS_ANSWERS.search(template)),
+        add_generation_prompt=ask,
+        **tokenizer.special_tokens_map,
     )
-    return Rendered(text, [])
+    return Rendered(texts[0], answers[0] if answers else [])
 
 
 def _arguments_as_text(messages: Messages) -> Messages:
@@ -147,30 +168,40 @@ class ChatReader:
 
     def _answer(self, messages: Messages, tools: Tools, where: str) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a chat that ends with an answer, and the (first, end) characters of the answer."""
-        asked = render(self.tokenizer, messages[:-1], tools, where, ask=True)
-        whole = render(self.tokenizer, messages, tools, where, ask=False)
+
+        def rendered(messages: Messages, ask: bool) -> Rendered:
+            return render(self.tokenizer, messages, tools, where, ask)
+
+        asked, whole = rendered(messages[:-1], ask=True), rendered(messages, ask=False)
+        text, content = whole.text, messages[-1].get("content", "")
+        lost = END_OF_THINKING in content and _squeezed(content) not in _squeezed(text)
         if whole.answers or asked.answers:
             spans = whole.answers[len(asked.answers) :]
-            if not spans:
-                raise InputError(f"{where}: the chat template marks nothing of an answer as generated")
-            return whole.text, spans
-        text = whole.text
-        content = messages[-1].get("content", "")
-        thinks = END_OF_THINKING in content and _squeezed(content) not in _squeezed(text)
+            if lost or not spans:
+                missing = "the thinking of an answer" if lost else "an answer"
+                raise InputError(
+                    f"{where}: the chat template marks no text as generated that holds {missing}"
+                )
+            return text, spans
         begin = len(asked.text)
-        if thinks or not text.startswith(asked.text):
+        if lost or not text.startswith(asked.text):
             # The template asks for an answer with more than the head of a message, such as "<think>".
-            place = render(
-                self.tokenizer, [*messages[:-1], {**messages[-1], "content": PLACE}], tools, where, ask=False
-            ).text
-            head, found, tail = place.partition(PLACE)
-            if not found or not text.startswith(head) or not asked.text.startswith(head):
+            placed = rendered([*messages[:-1], {**messages[-1], "content": PLACE}], ask=False).text
+            head, found, tail = placed.partition(PLACE)
+            if (
+                lost and found
+            ):  # the template leaves the thinking out even here, and the model has to learn it
+                text = head + content + tail
+            before = _common(
+                asked.text, rendered(messages[:-1], ask=False).text
+            )  # ends with the earlier turns
+            begin = _common(asked.text, text)
+            if begin < before or (lost and not found):
                 raise InputError(
                     f"{where}: the chat template rewrites earlier turns; the completion cannot be told apart"
                 )
-            if thinks:  # the template leaves the thinking out even here, and the model has to learn it
-                text = head + content + tail
-            begin = len(asked.text) if text.startswith(asked.text) else len(head)
+            if begin < len(asked.text) and text.startswith(head):
+                begin = min(begin, len(head))
         return text, [(begin, len(text))]
 
     def _check_written(self, messages: Messages, first: int, tools: Tools, text: str, where: str) -> None:
@@ -215,6 +246,11 @@ class ChatReader:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
+
+
+def _common(a: str, b: str) -> int:
+    """Return the length of the longest common beginning of two texts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _pieces(text: str, spans: list[tuple[int, int]]) -> Segments:

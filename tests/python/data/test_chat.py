@@ -39,6 +39,10 @@ R1 = (
     "{% if m.role == 'assistant' %}{{ '<A>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<A><think>\\n' }}{% endif %}"
 )
+# As Nemotron, which writes no thinking in another way than it asks for thinking.
+EMPTY_THINKING = CHATML.replace(
+    "{% if m.content %}", "{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}{% if m.content %}"
+).replace("'<|assistant|>'", "'<|assistant|><think>\\n'")
 MARKED = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content + '<end>' }}{% endgeneration %}{{ '\\n' }}"
@@ -137,6 +141,22 @@ def test_a_template_that_asks_to_think(tmp_path: Path, tokenizer: Any, template:
     assert second == ["<s><U>1?<A>A</s><U>2?<A><B</s>", "<B</s>"]
 
 
+@pytest.mark.parametrize("template", [EMPTY_THINKING])
+def test_an_answer_that_begins_in_another_way_than_asked(
+    tmp_path: Path, tokenizer: Any, template: str
+) -> None:
+    ((_, *trained),) = examples(tmp_path, tokenizer, {"messages": TWO})
+    assert trained == ["</think>One.<end>\n", "</think>Two.<end>\n"]
+
+
+@pytest.mark.parametrize(
+    "template", [MARKED.replace("m.content + '<end>'", "m.content.split('</think>')[-1] + '<end>'")]
+)
+def test_marked_answers_without_their_thinking(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    line = refused(tmp_path, tokenizer, {"messages": [TWO[0], said("assistant", "<think>a</think>A")]})
+    assert "marks no text as generated that holds the thinking" in line
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED, QWEN3])
 def test_a_message_of_weight_0_is_not_trained_on(tmp_path: Path, tokenizer: Any, template: str) -> None:
     for weights in ((0, 1), (1, 0), (1.0, None)):
@@ -176,6 +196,18 @@ TEXT_ARGUMENTS = CHATML.replace("(call.function | tojson)", "call.function.argum
 def test_arguments_as_the_template_takes_them(tmp_path: Path, tokenizer: Any, template: str) -> None:
     ((_, *trained),) = examples(tmp_path, tokenizer, {"messages": CALLS})
     assert trained[0] == '<call>{"a": 1}<end>\n'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("{% if m.content %}", "{% if m.content is not none %}").replace("{{ m.content }}", "{{ m.content + '' }}"),
+        CHATML.replace("{% if m.content %}{{ m.content }}{% endif %}", "{{ m.content if m.content is string else m.content | tojson }}"),
+    ],
+)  # fmt: skip
+def test_no_content_as_the_template_takes_it(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    ((_, *trained),) = examples(tmp_path, tokenizer, {"messages": CALLS})
+    assert trained[0] == '<call>{"name": "add", "arguments": {"a": 1}}<end>\n'
 
 
 @pytest.mark.parametrize("template", [None, QWEN3])

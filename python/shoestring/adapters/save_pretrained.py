@@ -37,9 +37,11 @@ def save(model: nn.Module, folder: Path, options: Mapping[str, Any]) -> bool:
     the tensors that training changes. The Trainer loads them into a model with the same adapters.
 
     Raises:
-        ValueError: an argument cannot be used; or the model has no adapters but quantised weights.
+        ValueError: an argument cannot be used; the model has no adapters but quantised weights; or weights are
+            split among processes.
     """
     found = members(model)
+    _refuse_split(model, found, options)
     if not found:
         _refuse_quantised(model)
         return False
@@ -49,6 +51,22 @@ def save(model: nn.Module, folder: Path, options: Mapping[str, Any]) -> bool:
         if TRAINER_CHECKPOINT.fullmatch(folder.name):
             save_safetensors(folder / "model.safetensors", _changed(model, found), {"format": "pt"})
     return True
+
+
+def _refuse_split(model: nn.Module, found: Mapping[str, Member], options: Mapping[str, Any]) -> None:
+    """Raise for parameters that are DTensors, unless transformers has split them, or the caller has gathered them."""
+    own = getattr(getattr(model, "config", None), "distributed_config", None) or getattr(
+        model, "_tp_size", None
+    )
+    if not found and (own is not None or options.get("state_dict") is not None):
+        return
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local") and (not found or parameter.requires_grad):
+            raise ValueError(
+                f"{METHOD}: model: expected whole weights, received {name}, which is split among processes. "
+                "Call undo() of the report of shoestring.parallelize on all processes first, or pass as state_dict a "
+                "full state dict that all processes have gathered, if the model has no adapters"
+            )
 
 
 def _refuse_quantised(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring.checkpoint.weights import is_place
 from shoestring.core.process_memory import spare_bytes
+from shoestring.core.save_pretrained import watch
 from shoestring.distributed.groups import (
     broadcast_module,
     group_or_default,
@@ -260,6 +261,7 @@ def parallelize(
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
+    watch()
     if strategy not in ("auto", *STRATEGIES):
         _refuse("strategy", f"auto, {', '.join(STRATEGIES)}", repr(strategy))
     if not any(p.requires_grad for p in model.parameters()):

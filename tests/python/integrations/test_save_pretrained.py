@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import shoestring
 from lora_models import llama, logits
@@ -115,6 +116,31 @@ def test_other_changes_of_the_model(how: str, tmp_path: Path, monkeypatch: pytes
     assert names(tmp_path / "adapter") == ADAPTER
     theirs = peft.PeftModel.from_pretrained(again, str(tmp_path / "adapter")).eval()
     assert torch.allclose(logits(theirs), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_split_weights(adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are split among processes are refused, and written whole if the caller has gathered them."""
+    original = transformers.PreTrainedModel.save_pretrained
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "save_pretrained", getattr(original, "__wrapped__", original)
+    )
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = lora.apply(llama(), rank=2) if adapted else llama()
+        expected = logits(model)
+        shoestring.parallelize(model, "zero3")
+        with pytest.raises(ValueError, match="save_pretrained: model: expected whole weights, received .*lora_A"
+                           if adapted else "save_pretrained: model: expected whole weights, received model.emb"):  # fmt: skip
+            model.save_pretrained(tmp_path / "model")
+        assert not (tmp_path / "model").exists()
+        if not adapted:
+            whole = StateDictOptions(full_state_dict=True)
+            model.save_pretrained(tmp_path / "model", state_dict=get_model_state_dict(model, options=whole))
+            again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+            assert torch.allclose(logits(again), expected, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("requantize", [False, True])

@@ -66,7 +66,11 @@ WAYS = {
 
 @functools.cache
 def model_of(model: str, weights: str) -> nn.Module:
-    return load(EstimateConfig(model=model, vocab_size=32000, precision="bf16", weights=weights))
+    return load(
+        EstimateConfig(
+            model=model, vocab_size=32000, precision="bf16", weights=weights, seq_len=2048, full=True
+        )
+    )
 
 
 def chosen(model: str, weights: str, options: str) -> Choice:
@@ -77,7 +81,7 @@ def chosen(model: str, weights: str, options: str) -> Choice:
         for name, value in zip(words[::2], words[1::2], strict=True)
     }
     config = EstimateConfig(
-        model=model, vocab_size=32000, precision="bf16", weights=weights, activations="recompute",
+        model=model, vocab_size=32000, precision="bf16", weights=weights, activations="recompute", batch_size=1, seq_len=2048, device="cuda",
         world=int(given.pop("world")), **given,  # type: ignore[arg-type]
     )  # fmt: skip
     check(config)

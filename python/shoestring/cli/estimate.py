@@ -14,6 +14,7 @@ from shoestring.cli.console import gigabytes, print_table
 from shoestring.core.errors import InputError
 from shoestring.core.remote_code import why_not_loaded
 from shoestring.data.tokenizer import quiet_transformers
+from shoestring.files.read_file import read_json
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import PRESETS
 from shoestring.training.device import base_dtype, check_precision, find_device, parse_device, weight_dtype
@@ -21,17 +22,18 @@ from shoestring.training.estimate import Estimate, estimate
 from shoestring.training.estimate_config import EstimateConfig, RanksConfig
 from shoestring.training.estimate_ranks import Choice, RankEstimate, check_ranks, choose
 from shoestring.training.memory import parse_budget
-from shoestring.training.models import build_llama
+from shoestring.training.models import build_llama, locate_model
 from shoestring.training.offloaded_weights import check_weights_place, kept_bytes
 from shoestring.training.optimizers import conflicts
 from shoestring.training.options import refuse_together
+from shoestring.training.positions import check_positions
 
 # In the JSON, these options describe the model. All other options describe the step.
 MODEL_OPTIONS = (
-    "model", "vocab_size", "rank", "quantize", "target_modules", "trust_remote_code",
+    "model", "vocab_size", "full", "rank", "quantize", "double_quant", "target_modules", "trust_remote_code",
 )  # fmt: skip
 
-RANK_OPTIONS = {each.name for each in fields(RanksConfig)}
+RANK_OPTIONS = {each.name for each in fields(RanksConfig)} - {"memory"}
 
 
 def check(config: EstimateConfig) -> None:
@@ -64,13 +66,8 @@ def load(config: EstimateConfig) -> nn.Module:
         if config.model in PRESETS:
             model = build_llama(PRESETS[config.model], config.vocab_size, config.seq_len, 0, dtype=dtype)
         else:
-            model = _from_config(Path(config.model), dtype, config.trust_remote_code)
+            model = _from_config(config, dtype)
     if config.rank is None:
-        if config.quantize != "none":
-            raise InputError(
-                f"--quantize {config.quantize}: expected --rank as well, since trained weights are not "
-                "quantised; received none"
-            )
         return model
     from shoestring import lora
 
@@ -78,23 +75,28 @@ def load(config: EstimateConfig) -> nn.Module:
     try:
         return lora.apply(
             model, rank=config.rank, target_modules=config.targets,
-            quantize=None if config.quantize == "none" else config.quantize,
+            quantize=None if config.quantize == "none" else config.quantize, double_quant=config.double_quant,
         )  # fmt: skip
     except ValueError as error:  # raised if a name matches no module, or the rank does not fit
         targets = config.targets if isinstance(config.targets, str) else ",".join(config.targets)
         raise InputError(f"--target-modules {targets}, --rank {config.rank}: {error}") from None
 
 
-def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def _from_config(options: EstimateConfig, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    path, trust_remote_code = Path(options.model), options.trust_remote_code
+    if not path.is_file():
+        try:
+            path = locate_model(options.model, trust_remote_code, weights=False)
+        except InputError as error:
+            raise InputError(f"{error}; presets are {', '.join(PRESETS)}") from None
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        presets = ", ".join(PRESETS)
-        raise InputError(
-            f"--model {path}: expected a directory with a config.json, such a file, or one of {presets}"
-        )
+        raise InputError(f"--model {path}: expected a directory with a config.json, or such a file")
     try:
+        fields = read_json(file, str(file))
+        check_positions(file.parent, fields if isinstance(fields, dict) else {}, options.seq_len)
         # a model's own Python code lies in the folder of its config.json
         folder = file.parent if file.name == "config.json" else file
         config = AutoConfig.from_pretrained(
@@ -104,6 +106,8 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
             config, dtype=dtype, trust_remote_code=trust_remote_code
         )
         return result
+    except InputError:
+        raise
     except Exception as error:  # loading a broken configuration may raise any exception
         reason = why_not_loaded(error)
         raise InputError(
@@ -114,7 +118,7 @@ def _from_config(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.
 def run(config: EstimateConfig, as_json: bool) -> None:
     """Print the estimate as a table or as JSON."""
     device = find_device("auto") if config.device == "auto" else parse_device(config.device)
-    config = replace(config, device=device.type)
+    config = replace(config.filled(), device=device.type)
     check(config)
     model = load(config)
     if config.world is None:
@@ -123,6 +127,8 @@ def run(config: EstimateConfig, as_json: bool) -> None:
             print(json.dumps(report(found, config), indent=1))
         else:
             show(found, config)
+            if config.memory is not None:
+                print(fit(found, config)[1])
         return
     choice = choose(model, config)
     if as_json:
@@ -137,6 +143,7 @@ def report(found: Estimate, config: EstimateConfig) -> dict[str, Any]:
     if config.world is None:
         options = {name: options[name] for name in options if name not in RANK_OPTIONS}
     model = {name: options.pop(name) for name in MODEL_OPTIONS}
+    fits = {} if config.memory is None or config.world is not None else {"fits": fit(found, config)[0]}
     return {
         "model": model | {"target_modules": config.targets},
         "options": options
@@ -147,7 +154,18 @@ def report(found: Estimate, config: EstimateConfig) -> dict[str, Any]:
         "memory": {place: [asdict(item) for item in items] for place, items in found.memory.items()},
         "totals": found.totals(),
         "traffic": found.traffic,
+        **fits,
     }
+
+
+def fit(found: Estimate, config: EstimateConfig) -> tuple[bool, str]:
+    """Return whether the memory of the device is at most --memory as far as it is known, and a sentence on it."""
+    size, limit = found.totals()["device"], parse_budget(config.memory, "memory") or 0
+    known = all(item.bytes is not None for item in found.memory["device"])
+    needs = f"{size:,}" if known else f"{size:,} and what is not known"
+    if size <= limit:
+        return True, f"fits: {needs} of the {limit:,} bytes of --memory"
+    return False, f"does not fit: {needs} bytes, more than the {limit:,} of --memory"
 
 
 def show(found: Estimate, config: EstimateConfig) -> None:

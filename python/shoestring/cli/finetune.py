@@ -90,7 +90,16 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
         baseline = memory.in_use(device)
         torch.manual_seed(config.seed)
         quantize = None if config.baseline else config.frozen_format
-        model = load_model(folder, dtype, quantize, trust, device, blocks_place(config), kept_bytes(config))
+        model = load_model(
+            folder,
+            dtype,
+            quantize,
+            trust,
+            device,
+            blocks_place(config),
+            kept_bytes(config),
+            config.double_quant,
+        )
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
                 f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"

@@ -44,6 +44,7 @@ def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
         alpha=config.alpha,
         target_modules=config.targets,
         quantize=config.frozen_format,
+        double_quant=config.double_quant,
     )
 
 
@@ -60,7 +61,7 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     if isinstance(targets, list):  # PEFT ignores names that match no module
         refuse_unmatched_targets(model, targets, is_linear)
     if config.frozen_format == "nf4":
-        quantize_with_bitsandbytes(model)
+        quantize_with_bitsandbytes(model, config.double_quant)
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes any number
@@ -71,7 +72,7 @@ def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:
     return get_peft_model(model, lora)
 
 
-def quantize_with_bitsandbytes(model: Any) -> None:
+def quantize_with_bitsandbytes(model: Any, double_quant: bool = False) -> None:
     """Replace each linear layer except the output layer by ``bitsandbytes.nn.Linear4bit``.
 
     Layers are replaced one by one, so that only one layer at a time is in memory both dense and quantised.
@@ -92,10 +93,14 @@ def quantize_with_bitsandbytes(model: Any) -> None:
     for name, layer in layers:
         packed = Linear4bit(
             layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=layer.weight.dtype,
-            compress_statistics=False, quant_type="nf4", device="meta",
+            compress_statistics=double_quant, quant_type="nf4", device="meta",
         )  # fmt: skip
         packed.weight = Params4bit(  # type: ignore[misc]  # the overloads of `to` expect another class
-            layer.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=packed
+            layer.weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=double_quant,
+            module=packed,
         ).to(device)  # bitsandbytes quantises the weight when `.to` moves the layer
         packed.bias = layer.bias
         # In eval mode, Linear4bit repacks its weight permanently on CPUs with AVX512-BF16. Training continues

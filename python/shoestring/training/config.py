@@ -22,6 +22,8 @@ from shoestring.training.options import (
     BatchSize,
     Compress,
     Device,
+    DoubleQuant,
+    Full,
     HostAllocator,
     Keep,
     LearningRate,
@@ -82,6 +84,7 @@ PRESETS = {
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "flat-cos", "inverse-sqrt")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
 QUANTIZE = ("nf4", "int4", "int8", "none")
+ADAPTER_RANK, FROZEN = 16, "nf4"  # defaults of finetune, which estimate shares
 # --weights -> how an optimizer updates the trained weights (its option `weight_rounding`)
 ROUNDING = {
     "fp32": "nearest",
@@ -263,15 +266,16 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     """
 
     model: Model
-    full: Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")] = False
+    full: Full = False
     quantize: Annotated[
         str,
         typer.Option(
             help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.",
             callback=one_of(*QUANTIZE),
         ),
-    ] = "nf4"
-    rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = 16
+    ] = FROZEN
+    double_quant: DoubleQuant = False
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = ADAPTER_RANK
     alpha: Annotated[
         float,
         typer.Option(
@@ -302,6 +306,7 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
         # than shoestring's int8. bitsandbytes has no int4 layer.
         if self.baseline and self.frozen_format not in (None, "nf4"):
             raise InputError(f"--quantize: expected nf4 | none with --baseline, got {self.quantize}")
+        check_double_quant(self.double_quant, self.frozen_format)
         if self.baseline and self.pack == "fill":
             refuse_together([("--pack fill", "--baseline")])
 
@@ -317,6 +322,14 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
 
     def fixed(self) -> dict[str, Any]:
         return super().fixed() | {"quantize": self.frozen_format, "target_modules": self.targets}
+
+
+def check_double_quant(double_quant: bool, frozen: str | None) -> None:
+    """Raise InputError for --double-quant without weights in nf4."""
+    if double_quant and frozen != "nf4":
+        raise InputError(
+            f"--double-quant: expected frozen weights in nf4, got {frozen or 'dense ones'}; leave it out"
+        )
 
 
 @dataclass

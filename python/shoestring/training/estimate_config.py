@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
 
-from shoestring.training.config import QUANTIZE, StepConfig, WeightsConfig
+from shoestring.core.errors import InputError
+from shoestring.training.config import (
+    ADAPTER_RANK,
+    FROZEN,
+    PRESETS,
+    QUANTIZE,
+    StepConfig,
+    WeightsConfig,
+    check_double_quant,
+)
 from shoestring.training.options import (
     COUNT,
     RANK,
-    BatchSize,
-    SeqLen,
+    DoubleQuant,
+    Full,
     TargetModules,
     one_of,
+    refuse_together,
     target_names,
     within,
 )
@@ -79,7 +89,9 @@ class RanksConfig:
     ] = None
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory of each process's device, such as 24GB, which auto must not exceed."),
+        typer.Option(
+            help="Memory of each process's device, such as 24GB: whether it fits, and what auto must not exceed."
+        ),
     ] = None
 
 
@@ -87,13 +99,14 @@ class RanksConfig:
 class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
     """The model and the training options that decide the memory of a step.
 
-    Without ``rank``, all parameters that require gradients are trained.
+    Without ``rank``, all parameters that require gradients are trained; :meth:`filled` fills in what the commands train.
     """
 
     model: Annotated[
         str,
         typer.Option(
-            help="Hugging Face model directory or config.json (no weights are read), or a preset of train."
+            help="Hugging Face model directory, config.json or id of the Hub (no weights are read), for finetune; or a "
+            "preset of train."
         ),
     ]
     vocab_size: Annotated[
@@ -104,19 +117,23 @@ class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
         typer.Option(
             help="auto, cpu (device and host are one memory), cuda and so on; need not be on this machine."
         ),
-    ] = "cuda"
-    batch_size: BatchSize = 1
-    seq_len: SeqLen = 2048
+    ] = "auto"
+    full: Full = False
     rank: Annotated[
         int | None,
-        typer.Option(help="Train adapters of this rank; by default all weights.", callback=RANK),
+        typer.Option(
+            help=f"Train adapters of this rank; by default {ADAPTER_RANK}, and of a preset all weights.",
+            callback=RANK,
+        ),
     ] = None
     quantize: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="nf4, int4, int8 or none: frozen weights, with --rank.", callback=one_of(*QUANTIZE)
+            help=f"nf4, int4, int8 or none: frozen weights below adapters; by default {FROZEN}.",
+            callback=one_of(*QUANTIZE),
         ),
-    ] = "none"
+    ] = None
+    double_quant: DoubleQuant = False
     target_modules: TargetModules = "all-linear"
 
     def __post_init__(self) -> None:
@@ -126,6 +143,30 @@ class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
     def _processes(self) -> int:
         # With diloco and localsgd, each process has a step of its own.
         return 1 if self.parallel in ("diloco", "localsgd") else self.world or 1
+
+    def filled(self) -> EstimateConfig:
+        """Return the options with the defaults of the command that trains the model: train for a preset, else finetune.
+
+        Raises:
+            InputError: options of frozen weights are given where all weights are trained.
+        """
+        if self.full:
+            given = {
+                "--rank": self.rank is not None,
+                f"--quantize {self.quantize}": self.quantize is not None,
+            }
+            refuse_together(("--full", option) for option, is_given in given.items() if is_given)
+        if self.rank is None and (self.full or self.model in PRESETS):
+            if self.quantize not in (None, "none"):
+                raise InputError(
+                    f"--quantize {self.quantize}: expected --rank as well, since trained weights are not quantised; "
+                    "received none"
+                )
+            check_double_quant(self.double_quant, None)
+            return replace(self, quantize="none")
+        quantize = self.quantize or FROZEN
+        check_double_quant(self.double_quant, None if quantize == "none" else quantize)
+        return replace(self, rank=self.rank or ADAPTER_RANK, quantize=quantize)
 
     @property
     def activation_bytes(self) -> int:

@@ -83,9 +83,10 @@ class Choice:
 
 def check_ranks(config: EstimateConfig) -> None:
     """Raise InputError for the first option of several processes that does not fit the others."""
+    memory.parse_budget(config.memory, "memory")
     if config.world is None:
         given = {
-            "link": config.link, "inner-link": config.inner_link, "mesh": config.mesh, "memory": config.memory,
+            "link": config.link, "inner-link": config.inner_link, "mesh": config.mesh,
             "step-seconds": config.step_seconds, "every": config.every,
             "parallel": None if config.parallel == "auto" else config.parallel,
             "compress": None if config.compress == "none" else config.compress,
@@ -122,7 +123,6 @@ def check_ranks(config: EstimateConfig) -> None:
     _mesh(config)
     _link(config.link, "link")
     _link(config.inner_link, "inner-link")
-    memory.parse_budget(config.memory, "memory")
     if config.parallel != "auto":
         refuse_together(_conflicts(config))
 

@@ -77,8 +77,16 @@ def weight_bytes(model: nn.Module) -> int:
     Weights that are away from the device count, too.
     """
     states = [getattr(p, "quant_state", None) for p in model.parameters()]
-    scales = [state.absmax for state in states if state is not None]
-    return storage_bytes([*model.parameters(), *model.buffers(), *scales])
+    states += [getattr(state, "state2", None) for state in states]  # of scales that are quantised, too
+    scales = [
+        scale
+        for state in states
+        if state is not None
+        for scale in (state.absmax, getattr(state, "offset", None))
+    ]
+    return storage_bytes(
+        [*model.parameters(), *model.buffers(), *(scale for scale in scales if scale is not None)]
+    )
 
 
 class SavedActivations:

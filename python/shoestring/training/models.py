@@ -66,8 +66,11 @@ def build_llama(
         return LlamaForCausalLM._from_config(config, dtype=dtype)
 
 
-def locate_model(name: str, trust_remote_code: bool = False) -> Path:
-    """Return the local directory of a model: the path itself, or the snapshot of a Hugging Face Hub id."""
+def locate_model(name: str, trust_remote_code: bool = False, weights: bool = True) -> Path:
+    """Return the local directory of a model: the path itself, or the snapshot of a Hugging Face Hub id.
+
+    Without ``weights``, the snapshot has the configuration alone.
+    """
     path = Path(name)
     if path.is_dir():
         return path
@@ -80,7 +83,8 @@ def locate_model(name: str, trust_remote_code: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=WEIGHT_FILES + ["*.py"] * trust_remote_code))
+        files = (WEIGHT_FILES if weights else ["config.json"]) + ["*.py"] * trust_remote_code
+        return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:
         # The machine may be offline, the model missing or gated, or the disk full; report any error in one
         # line.
@@ -117,6 +121,7 @@ def load_model(
     device: torch.device = CPU,
     to: str | None = None,
     keep: int = 0,
+    double_quant: bool = False,
 ) -> Any:
     """Load a causal language model from a directory; every weight must be present and fit config.json.
 
@@ -130,7 +135,7 @@ def load_model(
     stored = check_model_directory(folder)
     quiet_transformers()
     with working(f"loading {folder}"), weights_errors(to):
-        return _load(folder, dtype, quantize, trust_remote_code, device, to, keep, stored)
+        return _load(folder, dtype, quantize, trust_remote_code, device, to, keep, stored, double_quant)
 
 
 def _load(
@@ -142,12 +147,13 @@ def _load(
     to: str | None,
     keep: int,
     stored: dict[str, tuple[int, ...]],
+    double_quant: bool,
 ) -> Any:
     if quantize is not None or is_quantized(folder):
         try:
             return load_quantized(
                 folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
-                to=to, keep=keep,
+                to=to, keep=keep, double_quant=double_quant,
             )  # fmt: skip
         except OtherTensorsError as error:
             if is_quantized(folder):

@@ -83,6 +83,13 @@ VOCABULARY = within(257, 1 << 20)
 # the rank is at most the width of a layer, and no published model has a wider layer
 RANK = within(1, 1 << 14)
 
+DoubleQuant = Annotated[
+    bool,
+    typer.Option(
+        "--double-quant", help="Quantise the scales of nf4 to 8 bits, 0.37 bits fewer for each parameter."
+    ),
+]
+Full = Annotated[bool, typer.Option("--full", help="Train all weights instead of an adapter.")]
 Model = Annotated[str, typer.Option(help="Hugging Face model directory, or an id of the Hub.")]
 SeqLen = Annotated[int, typer.Option(help="Tokens in a row.", callback=within(1, 1 << 24))]
 BatchSize = Annotated[int, typer.Option(help="Rows in a micro-batch.", callback=within(1, 1 << 16))]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoestring.core.errors import InputError
 from shoestring.training import formulas, memory
@@ -141,15 +141,22 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
 def _weights(model: nn.Module) -> tuple[int, int, str]:
     """Return the measured bytes of the weights, the bytes that the formula gives, and the formula.
 
-    A 4-bit element takes 0.5 bytes, plus 1/64 of the fp32 scale of its block. An int8 element takes 1 byte,
-    and each int8 row has a 4-byte scale.
+    A 4-bit element takes 0.5 bytes, plus 1/64 of the fp32 scale of its block, or of an 8-bit scale whose fp32 scale serves
+    256 blocks. An int8 element takes 1 byte, and each int8 row has a 4-byte scale.
     """
     counts: dict[float, int] = {}  # bytes per element of a weight -> number of such elements
     for parameter in model.parameters():
         # the quantisation state of a bitsandbytes weight, or None
         state = getattr(parameter, "quant_state", None)
         packed = state is not None or hasattr(parameter, "__tensor_flatten__")
-        size = 0.5 + 4 / 64 if packed else parameter.element_size()
+        nested = getattr(state if state is not None else parameter, "nested", None)
+        is_nested = isinstance(nested, Tensor) or bool(nested)
+        scales = 1 / 64 + 4 / (64 * 256) if is_nested else 4 / 64
+        size = 0.5 + scales if packed else parameter.element_size()
+        if isinstance(nested, Tensor):
+            counts[4] = (
+                counts.get(4, 0) + nested.numel() - parameter.numel() // (64 * 256)
+            )  # the table of scales
         if getattr(parameter, "quant_type", None) == "int8":
             size = 1
             counts[4] = counts.get(4, 0) + parameter.shape[0]

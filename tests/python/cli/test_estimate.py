@@ -6,7 +6,8 @@ import itertools
 import json
 import os
 import random
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import shoestring
 from cli_helpers import TINY, refuse, run, succeed, text
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.training import formulas, memory
-from shoestring.training.config import Preset
+from shoestring.training.config import FinetuneConfig, Preset
 from shoestring.training.estimate import Estimate, chunk_edges, estimate
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.models import build_llama, fused_loss
@@ -318,7 +319,7 @@ def test_a_run_has_what_was_foretold(tmp_path: Path, capsys: pytest.CaptureFixtu
         succeed("train", "--data", tmp_path / "text.txt", "--out", out, *TINY, "--steps", "2", *more)
         capsys.readouterr()
         sizes = ["--batch-size", "4", "--seq-len", "32"]
-        succeed("estimate", "--model", out / "model", "--json", *sizes, *more)
+        succeed("estimate", "--model", out / "model", "--json", "--full", *sizes, *more)
         found = json.loads(capsys.readouterr().out)
         parts = {
             part["name"]: part["measured"]
@@ -341,7 +342,17 @@ def test_70_billion_parameters_on_a_small_machine(tmp_path: Path, capsys: pytest
     before = memory.resident_bytes()
     for path in (tmp_path, tmp_path / "config.json"):
         succeed(
-            "estimate", "--model", path, "--json", "--offload", "nvme:/nowhere", "--optimizer-state", "4bit"
+            "estimate",
+            "--model",
+            path,
+            "--json",
+            "--full",
+            "--offload",
+            "nvme:/nowhere",
+            "--optimizer-state",
+            "4bit",
+            "--device",
+            "cuda",
         )
         found = json.loads(capsys.readouterr().out)
         assert found["parameters"] == 70_553_706_496
@@ -370,8 +381,8 @@ def test_an_unknown_architecture_has_no_activations(
     ("arguments", "message"),
     [
         (
-            ["--model", "nowhere"],
-            "--model nowhere: expected a directory with a config.json, such a file, or one of ",
+            ["--model", "/nowhere"],
+            "--model /nowhere: no such directory, and not the form of a Hugging Face Hub id (owner/name); presets are tiny",
         ),
         (["--model", "{folder}"], "config.json does not describe a causal language model"),
         (["--optimizer", "adam"], "--optimizer: expected adamw | lion | "),
@@ -400,6 +411,14 @@ def test_an_unknown_architecture_has_no_activations(
         ),
         (["--quantize", "nf4"], "--quantize nf4: expected --rank as well"),
         (["--quantize", "fp8", "--rank", "8"], "--quantize: expected nf4 | int4 | int8 | none, got fp8"),
+        (["--full", "--rank", "8"], "--full: expected no --rank, received both"),
+        (["--full", "--quantize", "nf4"], "--full: expected no --quantize nf4, received both"),
+        (["--double-quant"], "--double-quant: expected frozen weights in nf4, got dense ones"),
+        (
+            ["--rank", "8", "--quantize", "int8", "--double-quant"],
+            "--double-quant: expected frozen weights in nf4, got int8",
+        ),
+        (["--memory", "much"], "--memory: expected a number of bytes"),
         (["--rank", "0"], "--rank: expected at least 1, got 0"),
         (["--rank", "8", "--target-modules", "q,w"], "--target-modules q,w, --rank 8: "),
     ],
@@ -414,8 +433,99 @@ def test_errors(
     assert message in refuse(capsys, "estimate", *model, *given)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(text())
+    succeed(
+        "train", "--data", folder / "text.txt", "--out", folder / "run", *TINY, "--steps", "1", "--baseline"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("more", [[], ["--double-quant"], ["--quantize", "none", "--rank", "4"]], ids=str)
+def test_it_is_finetune_without_options(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """The options of `finetune`, and its defaults, give the weights, gradients and state of its run to the byte."""
+    model, sizes = trained / "run" / "model", ["--batch-size", "2", "--seq-len", "32"]
+    data = ["--data", trained / "text.txt", "--out", tmp_path / "run", "--steps", "1", "--threads", "1"]
+    succeed("finetune", "--model", model, *data, *sizes, *more)
+    capsys.readouterr()
+    succeed("estimate", "--model", model, "--json", *sizes, *more)
+    found = json.loads(capsys.readouterr().out)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    parts = {part["name"]: part for part in summary["memory"]}
+    device = {each["name"]: each["bytes"] for each in found["memory"]["device"]}
+    assert found["trained"] == summary["trained_parameters"]
+    # The memory of scales in 8 bits is a multiple of 256 bytes for each of the 14 weights.
+    padding = 14 * 255 if "--double-quant" in more else 0
+    assert device["weights"] == pytest.approx(parts["weights"]["measured"], abs=padding)
+    assert parts["weights"]["measured"] == pytest.approx(parts["weights"]["expected"], rel=0.01)
+    assert device["gradients"] == parts["gradients"]["measured"]
+    assert (
+        sum(size for name, size in device.items() if name.startswith("state: "))
+        == parts["optimizer"]["measured"]
+    )
+
+
+def test_defaults_are_those_of_the_commands() -> None:
+    tuned = FinetuneConfig(model="folder")
+    found = EstimateConfig(model="folder").filled()
+    shared = (
+        "batch_size",
+        "seq_len",
+        "accumulate",
+        "device",
+        "full",
+        "rank",
+        "quantize",
+        "double_quant",
+        "target_modules",
+    )
+    assert {name: getattr(found, name) for name in shared} == {name: getattr(tuned, name) for name in shared}
+    preset = EstimateConfig(model="tiny").filled()
+    assert (preset.rank, preset.quantize) == (None, "none") and preset == replace(preset, full=False)
+
+
+def test_memory_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    succeed("estimate", "--model", "tiny", "--json")
+    size = json.loads(capsys.readouterr().out)["totals"]["device"]
+    for limit, fits, line in (
+        (size, True, f"fits: {size:,} of the {size:,} bytes of --memory"),
+        (size - 1, False, f"does not fit: {size:,} bytes, more than the {size - 1:,} of --memory"),
+    ):
+        succeed("estimate", "--model", "tiny", "--memory", limit)
+        assert capsys.readouterr().out.splitlines()[-1] == line
+        succeed("estimate", "--model", "tiny", "--memory", limit, "--json")
+        assert json.loads(capsys.readouterr().out)["fits"] is fits
+
+
+def test_a_model_of_the_hub_is_described_by_its_config_alone(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[Any] = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        shutil.copy(trained / "run" / "model" / "config.json", tmp_path)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    succeed("estimate", "--model", "owner/name", "--json")
+    of_hub = json.loads(capsys.readouterr().out)
+    succeed("estimate", "--model", trained / "run" / "model", "--json")
+    assert of_hub["memory"] == json.loads(capsys.readouterr().out)["memory"]
+    assert asked == [("owner/name", ["config.json"])]
+    line = refuse(capsys, "estimate", "--model", "owner/name", "--seq-len", "4096")
+    assert "--seq-len 4096: expected at most 2048, the positions of " in line
+
+
 def test_the_budget_bounds_activations(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("estimate", "--model", "mini", "--precision", "bf16", "--memory-budget", "20MB", "--json") == 0
+    budget = ["--precision", "bf16", "--memory-budget", "20MB", "--batch-size", "1", "--seq-len", "2048"]
+    assert run("estimate", "--model", "mini", *budget, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     device = {each["name"]: each["bytes"] for each in found["memory"]["device"]}
     assert device["activations"] == 20_000_000

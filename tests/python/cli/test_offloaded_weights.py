@@ -307,6 +307,7 @@ def test_estimates_of_a_large_model(
 ) -> None:
     monkeypatch.setattr(offloaded, "LEAST", 1 << 16)
     options = ["--model", "1b", "--precision", "bf16", "--weights", "bf16", "--json"]
+    options += ["--device", "cuda", "--batch-size", "1", "--seq-len", "2048"]
     away = {}
     for name, more in (
         ("all", ["--step-in-backward"]),
@@ -355,4 +356,6 @@ def test_estimates_of_a_large_model(
     ids=lambda value: "_".join(value).replace("--", "") if isinstance(value, list) else "",
 )
 def test_refusals_of_estimate(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in refuse(capsys, "estimate", "--model", "mini", "--offload-weights", *options)
+    assert message in refuse(
+        capsys, "estimate", "--model", "mini", "--device", "cuda", "--offload-weights", *options
+    )

@@ -267,3 +267,15 @@ def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command
     found = load_model(tmp_path, torch.float32, "nf4").eval()
     with torch.no_grad():
         torch.testing.assert_close(found(TOKENS).logits, model.eval()(TOKENS).logits)
+
+
+def test_a_model_of_conv1d_is_refused(tmp_path: Path) -> None:
+    """Its layers stayed dense without a word."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=90, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="received GPT2LMHeadModel, of which transformer.h.0.attn.c_attn is a Conv1D"
+    ):
+        shoestring.load_quantized(tmp_path)

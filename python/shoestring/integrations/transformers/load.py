@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shoestring.adapters.targets import is_conv1d
 from shoestring.adapters.tied import note_ties
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddings_and_head
@@ -97,8 +98,8 @@ def load_quantized(
 
     Raises:
         ValueError: an option is out of range, or the directory does not fit: files are damaged, tensors are
-            missing, surplus or of another shape than in config.json, another quantisation method was used, or
-            the code is not trusted.
+            missing, surplus or of another shape than in config.json, another quantisation method was used, the
+            model has layers of the class Conv1D, or the code is not trusted.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -122,6 +123,12 @@ def load_quantized(
         )
     model, stored = _model_and_files(folder, dtype, trust_remote_code)
     layers = _linear_layers(model, skip_modules)
+    transposed = next((name for name, module in model.named_modules() if is_conv1d(module)), None)
+    if transposed is not None:
+        raise ValueError(
+            f"{METHOD}: {folder}: expected a model whose layers are nn.Linear, received {type(model).__name__}, of which "
+            f"{transposed} is a Conv1D. Load it with from_pretrained of transformers; it stays dense"
+        )
     parts = {name: _parts(stored, name) for name in layers} if ready else {}
     tensors = _tensors(model)
     _check_tensors(model, tensors, stored, parts, folder)

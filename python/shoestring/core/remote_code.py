@@ -1,5 +1,7 @@
 """Error texts for model directories that contain Python code (``auto_map``)."""
 
+from shoestring.core.errors import printable
+
 LONGEST = 400  # maximum characters of the description, which may contain long values of the configuration
 
 
@@ -15,4 +17,4 @@ def why_not_loaded(error: Exception) -> str:
             "it needs the Python code that its auto_map names; read that code, then allow it with "
             "trust_remote_code=True, on the command line --trust-remote-code"
         )
-    return f"{type(error).__name__}: {' '.join(text.split())}"[:LONGEST]
+    return printable(f"{type(error).__name__}: {' '.join(text.split())}"[:LONGEST])

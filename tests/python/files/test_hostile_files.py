@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from lora_models import llama
 from shoestring import lora, optim
+from shoestring.files.read_file import is_name
+from shoestring.files.safetensors_file import open_safetensors
 from shoestring.integrations.transformers import load_quantized
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
 
@@ -195,3 +197,25 @@ def test_optimizer_groups(tmp_path: Path, change: Callable[[list[Any]], object],
     with refused(message):
         optim.load_optimizer(optimizer, path)
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_names_from_files_cannot_act_on_a_terminal(tmp_path: Path) -> None:
+    """Names of tensors, fields and files in messages are escaped, and are refused where modules are meant."""
+    hidden, shown = "x\u202e\x1b[31m", r"x\\u202e\\(x1b|u001b)\[31m"
+    model = tmp_path / "model"
+    llama().save_pretrained(model)
+    plain = load_file(model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    save_file({**plain, hidden: torch.ones(2)}, model / "model.safetensors", metadata={"format": "pt"})
+    with refused(f"not in the architecture, the first is {shown}$"):
+        load_quantized(model)
+    save_file(plain, model / "model.safetensors", metadata={"format": "pt"})
+    for field in ("model_type", "dtype", "hidden_act"):
+        (model / "config.json").write_text(json.dumps({**config, field: hidden}))
+        with refused(f"does not describe a causal language model .*{shown}"):
+            load_quantized(model)
+    with refused(f"there is no tensor .{shown}"):
+        open_safetensors(model / "model.safetensors", "damaged").load(hidden)
+    for names in (hidden, "a\u200b", "a\u2028", "a\x7f", "a\udcff", "a\n"):
+        assert not is_name(names)
+    assert is_name("käse.漢.😀")

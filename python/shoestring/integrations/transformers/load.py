@@ -18,6 +18,7 @@ from shoestring.adapters.targets import is_conv1d
 from shoestring.adapters.tied import note_ties
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddings_and_head
+from shoestring.core.errors import printable
 from shoestring.core.remote_code import why_not_loaded
 from shoestring.files.read_file import check_regular, is_integer
 from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
@@ -376,7 +377,7 @@ def _check_tensors(
     if surplus:
         raise OtherTensorsError(
             f"{METHOD}: {folder}: {len(surplus)} tensor(s) of the weights are not in the architecture, the first is "
-            f"{min(surplus)}"
+            f"{printable(min(surplus))}"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.core.errors import printable
 from shoestring.files.read_file import read_json, shown
 from shoestring.files.safetensors_file import open_safetensors
 
@@ -87,7 +88,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         for name, tensor in _open(file).tensors().items():
             if name in found:
                 raise ValueError(
-                    f"{file}: {name} is in {found[name].file.name} as well; expected it in one file"
+                    f"{file}: {printable(name)} is in {found[name].file.name} as well; expected it in one file"
                 )
             found[name] = Stored(file, name, tuple(tensor.shape), tensor.dtype)
     return found

@@ -71,6 +71,16 @@ struct ShardResult : LinearCrossEntropyShard {
   }
 };
 
+/// The results of _linear_cross_entropy_shard.
+struct ShardLoss {
+  Tensor lse, target_loss;
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit("lse", self.lse);
+    visit("target_loss", self.target_loss);
+  }
+};
+
 /// The arguments of _linear_cross_entropy_rows.
 struct LinearCrossEntropyRowsCall : RowsCall {
   Tensor weight;

@@ -53,6 +53,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // belong to this shard's classes; target holds class indices of the whole vocabulary.
   define<LinearCrossEntropyShardCall<LinearCrossEntropyShardOptions>, ShardResult>(
       m, "linear_cross_entropy_shard");
+  // The same, with target_loss in place of the logit of the target: the log-sum-exp of this shard minus that
+  // logit. The difference is precise, also if it is small compared with both.
+  define<LinearCrossEntropyShardCall<LinearCrossEntropyShardOptions>, ShardLoss>(
+      m, "_linear_cross_entropy_shard");
   // cross_entropy computes the cross-entropy of logits (..., vocab) against target (...) int64. dim is the
   // dimension of the classes. Logits whose classes are not contiguous in memory are copied. The loss is
   // fp32 for 16-bit logits. The variants with _ replace the logits by their gradient. If the result is a

@@ -25,8 +25,10 @@ Tensor owned(const Tensor& target, int64_t first, const c10::SymInt& classes) {
   return target.ge(first).logical_and(target.lt(at::scalar_tensor(first + classes, target.options())));
 }
 
-// Implements linear_cross_entropy_shard. If a token's target is in another shard, class 0 replaces it. The
-// token's loss is then not used, and its log-sum-exp does not depend on the target.
+// Implements linear_cross_entropy_shard and, if kLoss, _linear_cross_entropy_shard. If a token's target is in
+// another shard, class 0 replaces it. The token's loss is then not used, and its log-sum-exp does not depend
+// on the target.
+template <bool kLoss>
 void shard(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   using Call = LinearCrossEntropyShardCall<LinearCrossEntropyOptions>;
   auto call = read_fields<Call>(*stack);
@@ -41,11 +43,13 @@ void shard(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const auto stats =
       linear_cross_entropy_with_stats(call.hidden, call.weight, local, call.bias, call.options);
   torch::jit::drop(*stack, count_of<Call>());
-  torch::jit::push(*stack, stats.lse, (stats.lse - stats.token_loss).masked_fill(here.logical_not(), 0));
+  const Tensor of_target = kLoss ? stats.token_loss : stats.lse - stats.token_loss;
+  torch::jit::push(*stack, stats.lse, of_target.masked_fill(here.logical_not(), 0));
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeImplicitAutograd, m) {
-  m.impl("linear_cross_entropy_shard", torch::CppFunction::makeFromBoxedFunction<&shard>());
+  m.impl("linear_cross_entropy_shard", torch::CppFunction::makeFromBoxedFunction<&shard<false>>());
+  m.impl("_linear_cross_entropy_shard", torch::CppFunction::makeFromBoxedFunction<&shard<true>>());
 }
 
 // Returns an alias of x, a tensor that is the same on all processes. The gradient of the alias is summed over
@@ -124,19 +128,23 @@ Tensor vocab_parallel_linear_cross_entropy(const Tensor& hidden, const Tensor& w
   }
   auto local = shard;
   if (shard.lora_hidden()) local.lora_hidden(losses::replicated(*shard.lora_hidden(), all_reduce));
-  const auto part = linear_cross_entropy_shard(losses::replicated(hidden, all_reduce), weight, target,
-                                               first_class, bias, local);
+  using Call = losses::LinearCrossEntropyShardCall<LinearCrossEntropyShardOptions>;
+  static const Operator<Call, losses::ShardLoss> op("shoestring::_linear_cross_entropy_shard");
+  const auto part = op({losses::replicated(hidden, all_reduce), weight, target, bias, first_class, local});
 
   const Tensor counted = target.ne(shard.ignore_index());
   const Tensor largest = all_reduce(part.lse.detach().clone(at::MemoryFormat::Contiguous), Reduce::kMax);
   const auto classes = losses::vocab_of(hidden, weight, shard.absmax().has_value());
-  const Tensor owners =
-      losses::owned(target, first_class, classes).logical_and(counted).to(largest.scalar_type());
-  const Tensor mine = at::stack({(part.lse - largest).exp(), part.target_logit, owners});
+  const Tensor here = losses::owned(target, first_class, classes).logical_and(counted);
+  // The loss is the log-sum-exp of all shards minus the target's logit. All terms are differences to
+  // `largest`, since the loss may be small compared with both.
+  const Tensor from_largest = (largest - part.lse).masked_fill(here.logical_not(), 0) + part.target_loss;
+  const Tensor mine = at::stack({(part.lse - largest).exp(), from_largest, here.to(largest.scalar_type())});
   const Tensor sums = losses::Summed::apply(mine, all_reduce(mine.detach().clone(), Reduce::kSum));
   losses::check_owners(sums[2].detach(), counted);
-  const Tensor lse = largest + sums[0].log();
-  const Tensor token_loss = (lse - sums[1] + o.z_loss() * lse.square()).masked_fill(counted.logical_not(), 0);
+  const Tensor log_sum = sums[0].log(), lse = largest + log_sum;
+  const Tensor token_loss =
+      (log_sum + sums[1] + o.z_loss() * lse.square()).masked_fill(counted.logical_not(), 0);
 
   const auto type = lse.scalar_type();
   const Tensor each = o.token_weights() ? o.token_weights()->to(type).mul(counted) : counted.to(type);

@@ -164,21 +164,24 @@ def vocab_parallel_linear_cross_entropy(
     for name in ("lora_A", "logit_scale"):
         if isinstance(options.get(name), Tensor):
             options[name] = _Replicated.apply(options[name], group)  # type: ignore[no-untyped-call]
-    part = linear_cross_entropy_shard(
-        hidden, weight, target, bias, first_class=first, ignore_index=ignore_index, **options
-    )
+    arguments = operator_arguments(hidden, weight, target, bias, **options)
+    operator = torch.ops.shoestring._linear_cross_entropy_shard
+    lse, target_loss = operator(**arguments, first_class=first, ignore_index=ignore_index)
 
     counted = target != ignore_index
-    largest = part.lse.detach().clone()
+    largest = lse.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    owners = (_owned(target, first, classes) & counted).to(largest.dtype)
-    terms = torch.stack([(part.lse - largest).exp(), part.target_logit, owners])
+    here = _owned(target, first, classes) & counted
+    # The loss is the log-sum-exp of all shards minus the target's logit. All terms are differences to `largest`,
+    # since the loss may be small compared with both.
+    from_largest = (largest - lse).masked_fill(~here, 0) + target_loss
+    terms = torch.stack([(lse - largest).exp(), from_largest, here.to(largest.dtype)])
     sums = _Summed.apply(terms, group)  # type: ignore[no-untyped-call]
     _check_owners(where, sums[2].detach(), counted)
-    lse = largest + sums[0].log()
-    token_loss = torch.where(counted, lse - sums[1] + z_loss * lse.square(), 0)
+    log_sum = sums[0].log()
+    token_loss = torch.where(counted, log_sum + sums[1] + z_loss * (largest + log_sum).square(), 0)
 
-    each = counted.to(lse.dtype) if token_weights is None else token_weights.to(lse.dtype) * counted
+    each = counted.to(log_sum.dtype) if token_weights is None else token_weights.to(log_sum.dtype) * counted
     loss = token_loss * each
     if reduction == "none":
         return loss

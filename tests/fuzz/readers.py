@@ -182,17 +182,36 @@ def _parts_of_run() -> tuple[nn.Module, list[Any]]:
     ]
 
 
+class _Holder:
+    """A part of a run whose state has values of all kinds."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {
+            "numbers": {3: (1, None), "x": [torch.ones(2)]},
+            "step": 7,
+            "rates": (0.1, 0.2),
+            "tensor": torch.ones(2, 3),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
 def _make_training(folder: Path) -> None:
     model, optimizers = _parts_of_run()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for optimizer in optimizers:
         optimizer.step()
-    shoestring.save_training(folder / "run.safetensors", model, optimizers, step=3, position={"row": 5})
+    path = folder / "run.safetensors"
+    shoestring.save_training(path, model, optimizers, step=3, position={"row": 5}, holder=_Holder())
 
 
 def _load_training(folder: Path) -> None:
-    shoestring.load_training(folder / "run.safetensors", *_parts_of_run())
+    shoestring.load_training(folder / "run.safetensors", *_parts_of_run(), holder=_Holder())
 
 
 def _mutate_training(data: bytes, rng: random.Random) -> bytes:
@@ -246,6 +265,7 @@ def _make_token_file(folder: Path) -> None:
 def _make_text(folder: Path) -> None:
     (folder / "text.txt").write_text("A text of two lines.\nWith accents: é, 日本, 🙂.\n" * 3)
     (folder / "text.jsonl").write_text('{"text": "one é"}\n\n{"text": "two", "id": 5}\n' * 3)
+    (folder / "text.json").write_text('[{"text": "one é"}, {"text": "two", "id": 5}]')
 
 
 def _make_examples(folder: Path) -> None:
@@ -409,11 +429,13 @@ READERS = [
             "data.text.find_files",
             "data.lines.read_text",
             "data.records.read_records",
+            "data.records.kind_of_file",
+            "data.formats.why_unsupported",
             "data.text.documents",
         ),
         _make_text,
-        {"text.txt": mutate_bytes, "text.jsonl": mutate_lines},
-        lambda folder: check_text(find_files([folder])),
+        {"text.txt": mutate_bytes, "text.jsonl": mutate_lines, "text.json": mutate_json},
+        lambda folder: check_text(find_files([folder], tell=lambda line: None)),
         share=0.5,
     ),
     Reader(
@@ -482,7 +504,7 @@ NOT_READERS = {
         "calls the readers above",
     ),
     **dict.fromkeys(
-        ("data.records.holds_records", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.digests.file_list", "training.digests.model_files", "training.checkpoint.checkpoints", "files.read_file.check_regular",
+        ("data.records.holds_records", "training.positions.check_positions", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.digests.file_list", "training.digests.model_files", "training.checkpoint.checkpoints", "files.read_file.check_regular",
          "integrations.transformers.reader.Stored", "training.report.Run"),
         "looks at names and sizes alone",
     ),

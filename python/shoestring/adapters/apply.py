@@ -41,6 +41,7 @@ from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import share
 from shoestring.adapters.virtual_tokens import attach_tokens, start
+from shoestring.core.module_argument import check_module
 from shoestring.core.presence import expect_here, weights_present
 from shoestring.quantization.quantized_linear_module import (
     QuantizedLinear,
@@ -95,6 +96,7 @@ def apply(
         >>> [name for name, p in model.named_parameters() if p.requires_grad]
         ['0.lora_A.default', '0.lora_B.default']
     """
+    check_module("lora.apply", model)
     if config is not None and options:
         raise ValueError(
             f"lora.apply: {next(iter(options))}: expected the option inside config, since config is given; "

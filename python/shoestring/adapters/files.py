@@ -31,6 +31,7 @@ from shoestring.adapters.tokens import TokenLayer
 from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, token_sizes
+from shoestring.core.module_argument import check_module
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import is_name, read_json, shown
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
@@ -70,6 +71,7 @@ def save_adapter(
         >>> sorted(os.listdir("adapter"))
         ['adapter_config.json', 'adapter_model.safetensors']
     """
+    check_module("lora.save_adapter", model)
     names = names_of(model) if adapter_names is None else check_known("save_adapter", model, adapter_names)
     if not names:
         raise ValueError(

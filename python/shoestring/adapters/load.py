@@ -23,6 +23,7 @@ from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import Projection, share
 from shoestring.adapters.virtual_tokens import VirtualTokens, attach_tokens, width
+from shoestring.core.module_argument import check_module
 from shoestring.files.read_file import shown
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
@@ -74,6 +75,7 @@ def load_adapter(
         >>> torch.equal(other[0].lora_A["default"], model[0].lora_A["default"])
         True
     """
+    check_module("lora.load_adapter", model)
     check_name(adapter_name)
     folder = Path(directory)
     if adapter_name != DEFAULT and os.path.lexists(folder / adapter_name / CONFIG):

@@ -12,6 +12,7 @@ from shoestring.adapters.switch import check_known, members, set_adapter
 from shoestring.adapters.tied import note_ties
 from shoestring.adapters.trained_copy import TrainedCopy, replace_module, unwrap
 from shoestring.adapters.virtual_tokens import VirtualTokens
+from shoestring.core.module_argument import check_module
 from shoestring.core.presence import expect_here
 from shoestring.quantization.quantized_linear_module import QuantizedLinear, frozen
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
@@ -91,6 +92,7 @@ def merge(
         >>> type(model[0]).__name__, report.error
         ('Linear', 0.0)
     """
+    check_module("lora.merge", model)
     found = members(model)
     if not found:
         raise ValueError(

@@ -27,6 +27,7 @@ from shoestring.checkpoint.measure import (
 )
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.checkpoint.planner import CheckpointPlan, PlanBlock, PlanChoice, checkpoint_plan
+from shoestring.core.module_argument import check_module
 from shoestring.core.presence import weights_present
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -155,6 +156,7 @@ def checkpoint_model(
         True
         >>> model(batch).sum().backward()
     """
+    check_module("checkpoint_model", model)
     modules = find_blocks(model, blocks)
     names = {module: name for name, module in modules.items()}
     if budget is None:

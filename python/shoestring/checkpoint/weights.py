@@ -14,6 +14,7 @@ from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.conversions import allow_conversions, refuse_conversions
 from shoestring.checkpoint.embedding_rows import RowsOnDemand, bring_rows
 from shoestring.core.errors import InputError
+from shoestring.core.module_argument import check_module
 from shoestring.core.presence import BRINGS_WEIGHTS, PRESENT, Presence
 from shoestring.core.storages import parts, storages, tensors_in
 
@@ -92,6 +93,7 @@ def offload_weights(
         262144
         >>> offloaded.undo()
     """
+    check_module("offload_weights", model)
     check_place(to, keep)
     _check_optimizer(optimizer)
     if hasattr(model, OWNER):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring.checkpoint.weights import is_place
+from shoestring.core.module_argument import check_module
 from shoestring.core.process_memory import spare_bytes
 from shoestring.core.save_pretrained import watch
 from shoestring.distributed.groups import (
@@ -261,6 +262,7 @@ def parallelize(
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
+    check_module("parallelize", model)
     watch()
     if strategy not in ("auto", *STRATEGIES):
         _refuse("strategy", f"auto, {', '.join(STRATEGIES)}", repr(strategy))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shoestring.core.module_argument import check_module
 from shoestring.core.presence import is_away
 from shoestring.optim.sharded import local
 from shoestring.optim.state_tensors import state_tensors
@@ -112,6 +113,7 @@ class Averages:
         offload: Literal["cpu"] | None = None,
         seed: int = 0,
     ) -> None:
+        check_module("Averages", model)
         parameters, buffers = _slots(model, "_parameters"), _slots(model, "_buffers")
         self._slots, self._buffers = parameters + buffers, buffers
         # A program that has not imported FSDP2 has no modules of it. Importing it takes long.

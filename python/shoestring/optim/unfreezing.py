@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoestring.core.module_argument import check_module
 from shoestring.core.name_patterns import matching
 
 
@@ -58,6 +59,7 @@ class Unfreezing:
     """
 
     def __init__(self, model: nn.Module, schedule: Mapping[str, int]) -> None:
+        check_module("Unfreezing", model)
         parameters = dict(model.named_parameters())
         first: dict[str, int] = {}
         for pattern, step in schedule.items():

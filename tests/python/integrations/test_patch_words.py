@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,8 +62,22 @@ def test_two_lines_name_every_part(config: PretrainedConfig, left: str, attends:
 
 
 @pytest.mark.parametrize("model", ["folder/with/a/model", None, 5])
-def test_what_is_no_model_is_refused(model: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"^shoestring\.patch: model: expected .* model, received .*; load it first"
-    ):
-        shoestring.patch(model)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("shoestring.patch", shoestring.patch),
+        ("parallelize", shoestring.parallelize),
+        ("checkpoint_model", shoestring.checkpoint_model),
+        ("offload_weights", lambda model: shoestring.offload_weights(model, to="cpu")),
+        ("lora.apply", shoestring.lora.apply),
+        ("lora.load_adapter", lambda model: shoestring.lora.load_adapter(model, "folder")),
+        ("lora.save_adapter", lambda model: shoestring.lora.save_adapter(model, "folder")),
+        ("lora.merge", shoestring.lora.merge),
+        ("Averages", shoestring.optim.Averages),
+        ("Unfreezing", lambda model: shoestring.optim.Unfreezing(model, {"*": 0})),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, call: Callable[[Any], Any], model: Any) -> None:
+    advice = "Load the model from there first" if isinstance(model, str) else "Pass the model itself"
+    with pytest.raises(TypeError, match=f"^{name}: model: expected a torch.nn.Module, received .*. {advice}"):
+        call(model)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.files.read_file import shown
+from shoestring.core.module_argument import check_module
 from shoestring.integrations.transformers.attention import use_attention
 from shoestring.integrations.transformers.elementwise import fuse_dropouts, fuse_gelus
 from shoestring.integrations.transformers.embeddings import fuse_embeddings
@@ -201,11 +201,7 @@ def patch(
         >>> model.eval()(input_ids=tokens, labels=tokens).logits.shape
         torch.Size([1, 4, 32])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"shoestring.patch: model: expected a Hugging Face transformers model, received {shown(model)}; load it first, "
-            "such as with AutoModelForCausalLM.from_pretrained"
-        )
+    check_module("shoestring.patch", model)
     get_base_model: Any = getattr(model, "get_base_model", None)
     target: Any = model if get_base_model is None else get_base_model()
     name, dtype = type(target).__name__, _check(target)

@@ -89,11 +89,14 @@ void TokenFile::read(const std::vector<int64_t>& begins, int64_t length, int64_t
 }
 
 std::string TokenFile::fingerprint() const {
-  std::vector<unsigned char> bytes(std::min<int64_t>(size_ * width_, 1 << 20));
-  uint64_t hash = 14695981039346656037u;  // initial hash value of FNV-1a
-  for (int64_t offset : {kHeader, kHeader + size_ * width_ - static_cast<int64_t>(bytes.size())}) {
-    read_bytes(bytes.data(), bytes.size(), offset);
-    for (unsigned char byte : bytes) hash = (hash ^ byte) * 1099511628211u;
+  constexpr int64_t kBlock = 1 << 17;  // words of 8 bytes
+  std::vector<uint64_t> words(kBlock);
+  uint64_t hash = 14695981039346656037u;  // initial hash value of FNV-1a, here of words
+  for (int64_t done = 0, total = size_ * width_; done < total; done += 8 * kBlock) {
+    const int64_t bytes = std::min<int64_t>(total - done, 8 * kBlock);
+    words.assign((bytes + 7) / 8, 0);
+    read_bytes(words.data(), bytes, kHeader + done);
+    for (uint64_t word : words) hash = (hash ^ word) * 1099511628211u;
   }
   return std::to_string(size_) + " tokens, vocabulary " + std::to_string(vocab_size_) + ", hash " +
          std::to_string(hash);

@@ -21,8 +21,8 @@ class TokenFile {
   /// Writes the tokens at positions [begin, begin + length) for each `begin` in `begins` to `out`, which has
   /// room for (begins, length) elements.
   void read(const std::vector<int64_t>& begins, int64_t length, int64_t* out) const;
-  /// Returns a text that identifies the token file: its number of tokens, vocabulary size, and a hash of the
-  /// first and the last MiB of tokens.
+  /// Returns a text that identifies the token file: its number of tokens, vocabulary size, and a hash of its
+  /// tokens.
   std::string fingerprint() const;
 
  private:

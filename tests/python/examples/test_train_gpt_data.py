@@ -124,3 +124,13 @@ def test_validates_every_few_steps(program: Path, data: Path, tmp_path: Path, op
     )
     name = "model.norm.weight"
     assert torch.equal(trained[f"model.{name}"], result[name]) == (optimizer == "adamw")
+
+
+def test_resume_compares_the_whole_token_file(program: Path, tmp_path: Path) -> None:
+    """A token that was edited in the middle of a large file is other data, with the same size."""
+    tokens = learnable_tokens(3_000_000, 512)
+    path, out = tmp_path / "tokens.bin", tmp_path / "out"
+    options = ["--val-fraction", "0.0001", "--steps", "1"]
+    assert train(program, token_file(path, tokens), out, *options).returncode == 0
+    tokens[1_500_001] ^= 1
+    refused(train(program, token_file(path, tokens), out, "--resume", *options), "data")

@@ -16,7 +16,7 @@ from shoestring.core.remote_code import why_not_loaded
 from shoestring.data.tokenizer import quiet_transformers
 from shoestring.files.read_file import read_json
 from shoestring.optim.offload import PLACES, is_place
-from shoestring.training.config import PRESETS
+from shoestring.training.config import DENSE, PRESETS, check_double_quant, default_format
 from shoestring.training.device import base_dtype, check_precision, find_device, parse_device, weight_dtype
 from shoestring.training.estimate import Estimate, estimate
 from shoestring.training.estimate_config import EstimateConfig, RanksConfig
@@ -57,16 +57,21 @@ def check(config: EstimateConfig) -> None:
     check_ranks(config)
 
 
-def load(config: EstimateConfig) -> nn.Module:
-    """Build the model on the meta device, with LoRA adapters if a rank is given."""
+def build(config: EstimateConfig) -> nn.Module:
+    """Build the model on the meta device."""
     quiet_transformers()
-    model: nn.Module
     dtype = weight_dtype(config) if config.rank is None else base_dtype(config)
     with torch.device("meta"):
         if config.model in PRESETS:
-            model = build_llama(PRESETS[config.model], config.vocab_size, config.seq_len, 0, dtype=dtype)
-        else:
-            model = _from_config(config, dtype)
+            model: nn.Module = build_llama(
+                PRESETS[config.model], config.vocab_size, config.seq_len, 0, dtype=dtype
+            )
+            return model
+        return _from_config(config, dtype)
+
+
+def adapt(model: nn.Module, config: EstimateConfig) -> nn.Module:
+    """Add LoRA adapters to the model if a rank is given."""
     if config.rank is None:
         return model
     from shoestring import lora
@@ -118,9 +123,18 @@ def _from_config(options: EstimateConfig, dtype: torch.dtype) -> nn.Module:
 def run(config: EstimateConfig, as_json: bool) -> None:
     """Print the estimate as a table or as JSON."""
     device = find_device("auto") if config.device == "auto" else parse_device(config.device)
+    by_default = config.quantize is None
     config = replace(config.filled(), device=device.type)
     check(config)
-    model = load(config)
+    model = build(config)
+    if by_default and config.rank is not None:
+        fields: Any = model.config
+        config = replace(config, quantize=default_format(fields.model_type))
+        if config.quantize == "none":
+            check_double_quant(config.double_quant, None)
+            if not as_json:
+                print(DENSE)
+    model = adapt(model, config)
     if config.world is None:
         found = estimate(model, config)
         if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shoestring.files.atomic import atomic_directory
 from shoestring.integrations.transformers.reader import read_config
 from shoestring.training import memory
 from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter, trained_to
-from shoestring.training.config import FinetuneConfig, Fingerprint
+from shoestring.training.config import DENSE, FinetuneConfig, Fingerprint, default_format
 from shoestring.training.device import find_device, model_dtype, weight_dtype
 from shoestring.training.digests import file_list, model_files, require_prepared
 from shoestring.training.models import (
@@ -63,7 +64,12 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
     trust = config.trust_remote_code
     folder = locate_model(config.model, trust)
     check_model_directory(folder)
-    check_positions(folder, read_config(folder), config.seq_len)
+    fields = read_config(folder)
+    check_positions(folder, fields, config.seq_len)
+    if config.quantize is None:
+        config = replace(config, quantize=default_format(fields.get("model_type")))
+        if config.quantize == "none" and not config.full:
+            say(DENSE)
     if is_quantized(folder) and (config.full or config.baseline or config.merge):
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"

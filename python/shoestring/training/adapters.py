@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoestring.adapters.targets import is_linear, refuse_unmatched_targets
+from shoestring.adapters.targets import is_conv1d, is_linear, refuse_unmatched_targets
 from shoestring.core.errors import InputError
 from shoestring.training.config import FinetuneConfig
 
@@ -83,6 +83,11 @@ def quantize_with_bitsandbytes(model: Any, double_quant: bool = False) -> None:
         raise InputError(
             "--baseline --quantize nf4: needs bitsandbytes; install it with `pip install bitsandbytes`"
         ) from None
+    transposed = next((name for name, layer in model.named_modules() if is_conv1d(layer)), None)
+    if transposed is not None:
+        raise InputError(
+            f"--quantize nf4: expected none for a model with Conv1D layers, such as {transposed}, which cannot be quantised"
+        )
     head = model.get_output_embeddings()
     device = next(model.parameters()).device
     layers = [

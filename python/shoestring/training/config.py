@@ -85,6 +85,10 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd", "flat-cos", "inverse-sqrt")
 MOST_THREADS = max(256, os.cpu_count() or 1)  # a request for tens of thousands of threads kills the process
 QUANTIZE = ("nf4", "int4", "int8", "none")
 ADAPTER_RANK, FROZEN = 16, "nf4"  # defaults of finetune, which estimate shares
+# Values of model_type of models whose layers are Conv1D of transformers, which cannot be quantised. Their frozen
+# weights are dense by default.
+CONV1D_MODELS = ("gpt2", "openai-gpt")
+DENSE = "frozen weights stay dense: the model's layers are Conv1D, which cannot be quantised"
 # --weights -> how an optimizer updates the trained weights (its option `weight_rounding`)
 ROUNDING = {
     "fp32": "nearest",
@@ -268,12 +272,13 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     model: Model
     full: Full = False
     quantize: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept.",
+            help=f"nf4 (QLoRA), int4, int8 or none (LoRA): how frozen weights are kept; by default {FROZEN}, and none "
+            "for GPT-2, whose layers are Conv1D.",
             callback=one_of(*QUANTIZE),
         ),
-    ] = FROZEN
+    ] = None
     double_quant: DoubleQuant = False
     rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = ADAPTER_RANK
     alpha: Annotated[
@@ -313,7 +318,7 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     @property
     def frozen_format(self) -> str | None:
         """The quantised format of the frozen weights, or None if no weight is quantised."""
-        return None if self.full or self.quantize == "none" else self.quantize
+        return None if self.full or self.quantize == "none" else self.quantize or FROZEN
 
     @property
     def targets(self) -> str | list[str]:
@@ -322,6 +327,11 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
 
     def fixed(self) -> dict[str, Any]:
         return super().fixed() | {"quantize": self.frozen_format, "target_modules": self.targets}
+
+
+def default_format(model_type: object) -> str:
+    """Return the default of --quantize for a model with this ``model_type`` in its config.json."""
+    return "none" if model_type in CONV1D_MODELS else FROZEN
 
 
 def check_double_quant(double_quant: bool, frozen: str | None) -> None:

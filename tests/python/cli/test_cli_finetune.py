@@ -142,6 +142,35 @@ def test_quantised_weights_are_codes_from_the_beginning(
     assert "its weights are nf4 or fp4 already" in line
 
 
+def test_gpt2_stays_dense_by_default(
+    model: Path, data: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=300, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    for file in model.glob("*token*"):
+        shutil.copy(file, tmp_path / "gpt2")
+    dense = "frozen weights stay dense: the model's layers are Conv1D"
+    for kind in ([], ["--baseline"]):
+        capsys.readouterr()
+        out = tmp_path / f"run{len(kind)}"
+        succeed(*command(tmp_path / "gpt2", data["text"], out, "--steps", "4", *kind))
+        assert dense in "".join(capsys.readouterr())
+    ours, plain = (losses(tmp_path / name) for name in ("run0", "run1"))
+    assert [row[0] for row in ours] == pytest.approx([row[0] for row in plain], rel=0.01)
+    for kind in ([], ["--baseline"]):
+        options = [tmp_path / f"no{len(kind)}", "--quantize", "nf4", *kind]
+        line = refuse(capsys, *command(tmp_path / "gpt2", data["text"], *options))
+        assert "transformer.h.0.attn.c_attn" in line and "Conv1D" in line
+    succeed("estimate", "--model", tmp_path / "gpt2", "--seq-len", "32")
+    assert dense in capsys.readouterr().out
+    line = refuse(capsys, "estimate", "--model", tmp_path / "gpt2", "--seq-len", "32", "--quantize", "nf4")
+    assert "expected None for a model with Conv1D layers" in line
+
+
 def test_full_finetuning_changes_every_weight(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     succeed(*command(model, data["text"], tmp_path / "ours", "--full"))
     succeed(*command(model, data["text"], tmp_path / "plain", "--full", "--baseline"))

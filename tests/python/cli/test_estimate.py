@@ -479,11 +479,11 @@ def test_defaults_are_those_of_the_commands() -> None:
         "device",
         "full",
         "rank",
-        "quantize",
         "double_quant",
         "target_modules",
     )
     assert {name: getattr(found, name) for name in shared} == {name: getattr(tuned, name) for name in shared}
+    assert found.quantize == tuned.frozen_format
     preset = EstimateConfig(model="tiny").filled()
     assert (preset.rank, preset.quantize) == (None, "none") and preset == replace(preset, full=False)
 

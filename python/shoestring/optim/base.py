@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
+from shoestring.core.one_thread import one_thread
 from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
@@ -282,6 +283,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
                 raise TypeError(str(error)) from None
             self._expect(False, name, self._expected.get(name, expected.replace("::", ".")), group[name])
 
+    @one_thread
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.
 
@@ -335,6 +337,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
             self._step()
         return loss
 
+    @one_thread
     def _step(self) -> None:
         if self._is_retired:
             raise RuntimeError(
@@ -385,6 +388,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
     @_disable_dynamo
     @torch.no_grad()
+    @one_thread
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as in ``torch.optim.Optimizer``.
 

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from shoestring.core.errors import argument_errors
+from shoestring.core.one_thread import one_thread
 from shoestring.optim.host_copy import HostCopy
 from shoestring.optim.sam import SAM
 from shoestring.optim.scaled import scaled_step
@@ -163,6 +164,7 @@ class Guard:
             self._core.watch(loss)
 
     @torch.no_grad()
+    @one_thread
     def step(self, loss: Tensor | None = None) -> None:
         """Take a step of the optimizers unless a loss or a gradient is bad, after acting on the step before.
 

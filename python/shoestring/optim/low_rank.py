@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import distinct
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
@@ -87,6 +88,7 @@ class LowRankOptimizer(Optimizer):
         name, kinds = self._method.kind
         self._expect(f'"{group[name]}"' in kinds, name, kinds, group[name])
 
+    @one_thread
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in ``torch.optim.Optimizer``.
 
@@ -108,6 +110,7 @@ class LowRankOptimizer(Optimizer):
 
     @_disable_dynamo
     @torch.no_grad()
+    @one_thread
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient.
 
@@ -121,6 +124,7 @@ class LowRankOptimizer(Optimizer):
             self.grad_norm = self._virtual.step(self.param_groups, self.state, self.max_grad_norm)
         return loss
 
+    @one_thread
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict as in ``torch.optim.Optimizer``.
 
@@ -132,6 +136,7 @@ class LowRankOptimizer(Optimizer):
         return {**saved, "state": state, "format_version": FORMAT_VERSION, "base_optimizer": base}
 
     @_disable_dynamo
+    @one_thread
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, bit for bit.
 

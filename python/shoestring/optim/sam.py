@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.core.one_thread import one_thread
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.scaled import scaled_step
 
@@ -201,6 +202,7 @@ class SAM(Optimizer):
 
     @_disable_dynamo
     @torch.no_grad()
+    @one_thread
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """With a closure, take both halves of a step.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from typing_extensions import Unpack
 
+from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
@@ -219,6 +220,7 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
 
     @_disable_dynamo
     @torch.no_grad()
+    @one_thread
     def _switch(self, *, train_mode: bool) -> None:
         with Uninterrupted():
             self._synchronize()

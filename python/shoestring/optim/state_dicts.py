@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from shoestring.core.one_thread import one_thread
 from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.convert import imported
 from shoestring.optim.sharded import local
@@ -80,6 +81,7 @@ class StateDicts(Optimizer):
     def _name(self) -> str:
         return type(self).__name__
 
+    @one_thread
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict as in ``torch.optim.Optimizer``.
 
@@ -125,6 +127,7 @@ class StateDicts(Optimizer):
         self._consolidated = to, whole
 
     @_disable_dynamo
+    @one_thread
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, bit for bit for parameters of any dtype. All tensors are copied.
 

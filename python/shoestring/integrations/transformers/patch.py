@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.module_argument import check_module
+from shoestring.core.one_thread import holding
 from shoestring.integrations.transformers.attention import use_attention
 from shoestring.integrations.transformers.elementwise import fuse_dropouts, fuse_gelus
 from shoestring.integrations.transformers.embeddings import fuse_embeddings
@@ -32,6 +34,9 @@ from shoestring.integrations.transformers.products import Products, by_default, 
 from shoestring.integrations.transformers.projections import fuse
 from shoestring.integrations.transformers.residuals import fuse_post_norms, fuse_residuals
 from shoestring.integrations.transformers.trial import alike, loss_of_few, output_of_few
+
+# Held by patch() and undo(), which also change globals that models share.
+_patching = threading.RLock()
 
 
 @dataclass
@@ -66,8 +71,11 @@ class PatchReport:
     left: list[tuple[str, str]] = field(default_factory=list)
     measured: str = ""
 
+    @holding(_patching)
     def undo(self) -> None:
         """Undo every change, the last one first. A second call does nothing.
+
+        Threads that patch or undo wait for each other. No other thread may run the model meanwhile.
 
         Raises:
             RuntimeError: other code has changed the model after the patch; undo the other change first.
@@ -82,6 +90,7 @@ class PatchReport:
         return "\n".join(lines + [self.measured] * bool(self.measured))
 
 
+@holding(_patching)
 def patch(
     model: nn.Module,
     *,

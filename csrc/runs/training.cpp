@@ -11,11 +11,12 @@
 // - optimizers: JSON, a list of the metadata of each optimizer;
 // - parts: JSON, an object with the names of the parts. In Python, the value of a part holds the entries of
 // its state
-//   that are no tensors;
+//   that are no tensors, and the key kinds says what its tensors are in Python, if they are no tensors there;
 // - checksum: of the whole content.
 
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -23,6 +24,7 @@
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
 #include <shoestring/training.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <nlohmann/json.hpp>
@@ -30,9 +32,11 @@
 #include "files/content_checksum.h"
 #include "files/read_file.h"
 #include "files/safetensors_writer.h"
+#include "optim/host_copy.h"
 #include "optim/split_state.h"
 #include "optim/stored.h"
 #include "runs/generators.h"
+#include "runs/parameter_names.h"
 
 namespace shoestring {
 namespace {
@@ -44,6 +48,9 @@ using runs::each_generator;
 
 constexpr const char* kFormat = "shoestring.training";
 constexpr const char* kVersion = "1";
+// Python writes version 2, which has values of parts with their types and, under the key "kinds", those of
+// the tensors of parts. Parts that have tensors alone are the same in both.
+constexpr const char* kPythonVersion = "2";
 
 // Returns a parameter as a tensor of a run, of which this process has a part if the parameter has no memory.
 Stored stored_param(const std::string& name, const Tensor& param) {
@@ -70,8 +77,10 @@ TensorDict load_all(const SafetensorsFile& file, const std::string& prefix) {
 class RunFile {
  public:
   explicit RunFile(const std::string& path) : file(path) {
-    expect(text("format") == kFormat && text("format_version") == kVersion,
-           c10::str("a file of save_training, format_version ", kVersion), "another file");
+    const std::string version = text("format_version");
+    expect(text("format") == kFormat && (version == kVersion || version == kPythonVersion),
+           c10::str("a file of save_training, format_version ", kVersion, " or ", kPythonVersion),
+           "another file");
     const std::string sum = files::content_checksum(file);
     expect(text(files::kChecksum) == sum, "the checksum " + text(files::kChecksum),
            sum + ": the file is damaged");
@@ -101,6 +110,17 @@ class RunFile {
   const SafetensorsFile file;
 };
 
+// Raises if the tensors of two parts could have one name.
+void check_names(const std::string& what, const TrainingRun& run) {
+  for (const auto& [name, part] : run.parts) {
+    for (const auto& [other, another] : run.parts) {
+      TORCH_CHECK_VALUE(other.rfind(name + ".", 0) != 0, what,
+                        ": parts: expected names of which none begins another, received ", name, " and ",
+                        other, ". Rename one");
+    }
+  }
+}
+
 void check_facts(const RunFile& saved, const TrainingRun& run) {
   const auto before = saved.map<std::string>("facts");
   for (const auto& [name, now] : run.facts) {
@@ -116,6 +136,10 @@ void check_tensors(const RunFile& saved, const TrainingRun& run) {
     saved.expect(saved.file.contains(name), "the tensor " + name, "a file of another model");
     const auto& entry = saved.file.entry(name);
     const Tensor& own = item.value();
+    const bool is_here = !optim::part_of(own).defined();
+    saved.expect(!is_here || at::has_internal_overlap(own) != at::MemOverlap::Yes,
+                 item.key() + " with memory for each element", "an expanded tensor");
+    if (is_here) own.const_data_ptr();  // raises for a weight that is away
     saved.expect(own.sizes() == entry.shape && own.scalar_type() == entry.dtype,
                  c10::str(name, " of shape ", own.sizes(), " and ", own.scalar_type()),
                  c10::str(at::IntArrayRef(entry.shape), " and ", entry.dtype));
@@ -156,22 +180,80 @@ std::vector<Stored> read_optimizers(const RunFile& saved, const TrainingRun& run
       stored.tensors.insert(entry.name.substr(prefix.size()),
                             maps ? saved.file.map(entry.name) : saved.file.load(entry.name));
     }
+    runs::match_names(stored, *run.optimizers[i], run,
+                      c10::str("load_training: ", saved.file.path(), ": optimizer ", i));
   }
   return all;
 }
 
-// Undoes what has been done, in reverse order, unless commit() has been called.
+// Undoes what has been done, in reverse order.
 class Undo {
  public:
-  ~Undo() {
-    for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) (*step)();
+  void add(std::string what, std::function<void()> step) {
+    steps_.emplace_back(std::move(what), std::move(step));
   }
-  void add(std::function<void()> step) { steps_.push_back(std::move(step)); }
-  void commit() { steps_.clear(); }
+  // Calls every step, also after one has thrown. Returns what has thrown; empty if nothing has.
+  std::string run() {
+    std::string refused;
+    for (auto step = steps_.rbegin(); step != steps_.rend(); ++step) {
+      try {
+        step->second();
+      } catch (const std::exception& error) {
+        refused += c10::str(refused.empty() ? "" : " and ", step->first, " (", message_of(error), ")");
+      }
+    }
+    return refused;
+  }
+  static std::string message_of(const std::exception& error) {
+    const auto* own = dynamic_cast<const c10::Error*>(&error);
+    return own != nullptr ? own->what_without_backtrace() : error.what();
+  }
 
  private:
-  std::vector<std::function<void()>> steps_;
+  std::vector<std::pair<std::string, std::function<void()>>> steps_;
 };
+
+// Loads the state of everything but the weights. `undo` gets a step for each object before the object
+// changes.
+void load_states(const RunFile& saved, TrainingRun& run, const std::vector<Stored>& optimizers, Undo& undo) {
+  const std::string where = "load_training: " + saved.file.path();
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    torch::optim::Optimizer* optimizer = run.optimizers[i];
+    auto before = std::make_shared<optim::detail::HostCopy>(std::vector<Tensor>(), std::vector{optimizer});
+    undo.add(c10::str("optimizer ", i), [before] { before->restore("load_training"); });
+    optim::detail::restore(*optimizer, optimizers[i], where);
+  }
+  for (auto& [name, part] : run.parts) {
+    TensorDict before;  // what part.state() returns may share its memory
+    for (const auto& item : part.state()) before.insert(item.key(), item.value().clone());
+    undo.add("the part " + name, [&part = part, before] { part.load_state(before); });
+    part.load_state(load_all(saved.file, "part." + name + "."));
+  }
+  each_generator([&](const std::string& name, at::Generator generator) {
+    if (!saved.file.contains(name)) return;
+    const Tensor state = saved.file.load(name);
+    const std::lock_guard lock(generator.mutex());
+    undo.add(name, [generator, before = generator.get_state()]() mutable {
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(before);
+    });
+    generator.set_state(state);
+  });
+}
+
+// Loads the weights. The file has been read and checked as a whole, so these reads succeed unless the disk
+// fails.
+void load_weights(const RunFile& saved, const TrainingRun& run) {
+  for (const auto& item : run.tensors) {
+    const std::string name = "model." + item.key();
+    if (const Tensor part = optim::part_of(item.value()); part.defined()) {
+      const optim::SplitParameter& split = *optim::split_of(part);
+      Tensor(part).copy_(saved.file.load_range(name, split.begin(), split.end()));
+    } else {
+      saved.file.load_into(name, item.value());
+    }
+  }
+}
 
 }  // namespace
 
@@ -190,6 +272,9 @@ TensorDict training_tensors(const torch::nn::Module& module, bool frozen) {
 
 void save_training(const std::string& path, const TrainingRun& run) {
   const torch::NoGradGuard no_grad;
+  check_names("save_training", run);
+  TORCH_CHECK_VALUE(run.step >= 0, "save_training: step: expected a number of at least 0, received ",
+                    run.step);
   std::vector<files::Source> sources;
   const auto add = [&](const Stored& stored, const std::string& prefix) {
     for (files::Source& source : optim::detail::sources_of(stored, prefix, "save_training", path))
@@ -203,7 +288,8 @@ void save_training(const std::string& path, const TrainingRun& run) {
   }
   Json optimizers = Json::array(), parts = Json::object();
   for (size_t i = 0; i < run.optimizers.size(); ++i) {
-    const Stored stored = optim::detail::store(*run.optimizers[i]);
+    Stored stored = optim::detail::store(*run.optimizers[i]);
+    runs::add_names(stored, *run.optimizers[i], run);
     add(stored, c10::str("optimizer.", i, "."));
     optimizers.push_back(stored.metadata);
     writes &= optim::detail::writes(*run.optimizers[i]);
@@ -234,6 +320,7 @@ void save_training(const std::string& path, const TrainingRun& run) {
 
 void load_training(const std::string& path, TrainingRun& run) {
   const torch::NoGradGuard no_grad;
+  check_names("load_training", run);
   const RunFile saved(path);
   check_facts(saved, run);
   check_tensors(saved, run);
@@ -244,35 +331,19 @@ void load_training(const std::string& path, TrainingRun& run) {
   const std::vector<Stored> optimizers = read_optimizers(saved, run);
 
   Undo undo;
-  for (size_t i = 0; i < optimizers.size(); ++i) {
-    torch::optim::Optimizer* optimizer = run.optimizers[i];
-    undo.add([optimizer, before = optim::detail::store(*optimizer)] {
-      optim::detail::restore(*optimizer, before, "load_training");
-    });
-    optim::detail::restore(*optimizer, optimizers[i], "load_training: " + path);
+  try {
+    load_states(saved, run, optimizers, undo);
+    load_weights(saved, run);
+  } catch (const std::exception& error) {
+    const std::string refused = undo.run();
+    TORCH_CHECK_VALUE(refused.empty(), "load_training: ", path, ": ", Undo::message_of(error),
+                      ". Everything is as it was but ", refused,
+                      ", which refused the state that it had. Make it anew");
+    throw;
+  } catch (...) {
+    undo.run();
+    throw;
   }
-  for (auto& [name, part] : run.parts) {
-    undo.add([&part = part, before = part.state()] { part.load_state(before); });
-    part.load_state(load_all(saved.file, "part." + name + "."));
-  }
-  each_generator([&](const std::string& name, at::Generator generator) {
-    if (!saved.file.contains(name)) return;
-    const Tensor state = saved.file.load(name);
-    const std::lock_guard lock(generator.mutex());
-    undo.add([generator, before = generator.get_state()]() mutable { generator.set_state(before); });
-    generator.set_state(state);
-  });
-  // The file has been read and checked as a whole, so these reads succeed unless the disk fails.
-  for (const auto& item : run.tensors) {
-    const std::string name = "model." + item.key();
-    if (const Tensor part = optim::part_of(item.value()); part.defined()) {
-      const optim::SplitParameter& split = *optim::split_of(part);
-      Tensor(part).copy_(saved.file.load_range(name, split.begin(), split.end()));
-    } else {
-      saved.file.load_into(name, item.value());
-    }
-  }
-  undo.commit();
   run.step = step.get<int64_t>();
   run.position = position;
 }

@@ -2,15 +2,19 @@
 
 import json
 import os
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoestring.files.json_values import decoded, encoded
 from shoestring.files.read_file import is_integer, is_number, parse_json, shown
 from shoestring.files.safetensors_file import Gathered, open_safetensors, save_gathered
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.parameter_names import GroupNames, names_of, names_text, orders_of, reordered
 from shoestring.optim.sharded import is_dtensor
 from shoestring.optim.sharded_state import gathered_entries
 from shoestring.optim.state_dicts import FORMAT_VERSION
@@ -18,7 +22,8 @@ from shoestring.optim.state_dicts import FORMAT_VERSION
 # The value of the key "format" in the safetensors metadata of an optimizer's file. Tensors are named
 # "<group>.<index in the group>.<name>". The other metadata keys are format_version, optimizer (the class) and
 # groups. The value of groups is a JSON list of {"size": number of parameters, "options": {...}, "extra":
-# values that schedulers keep in the group}.
+# values that schedulers keep in the group, as files/json_values.py encodes them}. If parameters have names, the key
+# names has a JSON list with the names of each group.
 FORMAT = "shoestring.optimizer"
 
 
@@ -58,12 +63,17 @@ def save_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
                     f"save_optimizer: group {g}, parameter {i}: expected a whole tensor, received a DTensor; use "
                     "save_training, or torch.distributed.checkpoint"
                 )
-    tensors, metadata = store(optimizer, "save_optimizer")
+    tensors, metadata = store(optimizer, "save_optimizer", names_of(optimizer))
     save_gathered(path, tensors, {"format": FORMAT, **metadata}, writes=optimizer._core.writes())
 
 
-def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor | Gathered], dict[str, str]]:
-    """Return the state of an optimizer as tensors and metadata of a safetensors file. ``what`` begins errors."""
+def store(
+    optimizer: LowMemoryOptimizer, what: str, names: Sequence[GroupNames]
+) -> tuple[dict[str, Tensor | Gathered], dict[str, str]]:
+    """Return the state of an optimizer as tensors and metadata of a safetensors file. ``what`` begins errors.
+
+    ``names`` are those of its parameters, as ``names_of`` returns them.
+    """
     groups = []
     tensors: dict[str, Tensor | Gathered] = {}
     is_split = optimizer._all_ranks is not None
@@ -71,9 +81,9 @@ def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor | 
         tensors |= optimizer._split_state(what)
     for g, group in enumerate(optimizer.param_groups):
         options = {name: plain(group[name]) for name in optimizer.defaults}
-        extra = {name: plain(value) for name, value in group.items() if name not in {"params", *options}}
         try:
-            json.dumps([options, extra], allow_nan=False)
+            extra = extra_of(group, optimizer.defaults)
+            json.dumps(options, allow_nan=False)
         except (TypeError, ValueError) as error:
             message = f"{what}: group {g}: expected options that JSON can hold, received {error}"
             raise ValueError(message) from None
@@ -86,14 +96,15 @@ def store(optimizer: LowMemoryOptimizer, what: str) -> tuple[dict[str, Tensor | 
     if optimizer.step_in_backward and optimizer.grad_norm is not None:
         tensors["grad_norm"] = optimizer.grad_norm
     metadata = {"format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
-    return tensors, {**metadata, "groups": json.dumps(groups)}
+    return tensors, {**metadata, "groups": json.dumps(groups), **names_text(names)}
 
 
 def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) -> None:
     """Load the state and the group options from a file that ``save_optimizer`` wrote, in Python or in C++.
 
     The optimizer must have the class and the parameters of the saved one, in the same groups and order.
-    Training then continues bit for bit.
+    Training then continues bit for bit. If the parameters have names, here and in the file
+    (``AdamW(model.named_parameters())``), their order within a group does not matter.
 
     Args:
         optimizer: the optimizer to load into.
@@ -119,7 +130,7 @@ def load_optimizer(optimizer: LowMemoryOptimizer, path: str | os.PathLike[str]) 
         raise ValueError(
             f"{where}: expected format {FORMAT}, received {_brief(metadata.get('format', 'none'))}"
         )
-    restore(optimizer, load_all(file, "", optimizer), metadata, where)
+    restore(optimizer, load_all(file, "", optimizer), metadata, where, names_of(optimizer))
 
 
 def load_all(file: Any, prefix: str, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
@@ -134,9 +145,13 @@ def load_all(file: Any, prefix: str, optimizer: Optimizer | None = None) -> dict
 
 
 def restore(
-    optimizer: LowMemoryOptimizer, tensors: dict[str, Tensor], metadata: dict[str, str], where: str
+    optimizer: LowMemoryOptimizer,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    where: str,
+    names: Sequence[GroupNames],
 ) -> None:
-    """Load what ``store`` has returned, in Python or in C++. ``where`` begins errors."""
+    """Load what ``store`` has returned, in Python or in C++, for parameters of these names. ``where`` begins errors."""
     expected = {"format_version": str(FORMAT_VERSION), "optimizer": optimizer._core_class}
     for key, value in expected.items():
         if metadata.get(key) != value:
@@ -151,8 +166,10 @@ def restore(
         if theirs["size"] != size:
             raise ValueError(f"{where}: expected {size} parameters in group {g}, received {theirs['size']}")
         kept = {name: value for name, value in ours.items() if name != "params"}
-        values = theirs.get("extra", {}) | theirs["options"]
-        loaded = {name: like(ours.get(name), value, f"{where}: {name}") for name, value in values.items()}
+        loaded = extra_in(theirs.get("extra", {}), ours, where)
+        loaded |= {
+            name: like(ours.get(name), value, f"{where}: {name}") for name, value in theirs["options"].items()
+        }
         try:
             optimizer._check_options(kept | loaded)
         # An option is None in the optimizer and of another type than its values in the file.
@@ -163,6 +180,8 @@ def restore(
         groups.append(kept | loaded | {"params": list(range(first, first + size))})
         numbers |= {(str(g), str(i)): first + i for i in range(size)}
         first += size
+    extras = [group.get("extra", {}) for group in saved]
+    tensors = reordered(tensors, orders_of(names, metadata, extras, where))
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         group, index, entry = (*name.split(".", 2), "", "")[:3]
@@ -197,6 +216,34 @@ def _groups(metadata: dict[str, str], optimizer: LowMemoryOptimizer, where: str)
     return result
 
 
+def extra_of(group: Mapping[str, Any], options: Container[str]) -> dict[str, object]:
+    """Return the values of a group that are no options, such as those that schedulers keep there, for JSON.
+
+    Raises:
+        TypeError: JSON cannot hold one of them.
+    """
+    apart = ("params", "param_names")  # the names are in the key "names" of the metadata
+    return {
+        name: encoded(plain(value), name, None)
+        for name, value in group.items()
+        if name not in apart and name not in options
+    }
+
+
+def extra_in(values: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the values that ``extra_of`` has got, for ``group``."""
+    found = {}
+    for name, value in values.items():
+        if name == "param_names":
+            continue
+        with suppress(ValueError):  # files of older versions have dicts as they were
+            value = decoded(value, {})
+        ours = group.get(name)
+        as_is = ours is None or (isinstance(ours, str) and isinstance(value, str))
+        found[name] = value if as_is else like(ours, value, f"{where}: {name}")
+    return found
+
+
 def plain(value: object) -> object:
     """Return a tensor of one number as a number, and everything else as it is."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -208,16 +255,15 @@ def like(ours: object, value: Any, where: str) -> object:
     A JSON list becomes a tuple if the option is a tuple. A learning rate stays a tensor.
     """
     several = isinstance(ours, (tuple, list))
-    if isinstance(value, list) != several and ours is not None:
+    if isinstance(value, (tuple, list)) != several and ours is not None:
         raise ValueError(
             f"{where}: expected {'several values' if several else 'one value'}, received {shown(value)}"
         )
     if isinstance(ours, tuple):
-        assert isinstance(value, list)
         if len(value) != len(ours):
             raise ValueError(f"{where}: expected {len(ours)} values, received {shown(value)}")
         return tuple(like(one, other, where) for one, other in zip(ours, value, strict=True))
-    if isinstance(value, (list, dict)) or value is None:
+    if isinstance(value, (tuple, list, dict)) or value is None:
         return value
     kind: type | tuple[type, ...] = (
         bool if isinstance(ours, bool) else str if isinstance(ours, str) else (int, float)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import distinct
 from shoestring.optim.interrupts import Uninterrupted
+from shoestring.optim.parameter_names import by_names
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
 from shoestring.optim.state_dicts import FORMAT_VERSION, AsSaved
@@ -141,7 +142,7 @@ class LowRankOptimizer(Optimizer):
         """Load a state dict, bit for bit.
 
         The state dict must come from the same class of optimizer with the same base optimizer. All tensors
-        are copied.
+        are copied. The state of a parameter with a name is found by the name.
 
         Raises:
             ValueError: the state dict does not fit. Nothing has changed then.
@@ -162,6 +163,7 @@ class LowRankOptimizer(Optimizer):
             )
 
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            loaded = by_names(self, loaded)
             entries = {
                 key: {k: AsSaved(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
                 for key, entry in loaded["state"].items()
@@ -198,7 +200,10 @@ class LowRankOptimizer(Optimizer):
             self.__dict__.clear()
             self.__dict__.update(before)
             raise
+        is_option = "differentiable" in self.defaults
         super().__setstate__({"state": state["state"], "param_groups": state["param_groups"]})
+        if not is_option:  # PyTorch adds it
+            del self.defaults["differentiable"]
         self._virtual.show(self.state, self.param_groups)
 
     def _take(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:

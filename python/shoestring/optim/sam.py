@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.interrupts import Uninterrupted
+from shoestring.optim.parameter_names import by_names
 from shoestring.optim.scaled import scaled_step
 
 
@@ -273,13 +274,16 @@ class SAM(Optimizer):
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict into the base optimizer, and share its groups and state again."""
+        """Load a state dict into the base optimizer, and share its groups and state again.
+
+        The state of a parameter with a name is found by the name.
+        """
         self._expect_whole("load_state_dict")
         assert self.base_optimizer is not None
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        self.base_optimizer.load_state_dict(state_dict)
+        self.base_optimizer.load_state_dict(by_names(self, state_dict))
         self._share()
         for group in self.param_groups:  # a state dict of the base optimizer has none of SAM's options
             for name in ("rho", "adaptive", "interval", "sam_steps"):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from shoestring.core.one_thread import one_thread
 from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.convert import imported
+from shoestring.optim.parameter_names import by_names
 from shoestring.optim.sharded import local
 from shoestring.optim.sharded_state import owned_entries, save_dtensors
 from shoestring.optim.state_layout import Kind, Moment, Part
@@ -139,6 +140,9 @@ class StateDicts(Optimizer):
         of the element is not zero. Such a second moment gets the smallest code above zero. Options that are
         not in the state dict keep their values.
 
+        If the parameters have names, here and in the state dict (``AdamW(model.named_parameters())``), they may have
+        another order within their group: the state of each is found by its name.
+
         Raises:
             ValueError: the state dict does not fit. Nothing has changed then.
         """
@@ -157,6 +161,7 @@ class StateDicts(Optimizer):
             raise ValueError(f"{where}: grad_norm: expected a tensor of one number, received {received}")
 
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            loaded = by_names(self, loaded)
             if "format_version" not in loaded:
                 state_of = lambda p, group: self._kind(p, group).state  # noqa: E731
                 loaded = imported(self, self._moments, loaded, state_of, self._extra)

@@ -144,6 +144,7 @@ class Callbacks(Callback):
 
     Raises:
         TypeError: one is not a callback.
+        ValueError: a name has a dot, which separates it from the keys of its state.
 
     Example:
         >>> callbacks = shoestring.callbacks.Callbacks(log=shoestring.callbacks.OnStep(lambda: None))
@@ -159,6 +160,8 @@ class Callbacks(Callback):
                     f"Callbacks: {name}: expected a Callback, received {type(callback).__name__}. OnStep makes one of a "
                     "function"
                 )
+            if "." in name:
+                raise ValueError(f"Callbacks: {name}: expected a name without a dot")
         self._callbacks = callbacks
 
     def on_start(self, run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import random
 import sys
@@ -20,12 +21,23 @@ from shoestring.files.safetensors_file import Gathered, checksum_of, open_safete
 from shoestring.optim import files as own_files
 from shoestring.optim import torch_files
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.host_copy import HostCopy, call_all
+from shoestring.optim.parameter_names import names_of
 from shoestring.optim.several import several
 from shoestring.optim.sharded import is_dtensor, piece_of
 from shoestring.optim.sharded_state import gathered
-from shoestring.optim.state_tensors import as_tensor
+from shoestring.runs.part_state import joined, joined_like, split
 
-FORMAT, VERSION = "shoestring.training", "1"
+FORMAT, VERSION = "shoestring.training", "2"
+# In version 1, which C++ writes, no part has a key in ``kinds``. Python wrote the values of its parts as plain JSON.
+READ = ("1", "2")
+# Arguments of save_training that a part cannot be called, and what they are.
+ARGUMENTS = {
+    "step": "a whole number of at least 0",
+    "position": "whole numbers by name",
+    "facts": "texts by name",
+    "frozen": "True or False",
+}
 
 
 class Stateful(Protocol):
@@ -91,11 +103,12 @@ def save_training(
         facts: texts that must be the same when the run is resumed, such as a digest of the data.
         frozen: also save the weights that are not trained. A run that freezes weights later needs it.
         parts: other objects with ``state_dict`` and ``load_state_dict``, by a name that you choose: a scheduler, a
-            GradScaler, averages, callbacks.
+            GradScaler, averages, callbacks. It cannot be the name of an argument above.
 
     Raises:
-        ValueError: a state cannot be held by the file: an optimizer whose state has other values than
-            tensors, numbers, texts and None, or a part of which JSON cannot hold a value.
+        ValueError: an argument has another type, two parts have names of which one begins the other (``a`` and
+            ``a.b``), or the file cannot hold a state. It holds dense tensors, numbers, texts, None, and lists,
+            tuples and dicts of these. Each comes back with its type.
         OSError: the file cannot be written. An existing file is unchanged then.
 
     Example:
@@ -107,12 +120,16 @@ def save_training(
         >>> shoestring.load_training("run.safetensors", model, optimizer, schedule=scheduler).step
         3
     """
+    _check_arguments("save_training", step=step, position=position, facts=facts, frozen=frozen)
+    _check_parts(parts, "save_training")
     tensors: dict[str, Tensor | Gathered] = {}
-    for name, tensor in _tensors_of(model, frozen, "save_training").items():
+    weights = _tensors_of(model, frozen, "save_training")
+    for name, tensor in weights.items():
         tensors[f"model.{name}"] = gathered(tensor) if is_dtensor(tensor) else tensor
+    known = _names(model, weights)
     descriptions = []
     for number, optimizer in enumerate(several(optimizers)):
-        state, metadata = _files_of(optimizer).store(optimizer, "save_training")
+        state, metadata = _files_of(optimizer).store(optimizer, "save_training", names_of(optimizer, known))
         tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
         descriptions.append(metadata)
     writes = all(own._core.writes() for own in several(optimizers) if isinstance(own, LowMemoryOptimizer))
@@ -123,20 +140,23 @@ def save_training(
         save_gathered(path, tensors, {}, writes=False)
         return
     values: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, str]] = {}
     for name, part in parts.items():
-        own, values[name] = _split(part.state_dict(), f"save_training: {name}")
+        own, values[name], kinds[name] = split(part.state_dict(), f"save_training: {name}")
         tensors |= {f"part.{name}.{key}": tensor for key, tensor in own.items()}
     states, numbers = random_states()
     metadata = {
         "format": FORMAT,
         "format_version": VERSION,
-        "step": str(int(step)),
-        "position": json.dumps({key: int(value) for key, value in (position or {}).items()}),
+        "step": str(_whole(step)),
+        "position": json.dumps({key: _whole(value) for key, value in (position or {}).items()}),
         "facts": json.dumps(dict(facts or {})),
         "optimizers": json.dumps(descriptions),
         "parts": json.dumps(values),
+        "kinds": json.dumps(kinds),
         "random": json.dumps(numbers),
     }
+    _described(metadata, "save_training")  # what could not be read is not written
     tensors |= {f"random.{name}": state for name, state in states.items()}
     metadata["checksum"] = checksum_of(tensors, metadata, writes=True)
     save_gathered(path, tensors, metadata, writes=True)
@@ -153,6 +173,10 @@ def load_training(
 ) -> TrainingPosition:
     """Restore a run from a file that ``save_training`` has written, in Python or in C++.
 
+    The state of a parameter is found by the name that the parameter has in the model, so optimizers may have the
+    parameters of a group in another order than before. Parameters outside the model have the names of
+    ``AdamW(named_parameters)``, or else their order.
+
     Args:
         path: the file to read.
         model: as in ``save_training``; also optimizers, frozen and parts.
@@ -166,8 +190,10 @@ def load_training(
 
     Raises:
         ValueError: the file is damaged, or belongs to another model, optimizer or set of facts, or the parts are not
-            those of the file. Everything is as it was then.
-        OSError: the file cannot be read.
+            those of the file, or refuse their state. Everything is as it was then. If an object also refuses the
+            state that it had, the error names it, and all others are as they were.
+        OSError: the file cannot be read. If the disk fails between the check of the whole file and the reading of the
+            weights, weights that have been read remain.
 
     Example:
         >>> model = torch.nn.Linear(8, 2)
@@ -181,15 +207,17 @@ def load_training(
     where = f"load_training: {os.fspath(path)}"
     file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")
     metadata, entries = file.metadata(), file.tensors()
-    if metadata.get("format") != FORMAT or metadata.get("format_version") != VERSION:
+    if metadata.get("format") != FORMAT or metadata.get("format_version") not in READ:
         raise ValueError(
-            f"{where}: expected a file of save_training, format_version {VERSION}, received another file"
+            f"{where}: expected a file of save_training, format_version {' or '.join(READ)}, received another file"
         )
     found = file.checksum()
     if metadata.get("checksum") != found:
         raise ValueError(
             f"{where}: expected the checksum {metadata.get('checksum')}, received {found}: it is damaged"
         )
+    _check_arguments("load_training", facts=facts, frozen=frozen)
+    _check_parts(parts, "load_training")
     saved = _described(metadata, where)
     for name, now in (facts or {}).items():
         stored = saved["facts"].get(name)
@@ -199,6 +227,7 @@ def load_training(
             )
     tensors = _tensors_of(model, frozen, "load_training")
     _check_tensors(tensors, entries, where)
+    known = _names(model, tensors)
     if saved["parts"].keys() != parts.keys():
         raise ValueError(
             f"{where}: expected the parts {sorted(parts)}, received a file with the parts {sorted(saved['parts'])}"
@@ -209,20 +238,23 @@ def load_training(
             f"{where}: expected {len(all_optimizers)} optimizers, received a file with {len(saved['optimizers'])}"
         )
 
-    undo: list[Callable[[], object]] = []
+    undo: list[tuple[str, Callable[[], object]]] = []
     try:
         for number, optimizer in enumerate(all_optimizers):
-            undo.append(functools.partial(optimizer.load_state_dict, optimizer.state_dict()))
+            undo.append((f"optimizer {number}", HostCopy([], [optimizer]).restore))
             state = own_files.load_all(file, f"optimizer.{number}.", optimizer)
-            _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where)
+            names = names_of(optimizer, known)
+            _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where, names)
+            del state
         for name, part in parts.items():
-            before = part.state_dict()
-            undo.append(functools.partial(part.load_state_dict, before))
-            part.load_state_dict(
-                _joined(own_files.load_all(file, f"part.{name}."), saved["parts"][name], before)
-            )
-        states, numbers = random_states()
-        undo.append(functools.partial(set_random_states, states, numbers))
+            undo.append((f"the part {name}", HostCopy([], [part]).restore))
+            own, values = own_files.load_all(file, f"part.{name}."), saved["parts"][name]
+            if saved["kinds"] is None:
+                loaded = joined_like(own, values, part.state_dict(), f"{where}: {name}")
+            else:
+                loaded = joined(own, values, saved["kinds"][name], f"{where}: {name}")
+            part.load_state_dict(loaded)
+        undo.append(("random numbers", functools.partial(set_random_states, *random_states())))
         set_random_states(own_files.load_all(file, "random."), saved["random"])
         # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
         for name, tensor in tensors.items():
@@ -231,14 +263,83 @@ def load_training(
             else:
                 file.load_into(f"model.{name}", tensor)
     except BaseException as error:
-        for step in reversed(undo):
-            step()
+        _put_back(undo, where, error)
         if isinstance(error, (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError)):
             raise ValueError(
                 f"{where}: expected the content of save_training, received another ({type(error).__name__}: {error})"
             ) from error
         raise
     return TrainingPosition(int(saved["step"]), {key: int(value) for key, value in saved["position"].items()})
+
+
+def _put_back(undo: list[tuple[str, Callable[[], object]]], where: str, reason: BaseException) -> None:
+    """Undo what has been done, each step also if another one fails. Raise ValueError if one does."""
+    refused: list[str] = []
+
+    def attempt(what: str, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except Exception as error:
+            refused.append(f"{what} ({type(error).__name__}: {error})")
+
+    call_all(functools.partial(attempt, what, step) for what, step in reversed(undo))
+    if refused:
+        raise ValueError(
+            f"{where}: {type(reason).__name__}: {reason}. Everything is as it was but {' and '.join(refused)}, which "
+            "refused the state that it had. Make it anew"
+        ) from reason
+
+
+def _whole(value: object) -> int:
+    """Return a whole number, also one of NumPy or a tensor, as an int. Raise TypeError for anything else."""
+    if isinstance(value, bool):
+        raise TypeError("a truth value")
+    return operator.index(value)  # type: ignore[arg-type]
+
+
+def _check_arguments(what: str, **received: Any) -> None:
+    """Raise ValueError if an argument, such as a part that has its name, is of another type."""
+
+    def fits(name: str, value: Any) -> bool:
+        if name == "frozen":
+            return isinstance(value, bool)
+        if name == "step":
+            return 0 <= _whole(value) < 2**63
+        pairs = {} if value is None else value
+        if not isinstance(pairs, Mapping) or not all(isinstance(key, str) for key in pairs):
+            return False
+        if name == "facts":
+            return all(isinstance(text, str) for text in pairs.values())
+        return all(is_integer(_whole(number)) for number in pairs.values())
+
+    for name, value in received.items():
+        try:
+            good = fits(name, value)
+        except TypeError:
+            good = False
+        if not good:
+            raise ValueError(
+                f"{what}: {name}: expected {ARGUMENTS[name]}, received {shown(value)}. A part needs another name"
+            )
+
+
+def _check_parts(parts: Mapping[str, Stateful], what: str) -> None:
+    """Raise ValueError if the tensors of two parts could have one name, or a part has the name of an argument."""
+    for name in parts:
+        if name in ARGUMENTS:
+            raise ValueError(
+                f"{what}: parts: expected another name than {name}, which is an argument of save_training"
+            )
+        for other in parts:
+            if other.startswith(f"{name}."):
+                raise ValueError(
+                    f"{what}: parts: expected names of which none begins another, received {name} and {other}. Rename one"
+                )
+
+
+def _names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[Tensor, str]:
+    """Return the names of the parameters whose tensors a run saves."""
+    return {p: name for name, p in model.named_parameters() if name in weights}
 
 
 def _files_of(optimizer: Optimizer) -> Any:
@@ -256,7 +357,23 @@ def _tensors_of(model: nn.Module, frozen: bool, what: str) -> dict[str, Tensor]:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
             kind = "on the meta device" if tensor.device.type == "meta" else type(tensor).__name__
             raise ValueError(f"{what}: model: {name}: expected a dense tensor, received one that is {kind}")
+        _check_memory(tensor, f"{what}: model: {name}", writes=what == "load_training")
     return tensors
+
+
+def _check_memory(tensor: Tensor, where: str, writes: bool) -> None:
+    """Raise ValueError if a tensor cannot be read, or if ``writes`` written."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{where}: expected a weight on its device, received one that is away ({error}). Call undo() of offload_weights "
+            "before"
+        ) from None
+    if writes and torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(
+            f"{where}: expected a tensor with memory for each element, received an expanded one. Clone it"
+        )
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], entries: Mapping[str, Tensor], where: str) -> None:
@@ -286,6 +403,7 @@ def _described(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     """Return what the metadata says of a run. Raises ValueError if a value has another type."""
     saved = {key: _json(metadata, key, where) for key in ("position", "facts", "optimizers", "parts", "step")}
     saved["random"] = _json(metadata, "random", where) if "random" in metadata else {}
+    saved["kinds"] = None if metadata["format_version"] == READ[0] else _json(metadata, "kinds", where)
 
     def maps(value: object, fits: Callable[[object], bool]) -> bool:
         return isinstance(value, dict) and all(map(fits, value.values()))
@@ -300,48 +418,18 @@ def _described(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
         and all(maps(o, is_text) for o in saved["optimizers"]),
         "parts": maps(saved["parts"], lambda part: isinstance(part, dict)),
         "step": is_integer(saved["step"]) and saved["step"] >= 0,
+        "kinds": saved["kinds"] is None
+        or (
+            maps(saved["kinds"], lambda kinds: maps(kinds, is_text))
+            and isinstance(saved["parts"], dict)
+            and saved["kinds"].keys() == saved["parts"].keys()
+        ),
         "random": isinstance(saved["random"], dict),
     }
     for key, is_good in good.items():
         if not is_good:
             raise ValueError(f"{where}: expected the {key} of a run, received {shown(saved[key])}")
     return saved
-
-
-# ---- parts
-
-
-def _split(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the entries of a part's state that are tensors or numbers, and the others, which JSON can hold."""
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    for key, value in state.items():
-        tensor = as_tensor(value)
-        if tensor is None:
-            values[key] = value
-        else:
-            tensors[key] = tensor
-    try:
-        json.dumps(values, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{where}: expected a state of tensors and of values that JSON can hold, received {error}"
-        ) from None
-    return tensors, values
-
-
-def _joined(
-    tensors: Mapping[str, Tensor], values: Mapping[str, Any], now: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return a part's state from a file. A number is a number again if the part's present state has one there.
-
-    A part that has just been made may lack entries. Those with dimensions remain tensors.
-    """
-    state: dict[str, Any] = dict(values)
-    for key, tensor in tensors.items():
-        is_tensor = isinstance(now[key], Tensor) if key in now else tensor.dim() > 0
-        state[key] = tensor if is_tensor else tensor.tolist()
-    return state
 
 
 # ---- random numbers

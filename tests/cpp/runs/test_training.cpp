@@ -3,6 +3,7 @@
 
 #include "catch.h"
 
+#include <algorithm>
 #include <fstream>
 #include <sstream>
 
@@ -161,6 +162,114 @@ TEST_CASE("a file that does not fit changes nothing") {
     CHECK_THROWS_AS(load_training(path, run), c10::Error);
     CHECK(same(second.tensors(), before));
   }
+}
+
+namespace {
+
+// A part whose state shares its memory, and that refuses a state as often as `refusals` says.
+struct Sharing {
+  TensorDict state() const {
+    TensorDict state;
+    state.insert("value", value);
+    return state;
+  }
+  void load_state(const TensorDict& state) {
+    value.copy_(state["value"]);
+    TORCH_CHECK_VALUE(refusals-- <= 0, "refused");
+  }
+  at::Tensor value = at::ones({3});
+  int refusals = 0;
+};
+
+}  // namespace
+
+TEST_CASE("a refusal of one part leaves the others as they were") {
+  const Folder folder;
+  const std::string path = folder / "run";
+  Sharing first, last;
+  const auto with_parts = [&](Run& run) {
+    auto all = run.all();
+    all.parts.emplace("a", first);
+    all.parts.emplace("z", last);
+    return all;
+  };
+  Run saved;
+  saved.train(2);
+  first.value.fill_(5);
+  save_training(path, with_parts(saved));
+  first.value.fill_(1);
+  for (const int refusals : {1, 2}) {
+    Run run;
+    run.train(1);
+    const auto before = run.tensors();
+    first.value.fill_(1);
+    last.refusals = refusals;
+    auto all = with_parts(run);
+    CHECK_THROWS_WITH(
+        load_training(path, all),
+        Contains(refusals == 1 ? "refused" : "Everything is as it was but the part z (refused)"));
+    CHECK(same(run.tensors(), before));
+    CHECK(at::equal(first.value, at::ones({3})));
+  }
+}
+
+TEST_CASE("parts whose names begin each other are refused, and a weight without its own memory") {
+  const Folder folder;
+  Run run;
+  auto all = run.all();
+  all.parts.emplace("scaler.a", run.scaler);
+  CHECK_THROWS_WITH(save_training(folder / "run", all),
+                    Contains("none begins another, received scaler and scaler.a. Rename one"));
+  CHECK_THROWS_WITH(load_training(folder / "run", all), Contains("none begins another"));
+  all = run.all();
+  all.step = -1;
+  CHECK_THROWS_WITH(save_training(folder / "run", all), Contains("step: expected a number of at least 0"));
+  CHECK(folder.files().empty());
+  all = run.all();
+  all.tensors.insert("wide", at::zeros({1}).expand(3));
+  save_training(folder / "run", all);
+  CHECK_THROWS_WITH(load_training(folder / "run", all), Contains("received an expanded tensor"));
+}
+
+TEST_CASE("the state of a parameter is found by its name") {
+  const Folder folder;
+  const std::string path = folder / "run";
+  const auto run_of = [](torch::nn::Module& model, torch::optim::Optimizer& optimizer) {
+    return TrainingRun{training_tensors(model), {&optimizer}};
+  };
+  const auto check = [&](const auto& make, const char* state) {
+    at::manual_seed(1);
+    torch::nn::Sequential model(torch::nn::Linear(8, 8), torch::nn::Linear(8, 8));
+    auto params = model->parameters();
+    auto optimizer = make(params);
+    for (int i = 0; i < 2; ++i) {
+      optimizer.zero_grad();
+      model->forward(at::randn({4, 8})).square().sum().backward();
+      optimizer.step();
+    }
+    save_training(path, run_of(*model, optimizer));
+    std::reverse(params.begin(), params.end());
+    auto other = make(params);
+    auto run = run_of(*model, other);
+    load_training(path, run);
+    save_training(path + ".again", run);
+    const SafetensorsFile saved(path), again(path + ".again");
+    for (int i = 0; i < 4; ++i) {
+      const auto name = [&](int index) { return c10::str("optimizer.0.0.", index, ".", state); };
+      CHECK(at::equal(saved.load(name(i)), again.load(name(3 - i))));
+    }
+    // A parameter of another name is not taken for this one.
+    auto second = make(model[1]->parameters());
+    auto run_of_second = run_of(*model, second);
+    auto first = make(model[0]->parameters());
+    save_training(path, run_of(*model, first));
+    CHECK_THROWS_WITH(
+        load_training(path, run_of_second),
+        Contains("expected a state of the parameter \"1.weight\", received one of \"0.weight\""));
+  };
+  check([](const auto& params) { return optim::AdamW(params, optim::AdamWOptions(1e-2)); }, "exp_avg");
+  check([](const auto& params) { return torch::optim::Adam(params, torch::optim::AdamOptions(1e-2)); },
+        "exp_avg");
 }
 
 TEST_CASE("save_training refuses an optimizer without a state for files") {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import shoestring
 from processes import assert_replicated, run, whole
 from shoestring.distributed import DiLoCo, LocalSGD
 from shoestring.distributed import diloco as module
@@ -139,15 +140,20 @@ def _resumes(rank: int, folder: Path) -> None:
     steps(net, opt, outer, range(10))
     saved: dict[str, Any] = {"net": net.state_dict(), "opt": opt.state_dict(), "outer": outer.state_dict()}
     torch.save(saved, folder / f"{rank}.pt")
+    shoestring.save_training(folder / f"{rank}.run", net, opt, outer=outer)
     steps(net, opt, outer, range(10, 17))
-    again, opt, outer = parts()
     saved = torch.load(folder / f"{rank}.pt")
-    again.load_state_dict(saved["net"])
-    opt.load_state_dict(saved["opt"])
-    outer.load_state_dict(saved["outer"])
-    steps(again, opt, outer, range(10, 17))
-    for p, q in zip(net.parameters(), again.parameters(), strict=True):
-        assert torch.equal(p, q)
+    for is_run in (False, True):
+        again, opt, outer = parts()
+        if is_run:
+            shoestring.load_training(folder / f"{rank}.run", again, opt, outer=outer)
+        else:
+            again.load_state_dict(saved["net"])
+            opt.load_state_dict(saved["opt"])
+            outer.load_state_dict(saved["outer"])
+        steps(again, opt, outer, range(10, 17))
+        for p, q in zip(net.parameters(), again.parameters(), strict=True):
+            assert torch.equal(p, q)
     plain = LocalSGD(opt)
     with pytest.raises(ValueError, match="LocalSGD: state: momentum: expected buckets of"):
         plain.load_state_dict(saved["outer"])

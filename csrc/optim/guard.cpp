@@ -30,18 +30,14 @@ void Guard::watch(const Tensor& loss) { core_->watch(loss); }
 
 void Guard::copy() {
   std::vector<Tensor> tensors;
-  const auto add = [&](const Tensor& t) {
-    if (t.defined()) tensors.push_back(t);
-  };
   for (const auto* optimizer : optimizers_) {
     for (const auto& group : optimizer->param_groups()) {
-      for (const Tensor& p : group.params()) add(p);
+      for (const Tensor& p : group.params()) {
+        if (p.defined()) tensors.push_back(p);
+      }
     }
   }
-  for (auto* module : modules_) {
-    for (const Tensor& b : module->buffers()) add(b);
-  }
-  copy_ = std::make_unique<HostCopy>(tensors, optimizers_);
+  copy_ = std::make_unique<HostCopy>(tensors, optimizers_, modules_);
   core_->copied();
 }
 

@@ -1,6 +1,5 @@
 #include <cstdio>
 #include <limits>
-#include <memory>
 #include <new>
 #include <unordered_set>
 
@@ -114,7 +113,6 @@ BatchSizeSearch find_batch_size(const std::function<void(int64_t)>& step, Traini
   const c10::Device device = device_of(run.tensors);
   const bool is_gpu = is_asynchronous(device);
   runs::RunCopy copy(run, "find_batch_size");
-  const auto restore = [&copy](void*) { copy.restore(); };
   while (const auto rows = sizes.next()) {
     const int64_t limit = is_gpu ? std::numeric_limits<int64_t>::max()
                                  : options.memory().value_or(static_cast<int64_t>(
@@ -125,17 +123,18 @@ BatchSizeSearch find_batch_size(const std::function<void(int64_t)>& step, Traini
       continue;
     }
     const Peak peak(device);
-    const std::unique_ptr<void, decltype(restore)> after_trial(&copy, restore);
     BatchTrial trial{*rows, false, 0, true};
-    try {
-      step(*rows);
-      step(*rows);
-      trial.bytes = peak.taken();
-      trial.fits = trial.bytes <= limit;
-    } catch (const std::bad_alloc&) {
-    } catch (const c10::Error& error) {
-      if (!runs::says_out_of_memory(error.what_without_backtrace())) throw;
-    }
+    runs::restoring(copy, [&] {
+      try {
+        step(*rows);
+        step(*rows);
+        trial.bytes = peak.taken();
+        trial.fits = trial.bytes <= limit;
+      } catch (const std::bad_alloc&) {
+      } catch (const c10::Error& error) {
+        if (!runs::says_out_of_memory(error.what_without_backtrace())) throw;
+      }
+    });
     sizes.add(trial);
   }
   if (sizes.best() == 0) {

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 #include <ATen/Context.h>
 #include <shoestring/find_lr.h>
@@ -108,23 +107,23 @@ LrRange find_lr(const std::function<Tensor()>& step, TrainingRun& run, const Fin
   expect_finding(o.passes() >= 1, "passes", "a number of at least 1", c10::str(o.passes()));
   const Rates rates = rates_of(run);
   runs::RunCopy copy(run, "find_lr");
-  const auto restore = [&copy](void*) { copy.restore(); };
-  const std::unique_ptr<void, decltype(restore)> at_end(&copy, restore);
   LrRange range{{}, 1, 1};
   double least = INFINITY, most = 0, product = 0;
-  for (int64_t pass = 0; pass < o.passes(); ++pass) {
-    if (pass > 0) {
-      copy.restore();
-      runs::each_generator([&](const std::string&, at::Generator generator) {
-        const std::lock_guard lock(generator.mutex());
-        generator.set_current_seed(static_cast<uint64_t>(pass));
-      });
+  runs::restoring(copy, [&] {
+    for (int64_t pass = 0; pass < o.passes(); ++pass) {
+      if (pass > 0) {
+        copy.restore();
+        runs::each_generator([&](const std::string&, at::Generator generator) {
+          const std::lock_guard lock(generator.mutex());
+          generator.set_current_seed(static_cast<uint64_t>(pass));
+        });
+      }
+      range.passes.push_back(try_rates(step, rates, o));
+      const double steepest = range.passes.back().steepest;
+      least = std::min(least, steepest), most = std::max(most, steepest);
+      product += std::log(steepest);
     }
-    range.passes.push_back(try_rates(step, rates, o));
-    const double steepest = range.passes.back().steepest;
-    least = std::min(least, steepest), most = std::max(most, steepest);
-    product += std::log(steepest);
-  }
+  });
   range.suggestion = std::exp(product / static_cast<double>(o.passes()));
   range.spread = most / least;
   return range;

@@ -1,5 +1,7 @@
 #include "runs/run_copy.h"
 
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 
 #include "runs/generators.h"
@@ -8,11 +10,28 @@ namespace shoestring::runs {
 
 using at::Tensor;
 
+namespace {
+
+// Returns the tensors of a run, and parameters of its optimizers that are not among them.
+std::vector<Tensor> tensors_of(const TrainingRun& run) {
+  std::vector<Tensor> tensors = run.tensors.values();
+  for (const auto* optimizer : run.optimizers) {
+    for (const auto& group : optimizer->param_groups()) {
+      for (const Tensor& p : group.params()) {
+        const auto same = [&](const Tensor& t) { return t.is_same(p); };
+        if (p.defined() && std::none_of(tensors.begin(), tensors.end(), same)) tensors.push_back(p);
+      }
+    }
+  }
+  return tensors;
+}
+
+}  // namespace
+
 RunCopy::RunCopy(TrainingRun& run, std::string what)
-    : run_(&run), what_(std::move(what)), copy_(run.tensors.values(), run.optimizers) {
+    : run_(&run), what_(std::move(what)), copy_(tensors_of(run), run.optimizers) {
   const at::NoGradGuard no_grad;
-  for (const auto& item : run.tensors) {
-    const Tensor& t = item.value();
+  for (const Tensor& t : tensors_of(run)) {
     if (t.requires_grad()) gradients_.emplace_back(t, t.grad().defined() ? t.grad().clone() : Tensor());
   }
   for (const auto& [name, part] : run.parts) {
@@ -25,16 +44,26 @@ RunCopy::RunCopy(TrainingRun& run, std::string what)
 }
 
 void RunCopy::restore() {
-  const at::NoGradGuard no_grad;
-  copy_.restore(what_);
-  for (auto& [name, part] : run_->parts) part.load_state(parts_[name]);
+  std::vector<std::function<void()>> steps{[this] { copy_.restore(what_); }};
+  for (auto& [name, part] : run_->parts) {
+    steps.emplace_back([&part = part, &state = parts_[name]] {
+      TensorDict copies;  // a part may keep the tensors that it loads
+      for (const auto& item : state) copies.insert(item.key(), item.value().clone());
+      part.load_state(copies);
+    });
+  }
   each_generator([&](const std::string& name, at::Generator generator) {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(generators_.at(name));
+    steps.emplace_back([generator, &state = generators_.at(name)]() mutable {
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(state);
+    });
   });
   for (const auto& [tensor, copy] : gradients_) {
-    Tensor(tensor).mutable_grad() = copy.defined() ? copy.clone() : Tensor();
+    steps.emplace_back([&tensor = tensor, &copy = copy] {
+      Tensor(tensor).mutable_grad() = copy.defined() ? copy.clone() : Tensor();
+    });
   }
+  optim::detail::call_all(steps);
 }
 
 }  // namespace shoestring::runs

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoestring.optim.host_copy import HostCopy
+
 
 def update_batch_norm(
     batches: Iterable[Any], model: nn.Module, device: int | str | torch.device | None = None
@@ -43,7 +45,7 @@ def update_batch_norm(
         return
     momenta = [layer.momentum for layer in layers]
     modes = [(module, module.training) for module in model.modules()]
-    statistics = [(buffer, buffer.clone()) for layer in layers for buffer in layer.buffers(recurse=False)]
+    statistics = HostCopy([], [], layers)
     count = 0
 
     def counted() -> Iterator[Any]:
@@ -59,9 +61,7 @@ def update_batch_norm(
         if not count:
             raise ValueError("update_batch_norm: batches: expected at least one batch, received none")
     except BaseException:
-        with torch.no_grad():
-            for buffer, before in statistics:
-                buffer.copy_(before)
+        statistics.restore()
         raise
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):

@@ -89,7 +89,8 @@ class Guard:
             parameter for fp32 weights with 8-bit AdamW.
         limit: with ``"skip"``, ``step()`` raises RuntimeError after this number of bad steps in a row (10 by
             default). With ``"rollback"``, it raises instead of restoring the same copy more often (3 by default).
-        model: a module whose buffers are restored as well, such as the statistics of BatchNorm.
+        model: a module whose buffers are restored as well, such as the statistics of BatchNorm, also those to
+            which forward assigns new tensors.
         group: the processes that judge together; by default all processes, if ``torch.distributed`` has been
             initialised.
 
@@ -190,8 +191,7 @@ class Guard:
             bad: Tensor = self._core.judge([] if is_scaled else self._gradients())
         if self._core.is_copy_due() and not bad.item():
             tensors = [p for group in self.param_groups for p in group["params"]]
-            tensors += [] if self._model is None else self._model.buffers()
-            self._copy = HostCopy(tensors, self.optimizers)
+            self._copy = HostCopy(tensors, self.optimizers, [] if self._model is None else [self._model])
             self._core.copied()
         if is_scaled:
             assert found_inf is not None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoestring.core.errors import argument_errors
+from shoestring.optim.host_copy import call_all
 from shoestring.optim.several import several
 from shoestring.runs.run_copy import RunCopy
 from shoestring.runs.training_file import Stateful
@@ -93,9 +94,9 @@ def find_lr(
 ) -> LrRange:
     """Try learning rates in short runs whose rate grows exponentially with each step.
 
-    The rate at which the loss falls most steeply is a good peak of a schedule. Afterwards weights, buffers,
-    gradients, states of optimizers, parts and random numbers are as before, bit for bit, also if ``step`` raises.
-    A copy of them is kept in host memory meanwhile.
+    The rate at which the loss falls most steeply is a good peak of a schedule. Afterwards weights (of the model and of
+    the optimizers), buffers, gradients, states of optimizers, parts and random numbers are as before, bit for bit, also
+    if ``step`` raises. A copy of them is kept in host memory meanwhile.
 
     Args:
         step: takes one training step, with a call that clears the gradients, and returns the loss. It must leave
@@ -157,10 +158,7 @@ def find_lr(
                 torch.manual_seed(number)
             found.append(_one_pass(step, _groups(every), shares, rates))
     finally:
-        copy.restore()
-        for group, lr, value in zip(_groups(every), given, first, strict=True):
-            group["lr"] = lr  # a tensor remains the same object
-            _set(group, value)
+        call_all([copy.restore, lambda: _set_all(_groups(every), given, first)])
     steepest = [one.steepest for one in found]
     suggestion = math.exp(sum(map(math.log, steepest)) / passes)
     return LrRange(tuple(found), suggestion, max(steepest) / min(steepest))
@@ -202,6 +200,12 @@ def _one_pass(
     with argument_errors():
         judged = torch.classes.shoestring.LrPass(lrs, losses)
     return LrPass(tuple(lrs), tuple(losses), judged.steepest(), judged.tenth())
+
+
+def _set_all(groups: list[dict[str, Any]], given: list[Any], values: list[float]) -> None:
+    for group, lr, value in zip(groups, given, values, strict=True):
+        group["lr"] = lr  # a tensor remains the same object
+        _set(group, value)
 
 
 def _set(group: dict[str, Any], lr: float) -> None:

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoestring.optim.host_copy import HostCopy
+from shoestring.optim.host_copy import HostCopy, call_all
 from shoestring.runs.training_file import Stateful, random_states, set_random_states
 
 
 class RunCopy:
     """Copies weights, buffers, gradients, states of optimizers and parts, and random states, to restore them.
 
-    ``restore()`` may be called several times.
+    The weights are those of the model and of the optimizers. ``restore()`` may be called several times.
     """
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], parts: Mapping[str, Stateful]
     ) -> None:
-        tensors = [*model.parameters(), *model.buffers()]
-        self._copy = HostCopy(tensors, [*optimizers, *parts.values()])
-        self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        weights = {id(p): p for params in [model.parameters(), *groups] for p in params}
+        self._copy = HostCopy(weights.values(), [*optimizers, *parts.values()], [model])
+        self._gradients = [(p, None if p.grad is None else p.grad.clone()) for p in weights.values()]
         self._random = random_states()
 
     def restore(self) -> None:
-        """Make the run what it was, bit for bit."""
-        self._copy.restore()
-        for parameter, gradient in self._gradients:
-            parameter.grad = None if gradient is None else gradient.clone()
-        set_random_states(*self._random)
+        """Make the run what it was, bit for bit.
+
+        If a part refuses its state, everything else is restored before the error is raised.
+        """
+        gradients = (partial(_set_gradient, p, gradient) for p, gradient in self._gradients)
+        call_all([self._copy.restore, *gradients, partial(set_random_states, *self._random)])
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    parameter.grad = None if gradient is None else gradient.clone()

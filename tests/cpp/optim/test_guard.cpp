@@ -252,3 +252,36 @@ TEST_CASE("A guard refuses wrong arguments", "[guard]") {
   Guard late(in_backward);
   CHECK_THROWS_WITH(late.step(guarded_loss(1)), Contains("optimizers: expected step_in_backward=false"));
 }
+
+namespace {
+
+// Assigns a new tensor to its buffer, of which it holds a reference.
+struct AssigningImpl : torch::nn::Module {
+  AssigningImpl() : mean(register_buffer("mean", at::zeros({4}))) {}
+  Tensor forward(const Tensor& x) {
+    mean = 0.9 * mean + 0.1 * x.detach();
+    return x - mean;
+  }
+  Tensor& mean;
+};
+
+}  // namespace
+
+TEST_CASE("a rollback restores buffers that are other tensors by then", "[guard]") {
+  AssigningImpl model;
+  const Tensor weight = at::ones({4}).requires_grad_();
+  AdamW optimizer({weight}, AdamWOptions(0.1));
+  Guard guard(optimizer, GuardOptions("rollback"));
+  guard.include(model);
+  Tensor at_copy;
+  for (const double factor : {1.0, 1.0, kNan, 1.0}) {
+    optimizer.zero_grad();
+    const Tensor loss = model.forward(weight).square().sum() * factor;
+    loss.backward();
+    if (!at_copy.defined()) at_copy = model.mean.clone();
+    guard.step(loss);
+  }
+  CHECK(guard.rollbacks() == 1);
+  CHECK(at::equal(model.mean, at_copy));
+  CHECK(at::equal(model.named_buffers()["mean"], at_copy));
+}

@@ -75,3 +75,37 @@ TEST_CASE("find_lr refuses losses that never fall", "[find_lr]") {
   CHECK_THROWS_WITH(find_lr([] { return at::ones({}); }, run, FindLrOptions().end(0)),
                     Contains("end: expected a number above start"));
 }
+
+TEST_CASE("find_lr restores parameters outside the run's tensors, also if a part refuses its state",
+          "[find_lr]") {
+  struct Refuses {
+    TensorDict state() const { return TensorDict(); }
+    void load_state(const TensorDict&) { throw std::out_of_range("refused"); }
+  } part;
+  auto model = searched_model();
+  const auto scale = at::ones({1}).requires_grad_();
+  auto params = model->parameters();
+  params.push_back(scale);
+  optim::AdamW optimizer(params, optim::AdamWOptions(1e-3));
+  const auto step = [&] {
+    optimizer.zero_grad();
+    const Tensor x = at::randn({32, 16});
+    Tensor loss = (model->forward(x) * scale - x.sum(1, true)).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss;
+  };
+  std::vector<Tensor> before;
+  for (const Tensor& p : params) before.push_back(p.detach().clone());
+  const auto check = [&] {
+    for (size_t i = 0; i < params.size(); ++i) CHECK(at::equal(params[i], before[i]));
+    CHECK(!scale.grad().defined());
+    CHECK(optimizer.param_groups()[0].options().get_lr() == 1e-3);
+  };
+  TrainingRun run{training_tensors(*model), {&optimizer}};
+  find_lr(step, run, FindLrOptions().start(1e-5).end(1).steps(40));
+  check();
+  run.parts.emplace("part", part);
+  CHECK_THROWS_AS(find_lr(step, run, FindLrOptions().start(1e-5).end(1).steps(40)), std::out_of_range);
+  check();
+}

@@ -54,8 +54,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     try:
         gradients = [p.grad for p in model.parameters()]
         state = (model.state_dict(), optimizer.state_dict(), gradients, torch.get_rng_state().tolist())
-        # The base class of PyTorch adds this option to groups when a state is loaded.
-        return str(copy.deepcopy(state)).replace("'differentiable': False, ", "")
+        return str(copy.deepcopy(state))
     finally:
         torch.set_printoptions(profile="default")
 

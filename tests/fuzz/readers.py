@@ -431,6 +431,7 @@ READERS = [
             "data.records.read_records",
             "data.records.kind_of_file",
             "data.formats.why_unsupported",
+            "data.formats.looks_like_json",
             "data.text.documents",
         ),
         _make_text,

@@ -12,6 +12,7 @@ from shoestring.files.read_file import check_regular
 
 HEAD = 64 << 10  # number of bytes at the start of a file that are looked at
 
+JSON_BEGINS = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*)?\{\s*"[^"\n]{0,200}"\s*:')
 TABLE = (
     "write its rows as JSONL, such as with pandas: {read}.to_json('data.jsonl', orient='records', lines=True)"
 )
@@ -104,6 +105,11 @@ def why_unsupported(path: Path) -> str | None:
     if zero >= 0:
         return f"expected text, got a binary file or text in UTF-16: byte {zero} is zero; convert it to UTF-8"
     return None
+
+
+def looks_like_json(path: Path) -> bool:
+    """Return whether a file begins as JSON objects do."""
+    return JSON_BEGINS.match(_read_head(path)) is not None
 
 
 def not_utf8(error: UnicodeDecodeError, offset: int) -> str:

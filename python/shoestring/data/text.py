@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoestring.core.errors import InputError, is_utf8
 from shoestring.data.fields import check_fields
-from shoestring.data.formats import why_unsupported
+from shoestring.data.formats import looks_like_json, why_unsupported
 from shoestring.data.lines import cut_long, read_text
 from shoestring.data.progress import working
 from shoestring.data.records import (
@@ -28,7 +28,8 @@ def find_files(paths: list[Path], pattern: str = "*", tell: Callable[[str], None
     """Return the files named by ``paths``.
 
     A directory in ``paths`` stands for all files below it that match ``pattern``. Hidden files and empty
-    files in a directory are left out. So are files that hold neither text nor records; ``tell`` gets a line for each.
+    files in a directory are left out. So are files that hold neither text nor records; ``tell`` gets a line for each, and
+    one if text looks like records.
     The files of a directory are sorted, so that the order is the same on every machine.
 
     Raises:
@@ -53,7 +54,14 @@ def find_files(paths: list[Path], pattern: str = "*", tell: Callable[[str], None
     for path in files:
         if not is_utf8(str(path)):
             raise InputError(f"--data {str(path)!a}: expected a name in UTF-8; rename the file")
-    return list(dict.fromkeys(files))
+    files = list(dict.fromkeys(files))
+    like_json = [path for path in files if not holds_records(path) and looks_like_json(path)]
+    if like_json:
+        more = f" (and {len(like_json) - 1} more files)" if len(like_json) > 1 else ""
+        tell(
+            f"{like_json[0]}{more}: read as text, but begins as JSON does; for records, let the name end in .jsonl or .json"
+        )
+    return files
 
 
 def _files_in(folder: Path, pattern: str, tell: Callable[[str], None]) -> list[Path]:

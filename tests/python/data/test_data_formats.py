@@ -219,6 +219,29 @@ def test_a_directory_leaves_out_what_it_names(tmp_path: Path, seed: int) -> None
     assert len(told) == 11 and told[-1].startswith("left out 6 more files of ")
 
 
+def test_text_that_looks_like_records_is_named(tmp_path: Path) -> None:
+    contents = [
+        '{"text": "a"}\n',
+        ' [\n {"prompt": 1}]',
+        '\ufeff{ "a":1}',
+        "{x}",
+        "[1]",
+        '{"a", 1}',
+        'text {"a": 1}',
+    ]
+    for number, content in enumerate(contents):
+        path = tmp_path / f"{number}.txt"
+        path.write_text(content, encoding="utf-8")
+        told: list[str] = []
+        assert find_files([path], tell=told.append) == [path]
+        assert told == [
+            f"{path}: read as text, but begins as JSON does; for records, let the name end in .jsonl or .json"
+        ] * (number < 3)
+    told.clear()
+    find_files([tmp_path], tell=told.append)
+    assert len(told) == 1 and "0.txt (and 2 more files): read as text" in told[0]
+
+
 def test_damage_in_a_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.json").write_text('[{"text": ')

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoestring.adapters.files import save_adapter
+from shoestring.adapters.config_digest import KEY
+from shoestring.adapters.files import WEIGHTS, save_adapter
 from shoestring.adapters.switch import Member, members
 from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.core.save_pretrained import register
-from shoestring.files.safetensors_file import save_safetensors
+from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
@@ -37,13 +38,14 @@ def save(model: nn.Module, folder: Path, options: Mapping[str, Any]) -> bool:
     the tensors that training changes. The Trainer loads them into a model with the same adapters.
 
     Raises:
-        ValueError: an argument cannot be used; the model has no adapters but quantised weights; or weights are
-            split among processes.
+        ValueError: an argument cannot be used; weights are split among processes; or the model has no adapters but
+            quantised weights, or a folder with an adapter of ours.
     """
     found = members(model)
     _refuse_split(model, found, options)
     if not found:
         _refuse_quantised(model)
+        _refuse_beside_adapter(model, folder)
         return False
     _check(found, options)
     if options.get("is_main_process", True):
@@ -77,6 +79,21 @@ def _refuse_quantised(model: nn.Module) -> None:
                 f"{METHOD}: model: expected dense weights, received {name}, a {type(module).__name__}, which from_pretrained "
                 "would not read. Call shoestring.save_quantized(model, directory)"
             )
+
+
+def _refuse_beside_adapter(model: nn.Module, folder: Path) -> None:
+    """Raise for a folder with an adapter of ours, such as one that is merged by now.
+
+    from_pretrained would add the adapter to the model once more.
+    """
+    adapter = folder / WEIGHTS
+    if getattr(model, "_hf_peft_config_loaded", False) or not adapter.is_file():
+        return
+    if KEY in open_safetensors(adapter, f"{METHOD}: {adapter}: expected a safetensors file").metadata():
+        raise ValueError(
+            f"{METHOD}: save_directory: expected a folder without an adapter, received {folder}, which holds {WEIGHTS}: "
+            "from_pretrained would add it to the model. Remove it, or choose another folder"
+        )
 
 
 def _check(found: Mapping[str, Member], options: Mapping[str, Any]) -> None:

@@ -163,6 +163,21 @@ def test_a_merged_model(quantize: str | None, requantize: bool, tmp_path: Path) 
     assert torch.allclose(logits(again), logits(model), atol=1e-5)
 
 
+def test_a_merged_model_beside_its_adapter(tmp_path: Path) -> None:
+    """from_pretrained would add the adapter to the merged model."""
+    model = changed(lora.apply(llama(), rank=2))
+    model.save_pretrained(tmp_path)
+    lora.merge(model)
+    with pytest.raises(ValueError, match="save_directory: expected a folder without an adapter, received"):
+        model.save_pretrained(tmp_path)
+    assert names(tmp_path) == ADAPTER
+    for name in ADAPTER:
+        (tmp_path / name).unlink()
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.allclose(logits(again), logits(model), atol=1e-5)
+
+
 @pytest.mark.parametrize("how", ["load_quantized", "from_linear", "pickled"])
 def test_quantised_weights_are_refused(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()

@@ -294,7 +294,8 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
         (["--checkpoint-every", "0"], "--checkpoint-every: expected at least 1, got 0"),
         (["--tokenizer", "nowhere"], "nowhere: no tokenizer there"),
         (["--no-such-option"], "No such option: --no-such-option"),
-        (["--steps", "many"], "Invalid value for '--steps'"),
+        (["--steps", "many"], "--steps: expected an integer, got many"),
+        (["--lr", "abc"], "--lr: expected a number, got abc"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -14,6 +14,8 @@ from shoestring.core.errors import InputError
 # Number of characters tokenised at once: enough work for every core, but a bounded amount of memory, since
 # tokenised text takes about 100 bytes per token.
 BATCH_CHARACTERS = 1 << 20
+# Number of characters of a long document that a window adds. Tokens with their places take about 1 kB each.
+WINDOW = 1 << 18
 # Number of characters that two windows of a long document share. The windows are joined where they agree in the
 # middle half of these characters, so each token near the join is known with 1,024 characters on both sides.
 OVERLAP = 4096
@@ -132,6 +134,7 @@ class Encoder:
 
     def document(self, pieces: Iterator[str]) -> Iterator[list[int]]:
         """Yield the token ids of one document, in parts; together they are those of the whole document."""
+        pieces = _slices(pieces)
         text = next(pieces, "")
         following = next(pieces, None)
         if following is None or not self.has_offsets:
@@ -176,6 +179,13 @@ class Encoder:
             wanted = len(text) if place is None else 0  # doubles the window, so that the time stays linear
             following = _read(pieces, wanted)
         yield tokens.ids[first:].tolist()
+
+
+def _slices(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield the same text in pieces of at most ``WINDOW`` characters, without empty ones."""
+    for piece in pieces:
+        for begin in range(0, len(piece), WINDOW):
+            yield piece[begin : begin + WINDOW]
 
 
 def _read(pieces: Iterator[str], characters: int) -> str:

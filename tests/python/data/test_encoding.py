@@ -104,6 +104,18 @@ def test_a_completion_has_no_space_before_it(kind: str) -> None:
     assert [n for n, mark in zip(names, examples.trained) if mark] == ["4", "</s>"]
 
 
+def test_what_was_done_to_examples_is_said() -> None:
+    tokenizer = made("GPT-2")
+    pairs = [("the ", "cat"), ("the", " cat"), ("the " * 40, "cat")]
+    texts = Texts(COMPLETION, [[(a, False), (b, True)] for a, b in pairs], ["a note"])
+    encoded = encode_examples(texts, tokenizer, 16)
+    assert encoded.notes == [
+        "a note",
+        "2 example(s) have a token that covers the end of a prompt and the beginning of its completion; it is trained on",
+        "1 example(s) were cut to --seq-len 16; 1 of them left out: no completion left",
+    ]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_stand_once(kind: str) -> None:
     """A text that has the special tokens itself gets no others."""

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import shoestring  # noqa: F401 (registers the operators)
@@ -151,16 +150,19 @@ def test_figures_of_whole_runs_stand_in_the_readme_alone() -> None:
         assert not repeated, f"{page.relative_to(ROOT)}: {sorted(repeated)}"
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("internals/*.md")), ids=lambda page: page.stem)
-def test_files_that_internals_name_exist(page: Path) -> None:
-    """Each path with a folder of the repository that a page on internals names in backticks exists."""
-    for name in re.findall(
-        r"`((?:csrc|cuda|python|tests|scripts|cmake|examples|benchmarks|docs)/[^`]+)`", page.read_text()
-    ):
-        path = name.split("::")[0].split(" ")[0].rstrip("/")
-        if "<" in path or "," in path:
-            continue
-        if "*" in path:
-            assert list(ROOT.glob(path)), name
-        else:
-            assert (ROOT / path).exists(), name
+def test_files_and_tests_that_pages_name_exist() -> None:
+    """Each path of the repository and each test that a page names in backticks exists."""
+    folders = "csrc|cuda|python|tests|scripts|cmake|examples|benchmarks|docs"
+    tests = [path for kind in ("py", "cpp") for path in (ROOT / "tests").rglob(f"*.{kind}")]
+    files = {path.name for path in tests}
+    defined = set(re.findall(r"^def (test_\w+)", "\n".join(path.read_text() for path in tests), re.MULTILINE))
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
+        for name in re.findall(r"`([^`\n]+)`", page.read_text()):
+            where = f"{page.relative_to(ROOT)}: {name}"
+            if re.fullmatch(r"test_\w+\.(?:py|cpp)(?:::\w+)?", name):
+                assert name.split("::")[0] in files, where
+            for test in re.findall(r"(?:^|::)(test_\w+)$", name):
+                assert test in defined, where
+            path = name.split("::")[0].split(" ")[0].rstrip("/")
+            if re.match(rf"(?:{folders})/", path) and not set("<,{…").intersection(path):
+                assert list(ROOT.glob(path)), where

@@ -18,7 +18,7 @@ from pathlib import Path
 import typer
 from torch import nn
 
-from shoestring.cli.estimate import check, load
+from shoestring.cli.estimate import build, check
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.estimate_ranks import Choice, choose
 
@@ -66,7 +66,7 @@ WAYS = {
 
 @functools.cache
 def model_of(model: str, weights: str) -> nn.Module:
-    return load(
+    return build(
         EstimateConfig(
             model=model, vocab_size=32000, precision="bf16", weights=weights, seq_len=2048, full=True
         )

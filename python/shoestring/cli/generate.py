@@ -15,8 +15,10 @@ from shoestring.data.progress import working
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.read_file import read_json
 from shoestring.files.safetensors_file import open_safetensors
+from shoestring.integrations.transformers.reader import read_config
 from shoestring.training.device import DTYPES, find_device
 from shoestring.training.models import load_model, locate_model
+from shoestring.training.positions import positions_of
 
 # lowest temperature: dividing logits by less overflows, and the likeliest token is certain anyway
 COLDEST = 1e-6
@@ -45,6 +47,12 @@ def generate(config: GenerateConfig) -> str:
     if max(ids) >= rows:
         raise InputError(
             f"{folder}: the tokenizer gives token {max(ids)}, the model's embedding has {rows} rows"
+        )
+    found = positions_of(read_config(folder))
+    if found is not None and len(ids) + config.max_new_tokens > found[1]:
+        raise InputError(
+            f"--max-new-tokens {config.max_new_tokens}: expected at most {max(0, int(found[1]) - len(ids))} after a prompt of "
+            f"{len(ids)} tokens, since {folder} has {found[1]:g} positions; give fewer, or a shorter prompt"
         )
     torch.manual_seed(config.seed)
     model.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -154,6 +155,13 @@ def test_generate_continues(runs: list[Path], capsys: pytest.CaptureFixture[str]
         capsys, "generate", "--model", runs[0] / "model", "--temperature=-1", "x"
     )
     succeed("generate", "--model", runs[0] / "model", "--max-new-tokens", 2, "")
+
+
+def test_generate_stays_within_the_positions(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    line = refuse(capsys, "generate", "--model", runs[0] / "model", "--max-new-tokens", 2048, "the cat")
+    assert re.search(
+        r"--max-new-tokens 2048: expected at most \d+ after a prompt of \d+ tokens, since .* 2048 pos", line
+    )
 
 
 def test_report_escapes_what_it_shows(runs: list[Path], tmp_path: Path) -> None:

@@ -133,3 +133,14 @@ def test_one_module_cannot_have_two_values(tmp_path: Path) -> None:
                 ValueError, match="expected the same values for first.weight and second.weight"
             ):
                 _by_values(model, [(names, like)], reader, {}, tmp_path)
+
+
+def test_two_models_in_a_folder_are_refused(tmp_path: Path) -> None:
+    """The index of an earlier model remains if transformers writes one file over a sharded model."""
+    llama().save_pretrained(tmp_path, max_shard_size="50KB")
+    assert len(stored_tensors(tmp_path)) > 10
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match="expected model.safetensors or model.safetensors.index.json, received both"
+    ):
+        stored_tensors(tmp_path)

@@ -49,7 +49,13 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _weight_files(directory: Path) -> list[Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if os.path.lexists(index):
-        return _sharded(directory, index)
+        files = _sharded(directory, index)
+        if os.path.lexists(single) and single not in files:
+            # transformers would read the single file.
+            raise ValueError(
+                f"{directory}: expected {single.name} or {index.name}, received both, of two models. Remove the older one"
+            )
+        return files
     if os.path.lexists(single):
         return [single]
     raise ValueError(

@@ -191,7 +191,7 @@ def kind_of_file(path: Path) -> str:
         kind = kind_of_record(record)
         if kind is None:
             raise UnknownFieldsError(
-                f"{where} has the fields {shown(sorted(record))}; {EXPECTED}{_inner(record)}"
+                f"{where} has the fields {shown(sorted(record))}; {EXPECTED}{list_inside(record)}"
             )
         return kind
     raise InputError(f"{path}: no record in the file")
@@ -201,7 +201,7 @@ class UnknownFieldsError(InputError):
     """Raised for a JSON file whose first record has the fields of no kind."""
 
 
-def _inner(record: dict[str, Any]) -> str:
+def list_inside(record: dict[str, Any]) -> str:
     """Return advice for an object around a list of records, such as {"data": [...]}."""
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

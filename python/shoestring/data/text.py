@@ -17,6 +17,7 @@ from shoestring.data.records import (
     kind_of_file,
     kind_of_record,
     kind_of_value,
+    list_inside,
     read_records,
 )
 from shoestring.files.read_file import shown
@@ -116,7 +117,11 @@ def documents(path: Path) -> Iterator[Iterator[str]]:
     for where, record in read_records(path):
         if "text" not in record:
             kind = kind_of_record(record)
-            other = f"; `shoestring finetune` trains on {kind} records, one kind at a time" if kind else ""
+            other = (
+                f"; `shoestring finetune` trains on {kind} records, one kind at a time"
+                if kind
+                else list_inside(record)
+            )
             raise InputError(f'{where} has no "text" string; its fields are {shown(sorted(record))}{other}')
         if not isinstance(record["text"], str):
             raise InputError(f'{where}: expected a string "text", got {kind_of_value(record["text"])}')

@@ -192,6 +192,11 @@ def test_records_of_finetune_are_named_in_text(tmp_path: Path) -> None:
         InputError, match='no "text" string.*`shoestring finetune` trains on prompt/completion'
     ):
         list(documents(file))
+    file = write_jsonl(tmp_path / "b.json", [{"version": 1, "data": [{"text": "a"}]}])
+    with pytest.raises(
+        InputError, match='no "text" string; .*; the field .data. has a list of 1 objects: if these'
+    ):
+        list(documents(file))
 
 
 def test_a_directory_leaves_out_what_it_names(tmp_path: Path, seed: int) -> None:

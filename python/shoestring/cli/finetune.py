@@ -13,6 +13,7 @@ from shoestring.cli.config import Source
 from shoestring.cli.console import Console, say, silence
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
+from shoestring.data.encoding import vocabulary_size
 from shoestring.data.examples import Texts, encode_examples, read_segments
 from shoestring.data.records import CHAT, TEXT, kind_of
 from shoestring.data.text import check_text, find_files
@@ -106,9 +107,9 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
             kept_bytes(config),
             config.double_quant,
         )
-        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        if vocabulary_size(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
-                f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model's embedding fewer"
+                f"{folder}: the tokenizer has {vocabulary_size(tokenizer)} tokens, the model's embedding fewer"
             )
         fused = None if config.baseline else fused_loss(model, config.workspace_mb, say)
         pack = config.pack if fused is not None and kind != TEXT and can_pack(model) else "none"

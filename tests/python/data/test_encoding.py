@@ -15,7 +15,7 @@ from shoestring.cli import generate
 from shoestring.cli.config import GenerateConfig
 from shoestring.core.errors import InputError
 from shoestring.data import encoding, lines
-from shoestring.data.encoding import Encoder
+from shoestring.data.encoding import Encoder, vocabulary_size
 from shoestring.data.examples import Texts, encode_examples
 from shoestring.data.records import COMPLETION
 from shoestring.data.token_file import read_token_file, write_token_file
@@ -159,6 +159,17 @@ def test_files_of_a_tokenizer_that_lead_elsewhere(tmp_path: Path) -> None:
         refused("expected no folder in it", chat_template=templates)
     (folder / "tokenizer.json").rename(tmp_path / "tokenizer.json")
     refused("cannot be loaded", tokenizer_file=str(tmp_path / "tokenizer.json"))
+
+
+def test_a_vocabulary_with_gaps(tmp_path: Path) -> None:
+    """The size of a vocabulary is above every id, which C++ programs and the embedding check."""
+    made("Llama-3").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 5000, "content": "<far>"})
+    content["model"]["vocab"]["<far>"] = 5000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert vocabulary_size(tokenizer) == 5001 > len(tokenizer)
 
 
 def test_a_tokenizer_that_cuts_at_random_is_refused(tmp_path: Path) -> None:

@@ -182,17 +182,17 @@ void WeightStoreCore::write_all(WeightBlock& b) {
 
 // Lets the storages of a block point into `memory`, or nowhere.
 void WeightStoreCore::place(WeightBlock& b, const at::Tensor* memory) {
+  const std::string error =
+      c10::str(kOffloadWeights, ": ", b.name, ": expected weights on ", device, ", received some that are ",
+               file ? "in a file" : "in host memory", ": read or change them within present()");
   for (const WeightPiece& p : b.pieces) {
     auto& storage = *p.storage.unsafeGetStorageImpl();
     if (memory != nullptr) {
       place_storage(storage, static_cast<char*>(memory->data_ptr()) + p.at, *memory);
       continue;
     }
-    empty_storage(
-        storage,
-        c10::str(kOffloadWeights, ": ", b.name, ": expected weights on ", device, ", received some that are ",
-                 file ? "in a file" : "in host memory", ": read or change them within present()"),
-        b.row != 0 ? pointer_to_source(weak_from_this(), device) : at::DataPtr(nullptr, device));
+    empty_storage(storage, error,
+                  b.row != 0 ? pointer_to_source(weak_from_this(), device) : at::DataPtr(nullptr, device));
   }
   b.here = memory != nullptr;
 }

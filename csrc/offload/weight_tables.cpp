@@ -130,6 +130,9 @@ void WeightStoreCore::end_rows(Arrival& a) {
 
 at::Tensor WeightStoreCore::embedding(const at::Tensor& weight, const at::Tensor& indices) {
   if (row_source_of(weight) == nullptr) return at::embedding(weight, indices);
+  TORCH_CHECK(!weight.requires_grad() || !at::GradMode::is_enabled(), kOffloadWeights,
+              ": table: expected a frozen weight, as when it left, received one of shape ", weight.sizes(),
+              " that requires gradients now; bring the weights back first");
   const at::NoGradGuard no_grad;
   WeightBlock* b = nullptr;
   {

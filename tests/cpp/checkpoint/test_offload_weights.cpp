@@ -127,6 +127,85 @@ TEST_CASE("a fetched block may throw", "[offload_weights]") {
   CHECK(model(batch, &offload).equal(expected));
 }
 
+TEST_CASE("weights that are unfrozen later are trained or refused", "[offload_weights]") {
+  const auto folder = Folder();
+  WeightedModel plain, model;
+  const auto unfreeze = [](WeightedModel& m, bool requires_grad) {
+    for (Tensor& p : m.blocks[2]->parameters()) p.requires_grad_(requires_grad);
+  };
+  unfreeze(plain, false), unfreeze(model, false);
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  for (size_t i = 0; i < model.blocks.size(); ++i) {
+    const auto weights = model.blocks[i]->parameters();
+    i == 2 ? offload.add(weights) : offload.add({}, weights);
+  }
+  unfreeze(plain, true), unfreeze(model, true);
+  const auto expected = train_weights(plain, nullptr, true);
+  CHECK(same_weights(train_weights(model, &offload, true), expected));
+  offload.restore();
+  CHECK(same_weights(model.parameters(), plain.parameters()));
+
+  WeightedModel frozen(3);
+  frozen.freeze();
+  OffloadWeights other(OffloadWeightsOptions().folder(folder.path));
+  for (const auto& block : frozen.blocks) other.add(block->parameters());
+  for (Tensor& p : frozen.blocks[1]->parameters()) p.requires_grad_(true);
+  CHECK_THROWS_WITH(frozen(at::randn({2, 24}), &other),
+                    Contains("block 1: expected frozen weights, as when they left, received one of shape"));
+  const Tensor table = at::randn({700, 64});
+  other.add_table(table);
+  table.requires_grad_(true);
+  CHECK_THROWS_WITH(other.embedding(table, at::ones({2}, at::kLong)),
+                    Contains("table: expected a frozen weight, as when it left"));
+}
+
+TEST_CASE("a write outside of the uses of a block is an error, and one in forward is kept",
+          "[offload_weights]") {
+  const auto folder = Folder();
+  WeightedModel model(3);
+  model.freeze();
+  const at::NoGradGuard no_grad;
+  const Tensor before = model.blocks[1]->weight.clone();
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  for (const auto& block : model.blocks) offload.add(block->parameters());
+  model(at::randn({2, 24}), &offload);
+  for (const auto& block : model.blocks)
+    CHECK_THROWS_WITH(block->weight.mul_(2), Contains("expected weights on cpu"));
+  for (int64_t i = 0; i < 3; ++i) {
+    offload.run(i, before, [&](const Tensor& x) {
+      model.blocks[static_cast<size_t>(i)]->weight.mul_(2);
+      return x;
+    });
+  }
+  model(at::randn({2, 24}), &offload);
+  offload.restore();
+  CHECK(model.blocks[1]->weight.equal(before * 2));
+}
+
+TEST_CASE("a backward that fails leaves no block on the device", "[offload_weights]") {
+  const auto folder = Folder();
+  WeightedModel model;
+  model.freeze();
+  const Tensor batch = at::randn({2, 24}), expected = model(batch);
+  OffloadWeights offload(OffloadWeightsOptions().folder(folder.path));
+  for (const auto& block : model.blocks) offload.add(block->parameters());
+  for (size_t last = 0; last < model.blocks.size(); ++last) {
+    Tensor x = model.first->forward(batch);
+    for (size_t i = 0; i < model.blocks.size(); ++i) {
+      x = offload.run(static_cast<int64_t>(i), x, [&](const Tensor& y) {
+        const Tensor z = model.blocks[i]->forward(y);
+        if (i == last) z.register_hook([](const Tensor&) { TORCH_CHECK(false, "mine"); });
+        return y + at::gelu(z);
+      });
+    }
+    CHECK_THROWS_WITH(x.pow(2).mean().backward(), Contains("mine"));
+  }
+  const Tensor loss = model(batch, &offload);
+  loss.backward();
+  CHECK(loss.equal(expected));
+  CHECK(offload.statistics().at("device") <= 2 * 4096);
+}
+
 TEST_CASE("offload_weights refuses what it cannot do", "[offload_weights]") {
   CHECK_THROWS_WITH(OffloadWeights(OffloadWeightsOptions()),
                     Contains("to: expected nvme:DIR for weights on the CPU"));

@@ -140,3 +140,22 @@ TEST_CASE("a second backward without a step is refused", "[offload]") {
     for (const Tensor& p : params) torch::autograd::impl::set_post_acc_grad_hooks(p, nullptr);
   }
 }
+
+TEST_CASE("threads that step one optimizer wait for each other", "[offload]") {
+  at::manual_seed(3);
+  std::vector<Tensor> params;
+  for (int i = 0; i < 6; ++i) params.push_back(at::randn({64, 64}).set_requires_grad(true));
+  AdamW optimizer(params, AdamWOptions(1e-3));
+  optimizer.set_offload("cpu");
+  for (Tensor& p : params) p.mutable_grad() = at::ones_like(p);
+  const auto steps = [&] {
+    for (int i = 0; i < 50; ++i) optimizer.step();
+  };
+  std::thread one(steps), two(steps);
+  one.join(), two.join();
+  for (const Tensor& p : params) {
+    CHECK(p.isfinite().all().item<bool>());
+    const auto& state = static_cast<ParamState&>(*optimizer.state().at(p.unsafeGetTensorImpl()));
+    CHECK(state["step"].item<float>() == 100);
+  }
+}

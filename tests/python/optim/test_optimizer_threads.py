@@ -83,11 +83,12 @@ def test_threads_use_the_averages(kind: Any) -> None:
     averages = Averages(model, kind, last=3, decay=0.5)
     averages.update()
     state = {name: v.clone() if isinstance(v, Tensor) else v for name, v in averages.state_dict().items()}
-    together(
-        lambda: [averages.update() for _ in range(STEPS)],
-        lambda: [averages.update() for _ in range(STEPS)],
-        lambda: [averages.state_dict() for _ in range(STEPS)],
-    )
+
+    def update() -> None:
+        for _ in range(STEPS):
+            averages.update()
+
+    together(update, update, lambda: [averages.state_dict() for _ in range(STEPS)])
     assert averages.updates == 2 * STEPS + 1
     averages.load_state_dict(state)
     assert averages.updates == 1
@@ -113,7 +114,7 @@ def test_threads_patch_one_model_and_undo_it() -> None:
                 report.undo()
 
     classes = [type(module) for module in model.modules()]
-    together(*(lambda target=target: patch(target) for target in (model, model, other)))  # type: ignore[misc]
+    together(*(lambda target=target: patch(target) for target in (model, model, other)))
     assert [type(module) for module in model.modules()] == classes
     with torch.no_grad():
         assert torch.equal(model(input_ids=x).logits, expected)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import AdaptedLayer, reattach
 from shoestring.adapters.switch import check_known, members, set_adapter
-from shoestring.adapters.tied import note_ties
+from shoestring.adapters.tied import note_ties, part_ties
 from shoestring.adapters.trained_copy import TrainedCopy, replace_module, unwrap
 from shoestring.adapters.virtual_tokens import VirtualTokens
 from shoestring.core.module_argument import check_module
@@ -121,6 +121,7 @@ def merge(
         totals += error
         errors[place] = _ratio(error)
     note_ties(model)
+    part_ties(model)
     return MergeReport(errors, _ratio(totals))
 
 

@@ -49,6 +49,26 @@ def note_ties(model: nn.Module) -> None:
                 module.all_tied_weights_keys = module.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
 
 
+def part_ties(model: nn.Module) -> None:
+    """Give weights of their own to names that are tied to each other, but no longer to the weight of the embedding.
+
+    In an encoder-decoder model, an embedding, an encoder, a decoder and an output layer may share one weight. If
+    the embedding has another one, a file has one of the other names alone, and a loader ties the rest to the
+    embedding.
+    """
+    ties: Any = getattr(model, "all_tied_weights_keys", None)
+    seen: set[int] = set()
+    for target, source in (ties or {}).items():
+        own = model.get_parameter(target)
+        if own is model.get_parameter(source):
+            continue
+        if id(own) in seen:
+            parent, _, child = target.rpartition(".")
+            copied = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
+            model.get_submodule(parent)._parameters[child] = copied
+        seen.add(id(own))
+
+
 def tied_modules(model: nn.Module, options: Options) -> dict[str, str]:
     """Return the modules whose trained copies use the weight of another copy: name -> name of the other.
 

@@ -144,3 +144,23 @@ def test_two_models_in_a_folder_are_refused(tmp_path: Path) -> None:
         ValueError, match="expected model.safetensors or model.safetensors.index.json, received both"
     ):
         stored_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["shared", "lm_head", "embed_tokens"])
+def test_a_merged_encoder_decoder_reloads(target: str, tmp_path: Path) -> None:
+    """Embedding, encoder, decoder and output layer share one weight, of which the merge changes some."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config).eval()
+    randomise(lora.apply(model, rank=2, target_modules=[target], init="random"))
+    expected = logits(model)
+    lora.merge(model)
+    model.save_pretrained(tmp_path)
+    again = BartForConditionalGeneration.from_pretrained(tmp_path)
+    assert torch.allclose(logits(again), expected, atol=1e-4)
+    lora.unmerge(model)
+    assert torch.allclose(logits(model), expected, atol=1e-4)

@@ -148,6 +148,13 @@ class Trainer:
                     self._save(step + 1, log)
                     break
 
+    def finish(self) -> None:
+        """Give the model the weights that ``evaluate`` has used, which are those to save, in evaluation mode.
+
+        Call it before the processes give up their parts of the weights. No step may follow.
+        """
+        self._set_mode(training=False)
+
     def _log_path(self) -> Path:
         """Return the file of the metrics, which the first process alone keeps."""
         return self.run / "metrics.jsonl" if self.processes.is_first else Path(os.devnull)
@@ -180,13 +187,16 @@ class Trainer:
     def _accumulate(self, step: int, data: StepData, readings: Readings, first: bool) -> None:
         """Run forward and backward of all micro-batches of a step.
 
-        The loss is the mean over the labelled positions of all micro-batches.
+        The loss is the mean over the labelled positions of all micro-batches, plus the mean over the micro-batches of
+        the terms that are no sums over tokens, such as the loss of a router.
         """
+        count = self.config.accumulate
+        items = max(1, data.labelled) / count
         for number, (inputs, labels, more) in enumerate(data.batches):
             saved = memory.SavedActivations(self.model) if first and number == 0 else None
             with self._sums(number + 1 < len(data.batches)):
                 with saved or nullcontext(), self.autocast(), self.offload:
-                    loss = self.loss(inputs, labels, **more) / max(1, data.labelled)
+                    loss = self.loss(inputs, labels, items=items, **more) / count
                 if saved is not None:
                     self.saved_activations = saved.bytes
                 readings.add_loss(loss)
@@ -257,7 +267,7 @@ class Trainer:
         batch = self._batch(self.train, rows)
         inputs, labels, more = _pytree.tree_map_only(Tensor, lambda t: t.to(self.device), batch)
         with self.autocast():
-            return self.loss(inputs, labels, **more) / max(1, labelled(batch[1]))
+            return self.loss(inputs, labels, items=max(1, labelled(batch[1])), **more)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return device.autocast(self.config, self.device)
@@ -337,7 +347,10 @@ class Trainer:
         self.saved = step
 
     def evaluate(self) -> float:
-        """Return the mean loss over the first ``eval_batches`` batches of the validation rows."""
+        """Return the mean loss over the first ``eval_batches`` batches of the validation rows.
+
+        It is the loss of training: terms that are no sums over tokens are averaged with the batches' numbers of labels.
+        """
         size = self.config.batch_size
         batches = min(math.ceil(len(self.val) / size), self.config.eval_batches)
 
@@ -355,7 +368,7 @@ class Trainer:
             Prefetcher(read, self.device, stop=batches, fills_buffers=True) as feed,
         ):
             for (inputs, labels, more), counted in feed:
-                losses.append(self.loss(inputs, labels, **more).float())
+                losses.append(self.loss(inputs, labels, items=max(1, counted), **more).float() * counted)
                 count += counted
         self._set_mode(training=True)
         for loss in torch.stack(losses).tolist():

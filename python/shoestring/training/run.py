@@ -279,6 +279,8 @@ def execute(
     trainer.parallel = parallel(model, config, processes)
     if trainer.parallel is not None:
         progress.note(str(trainer.parallel))
+    elif config.parallel != "none":
+        progress.note(f"--parallel {config.parallel}: one process, which splits and sends nothing")
     with _offload_errors(config.offload):
         splits = trainer.parallel is not None and trainer.parallel.strategy == "zero2"
         trainer.optimizers = make_optimizers(model, config, splits)
@@ -301,6 +303,7 @@ def execute(
     began = time.time()
     with weights_errors(place_of_weights(config), trainer.kept):
         trainer.fit(start)
+        trainer.finish()
     used = memory.usage(device)
     peak = used.get("device_peak", used["peak"])
     peaks = processes.of_all(peak)

@@ -10,7 +10,7 @@ from test_patch import VOCAB, build
 
 import shoestring
 from conftest import relative_error
-from shoestring.data.batches import Examples
+from shoestring.data.batches import Examples, packed_arguments
 from shoestring.data.packing import MultipackBatchSampler, PackedOrder, PackingCollator
 from shoestring.training.models import can_pack, fused_loss
 
@@ -153,3 +153,58 @@ def test_what_cannot_keep_sequences_apart_is_padded(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(type(model), "forward", deaf)
     assert not can_pack(model)
+
+
+# Fields of the smallest configurations, of which each architecture takes those that it knows.
+TINY = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "n_embd": 64, "n_layer": 2, "n_head": 4, "max_position_embeddings": 128,
+    "n_positions": 128, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "mamba_d_state": 8, "mamba_dt_rank": 8,
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_ssm": 128, "lru_width": 64,
+    "attention_window_size": 8, "sliding_window": 8, "block_dim": 64, "conv_dim": 64, "conv_dim_out": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "block_size": 8, "word_embed_proj_dim": 64, "ffn_dim": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MIXED = {"layer_types": ["conv", "full_attention"] * 2}
+# architectures of which no row may have several examples, because a state or a convolution crosses them
+STATES: dict[str, dict[str, Any]] = {
+    "falcon_h1": {}, "lfm2": MIXED, "lfm2_moe": MIXED | {"num_dense_layers": 1}, "recurrent_gemma": {}, "jamba": {},
+    "bamba": {}, "minimax": {}, "qwen3_next": {}, "mamba": {}, "rwkv": {}, "bloom": {"hidden_size": 64},
+}  # fmt: skip
+# architectures whose tokens meet in attention alone
+ATTENTION = ("llama", "gpt2", "opt", "gemma3_text", "qwen3_moe", "mixtral", "gpt_oss", "granite", "olmo2")
+
+
+def smallest(kind: str, **fields: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    known = transformers.AutoConfig.for_model(kind).to_dict()
+    chosen = {name: value for name, value in TINY.items() if name in known} | fields
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **chosen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.sample(5)
+def test_examples_that_meet_in_a_state_are_padded(kind: str, dtype: torch.dtype) -> None:
+    model = smallest(kind, **STATES[kind]).to(dtype)
+    fused_loss(model, 8)
+    assert not can_pack(model)
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.sample(4)
+def test_examples_that_meet_nowhere_are_packed(kind: str) -> None:
+    """Weights that are scaled up show what small ones hide."""
+    model = smallest(kind).eval()
+    fused_loss(model, 8)
+    assert can_pack(model) and can_pack(copy.deepcopy(model).bfloat16())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    sizes = [17, 12, 11]
+    tokens = torch.randint(0, 64, (1, sum(sizes)))
+    with torch.no_grad():
+        alone = [model(part, use_cache=False).logits for part in tokens.split(sizes, 1)]
+        packed = model(tokens, use_cache=False, **packed_arguments(sizes)).logits
+    assert relative_error(packed, torch.cat(alone, 1)) < 1e-5

@@ -67,6 +67,11 @@ Processes::Processes(const LoopOptions& options, at::Device device) {
     throw InputError("--parallel: expected ddp, zero1, zero2 or zero3 in a run of " + processes +
                      ", got none");
   }
+  if (std::getenv("WORLD_SIZE") == nullptr && options.parallel != "none") {
+    throw InputError("--parallel " + options.parallel +
+                     ": expected processes that torchrun has started, got one process without it; start the "
+                     "program with torchrun --nproc-per-node N --no-python, or leave --parallel out");
+  }
   if (count == 1) return;
   if (options.batch_size % count != 0) {
     throw InputError("--batch-size: expected a multiple of the " + processes +

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring._load import LIBRARIES
+
+TIMEOUT = timedelta(minutes=10)  # of collectives in groups that this package starts
 
 
 @functools.cache
@@ -37,6 +41,27 @@ def group_or_default(group: dist.ProcessGroup | None, caller: str) -> dist.Proce
     found = dist.group.WORLD if group is None else group
     assert found is not None
     return found
+
+
+def start_group(backend: str) -> tuple[int, int]:
+    """Start the group of all processes that torchrun has started; return this process's rank and their number.
+
+    Raises:
+        ValueError or RuntimeError: the environment is not that of torchrun, or the others do not come.
+    """
+    from torch._C._distributed_c10d import PrefixStore  # a PyTorch without c10d has neither
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, count = next(rendezvous("env://", timeout=TIMEOUT))
+    # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
+    attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=TIMEOUT)
+    return rank, count
+
+
+def backends(device: str) -> str:
+    """Return the backends of a group for tensors of the CPU and of this type of device."""
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
 
 
 def name_of(group: dist.ProcessGroup) -> str:

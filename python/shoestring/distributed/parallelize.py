@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -21,15 +22,18 @@ from shoestring.core.module_argument import check_module
 from shoestring.core.process_memory import spare_bytes
 from shoestring.core.save_pretrained import watch
 from shoestring.distributed.groups import (
+    backends,
     broadcast_module,
     group_or_default,
     name_collectives,
     plain_tensors,
+    start_group,
 )
 from shoestring.distributed.shard import split_steps
 from shoestring.optim.base import SPLITS_STEPS, LowMemoryOptimizer
 from shoestring.optim.sharded import is_dtensor
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets in the environment
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 COMPRESS = ("8bit", "4bit", "1bit", "powersgd")
 STATE = 2 + 2 * 4 / 256  # bytes of the state of AdamW in 8 bits, for each trained element
@@ -161,6 +165,9 @@ def parallelize(
 ) -> ParallelReport:
     """Prepare a model in place for training by all processes of the default process group.
 
+    If there is no group yet and torchrun has started the processes, the function starts the group, with Gloo for the CPU
+    and the default backend of the model's device. The group ends with the program.
+
     Each process trains on its own part of each batch, and calls it with the same model. Rank 0's parameters
     and buffers are copied to all ranks first. Gradients are averaged over the ranks. Make the optimizer
     after this call. With "ddp", "zero1" and "zero2", each backward that sends gradients ends with a copy of rank
@@ -246,8 +253,8 @@ def parallelize(
             two dimensions, it is given to a strategy without one, no parameter requires a gradient, the rows of a
             quantised weight are not whole blocks and "zero3" or "hsdp" has to split them, or the model is parallel
             already.
-        RuntimeError: no process group was initialised although the environment is that of several processes,
-            the parameters of the ranks differ, or the folder of ``offload`` has no room.
+        RuntimeError: no process group was initialised although the environment is that of several processes and
+            not that of torchrun, the processes do not connect, the parameters of the ranks differ, or the folder of ``offload`` has no room.
 
     Source: ZeRO, arXiv 1910.02054; ZeRO-Infinity, arXiv 2104.07857; error feedback of both hops: DoubleSqueeze,
     arXiv 1905.05957; PowerSGD, arXiv 1905.13727.
@@ -286,6 +293,7 @@ def parallelize(
         if mesh is not None:
             _check_mesh(strategy, mesh, 1)
         return ParallelReport("none", 1, needed(model, "ddp", 1), "there is one process")
+    _start_group(model)
     group = group_or_default(None, "parallelize")
     ranks = dist.get_world_size(group)
     reason = ""
@@ -315,6 +323,24 @@ def parallelize(
         report.undo()
         raise
     return report
+
+
+def _start_group(model: nn.Module) -> None:
+    """Start the group of all processes that torchrun has started, unless the program has done so."""
+    if dist.is_initialized() or any(name not in os.environ for name in TORCHRUN):
+        return
+    device = next(model.parameters()).device
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.set_device_index(device)
+    try:
+        start_group(backends("cpu" if device.type == "meta" else device.type))
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"parallelize: the processes do not connect: {reason}; start the program with torchrun"
+        ) from None
+    # A group that is left at exit keeps threads, which may end the process with an error.
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def _apply(

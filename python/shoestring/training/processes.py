@@ -6,10 +6,10 @@ The first process writes all files of the run. The others read what it has prepa
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoestring.core.errors import InputError
+from shoestring.distributed.groups import backends, start_group
 from shoestring.distributed.parallelize import ParallelReport, parallelize
 from shoestring.optim.sharded import is_dtensor
 from shoestring.training.config import LoopConfig
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.options import LOW_RANK, environment_number
-
-TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ def connect(config: LoopConfig) -> Processes:
     """Connect to the other processes that torchrun has started.
 
     Raises:
-        InputError: there are several processes and no ``--parallel``, the environment is damaged, or the
-            other processes do not come.
+        InputError: there are several processes and no ``--parallel``, or a strategy without torchrun, the
+            environment is damaged, or the other processes do not come.
     """
     count = world_size()
     if config.parallel == "none":
@@ -85,6 +84,11 @@ def connect(config: LoopConfig) -> Processes:
                 f"--parallel: expected auto, ddp, zero1, zero2, zero3 or hsdp in a run of {count} processes, got none"
             )
         return Processes()
+    if "WORLD_SIZE" not in os.environ and config.parallel != "auto":
+        raise InputError(
+            f"--parallel {config.parallel}: expected processes that torchrun has started, got one process without it; "
+            "start the command with torchrun --nproc-per-node N --no-python, or leave --parallel out"
+        )
     if config.accumulate % count:
         raise InputError(
             f"--accumulate: expected a multiple of the {count} processes, which share the micro-batches of a step, got "
@@ -115,15 +119,9 @@ def connect(config: LoopConfig) -> Processes:
                 f"for process {local}; start fewer, or take --device cpu"
             )
         torch.accelerator.set_device_index(local)
-        backend = f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator.type)}"
-    from torch._C._distributed_c10d import PrefixStore  # a PyTorch without c10d has neither
-    from torch.distributed.rendezvous import rendezvous
-
+        backend = backends(accelerator.type)
     try:
-        store, rank, count = next(rendezvous("env://", timeout=TIMEOUT))
-        # torchrun keeps its store when it starts processes again, with the addresses of those that have ended.
-        attempt = PrefixStore(f"attempt {environment_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=TIMEOUT)
+        rank, count = start_group(backend)
     except (ValueError, RuntimeError) as error:
         raise InputError(
             f"--parallel {config.parallel}: the processes do not connect: {str(error).splitlines()[0]}; start the command "

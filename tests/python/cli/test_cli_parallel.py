@@ -298,4 +298,10 @@ def test_wrong_options_are_refused(
     assert "WORLD_SIZE: expected a number in the environment" in refuse(capsys, *common, "--parallel", "ddp")
     monkeypatch.delenv("WORLD_SIZE")
     assert not (tmp_path / "run").exists()
-    succeed(*common, "--steps", "1", "--parallel", "zero3")  # one process needs no others
+    for more in ([], ["--compress", "8bit"]):
+        error = refuse(capsys, *common, "--parallel", "zero3", *more)
+        assert "--parallel zero3: expected processes that torchrun has started, got one" in error, error
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one process
+    succeed(*common, "--steps", "1", "--parallel", "zero3")
+    assert "--parallel zero3: one process, which splits and sends nothing" in capsys.readouterr().out

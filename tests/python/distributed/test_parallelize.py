@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoestring
-from processes import assert_replicated, run, whole
+from processes import assert_replicated, launch, run, whole
 from shoestring.distributed import broadcast_module, mean_over_ranks, shard
 from shoestring.optim import LAMB, SGD, AdamW, GaLore, Lion, Muon, ScheduleFreeAdamW
 from shoestring.optim.sharded import local
@@ -497,6 +497,16 @@ def test_several_processes_need_a_group(monkeypatch: pytest.MonkeyPatch) -> None
         "parallelize: expected an initialised process group, received none; call "
         "torch.distributed.init_process_group() in a program that torchrun has started"
     )
+
+
+def _starts() -> None:
+    report = shoestring.parallelize(model(), "ddp")
+    assert (report.strategy, report.ranks, dist.get_backend()) == ("ddp", 2, "gloo")
+    report.undo()
+
+
+def test_torchrun_needs_no_init_process_group() -> None:
+    launch(2, _starts)
 
 
 def _auto(rank: int, rooms: dict[str, float]) -> None:

@@ -217,6 +217,30 @@ def test_products_and_weights_in_16_bits(
     assert f'"dtype": "{name}"' in (tmp_path / "run" / "config.json").read_text()
 
 
+@pytest.mark.parametrize("state", ["8bit", "fp32"])
+@pytest.mark.parametrize("optimizer", ["schedule-free-adamw", "adamw", "muon"])
+@pytest.mark.sample(2)
+def test_the_saved_model_is_the_evaluated_one(
+    program: Path, data: Path, tokens: np.ndarray, tmp_path: Path, optimizer: str, state: str
+) -> None:
+    """The file holds the weights whose validation loss the program prints, also when a finished run is resumed."""
+    from transformers import LlamaForCausalLM
+
+    out, held_out = tmp_path / "out", tokens[TOKENS - round(TOKENS * HELD_OUT) :].astype(np.int64)
+    blocks = [held_out[i : i + SEQ_LEN + 1] for i in range(0, len(held_out) - SEQ_LEN, SEQ_LEN)]
+    rows = torch.from_numpy(np.stack(blocks))
+    for more in ([], ["--resume"]):
+        done = train(
+            program, data, out, "--steps", "10", "--optimizer", optimizer, "--optimizer-state", state, *more
+        )
+        assert done.returncode == 0, done.stderr
+        model = LlamaForCausalLM.from_pretrained(out)
+        with torch.no_grad():
+            logits = model(rows[:, :-1]).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten()).item()
+        assert loss == pytest.approx(validation_loss(done.stdout), abs=1e-5)
+
+
 FP16 = [[], ["--baseline"], ["--optimizer", "muon", "--accumulate", "2"]]
 
 

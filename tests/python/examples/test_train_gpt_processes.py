@@ -276,6 +276,15 @@ def test_a_bad_environment(
     assert not out.exists()
 
 
+def test_one_process_without_torchrun(program: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused(
+        train(program, data, out, "--parallel", "zero2"),
+        "--parallel zero2: expected processes that torchrun has",
+    )
+    assert not out.exists()
+
+
 def test_a_file_that_one_process_cannot_have(program: Path, data: Path, tmp_path: Path) -> None:
     """If the first process may not use the folder, the others end, too."""
     out = tmp_path / "out"

@@ -4,6 +4,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "optim/core.h"
+#include "optim/scaled.h"
 #include "runs/generators.h"
 
 namespace shoestring::runs {
@@ -31,6 +33,13 @@ std::vector<Tensor> tensors_of(const TrainingRun& run) {
 RunCopy::RunCopy(TrainingRun& run, std::string what)
     : run_(&run), what_(std::move(what)), copy_(tensors_of(run), run.optimizers) {
   const at::NoGradGuard no_grad;
+  for (auto* optimizer : run.optimizers) {
+    const auto* own = optim::detail::divides_within_step(*optimizer);
+    TORCH_CHECK_VALUE(
+        own == nullptr || !optim::detail::Access::core(*own).has_sums(), what_,
+        ": run: expected gradients in grad(), received sums of accumulate(), which would be lost. "
+        "Call step() or zero_grad() before");
+  }
   for (const Tensor& t : tensors_of(run)) {
     if (t.requires_grad()) gradients_.emplace_back(t, t.grad().defined() ? t.grad().clone() : Tensor());
   }

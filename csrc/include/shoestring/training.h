@@ -44,6 +44,7 @@ struct SHOESTRING_API TrainingRun {
   TensorDict tensors{};
   /// Our optimizers that have an update rule of their own, and LibTorch's Adam, AdamW and SGD.
   std::vector<torch::optim::Optimizer*> optimizers{};
+  /// No name may begin another one (`a` and `a.b`).
   std::map<std::string, TrainingPart> parts{};
   /// Number of steps that have been taken.
   int64_t step = 0;
@@ -64,9 +65,11 @@ struct SHOESTRING_API TrainingRun {
 SHOESTRING_API void save_training(const std::string& path, const TrainingRun& run);
 
 /// Restores a run from a file that save_training has written, in C++ or in Python, and sets run.step and
-/// run.position. Training then continues bit for bit. Raises c10::Error, and leaves everything as it was, if
-/// the file is damaged, or belongs to another model, optimizer or set of facts. Each of several processes
-/// reads its parts; their number may be another one than before.
+/// run.position. Training then continues bit for bit. The state of a parameter is found by the name that the
+/// parameter has in `run.tensors`, so optimizers may have the parameters of a group in another order than
+/// before. Raises c10::Error, and leaves everything as it was, if the file is damaged, or belongs to another
+/// model, optimizer or set of facts, or if a part refuses its state. Each of several processes reads its
+/// parts; their number may be another one than before.
 SHOESTRING_API void load_training(const std::string& path, TrainingRun& run);
 
 }  // namespace shoestring

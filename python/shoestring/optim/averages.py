@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.core.module_argument import check_module
 from shoestring.core.presence import is_away
-from shoestring.optim.sharded import local
+from shoestring.optim.sharded import is_dtensor, local
 from shoestring.optim.state_tensors import state_tensors
 
 # The entries of a state dict that are numbers.
@@ -177,6 +177,11 @@ class Averages:
     def updates(self) -> int:
         """The number of updates of the averages so far."""
         return int(self._core.updates())
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether the averages are parts of DTensors, so that no process has the state of all."""
+        return any(is_dtensor(owner.get(key)) for owner, key, _ in self._slots)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in the layout of ``state()`` in C++.

@@ -162,3 +162,9 @@ class GradientHooks(Optimizer):
         if task >= 0:
             self._backwards.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(Backward(self, task))
+
+
+def has_sums(optimizer: Any) -> bool:
+    """Return whether an optimizer holds gradients of ``accumulate()``."""
+    core = getattr(getattr(optimizer, "base_optimizer", optimizer), "_core", None)
+    return core is not None and bool(core.has_sums())

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shoestring.core.errors import argument_errors
 from shoestring.core.one_thread import one_thread
+from shoestring.optim.gradients import has_sums
 from shoestring.optim.host_copy import HostCopy
 from shoestring.optim.sam import SAM
 from shoestring.optim.scaled import scaled_step
@@ -265,7 +266,7 @@ class Guard:
                     "Guard: optimizers: expected step_in_backward=False, received True: the optimizer steps before the "
                     "guard can judge"
                 )
-            if len(self.optimizers) > 1 and _has_sums(optimizer):
+            if len(self.optimizers) > 1 and has_sums(optimizer):
                 raise ValueError(
                     "Guard: optimizers: expected gradients in .grad, because several optimizers are judged together, "
                     "received some of accumulate()"
@@ -275,7 +276,7 @@ class Guard:
         """Step unless ``skip`` is above 0. Return 1 if the steps were skipped and 0 otherwise, on the device."""
         skipped = skip
         for optimizer in self.optimizers:
-            if scale is None and _has_sums(optimizer):
+            if scale is None and has_sums(optimizer):
                 scale = torch.ones_like(skip)  # the optimizer looks at the sums of accumulate(), too
             scaled_step("Guard", optimizer, scale, skip)
             own: Tensor | None = getattr(optimizer, "_skipped", None)
@@ -288,9 +289,3 @@ class Guard:
             return False
         self._copy.restore()
         return True
-
-
-def _has_sums(optimizer: Any) -> bool:
-    """Return whether an optimizer holds gradients of ``accumulate()``."""
-    core = getattr(getattr(optimizer, "base_optimizer", optimizer), "_core", None)
-    return core is not None and bool(core.has_sums())

@@ -141,7 +141,8 @@ class StateDicts(Optimizer):
         not in the state dict keep their values.
 
         If the parameters have names, here and in the state dict (``AdamW(model.named_parameters())``), they may have
-        another order within their group: the state of each is found by its name.
+        another order within their group: the state of each is found by its name. The bits of stochastic rounding depend
+        on the order.
 
         Raises:
             ValueError: the state dict does not fit. Nothing has changed then.

@@ -104,6 +104,10 @@ class OnStep(Callback):
         has_state = hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
         self._call, self._every, self._owner = call, every, owner if has_state else None
 
+    @property
+    def _is_split(self) -> bool:
+        return getattr(self._owner, "_is_split", False)
+
     def on_step(self, run: Run) -> None:
         """Call the function if the step is a multiple of ``every``."""
         if run.step % self._every == 0:
@@ -163,6 +167,10 @@ class Callbacks(Callback):
             if "." in name:
                 raise ValueError(f"Callbacks: {name}: expected a name without a dot")
         self._callbacks = callbacks
+
+    @property
+    def _is_split(self) -> bool:
+        return any(getattr(callback, "_is_split", False) for callback in self._callbacks.values())
 
     def on_start(self, run: Run) -> None:
         """Call ``on_start`` of each callback."""

@@ -114,7 +114,7 @@ def find_batch_size(
     with argument_errors():
         sizes: Any = torch.classes.shoestring.BatchSizes(at_most, at_least, multiple_of, memory)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    copy = RunCopy(model, every, parts)
+    copy = RunCopy("find_batch_size", model, every, parts)
     trials: list[BatchTrial] = []
     while (rows := sizes.next()) is not None:
         trials.append(_try(step, rows, sizes, device, memory, copy))

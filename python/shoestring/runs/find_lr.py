@@ -149,7 +149,7 @@ def find_lr(
         raise ValueError("find_lr: optimizers: expected a learning rate above 0, received none")
     shares = [lr / max(first) for lr in first]
     rates = [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
-    copy = RunCopy(model, every, parts)
+    copy = RunCopy("find_lr", model, every, parts)
     found = []
     try:
         for number in range(passes):

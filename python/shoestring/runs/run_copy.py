@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoestring.optim.gradients import has_sums
 from shoestring.optim.host_copy import HostCopy, call_all
 from shoestring.runs.training_file import Stateful, random_states, set_random_states
 
@@ -15,12 +16,21 @@ from shoestring.runs.training_file import Stateful, random_states, set_random_st
 class RunCopy:
     """Copies weights, buffers, gradients, states of optimizers and parts, and random states, to restore them.
 
-    The weights are those of the model and of the optimizers. ``restore()`` may be called several times.
+    The weights are those of the model and of the optimizers. ``restore()`` may be called several times. ``what`` begins
+    errors.
+
+    Raises:
+        ValueError: an optimizer holds gradients of ``accumulate()``, which a restored state would drop.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], parts: Mapping[str, Stateful]
+        self, what: str, model: nn.Module, optimizers: Sequence[Optimizer], parts: Mapping[str, Stateful]
     ) -> None:
+        if any(map(has_sums, optimizers)):
+            raise ValueError(
+                f"{what}: optimizers: expected gradients in .grad, received sums of accumulate(), which would be lost. "
+                "Call step() or zero_grad() before"
+            )
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         weights = {id(p): p for params in [model.parameters(), *groups] for p in params}
         self._copy = HostCopy(weights.values(), [*optimizers, *parts.values()], [model])

@@ -107,7 +107,7 @@ def save_training(
 
     Raises:
         ValueError: an argument has another type, two parts have names of which one begins the other (``a`` and
-            ``a.b``), or the file cannot hold a state. It holds dense tensors, numbers, texts, None, and lists,
+            ``a.b``), a part has averages of DTensors, or the file cannot hold a state. It holds dense tensors, numbers, texts, None, and lists,
             tuples and dicts of these. Each comes back with its type.
         OSError: the file cannot be written. An existing file is unchanged then.
 
@@ -329,6 +329,11 @@ def _check_parts(parts: Mapping[str, Stateful], what: str) -> None:
         if name in ARGUMENTS:
             raise ValueError(
                 f"{what}: parts: expected another name than {name}, which is an argument of save_training"
+            )
+        if getattr(parts[name], "_is_split", False):
+            raise ValueError(
+                f"{what}: {name}: expected averages of whole weights, received some of DTensors, of which each process has "
+                "its own part. Save them with torch.distributed.checkpoint"
             )
         for other in parts:
             if other.startswith(f"{name}."):

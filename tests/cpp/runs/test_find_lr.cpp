@@ -108,4 +108,10 @@ TEST_CASE("find_lr restores parameters outside the run's tensors, also if a part
   run.parts.emplace("part", part);
   CHECK_THROWS_AS(find_lr(step, run, FindLrOptions().start(1e-5).end(1).steps(40)), std::out_of_range);
   check();
+  {
+    const auto sums = optimizer.accumulate();
+    model->forward(at::randn({32, 16})).square().mean().backward();
+  }
+  CHECK_THROWS_WITH(find_lr(step, run),
+                    Contains("find_lr: run: expected gradients in grad(), received sums of"));
 }

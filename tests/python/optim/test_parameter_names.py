@@ -233,6 +233,14 @@ def _split(rank: int, path: str) -> None:
         shoestring.load_training(path + ".again", plain, again)
         check_equal(states(plain, again), states(plain, alone))
 
+    callbacks = shoestring.callbacks
+    averages = callbacks.OnStep(shoestring.optim.Averages(sharded).update)
+    for call in (shoestring.save_training, shoestring.load_training):
+        with pytest.raises(
+            ValueError, match="parts: expected averages of whole weights, received some of DTensors"
+        ):
+            call(path + ".again", sharded, parts=callbacks.Callbacks(averages=averages))
+
     source, target = fully_shard(net()), fully_shard(net())
     optimizers = [
         trained("AdamW", source, named(source)),

@@ -101,6 +101,18 @@ def test_a_part_that_refuses_its_state_does_not_keep_others_from_it() -> None:
     assert problem.optimizer.param_groups[0]["lr"] == 1e-2
 
 
+def test_sums_of_gradients_are_not_lost() -> None:
+    problem = Problem()
+    with problem.optimizer.accumulate():
+        problem.model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(
+        ValueError, match="find_lr: optimizers: expected gradients in .grad, received sums of accum"
+    ):
+        shoestring.find_lr(problem.step, problem.model, problem.optimizer)
+    with pytest.raises(ValueError, match="find_batch_size: optimizers: expected gradients in .grad"):
+        shoestring.find_batch_size(problem.step, problem.model, problem.optimizer, at_most=4)
+
+
 def test_a_part_whose_state_changes_in_place() -> None:
     class Counts:
         def __init__(self) -> None:

@@ -45,7 +45,6 @@ ALLOWED = {
     ("python/shoestring/runs/fast_defaults.py", "torch.cuda"): "TF32 depends on the compute capability",
     ("python/shoestring/training/device.py", "torch.backends.cuda"): "switches of cuBLAS",
     ("python/shoestring/training/device.py", "is_cuda(device)"): "TF32 is a format of NVIDIA's tensor cores",
-    ("python/shoestring/training/estimate_config.py", "'cuda'"): "a type of devices, which need not be here",
     ("python/shoestring/training/memory.py", "is_cuda(device)"): "asks NVML, the library of NVIDIA's driver",
     ("python/shoestring/training/memory.py", "torch.cuda"): "asks NVML, the library of NVIDIA's driver",
 }

@@ -8,6 +8,7 @@
 #include <shoestring/lora.h>
 
 #include "adapters/adapter_files.h"
+#include "adapters/base_record.h"
 #include "adapters/config_digest.h"
 #include "adapters/initialize.h"
 #include "adapters/names.h"
@@ -30,8 +31,11 @@ struct Content {
   std::map<std::string, Layer> layers;
   std::map<std::string, std::map<std::string, Tensor>>
       copies;  // for each module in modules_to_save: its tensors, by tensor name
-  // Pairs of a bias in the module and its new value from the file.
-  std::vector<std::pair<Tensor, Tensor>> biases;
+  // Pairs of a parameter of the base, a bias or the weight of an embedding or output layer, and its new
+  // value.
+  std::vector<std::pair<Tensor, Tensor>> base;
+  // Pairs of a layer with a quantised weight and the weight's new value.
+  std::vector<std::pair<nn::AdaptableLinearImpl*, Tensor>> quantized;
   // The file's vera_A and vera_B, which all VeRA layers share.
   Tensors projection;
 };
@@ -77,6 +81,9 @@ class Sorter {
     for (const auto& [name, layer] : all_of<nn::AdaptableLayer>(module)) layers_[name] = layer;
     for (const auto& [name, bias] : base_biases(module, config.bias == "none" ? "none" : "all"))
       biases_[name] = bias;
+    for (const auto& item : module.named_parameters()) {
+      if (item.key().ends_with(".weight") && item.value().dim() == 2) weights_[item.key()] = item.value();
+    }
     for (const auto& entry : file.entries()) sort(entry.name);
     for (auto& [name, own] : content.layers) check_layer(name, own);
     for (const auto& [name, values] : content.copies) check_copy(module, name, values);
@@ -101,13 +108,15 @@ class Sorter {
       content.copies[owner][name.substr(owner.size() + 1)] = value;
       return;
     }
-    const auto bias = biases_.find(without_base_layer(name));
+    const std::string plain = without_base_layer(name);
+    const auto bias = biases_.find(plain);
+    const auto weight = weights_.find(plain);
     if (bias != biases_.end()) {
-      TORCH_CHECK_VALUE(bias->second.sizes() == value.sizes(), place_, ": ", key, ": expected shape ",
-                        bias->second.sizes(), ", received ", value.sizes());
-      content.biases.emplace_back(bias->second, value);
+      add_base(key, bias->second, value);
+    } else if (weight != weights_.end()) {
+      add_base(key, weight->second, value);
     } else if (name.ends_with(".base_layer.weight")) {
-      check_base(name.substr(0, name.size() - std::string(".base_layer.weight").size()), key, value);
+      add_quantized(plain.substr(0, plain.size() - std::string(".weight").size()), key, value);
     } else {
       const auto [layer, parameter] = split_key(name);
       TORCH_CHECK_VALUE(!parameter.empty() && value.is_floating_point(), place_,
@@ -121,19 +130,29 @@ class Sorter {
     }
   }
 
-  // Checks a base weight that an adapter file contains. PEFT saves the base weights of adapted embeddings and
-  // output layers. Such a weight must equal the weight in the module, so the loader does not copy it. A
-  // quantised weight in the module is not compared.
-  void check_base(const std::string& name, const std::string& key, const Tensor& value) const {
+  // PEFT writes the weights of embeddings and output layers into the file if the vocabulary was resized or if
+  // they have an adapter.
+  void add_base(const std::string& key, const Tensor& own, const Tensor& value) {
+    TORCH_CHECK_VALUE(
+        own.sizes() == value.sizes() && value.is_floating_point(), place_, ": ", key, ": expected shape ",
+        own.sizes(), ", received ", value.sizes(), " of ", value.scalar_type(),
+        own.dim() == 2 ? ". Resize the vocabulary of the module to that of the file first" : "");
+    for (const auto& [other, given] : content.base) {
+      TORCH_CHECK_VALUE(!other.is_same(own) || at::equal(given, value), place_, ": ", key,
+                        ": expected the values of the layer to which it is tied, received others. Untie the "
+                        "two in the module first");
+    }
+    content.base.emplace_back(own, value);
+  }
+
+  void add_quantized(const std::string& name, const std::string& key, const Tensor& value) {
     const auto found = layers_.find(name);
-    const auto* linear =
-        found == layers_.end() ? nullptr : dynamic_cast<const nn::AdaptableLinearImpl*>(found->second);
-    const bool same =
-        found != layers_.end() && ((linear != nullptr && linear->is_quantized()) ||
-                                   at::equal(found->second->base_weight().detach().cpu(),
-                                             value.to(found->second->base_weight().scalar_type())));
-    TORCH_CHECK_VALUE(same, place_, ": ", key,
-                      ": expected the module's own weight, received another; was its vocabulary resized?");
+    auto* linear = found == layers_.end() ? nullptr : dynamic_cast<nn::AdaptableLinearImpl*>(found->second);
+    TORCH_CHECK_VALUE(
+        linear != nullptr && value.is_floating_point() &&
+            value.sizes() == at::IntArrayRef({linear->options.out_features(), linear->options.in_features()}),
+        place_, ": ", key, ": expected the shape of a weight of the module, received ", value.sizes());
+    content.quantized.emplace_back(linear, value);
   }
 
   void check_layer(const std::string& name, Content::Layer& own) const {
@@ -145,10 +164,28 @@ class Sorter {
     own.layer = layers_.at(name);
     own.options = config_.own(name, rank);
     check_adapter(place_, own.options);
+    check_changed_base(name, own);
     const std::string expected = listed_shapes(own.layer->shapes(own.options, place_, name));
     const std::string received = listed_shapes(shapes_of(own.values));
     TORCH_CHECK_VALUE(expected == received, place_, ": ", name, ": expected ", expected, ", received ",
                       received);
+  }
+
+  // An initialisation that changed the base is computed again from the original weight.
+  void check_changed_base(const std::string& name, const Content::Layer& own) const {
+    const auto* lora = std::get_if<nn::LoraOptions>(&own.options);
+    if (lora == nullptr || !lora->changes_base()) return;
+    const auto* linear = dynamic_cast<const nn::AdaptableLinearImpl*>(own.layer);
+    TORCH_CHECK_VALUE(
+        linear != nullptr && !linear->is_quantized(), place_, ": ", name,
+        ": expected a linear layer with a dense weight for init_lora_weights '", lora->init(),
+        "', received another. Load the adapter onto the dense model, save it, and load that file");
+    for (const auto& item : own.layer->adapters) {
+      const auto* other = std::get_if<nn::LoraOptions>(&item.value()->options);
+      TORCH_CHECK_VALUE(other == nullptr || !other->dora(), place_, ": ", name,
+                        ": expected a layer without DoRA for init_lora_weights '", lora->init(),
+                        "', received one with the DoRA adapter '", item.key(), "'");
+    }
   }
 
   void check_copy(const torch::nn::Module& module, const std::string& name,
@@ -194,6 +231,7 @@ class Sorter {
   std::vector<std::string> saved_;
   std::map<std::string, nn::AdaptableLayer*> layers_;
   std::map<std::string, Tensor> biases_;
+  std::map<std::string, Tensor> weights_;  // dense matrices of the module, by name
 };
 
 }  // namespace
@@ -209,7 +247,8 @@ void check_digest(const SafetensorsFile& file, const std::string& digest) {
                     "which was interrupted, or a changed configuration; save the adapter again");
 }
 
-void load_adapter(torch::nn::Module& module, const std::string& directory, const std::string& adapter_name) {
+void load_adapter(torch::nn::Module& module, const std::string& directory, const std::string& adapter_name,
+                  bool any_base) {
   check_name("lora::load_adapter", adapter_name);
   const std::string inner = directory + "/" + adapter_name;
   const bool named = adapter_name != "default" && ::access((inner + "/" + kConfig).c_str(), F_OK) == 0;
@@ -217,6 +256,7 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   const FileConfig config = read_config(folder + "/" + kConfig);
   const SafetensorsFile file(folder + "/" + kWeights);
   check_digest(file, config.digest);
+  if (!any_base) check_base_record(module, file);
   Content content = Sorter(module, file, config).content;
   TORCH_CHECK_VALUE(!content.layers.empty(), "lora::load_adapter: ", file.path(),
                     ": expected tensors of an adapter, received none");
@@ -230,12 +270,21 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
   for (auto& parameter : module.parameters()) parameter.requires_grad_(false);
   for (auto& item : content.projection)
     item.value() = item.value().to(content.layers.begin()->second.layer->adapter_type());
+  // The adapter in the file was trained with the original base weight. The layer may already have an adapter
+  // of this name that subtracted its initial product from the base weight. Deleting that adapter restores the
+  // base weight.
   for (auto& [name, own] : content.layers) {
-    // The adapter in the file was trained with the original base weight. The layer may already have an
-    // adapter of this name that subtracted its initial product from the base weight. Deleting that adapter
-    // restores the base weight.
-    if (own.layer->has_adapter(adapter_name) && own.layer->adapters[adapter_name]->has("initial_A")) {
+    if (own.layer->has_adapter(adapter_name) && own.layer->adapters[adapter_name]->has("initial_A"))
       own.layer->delete_adapter(adapter_name);
+  }
+  for (auto& [parameter, value] : content.base) parameter.copy_(value);
+  for (auto& [linear, value] : content.quantized) linear->set_weight(value.to(at::kFloat));
+  for (auto& [name, own] : content.layers) {
+    const auto* lora = std::get_if<nn::LoraOptions>(&own.options);
+    if (lora != nullptr && lora->changes_base()) {
+      if (own.layer->has_adapter(adapter_name)) own.layer->delete_adapter(adapter_name);
+      auto& linear = dynamic_cast<nn::AdaptableLinearImpl&>(*own.layer);
+      own.layer->add_adapter(own.options, adapter_name, take_out(linear, *lora, nullptr, false));
     }
     own.layer->put_adapter(adapter_name, own.options, own.values);
     own.layer->adapters[adapter_name]->bias = config.bias;
@@ -246,7 +295,6 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
     auto own = add_copy(module, name, adapter_name).values(adapter_name);
     for (const auto& [key, value] : values) own[key].copy_(value);
   }
-  for (auto& [bias, value] : content.biases) bias.copy_(value);
   set_adapter(module, {adapter_name});
 }
 

@@ -7,9 +7,15 @@
 
 #include <shoestring/lora.h>
 
+#include "files/safetensors_format.h"
 #include "quantization/packed.h"
 
 namespace shoestring::lora {
+namespace {
+
+constexpr size_t kLongestAdapterName = 200;
+
+}  // namespace
 
 bool matches(const std::string& name, const std::vector<std::string>& targets) {
   for (const auto& target : targets) {
@@ -106,10 +112,14 @@ void check_bias(const std::string& caller, const nn::AnyAdapterOptions& options,
 
 void check_name(const std::string& caller, const std::string& adapter_name) {
   const bool taken = adapter_name == "base" || adapter_name == "weight" || adapter_name == "bias";
+  // The name is also that of a folder, in save_adapter.
+  const bool folder = adapter_name.size() <= kLongestAdapterName && files::is_visible(adapter_name) &&
+                      adapter_name.find_first_of("./\\") == std::string::npos;
   TORCH_CHECK_VALUE(
-      !adapter_name.empty() && adapter_name.find('.') == std::string::npos && !taken, caller,
-      ": adapter_name: expected a name without dots that is not base, weight or bias, received '",
-      adapter_name, "'");
+      !adapter_name.empty() && folder && !taken, caller,
+      ": adapter_name: expected a name without dots, slashes and control characters, of at most ",
+      kLongestAdapterName, " bytes, that is not base, weight or bias, received ",
+      files::quote(adapter_name.substr(0, kLongestAdapterName)));
 }
 
 void check_known(const std::string& caller, const torch::nn::Module& module,

@@ -128,6 +128,20 @@ class Fields {
   std::map<std::string, std::vector<std::string>> keys_;
 };
 
+// Returns the initialisation of a LoRA adapter that changed the base weights and that load_adapter computes
+// again from them: "pissa" or "olora". Returns "default" for an initialisation that left the base unchanged.
+std::string changed_base(const Fields& fields) {
+  const char* const name = "init_lora_weights";
+  const Json& init = fields[name];
+  if (init.is_null() || init.is_boolean()) return "default";
+  if (init == "pissa" || init == "olora") return init;
+  fields.expect(init == "gaussian" || init == "eva" || init == "orthogonal" || init == "mica", name,
+                "an initialisation after which the base weights are known: true, false, 'gaussian', 'eva', "
+                "'orthogonal', 'mica', 'pissa' or 'olora'. Convert the adapter with PEFT's "
+                "path_initial_model_for_weight_conversion, or merge it there");
+  return "default";
+}
+
 Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions>>& layers) {
   const auto& first = std::get<nn::LoraOptions>(layers.front().second);
   Json ranks = Json::object(), alphas = Json::object();
@@ -210,7 +224,8 @@ FileConfig read_config(const std::string& path) {
                          .dropout(fields.number("lora_dropout", 0))
                          .rslora(fields.flag("use_rslora"))
                          .dora(fields.flag("use_dora"))
-                         .lora_bias(fields.flag("lora_bias"));
+                         .lora_bias(fields.flag("lora_bias"))
+                         .init(changed_base(fields));
   }
   check_bias(config.place, config.options, config.bias);
   return config;

@@ -6,6 +6,7 @@
 #include <shoestring/lora.h>
 
 #include "adapters/adapter_files.h"
+#include "adapters/base_record.h"
 #include "adapters/config_digest.h"
 #include "adapters/names.h"
 #include "adapters/trained_copy.h"
@@ -66,15 +67,19 @@ void save_one(const torch::nn::Module& module, const std::string& directory,
         std::any_of(layers.begin(), layers.end(), [&](const auto& layer) { return layer.first == parent; });
     add(kPrefix + (adapted ? parent + ".base_layer.bias" : name), value);
   }
-  write_adapter(directory, tensors, to_file(module, layers, bias, saved));
+  write_adapter(directory, tensors, to_file(module, layers, bias, saved),
+                {{kBase, base_record(module, tensors)}});
 }
 
 }  // namespace
 
-void write_adapter(const std::string& directory, const TensorDict& tensors, const Json& config) {
+void write_adapter(const std::string& directory, const TensorDict& tensors, const Json& config,
+                   Metadata metadata) {
   const std::string text = config.dump(2) + "\n";
   files::make_folders("lora::save_adapter", directory);
-  save_safetensors(directory + "/" + kWeights, tensors, {{"format", "pt"}, {kDigest, config_digest(config)}});
+  metadata["format"] = "pt";
+  metadata[kDigest] = config_digest(config);
+  save_safetensors(directory + "/" + kWeights, tensors, metadata);
   files::AtomicFile file("lora::save_adapter", directory + "/" + kConfig);
   file.write(text.data(), static_cast<int64_t>(text.size()));
   file.commit();

@@ -90,7 +90,7 @@ void save_adapter(const std::string& folder, double value) {
 double load_adapter(const std::string& folder) {
   Model model;
   model.fill(0);
-  lora::load_adapter(model, folder + "/adapter");
+  lora::load_adapter(model, folder + "/adapter", "default", /*any_base=*/true);
   const torch::NoGradGuard no_grad;
   const double up = value_of({model.up(at::ones({1, 8}))}), down = value_of({model.down(at::ones({1, 16}))});
   // Expected outputs are alpha / 4 * lora_B * lora_A * ones: 16 and 32 for the old adapter, 256 and 512 for

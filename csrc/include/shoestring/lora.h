@@ -214,7 +214,14 @@ SHOESTRING_API void save_adapter(const torch::nn::Module& module, const std::str
 /// Loads an adapter written by PEFT or by save_adapter (C++ or Python) and makes it the one in use. The
 /// module does not need to have adapters before. load_adapter changes the module only if everything in the
 /// file fits.
+///
+/// save_adapter describes weights of the base model in the file. A module with other weights is refused,
+/// unless `any_base` is true. Values may differ by a rounding to bf16, and quantised weights are not
+/// compared.
+///
+/// Of a PEFT adapter with "pissa" or "olora" that was not converted, the changed base weights are computed
+/// again, as in PEFT. Weights of embeddings and output layers in the file replace those of the module.
 SHOESTRING_API void load_adapter(torch::nn::Module& module, const std::string& directory,
-                                 const std::string& adapter_name = "default");
+                                 const std::string& adapter_name = "default", bool any_base = false);
 
 }  // namespace shoestring::lora

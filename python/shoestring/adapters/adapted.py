@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.options import Options
+from shoestring.adapters.values import fill
 from shoestring.core.save_pretrained import watch
 
 DEFAULT = "default"
@@ -90,7 +91,7 @@ class AdaptedLayer(nn.Module):
         own = self.tensors(name)
         if {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in tensors.items()}:
             for attribute, value in tensors.items():
-                own[attribute].detach().copy_(value)
+                fill(own[attribute], value)
         else:
             for attribute, value in tensors.items():
                 if not hasattr(self, attribute):

@@ -120,15 +120,20 @@ def apply(
     _add_tokens(model, chosen, plan, saved)
     tokens = start(model, chosen) if isinstance(chosen, VirtualOptions) else None
     _check_quantize(model, quantize, block_size, double_quant)
-    changes = any(isinstance(own, LoraOptions) and own.changes_base for _, _, own in plan.values())
-    if quantize is not None or changes or saved:
-        expect_here("lora.apply", model)
+
+    def is_dense(layer: Any) -> bool:
+        dense = is_linear(layer) and not isinstance(layer, (QuantizedLinear, AdaptedLayer))
+        return dense and layer is not output_head(model)
+
+    changes = [n for n, (_, _, own) in plan.items() if isinstance(own, LoraOptions) and own.changes_base]
+    if quantize is not None:
+        changes += [name for name, layer in all_linear(model).items() if is_dense(layer)]
+    expect_here("lora.apply", model, (*changes, *saved))
 
     model.requires_grad_(False)
 
     def quantized(layer: Any) -> None:
-        dense = is_linear(layer) and not isinstance(layer, (QuantizedLinear, AdaptedLayer))
-        if quantize is not None and dense and layer is not output_head(model):
+        if quantize is not None and is_dense(layer):
             quantize_weight(layer, quantize, block_size, double_quant)
             layer.__class__ = QuantizedLinear
             layer.compute_dtype = None
@@ -271,7 +276,7 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
     for name, kind in kinds.items():
         module, own = model.get_submodule(name), own_options(options, name, kind)
         check_fits(name, module, kind, own)
-        _check_together(module, own, name)
+        check_together(module, own, name)
         plan[name] = (module, kind, own)
     biases = next(
         (m.adapters for m in members(model).values() if any(o.bias != "none" for o in m.adapters.values())),
@@ -319,7 +324,7 @@ def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Opti
         )
 
 
-def _check_together(module: Any, own: Options, name: str) -> None:
+def check_together(module: Any, own: Options, name: str) -> None:
     """Raise a ValueError if one layer cannot have both the new adapter and its present ones.
 
     DoRA computes norms of the base weight, so a layer with DoRA refuses adapters whose initialisation changes

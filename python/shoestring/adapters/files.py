@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
+from shoestring.adapters.base_record import KEY as BASE
+from shoestring.adapters.base_record import base_record, is_resized
 from shoestring.adapters.config_digest import KEY, check_pair, config_digest
 from shoestring.adapters.conv1d import TransposedLinear
 from shoestring.adapters.experts import LoraExperts, parameter_options
@@ -29,19 +31,26 @@ from shoestring.adapters.switch import base_biases, check_known, members
 from shoestring.adapters.targets import shortest_names
 from shoestring.adapters.tokens import TokenLayer
 from shoestring.adapters.trained_copy import TrainedCopy
+from shoestring.adapters.values import whole
 from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, token_sizes
 from shoestring.core.module_argument import check_module
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import is_name, read_json, shown
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
+from shoestring.optim.sharded import is_dtensor
+from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
 def save_adapter(
-    model: nn.Module, directory: str | os.PathLike[str], adapter_names: Sequence[str] | None = None
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    adapter_names: Sequence[str] | None = None,
+    *,
+    save_embedding_layers: bool | None = None,
 ) -> None:
     """Save the adapters of a model in PEFT's format.
 
@@ -55,13 +64,22 @@ def save_adapter(
     model. If the base is quantised, the saved adapter does not contain the rounding error of the quantised
     remainder.
 
+    The file describes the base model: its architecture, the names and shapes of its weights, and a sample of
+    their values. :func:`load_adapter` refuses another base.
+
+    If processes have split the model, as :func:`shoestring.parallelize` does, all of them must call this
+    function. The first process writes the files.
+
     Args:
         model: a model with adapters.
         directory: the folder, which is created if it does not exist.
         adapter_names: the adapters to save; None is all.
+        save_embedding_layers: whether the files contain the weights of the input embedding and the output layer
+            of the base, to which ``resize_token_embeddings`` has added rows. None is True if the vocabulary has
+            another size than in the configuration of the base, where that configuration is on this machine.
 
     Raises:
-        ValueError: the model has no adapters, or none with one of the names.
+        ValueError: the model has no adapters, or none with one of the names; or it has no embeddings to save.
         OSError: the directory cannot be written.
 
     Example:
@@ -78,15 +96,52 @@ def save_adapter(
             "lora.save_adapter: model: expected a model with adapters, received one without; "
             "call lora.apply first"
         )
+    if save_embedding_layers is None:
+        save_embedding_layers = is_resized(model)
+    rows = _embeddings(model) if save_embedding_layers else {}
+    split = any(is_dtensor(parameter) for parameter in model.parameters())
     for name in names:
         folder = Path(directory) if name == DEFAULT else Path(directory, name)
         tensors, config = _describe(model, name)
+        # The collective calls of whole() run on all processes.
+        tensors = {key: whole(value) for key, value in (tensors | rows).items()}
+        record = base_record(model, {base_name(key) for key in tensors})
+        if split and torch.distributed.get_rank() > 0:
+            continue
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config, indent=2, sort_keys=True)
-        metadata = {"format": "pt", KEY: config_digest(json.loads(text))}
+        metadata = {"format": "pt", KEY: config_digest(json.loads(text)), BASE: record}
         save_safetensors(folder / WEIGHTS, tensors, metadata)
         with atomic_file(folder / CONFIG) as file:
             file.write((text + "\n").encode())
+    if split:
+        torch.distributed.barrier()
+
+
+def base_name(key: str) -> str:
+    """Return the name of the weight of the base that a key of a file has, if it is that of such a weight."""
+    return key.removeprefix(PREFIX).replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+
+
+def _embeddings(model: Any) -> dict[str, Tensor]:
+    """Return the weights of the input embedding and the output layer, by their keys in the weights file."""
+    found: dict[str, Tensor] = {}
+    for side in ("input", "output"):
+        get = getattr(model, f"get_{side}_embeddings", None)
+        module = get() if callable(get) else None
+        if module is None and side == "input":
+            raise ValueError(
+                "lora.save_adapter: save_embedding_layers: expected False for a model without get_input_embeddings, received "
+                "True"
+            )
+        name = next((name for name, other in model.named_modules() if other is module), "")
+        if module is None or isinstance(module, TrainedCopy) or not name:
+            continue  # the file contains the whole copy
+        inner = ".token_adapter.base_layer" if isinstance(module, TokenLayer) else ".base_layer"
+        weight = module.weight
+        dense = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        found[f"{PREFIX}{name}{inner if isinstance(module, AdaptedLayer) else ''}.weight"] = dense
+    return found
 
 
 def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -174,13 +229,13 @@ def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
     If the initialisation changed the base weight, the returned matrices are concatenated with the initial
     ones. Their product is then the adapter's product minus its initial product, with twice the rank.
     """
-    held: dict[str, Tensor] = dict(layer.tensors(name))
+    held = {attribute: whole(value) for attribute, value in layer.tensors(name).items()}
     own = layer.adapters[name]
     if not isinstance(layer, LoraLinear) or name not in getattr(layer, "initial_A", {}):
         return held, own
     changed = {
-        "lora_A": torch.cat([held["lora_A"], layer.initial_A[name]]),
-        "lora_B": torch.cat([held["lora_B"], -layer.initial_B[name]], 1),
+        "lora_A": torch.cat([held["lora_A"], whole(layer.initial_A[name])]),
+        "lora_B": torch.cat([held["lora_B"], -whole(layer.initial_B[name])], 1),
     }
     rank = 2 * own.rank
     alpha = own.scaling * (math.sqrt(rank) if own.rslora else rank)
@@ -200,8 +255,8 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """Read adapter_model.safetensors; return its tensors by key, without PEFT's prefix.
+def read_weights(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Read adapter_model.safetensors; return its tensors by key, without PEFT's prefix, and its metadata.
 
     Raises:
         ValueError: the file is damaged, or was not saved together with ``config``, the content of
@@ -209,10 +264,10 @@ def read_weights(path: Path, config: Mapping[str, Any] | None = None) -> dict[st
     """
     where = f"lora.load_adapter: {path}"
     file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")
-    if config is not None:
-        check_pair(path, file.metadata(), path.with_name(CONFIG), config)
+    metadata = file.metadata()
+    check_pair(path, metadata, path.with_name(CONFIG), config)
     tensors = {key: file.load(key) for key in file.tensors()}
     for key in tensors:
         if not is_name(key):
             raise ValueError(f"{where}: expected names of tensors, received {shown(key)}")
-    return {key.removeprefix(PREFIX): value for key, value in tensors.items()}
+    return {key.removeprefix(PREFIX): value for key, value in tensors.items()}, metadata

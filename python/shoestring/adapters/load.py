@@ -1,7 +1,7 @@
 """Load adapters from files in PEFT's format onto a model."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,21 +10,33 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
-from shoestring.adapters.apply import check_fits, own_options, saved_modules
+from shoestring.adapters.apply import check_fits, check_together, own_options, saved_modules
+from shoestring.adapters.base_record import check_base_record, check_peft_base, refuse_base
 from shoestring.adapters.conv1d import former_matrix
-from shoestring.adapters.files import CONFIG, WEIGHTS, read_config, read_weights
+from shoestring.adapters.files import CONFIG, WEIGHTS, base_name, read_config, read_weights
+from shoestring.adapters.initialize import take_out
 from shoestring.adapters.kinds import expert_classes, layer_class
 from shoestring.adapters.linear import LoraLinear
-from shoestring.adapters.options import Options, PrefixOptions, VeraOptions, VirtualOptions, check_name
+from shoestring.adapters.options import (
+    LoraOptions,
+    Options,
+    PrefixOptions,
+    VeraOptions,
+    VirtualOptions,
+    check_name,
+)
 from shoestring.adapters.peft_config import from_file
 from shoestring.adapters.switch import base_biases, members, set_adapter
-from shoestring.adapters.tied import tie_copies, tied_modules
+from shoestring.adapters.targets import former_class, selected
+from shoestring.adapters.tied import own_weight, tie_copies, tied_modules
 from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
+from shoestring.adapters.values import fill
 from shoestring.adapters.vera import Projection, share
 from shoestring.adapters.virtual_tokens import VirtualTokens, attach_tokens, width
 from shoestring.core.module_argument import check_module
 from shoestring.files.read_file import shown
+from shoestring.optim.sharded import is_dtensor
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 VERA = ("base_model.vera_A", "base_model.vera_B")
@@ -40,12 +52,18 @@ class Content:
     layers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     biases: dict[str, Tensor] = field(default_factory=dict)
+    # weights of the base's embeddings and output layer, by name
+    weights: dict[str, Tensor] = field(default_factory=dict)
     # the two matrices that all layers of a VeRA adapter share, by name
     projection: dict[str, Tensor] = field(default_factory=dict)
 
 
 def load_adapter(
-    model: nn.Module, directory: str | os.PathLike[str], adapter_name: str = DEFAULT
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    adapter_name: str = DEFAULT,
+    *,
+    any_base: bool = False,
 ) -> nn.Module:
     """Load an adapter that PEFT or :func:`save_adapter` wrote onto a model, in place, and activate it.
 
@@ -54,24 +72,38 @@ def load_adapter(
     tensors. As after :func:`shoestring.lora.apply`, the adapter is trainable and everything else is frozen.
     If the file does not fit, the model is not changed.
 
+    The base must be the one on which the adapter was trained. :func:`save_adapter` describes the base in the
+    file. A file of PEFT says less: the class or architecture of the base, the shapes of the layers, and
+    target_modules, of which each module must have values. Quantised weights are not compared.
+
+    Of a PEFT adapter with ``init_lora_weights`` "pissa" or "olora" that was not converted, the weights of the
+    base are changed as in PEFT. Rows that ``resize_token_embeddings`` had added to the embedding and the output
+    layer are loaded into the model, whose vocabulary must have the same size.
+
+    If processes have split the model, the adapter must exist before the split, and all processes must call
+    this function.
+
     Args:
         model: the model.
         directory: folder with adapter_config.json and adapter_model.safetensors, or with a subfolder that has
             the name of the adapter and contains them.
         adapter_name: name of the adapter in the model.
+        any_base: True loads an adapter of another base, if the shapes fit.
 
     Returns:
         The model.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: a file is damaged, needs a feature that is not supported, or does not fit the model; or
-            the two files were not saved together.
+        ValueError: a file is damaged, needs a feature that is not supported, or does not fit the model; the
+            model is another base; or the two files were not saved together.
 
     Example:
-        >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), rank=2)
+        >>> import copy
+        >>> base = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> model = shoestring.lora.apply(copy.deepcopy(base), rank=2)
         >>> shoestring.lora.save_adapter(model, "adapter")
-        >>> other = shoestring.lora.load_adapter(torch.nn.Sequential(torch.nn.Linear(8, 4)), "adapter")
+        >>> other = shoestring.lora.load_adapter(base, "adapter")
         >>> torch.equal(other[0].lora_A["default"], model[0].lora_A["default"])
         True
     """
@@ -83,11 +115,21 @@ def load_adapter(
     config = read_config(folder / CONFIG)
     options = from_file(config, f"lora.load_adapter: {folder / CONFIG}")
     place = f"lora.load_adapter: {folder / WEIGHTS}"
+    tensors, metadata = read_weights(folder / WEIGHTS, config)
     if isinstance(options, VirtualOptions):
-        _load_tokens(model, read_weights(folder / WEIGHTS, config), options, adapter_name, place)
+        if not any_base:
+            _check_base(model, folder, config, tensors, metadata)
+        _load_tokens(model, tensors, options, adapter_name, place)
         return model
-    content = _sort(model, read_weights(folder / WEIGHTS, config), options, place)
+    content = _sort(model, tensors, options, place)
     plan = _plan(model, content, options, place)
+    if not any_base:
+        _check_base(model, folder, config, tensors, metadata)
+        kinds = _kinds(model, options)
+        missing = [name for name in selected(model, options) if name in kinds and name not in plan]
+        if missing:
+            refuse_base(folder, f"{missing[0]}, one of target_modules, for which the file has no values")
+    _check_split(model, adapter_name, plan, place)
     tied = {n: other for n, other in tied_modules(model, options).items() if n in content.copies}
     absent = [
         n
@@ -101,13 +143,26 @@ def load_adapter(
         )
 
     model.requires_grad_(False)
-    for name, (kind, own) in plan.items():
+    for name in plan:
         layer = model.get_submodule(name)
         if isinstance(layer, LoraLinear) and adapter_name in getattr(layer, "initial_A", {}):
             # The initialisation of the layer's present adapter changed the base weight. Removing the adapter
             # restores the original base weight, for which the adapter in the file was trained.
             layer.remove(adapter_name)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in (content.weights | content.biases).items():
+        fill(parameters[name], weight)
+    for name, (kind, own) in plan.items():
+        layer = model.get_submodule(name)
+        taken = None
+        if changes_base(own):
+            own_weight(model, name)
+            taken = take_out(layer, own, None)
         adapted = attach(layer, kind)
+        if taken is not None:
+            assert isinstance(adapted, LoraLinear)
+            adapted.add(adapter_name, own, taken)
+            adapted.keep_initial(adapter_name)
         adapted.add(adapter_name, own, content.layers.get(name, {}))
         if isinstance(adapted, TokenLayer) and own.tied_to is not None:
             adapted.tie(model.get_submodule(own.tied_to))
@@ -118,13 +173,23 @@ def load_adapter(
         wrapper = wrap(model, name)
         if adapter_name not in wrapper.adapters:
             wrapper.add(adapter_name, options)
-        wrapper.modules_to_save[adapter_name].load_state_dict(state)
+        own_state = wrapper.modules_to_save[adapter_name].state_dict()
+        for key, value in state.items():
+            fill(own_state[key], value)
     tie_copies(model, tied, adapter_name)
-    biases = base_biases(model, "all")
-    for name, bias in content.biases.items():
-        biases[name].detach().copy_(bias)
     set_adapter(model, adapter_name)
     return model
+
+
+def _check_base(
+    model: nn.Module,
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    check_base_record(model, folder / WEIGHTS, metadata, {base_name(key) for key in tensors})
+    check_peft_base(model, folder, config)
 
 
 def _load_tokens(
@@ -155,12 +220,13 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
         ValueError: a tensor has a key of no known purpose, or a bias or base weight does not fit the model.
     """
     content = Content()
-    modules, kinds = dict(model.named_modules()), _kinds(model, options)
+    kinds = _kinds(model, options)
     saved = saved_modules(model, options)
     biases = base_biases(model, "all") if options.bias != "none" else {}
+    weights = _embeddings(model)
     for key, value in tensors.items():
         holder = next((name for name in saved if key.startswith(name + ".")), None)
-        plain = key.replace(".base_layer.", ".")
+        plain = base_name(key)
         if isinstance(options, VeraOptions) and key in VERA:
             content.projection[key.removeprefix("base_model.")] = value
         elif holder is not None:
@@ -171,30 +237,70 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
                     f"{place}: {key}: expected shape {tuple(biases[plain].shape)}, received {tuple(value.shape)}"
                 )
             content.biases[plain] = value
-        elif key.endswith(".base_layer.weight"):
-            _check_base(modules.get(key.removesuffix(".base_layer.weight")), key, value, place)
+        elif base_name(key) in weights:
+            _check_weight(content, weights, key, value, place)
         else:
             _sort_layer(content, kinds, key, value, options, place)
     return content
 
 
-def _check_base(module: nn.Module | None, key: str, value: Tensor, place: str) -> None:
-    """Check that a base weight in an adapter's file equals the model's weight.
+def _embeddings(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights that a file may replace, by name.
 
-    PEFT also writes the base weight of embeddings and output layers that have an adapter. This weight is not
-    loaded.
+    PEFT writes the weights of the input embedding and the output layer if the vocabulary was resized, or if an
+    embedding has an adapter.
+    """
+    heads = [getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output")]
+    chosen = [get() for get in heads if callable(get)]
+    return {
+        f"{name}.weight": module.weight
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(getattr(module, "weight", None), Tensor)
+        and (issubclass(former_class(module), nn.Embedding) or any(module is own for own in chosen))
+    }
+
+
+def _check_weight(content: Content, weights: dict[str, Tensor], key: str, value: Tensor, place: str) -> None:
+    """Sort a weight of the base into ``content``, if it fits.
 
     Raises:
-        ValueError: the weight in the file has another shape or, unless the model's is quantised, other
-            values.
+        ValueError: the weight has another shape, or a weight that is tied to it has other values in the file.
     """
-    own: Any = getattr(module, "weight", None)
-    fits = isinstance(own, Tensor) and own.shape == value.shape
-    if fits and (isinstance(own, QuantizedTensor) or torch.equal(own.detach().cpu(), value.to(own.dtype))):
-        return
-    raise ValueError(
-        f"{place}: {key}: expected the model's own weight, received another; was its vocabulary resized?"
-    )
+    name = base_name(key)
+    own = weights[name]
+    if value.shape != own.shape or not value.is_floating_point():
+        raise ValueError(
+            f"{place}: {key}: expected a floating-point tensor of shape {tuple(own.shape)}, received {tuple(value.shape)}; call "
+            f"model.resize_token_embeddings({value.shape[0] if value.dim() else 0}) first"
+        )
+    for other, given in content.weights.items():
+        if weights[other] is own and not torch.equal(given, value):
+            raise ValueError(
+                f"{place}: {key}: expected the values of {other}, to which the model ties it, received others; untie them first"
+            )
+    content.weights[name] = value
+
+
+def _check_split(model: nn.Module, adapter_name: str, plan: Mapping[str, Any], place: str) -> None:
+    """Raise a ValueError if processes have split a layer that lacks the adapter, since parameters cannot be added."""
+    for name, (_, own) in plan.items():
+        layer: Any = model.get_submodule(name)
+        split = any(is_dtensor(parameter) for parameter in layer.parameters())
+        if split and (adapter_name not in getattr(layer, "adapters", {}) or changes_base(own)):
+            raise ValueError(
+                f"{place}: {name}: expected an adapter {adapter_name!r} in the layer, since processes have split it, found none "
+                "that can be filled. Load the adapter before the model is split"
+            )
+        held = layer.tensors(adapter_name) if split else {}
+        if held and layer.adapters[adapter_name].rank != own.rank:
+            raise ValueError(
+                f"{place}: {name}: expected the rank {layer.adapters[adapter_name].rank}, received {own.rank}"
+            )
+
+
+def changes_base(options: Options) -> bool:
+    """Return whether the initialisation of an adapter with these options changed the weight of the base."""
+    return isinstance(options, LoraOptions) and options.changes_base
 
 
 def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
@@ -250,6 +356,8 @@ def _plan(
             )
         own = tokens[name].options if name in tokens else own_options(options, name, kind)
         check_fits(name, module, kind, own)
+        if isinstance(own, LoraOptions) and own.changes_base:
+            _check_changed(module, own, name, place)
         attributes = {suffix: attribute for attribute, suffix in kind.PARAMETERS.items()}
         content.layers[name] = tensors = {attributes.get(suffix, suffix): t for suffix, t in tensors.items()}
         expected = kind.shapes(module, own)
@@ -270,6 +378,16 @@ def _plan(
                 f"{place}: {name}: expected the keys and shapes of its state_dict, received others"
             )
     return plan
+
+
+def _check_changed(module: Any, own: LoraOptions, name: str, place: str) -> None:
+    """Raise a ValueError if a base weight cannot be changed as the initialisation of the adapter did."""
+    check_together(module, own, name)
+    if isinstance(module.weight, QuantizedTensor):
+        raise ValueError(
+            f"{place}: {name}: expected a dense weight for init_lora_weights {own.init!r}, which is computed again from it, "
+            "received a quantised one; load the adapter onto the dense model, save it, and load that file"
+        )
 
 
 def _check_projection(

@@ -1,12 +1,15 @@
 """Option classes of adapters. Every adapted layer keeps the options of each of its adapters."""
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
+
+from shoestring.files.read_file import is_name, shown
 
 Names = str | Sequence[str]
 # Initialisations that subtract the adapter's initial product from the base weight. Base and adapter together
@@ -18,6 +21,8 @@ HEADS = {
     "TOKEN_CLS": ("classifier", "score"),
     "QUESTION_ANS": ("qa_outputs",),
 }
+# maximum length of an adapter's name in UTF-8
+MOST_BYTES = 200
 TASKS = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", *HEADS)
 
 
@@ -356,9 +361,15 @@ def _expect(fits: bool, argument: str, expected: str, received: Any) -> None:
 
 
 def check_name(adapter_name: str) -> None:
-    """Raise a ValueError if an adapter's name cannot be a part of a parameter's name."""
-    if not adapter_name or "." in adapter_name or hasattr(nn.ParameterDict, adapter_name):
+    """Raise a ValueError if an adapter's name cannot be a part of a parameter's name, or a folder's name."""
+    # save_adapter writes the adapter into a folder of this name.
+    folder = is_name(adapter_name) and not set("./\\") & set(adapter_name)
+    if not adapter_name or not folder or len(os.fsencode(adapter_name)) > MOST_BYTES:
         raise ValueError(
-            "lora.apply: adapter_name: expected a name without dots that is no method of nn.ParameterDict, received "
-            f"{adapter_name!r}"
+            f"lora.apply: adapter_name: expected a name without dots, slashes and control characters, of at most "
+            f"{MOST_BYTES} bytes, received {shown(adapter_name)}"
+        )
+    if hasattr(nn.ParameterDict, adapter_name):
+        raise ValueError(
+            f"lora.apply: adapter_name: expected a name that is no method of nn.ParameterDict, received {adapter_name!r}"
         )

@@ -32,11 +32,15 @@ APPLIED = {"inference_mode"}
 # Sizes of the model in a configuration of virtual tokens. PEFT fills them in; other values are refused.
 SIZES = {"num_layers", "num_attention_heads", "token_dim", "num_transformer_submodules"}
 # Fields of a PEFT configuration that only determine the adapter's initial values. They are ignored in a file,
-# because a file comes with trained values.
+# because a file comes with trained values. init_lora_weights may have changed the base weights too: see CHANGED.
 BEGINNING = {
     "init_lora_weights", "init_weights", "init_ia3_weights", "prompt_tuning_init", "loftq_config", "eva_config",
     "corda_config", "lora_ga_config", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs",
 }  # fmt: skip
+# Values of init_lora_weights after which the base weights are the original ones, and those that changed the base
+# weights to what can be computed again from the original ones.
+UNCHANGED = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+CHANGED = ("pissa", "olora")
 SHARED = {
     "target_modules": "target_modules",
     "exclude_modules": "exclude_modules",
@@ -220,8 +224,12 @@ def from_file(values: Mapping[str, Any], place: str) -> Options:
     """
     method = _method(values.get("peft_type"), f"{place}: peft_type")
     options = _translate(method, values, place)
+    if method == "LORA":
+        options["init"] = _changed_base(values.get("init_lora_weights"), place)
     theirs = {ours: name for name, ours in FIELDS[method][1].items()}
     for name, value in options.items():
+        if name == "init":
+            continue
         fits, expected = _integer(1, VERA_RANK) if (method, name) == ("VERA", "rank") else CHECKS[name]
         if not fits(value):
             raise ValueError(f"{place}: {theirs[name]}: expected {expected}, received {shown(value)}")
@@ -230,6 +238,26 @@ def from_file(values: Mapping[str, Any], place: str) -> Options:
         # If the configuration names no modules, the keys in adapter_model.safetensors select the modules.
         options["target_modules"] = ()
     return FIELDS[method][0](**options)
+
+
+def _changed_base(init: Any, place: str) -> str:
+    """Return the option ``init`` of an adapter in a file: how its base was changed, or "default".
+
+    PEFT does not store what the initialisation made of the base weights. It computes "pissa" and "olora" again
+    when it loads the adapter.
+
+    Raises:
+        ValueError: the changed base weights are not known.
+    """
+    if isinstance(init, str) and init in CHANGED:
+        return init
+    if any(init is value or (isinstance(init, str) and init == value) for value in UNCHANGED):
+        return "default"
+    raise ValueError(
+        f"{place}: init_lora_weights: expected one of {', '.join(map(repr, (*UNCHANGED[:2], *UNCHANGED[3:], *CHANGED)))}, "
+        f"after which the base weights are known, received {shown(init)}. Convert the adapter with PEFT's "
+        "path_initial_model_for_weight_conversion, or merge it there"
+    )
 
 
 def _method(kind: Any, place: str) -> str:

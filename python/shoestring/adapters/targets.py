@@ -184,23 +184,18 @@ def find_targets(
     targets = options.target_modules
     if targets is None:
         return {}
-    linear = all_linear(model) if targets == "all-linear" else None
     if not isinstance(targets, str):
         refuse_unmatched_targets(model, targets, supported)
     names = [name for name in own_modules(model) if name]
     refuse_unmatched("exclude_modules", options.exclude_modules, names)
     _refuse_unmatched_layers(options, [name for name in names if matches(name, targets)])
-    found = {}
-    for name, module in own_modules(model).items():
-        chosen = name in linear if linear is not None else matches(name, targets)
-        if not name or not chosen or _left_out(name, options) or not _layer_chosen(name, options):
-            continue
+    found = selected(model, options)
+    for name, module in found.items():
         if not supported(module):
             raise ValueError(
                 "lora.apply: target_modules: expected linear layers (nn.Linear, QuantizedLinear or Conv1D), or for LoRA also "
                 f"nn.Embedding and nn.Conv1d, 2d, 3d, received {name}, a {former_class(module).__name__}; name only these"
             )
-        found[name] = module
     if not found and targets:
         names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if is_any_linear(m)})
         raise ValueError(
@@ -208,6 +203,20 @@ def find_targets(
             f"nothing; this model has {', '.join(names) or 'none'}"
         )
     return found
+
+
+def selected(model: nn.Module, options: Options) -> dict[str, nn.Module]:
+    """Return the modules that ``target_modules`` and the options that restrict it select, by name."""
+    targets = options.target_modules
+    linear = all_linear(model) if targets == "all-linear" else None
+    return {
+        name: module
+        for name, module in own_modules(model).items()
+        if name
+        and (name in linear if linear is not None else matches(name, targets))
+        and not _left_out(name, options)
+        and _layer_chosen(name, options)
+    }
 
 
 def _left_out(name: str, options: Options) -> bool:

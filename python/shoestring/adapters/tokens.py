@@ -141,7 +141,8 @@ def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
         n: (i, None) for n, i in own.items() if n not in tied
     }
     plan |= {other: (own[name], name) for other, name in tied.items()}
-    values = {field.name: getattr(options, field.name) for field in fields(LoraOptions)}
+    # The initialisation is that of the low-rank matrices. These layers have none.
+    values = {field.name: getattr(options, field.name) for field in fields(LoraOptions)} | {"init": "default"}
     return {
         name: _target(modules[name], name, TokenOptions(**values, indices=ids, tied_to=source))
         for name, (ids, source) in plan.items()

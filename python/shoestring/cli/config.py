@@ -30,6 +30,10 @@ class GenerateConfig:
     prompt: Annotated[str, typer.Argument(help="Text to continue.")]
     model: Model
     adapter: Annotated[Path | None, typer.Option(help="PEFT adapter directory to put on the model.")] = None
+    any_base: Annotated[
+        bool,
+        typer.Option("--any-base", help="Put an adapter of another base on the model, if the shapes fit."),
+    ] = False
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.", callback=within(1, 10**6))] = (
         100
     )

@@ -38,7 +38,7 @@ def generate(config: GenerateConfig) -> str:
         from shoestring import lora
 
         try:
-            lora.load_adapter(model, config.adapter)
+            lora.load_adapter(model, config.adapter, any_base=config.any_base)
         except (ValueError, RuntimeError, KeyError) as error:
             raise InputError(f"--adapter {config.adapter}: does not fit {config.model} ({error})") from None
     ids = _prompt(config, tokenizer)

@@ -203,7 +203,7 @@ def test_errors(tmp_path: Path) -> None:
         ),
         (
             lambda: lora.apply(model, adapter_name="a.b"),
-            "adapter_name: expected a name without dots .* received 'a.b'",
+            "adapter_name: expected a name without dots.* received 'a.b'",
         ),
         (lambda: lora.apply(model, adapter_name="keys"), "no method of nn.ParameterDict, received 'keys'"),
         (lambda: lora.apply(model, adapter_name="b"), "but the model has an adapter 'b'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -43,11 +43,13 @@ def is_away(tensor: Tensor) -> bool:
     return False
 
 
-def expect_here(caller: str, model: nn.Module) -> None:
-    """Raise InputError if a weight of a model is away, before ``caller`` reads or changes weights of all modules."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_away(tensor):
-            raise InputError(
-                f"{caller}: model: expected weights on their device, received {name}, which is away. Call undo() of the "
-                "offloaded weights first."
-            )
+def expect_here(caller: str, model: nn.Module, modules: Iterable[str] = ("",)) -> None:
+    """Raise InputError if a weight is away, before ``caller`` reads or changes the weights of modules of a model."""
+    for place in modules:
+        module = model.get_submodule(place)
+        for name, tensor in (*module.named_parameters(place), *module.named_buffers(place)):
+            if is_away(tensor):
+                raise InputError(
+                    f"{caller}: model: expected weights on their device, received {name}, which is away. Call undo() of "
+                    "the offloaded weights first."
+                )

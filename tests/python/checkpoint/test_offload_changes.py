@@ -253,7 +253,7 @@ def test_functions_of_all_weights_refuse_a_model_that_is_away(tmp_path: Path) ->
         lambda: shoestring.save_training(tmp_path / "a", step=1, model=model, optimizer=optimizer),
         lambda: shoestring.lora.apply(model, rank=4, quantize="nf4"),
         lambda: shoestring.lora.apply(model, rank=4, init="pissa"),
-        lambda: shoestring.lora.apply(model, rank=4, modules_to_save=["lm_head"]),
+        lambda: shoestring.lora.apply(model, rank=4, target_modules=["q_proj"], modules_to_save=["mlp"]),
     ]
     for use in uses:
         with pytest.raises(ValueError, match="on (its|their) device, received .*away"):

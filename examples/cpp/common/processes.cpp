@@ -58,7 +58,12 @@ struct Processes::Impl {
   std::optional<distributed::FullyShard> sharded;     // with zero3
 };
 
-Processes::Processes() = default;
+Processes::Processes() {
+  const int64_t count = world_size();
+  if (count == 1) return;
+  throw InputError("WORLD_SIZE: expected 1, since this program trains in one process, got " +
+                   std::to_string(count) + "; start it without torchrun");
+}
 
 Processes::Processes(const LoopOptions& options, at::Device device) {
   const int64_t count = world_size();

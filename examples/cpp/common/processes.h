@@ -18,7 +18,7 @@
 /// micro-batch. All processes must call the functions that communicate, in the same order.
 class Processes {
  public:
-  /// This process trains alone.
+  /// This process trains alone. Raises InputError if torchrun has started several.
   Processes();
   /// Connects to the other processes that torchrun has started, if there are any. The first process talks to
   /// the terminal: the others have no standard output from then on. Raises InputError if there are several

@@ -184,6 +184,7 @@ void write_logits(const std::string& path, Forward& forward, const Blocks& block
 }
 
 void run(const FinetuneOptions& options) {
+  const Processes alone;
   if (options.threads > 0) at::set_num_threads(static_cast<int>(options.threads));
   const at::Device device = find_device(options);
   if (options.host_allocator && device.is_cpu()) shoestring::host_allocator::enable();
@@ -207,7 +208,6 @@ void run(const FinetuneOptions& options) {
   LlamaForCausalLM model = load(options, file, device, weights ? &*weights : nullptr);
   result.loaded = peak_memory();
   torch::manual_seed(static_cast<uint64_t>(options.seed));
-  const Processes alone;
   Forward forward(model, options, device, alone, weights ? &*weights : nullptr);
   if (data.validation.count > 0) {
     result.validation_before = result.validation_after = forward.validate(data.validation);

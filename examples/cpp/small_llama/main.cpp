@@ -16,6 +16,7 @@
 #include "data.h"
 #include "input_error.h"
 #include "llama.h"
+#include "processes.h"
 #include "recipe.h"
 
 using at::Tensor;
@@ -77,6 +78,7 @@ double evaluate(SmallLlama& model, const Blocks& blocks, int64_t batch_size) {
 }
 
 void train(const Options& o) {
+  const Processes alone;
   if (o.threads > 0) at::set_num_threads(static_cast<int>(o.threads));
   const TokenFile file(o.data);
   const int64_t blocks = (file.size() - 1) / o.seq_len - kValidationBlocks;

@@ -418,6 +418,15 @@ def test_bad_models(
     assert not (tmp_path / "out").exists()
 
 
+def test_several_processes_are_refused(
+    program: Path, models: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    part = "WORLD_SIZE: expected 1, since this program trains in one process, got 2"
+    refused(finetune(program, models["plain"], data, tmp_path / "out"), part)
+    assert not (tmp_path / "out").exists()
+
+
 def refused(done: subprocess.CompletedProcess[str], part: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("finetune: error: ") and done.stderr.count("\n") == 1, done.stderr

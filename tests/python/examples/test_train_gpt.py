@@ -226,9 +226,10 @@ def test_the_saved_model_is_the_evaluated_one(
     """The file holds the weights whose validation loss the program prints, also when a finished run is resumed."""
     from transformers import LlamaForCausalLM
 
-    out, held_out = tmp_path / "out", tokens[TOKENS - round(TOKENS * HELD_OUT) :].astype(np.int64)
-    blocks = [held_out[i : i + SEQ_LEN + 1] for i in range(0, len(held_out) - SEQ_LEN, SEQ_LEN)]
-    rows = torch.from_numpy(np.stack(blocks))
+    out, count = tmp_path / "out", (TOKENS - 1) // SEQ_LEN
+    first = count - int(count * HELD_OUT)
+    blocks = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(first, count)]
+    rows = torch.from_numpy(np.stack(blocks).astype(np.int64))
     for more in ([], ["--resume"]):
         done = train(
             program, data, out, "--steps", "10", "--optimizer", optimizer, "--optimizer-state", state, *more

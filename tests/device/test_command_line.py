@@ -44,7 +44,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(kind: str, data: Path, out: Path, device: str, *more: object) -> list[object]:
     """Return the arguments of a run of four steps, in which "nvme" stands for the offload to a folder."""
-    own = TINY if kind == "train" else [*TUNE, "--model", data / "base" / "model", "--val-fraction", 0.2]
+    tune = TUNE[:-2] if "--full" in more else TUNE  # adapters alone have a rank
+    own = TINY if kind == "train" else [*tune, "--model", data / "base" / "model", "--val-fraction", 0.2]
     options = [f"nvme:{data}" if option == "nvme" else option for option in more]
     steps = ["--steps", 4, "--eval-every", 2, "--checkpoint-every", 4, "--device", device]
     return [kind, "--data", data / "text.txt", "--out", out, *own, *steps, *options]

@@ -27,7 +27,7 @@ TINY = [
     "--threads",
     "1",
 ]
-TUNE = ["--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--rank", "4", "--threads", "1"]
+TUNE = ["--seq-len", "32", "--batch-size", "4", "--warmup", "2", "--threads", "1", "--rank", "4"]
 
 
 def text(lines: int = 200) -> str:

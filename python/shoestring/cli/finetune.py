@@ -58,18 +58,14 @@ def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any
 def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Processes) -> dict[str, Any]:
     silence(not processes.is_first)
     check_weights_place(config, find_device(config.device))
-    if config.merge and config.full:
-        raise InputError(
-            "--merge: there is no adapter to merge with --full, which saves the whole model anyway"
-        )
     trust = config.trust_remote_code
     folder = locate_model(config.model, trust)
     check_model_directory(folder)
     fields = read_config(folder)
     check_positions(folder, fields, config.seq_len)
-    if config.quantize is None:
+    if config.quantize is None and not config.full:
         config = replace(config, quantize=default_format(fields.get("model_type")))
-        if config.quantize == "none" and not config.full:
+        if config.quantize == "none":
             say(DENSE)
     if is_quantized(folder) and (config.full or config.baseline or config.merge):
         raise InputError(

@@ -314,6 +314,17 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
         check_double_quant(self.double_quant, self.frozen_format)
         if self.baseline and self.pack == "fill":
             refuse_together([("--pack fill", "--baseline")])
+        if self.full:
+            refuse_together(("--full", f"--{name.replace('_', '-')}") for name in self._adapter_options())
+
+    def _adapter_options(self) -> list[str]:
+        """Return the names of the options of adapters and frozen weights that have another value than by default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        given = {
+            name: getattr(self, name) for name in ("quantize", "rank", "alpha", "target_modules", "merge")
+        }
+        given["quantize"] = None if self.quantize == "none" else self.quantize
+        return [name for name, value in given.items() if value != defaults[name]]
 
     @property
     def frozen_format(self) -> str | None:

@@ -11,12 +11,15 @@ from typing import Any
 
 from shoestring.core.errors import InputError
 from shoestring.data.progress import advance, working
-from shoestring.data.text import size_of
 from shoestring.files.atomic import write_json
 from shoestring.files.read_file import read_json
 
 PART = 64 << 20  # number of bytes that a thread reads at once; a digest is that of the digests of the parts
 BLOCK = 1 << 20
+# Of weights in files of more than LARGE bytes, the first part and one block of each STRIDE bytes are read: the names and
+# shapes, and a sample of the values. Reading all of them would take as long as loading the model.
+LARGE = 256 << 20
+STRIDE = 64 << 20
 THREADS = min(8, os.cpu_count() or 1)
 # Endings of the files of a model directory from which weights, configuration, tokenizer, chat template and code come.
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken", ".py")
@@ -24,32 +27,39 @@ PREPARED = "prepared.json"  # of a run folder: the digests of the files that the
 
 
 def file_list(files: list[Path]) -> list[list[Any]]:
-    """Return the name, the size in bytes and the digest of the contents of each file.
+    """Return the name, the size in bytes and the digest of the contents of each file; of large weights, of a sample.
 
     A resumed run must have the same list.
     """
+    parts = [part for path in files for part in _parts(path)]
+    totals = {path: hashlib.sha256() for path in files}
     with (
-        working("reading files to tell whether they change", size_of(files)),
+        working("reading files to tell whether they change", sum(count for _, _, count in parts)),
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        parts = [(path, begin) for path in files for begin in range(0, max(1, path.stat().st_size), PART)]
-        totals = {path: hashlib.sha256() for path in files}
-        for (path, _), (digest, size) in zip(parts, pool.map(_digest_of_part, parts)):
+        for (path, _, count), digest in zip(parts, pool.map(_digest_of_part, parts)):
             totals[path].update(digest)
-            advance(size)
+            advance(count)
     return [[path.name, path.stat().st_size, totals[path].hexdigest()[:32]] for path in files]
 
 
-def _digest_of_part(part: tuple[Path, int]) -> tuple[bytes, int]:
-    path, begin = part
+def _parts(path: Path) -> Iterator[tuple[Path, int, int]]:
+    """Yield (path, first byte, number of bytes) of the parts of a file that its digest covers."""
+    size = path.stat().st_size
+    is_sampled = path.suffix == ".safetensors" and size > LARGE
+    for begin in range(0, max(1, size), STRIDE if is_sampled else PART):
+        yield path, begin, min(BLOCK if is_sampled and begin > 0 else PART, size - begin)
+
+
+def _digest_of_part(part: tuple[Path, int, int]) -> bytes:
+    path, begin, count = part
     found = hashlib.sha256()
-    size = 0
     with open(path, "rb") as file:
         file.seek(begin)
-        while size < PART and (block := file.read(min(BLOCK, PART - size))):
+        while count > 0 and (block := file.read(min(BLOCK, count))):
             found.update(block)
-            size += len(block)
-    return found.digest(), size
+            count -= len(block)
+    return found.digest()
 
 
 def model_files(folder: Path) -> list[list[Any]]:

@@ -309,6 +309,22 @@ def test_bad_option(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [["--rank", "4"], ["--quantize", "nf4"], ["--alpha", "8"], ["--target-modules", "q_proj"], ["--merge"]],
+    ids=lambda options: str(options[0]),
+)
+def test_full_takes_no_option_of_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    data = write(text(50).encode())(tmp_path)
+    line = refuse(
+        capsys, "finetune", "--model", tmp_path, "--data", data, "--out", tmp_path / "run", "--full", *options
+    )
+    assert f"--full: expected no {options[0]}, received both; leave one of them out" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_no_such_folder_for_the_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, place = write(text(50).encode())(tmp_path), f"nvme:{tmp_path}/none"
     line = refuse(capsys, "train", "--data", data, "--out", tmp_path / "run", *TINY, "--offload", place)

@@ -53,7 +53,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def command(model: Path, data: Path, out: Path, *more: object) -> list[object]:
     steps = ["--steps", "8", "--eval-every", "4", "--checkpoint-every", "4", "--lr", "1e-2"]
-    return ["finetune", "--model", model, "--data", data, "--out", out, *TUNE, *steps, *more]
+    tune = TUNE[:-2] if "--full" in more else TUNE  # adapters alone have a rank
+    return ["finetune", "--model", model, "--data", data, "--out", out, *tune, *steps, *more]
 
 
 @pytest.mark.parametrize("kind", ["text", "completion", "chat"])
@@ -327,6 +328,25 @@ def test_a_digest_is_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.Monke
     # the same as the digests of the parts, one after the other
     parts = b"".join(hashlib.sha256(content[begin : begin + 100]).digest() for begin in range(0, 301, 100))
     assert digest == hashlib.sha256(parts).hexdigest()[:32]
+
+
+def test_a_digest_of_large_weights_is_of_their_begin_and_of_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PART": 100, "BLOCK": 7, "LARGE": 300, "STRIDE": 50}.items():
+        monkeypatch.setattr(digests, name, value)
+    path = tmp_path / "a.safetensors"
+
+    def digest(place: int | None) -> str:
+        content = bytearray(301)
+        if place is not None:
+            content[place] = 1
+        path.write_bytes(content)
+        return str(digests.file_list([path])[0][2])
+
+    read = [0, 57, 99, 100, 106, 256, 300]
+    assert len({digest(place) for place in [None, *read]}) == len(read) + 1
+    assert digest(107) == digest(257) == digest(None)
 
 
 def test_filled_batches(

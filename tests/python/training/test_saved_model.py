@@ -78,7 +78,7 @@ def test_a_trained_model(data: Path, tmp_path: Path, optimizer: str, weights: st
 def test_averaged_weights(data: Path, base: Path, tmp_path: Path, command: str, state: str) -> None:
     """The optimizer steps other weights than those that it evaluates; a finished run saves the latter again."""
     run = tmp_path / "run"
-    own = TINY if command == "train" else [*TUNE, "--full", "--model", base]
+    own = TINY if command == "train" else [*TUNE[:-2], "--full", "--model", base]
     options = [*own, *STEPS, *HELD_OUT, "--optimizer", "schedule-free-adamw", "--optimizer-state", state]
     options += ["--precision", "fp32"]
     for more in ([], ["--resume"]):

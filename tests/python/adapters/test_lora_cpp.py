@@ -1,5 +1,6 @@
 """Test that C++, Python and PEFT load each other's saved adapters and compute the same outputs."""
 
+import copy
 import json
 import subprocess
 from collections.abc import Callable
@@ -206,7 +207,7 @@ def test_eva_starts_from_the_same_directions(rho: float, run: Callable[..., Any]
         assert not cpp[f"base_model.model.{name}.lora_B.weight"].any()
     assert rho == 1.0 or len(set(ranks.values())) > 1
     scalings = {m.adapters["default"].scaling for m in lora_layers(ours)}
-    loaded = lora.load_adapter(Model(), tmp_path / "cpp")
+    loaded = lora.load_adapter(Model(), tmp_path / "cpp", any_base=True)
     assert {round(m.adapters["default"].scaling, 6) for m in lora_layers(loaded)} == {
         round(s, 6) for s in scalings
     }
@@ -356,3 +357,34 @@ def test_heads_that_the_module_lacks(run: Callable[..., Any], tmp_path: Path) ->
         AssertionError, match="modules_to_save: expected names of modules, received 'classifier'"
     ):
         run(f"load={tmp_path / 'adapter'}")
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_cpp_changes_the_base_again_as_peft_does(init: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    call = program_in(tmp_path)
+    base = Model()
+    base.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=init)
+    trained = peft.get_peft_model(copy.deepcopy(base), config)
+    torch.manual_seed(5)
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    trained.save_pretrained(str(tmp_path / "peft"))
+    expected = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "peft"))(IDS)
+    found = call(f"load={tmp_path / 'peft'}", "forward", f"save={tmp_path / 'ours'}")["forward"]
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        call(f"load={tmp_path / 'ours'}", "forward")["forward"], found, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_cpp_refuses_another_base(tmp_path: Path) -> None:
+    call = program_in(tmp_path)
+    base = Model()
+    with torch.no_grad():
+        base.head.weight *= 1.05
+    lora.save_adapter(lora.apply(base, rank=2, target_modules=TARGETS), tmp_path / "adapter")
+    with pytest.raises(AssertionError, match=r"expected the base model of the adapter .* other values"):
+        call(f"load={tmp_path / 'adapter'}", "forward")

@@ -101,6 +101,7 @@ def checkpoint(
     inside ``fn``), DDP, FSDP2 and ``torch.compile`` work as usual. Saved tensors that need no gradient are
     returned unchanged, with any attributes set by Python code. If ``fn`` itself runs backward passes, ``fn``
     runs again for each of them, and results of operators in these passes are not kept.
+    Buffers that ``fn`` updates, such as the running statistics of a batch norm, are updated in both runs.
 
     Args:
         fn: a function of any arguments and results. It has to do the same in both runs, and must not change

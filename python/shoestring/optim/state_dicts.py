@@ -132,10 +132,13 @@ class StateDicts(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, bit for bit for parameters of any dtype. All tensors are copied.
 
+        The group options of the state dict replace those of this optimizer, as in ``torch.optim``. This includes
+        ``state_format``: an 8-bit state stays 8-bit in an optimizer that was made with ``state_format="4bit"``.
+
         A state dict without ``format_version`` may also come from the optimizer of the same update rule in
         ``torch.optim`` or in bitsandbytes. The moments may have any floating dtype, or be 8-bit codes of
         bitsandbytes in blocks of 256. The moments are converted to the format of this optimizer's option
-        ``state``. 8-bit codes are kept if bitsandbytes' quantisation map equals ours; otherwise the values
+        ``state_format``. 8-bit codes are kept if bitsandbytes' quantisation map equals ours; otherwise the values
         are quantised again. bitsandbytes may have rounded a second moment to zero although the first moment
         of the element is not zero. Such a second moment gets the smallest code above zero. Options that are
         not in the state dict keep their values.

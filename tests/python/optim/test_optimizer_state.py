@@ -203,3 +203,14 @@ def test_memory_is_the_formula(rule: Rule, state: str, weights: str, backend: st
     left = sum(getattr(event, device) for event in memory.key_averages())
     # CUDA's allocator rounds each size up to a multiple of 512 bytes.
     assert left == pytest.approx(expected, rel=0.01, abs=512 * len(storages) if backend == "cuda" else 0)
+
+
+def test_a_state_dict_brings_its_format() -> None:
+    weight, other = (torch.nn.Parameter(torch.ones(512)) for _ in range(2))
+    saved = AdamW([weight], state_format="8bit", min_quantize_size=0)
+    weight.grad = torch.ones(512)
+    saved.step()
+    loaded = AdamW([other], state_format="4bit", min_quantize_size=0)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.param_groups[0]["state_format"] == "8bit"
+    assert torch.equal(loaded.state[other]["exp_avg"], saved.state[weight]["exp_avg"])

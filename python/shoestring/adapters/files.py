@@ -34,11 +34,11 @@ from shoestring.adapters.trained_copy import TrainedCopy
 from shoestring.adapters.values import whole
 from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, token_sizes
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.module_argument import check_module
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import is_name, read_json, shown
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
-from shoestring.optim.sharded import is_dtensor
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

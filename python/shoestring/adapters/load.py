@@ -34,9 +34,9 @@ from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.values import fill
 from shoestring.adapters.vera import Projection, share
 from shoestring.adapters.virtual_tokens import VirtualTokens, attach_tokens, width
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.module_argument import check_module
 from shoestring.files.read_file import shown
-from shoestring.optim.sharded import is_dtensor
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 VERA = ("base_model.vera_A", "base_model.vera_B")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shoestring.optim.sharded import is_dtensor
+from shoestring.core.dtensors import is_dtensor
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.distributed.compress import BITS
 from shoestring.distributed.groups import group_or_default, name_collectives, name_of, operators
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
-from shoestring.optim.sharded import is_dtensor, local
+from shoestring.optim.sharded import local
 
 BUCKET = 8 << 20  # elements that are sent together, unless a parameter has more
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring.checkpoint.weights import is_place
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.module_argument import check_module
 from shoestring.core.process_memory import spare_bytes
 from shoestring.core.save_pretrained import watch
@@ -31,7 +32,6 @@ from shoestring.distributed.groups import (
 )
 from shoestring.distributed.shard import split_steps
 from shoestring.optim.base import SPLITS_STEPS, LowMemoryOptimizer
-from shoestring.optim.sharded import is_dtensor
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets in the environment
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")

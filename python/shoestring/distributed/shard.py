@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.distributed.all_ranks import AllRanks
 from shoestring.distributed.groups import group_or_default, name_collectives, name_of, operators
 from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.optim.sharded import is_dtensor
 
 BUCKET_BYTES = 25 << 20
 

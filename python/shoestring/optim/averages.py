@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.module_argument import check_module
 from shoestring.core.presence import is_away
-from shoestring.optim.sharded import is_dtensor, local
+from shoestring.optim.sharded import local
 from shoestring.optim.state_tensors import state_tensors
 
 # The entries of a state dict that are numbers.

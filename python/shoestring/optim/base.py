@@ -15,11 +15,12 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
-from shoestring.optim.sharded import Aliases, is_dtensor, local, shard_gradients, shards, splits_of
+from shoestring.optim.sharded import Aliases, local, shard_gradients, shards, splits_of
 from shoestring.optim.state_dicts import OWN, RanksTogether, StateDicts
 from shoestring.optim.state_layout import Kind, Moment, Part
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoestring.optim.sharded import as_dtensor, is_dtensor, local
+from shoestring.core.dtensors import is_dtensor
+from shoestring.optim.sharded import as_dtensor, local
 from shoestring.optim.state_layout import Moment, blocks
 from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
 from shoestring.quantization.quantize_state_4bit import dequantize_state_4bit, quantize_state_4bit

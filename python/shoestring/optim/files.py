@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.files.json_values import decoded, encoded
 from shoestring.files.read_file import is_integer, is_number, parse_json, shown
 from shoestring.files.safetensors_file import Gathered, open_safetensors, save_gathered
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.parameter_names import GroupNames, names_of, names_text, orders_of, reordered
-from shoestring.optim.sharded import is_dtensor
 from shoestring.optim.sharded_state import gathered_entries
 from shoestring.optim.state_dicts import FORMAT_VERSION
 

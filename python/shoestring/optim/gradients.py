@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.optim.interrupts import Uninterrupted, deliver_later
-from shoestring.optim.sharded import gradient_in_hook, is_dtensor, reduced_after_hooks
+from shoestring.optim.sharded import gradient_in_hook, reduced_after_hooks
 
 
 class Backward:

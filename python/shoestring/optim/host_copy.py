@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from shoestring.core.device import is_asynchronous
+from shoestring.core.dtensors import is_dtensor
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.interrupts import Uninterrupted
-from shoestring.optim.sharded import is_dtensor, local
+from shoestring.optim.sharded import local
 from shoestring.optim.torch_files import load_exactly
 
 

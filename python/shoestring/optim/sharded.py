@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeIs
 
 from shoestring.core.device import is_asynchronous
+from shoestring.core.dtensors import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,11 +42,6 @@ class Shards:
     def groups(self) -> list[str]:
         """The names of the process groups over which the parameter is split."""
         return [self.mesh.get_group(dim).group_name for dim in self.dims]
-
-
-def is_dtensor(tensor: object) -> "TypeIs[DTensor]":
-    """Return whether the object is a DTensor; always False if torch has no distributed package."""
-    return isinstance(tensor, Tensor) and hasattr(tensor, "to_local")
 
 
 def local(tensor: Tensor) -> Tensor:

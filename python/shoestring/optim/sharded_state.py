@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.convert import kept
-from shoestring.optim.sharded import as_dtensor, is_dtensor, local, piece_of
+from shoestring.optim.sharded import as_dtensor, local, piece_of
 from shoestring.optim.state_layout import STATES, Moment, Part
 from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT, map_4bit, quantize_state_4bit

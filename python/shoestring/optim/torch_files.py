@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.files.json_values import decoded, encoded, is_stored
 from shoestring.files.read_file import parse_json, shown
 from shoestring.files.safetensors_file import Gathered
 from shoestring.optim.files import extra_in, extra_of, like, plain
 from shoestring.optim.parameter_names import GroupNames, names_text, orders_of, reordered
-from shoestring.optim.sharded import as_dtensor, is_dtensor, piece_of
+from shoestring.optim.sharded import as_dtensor, piece_of
 from shoestring.optim.sharded_state import gathered
 
 FORMAT_VERSION = 1

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.optim.base import DTYPES, core_value
-from shoestring.optim.sharded import Aliases, as_dtensor, is_dtensor, shard_gradients, splits_of
+from shoestring.optim.sharded import Aliases, as_dtensor, shard_gradients, splits_of
 
 
 class LowRankMethod(NamedTuple):

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.optim.sharded import is_dtensor, row_begins, shards
+from shoestring.optim.sharded import row_begins, shards
 
 
 def expect_rows(name: str, index: int, param: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.files.read_file import is_integer, parse_json, shown
 from shoestring.files.safetensors_file import Gathered, checksum_of, open_safetensors, save_gathered
 from shoestring.optim import files as own_files
@@ -24,7 +25,7 @@ from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.host_copy import HostCopy, call_all
 from shoestring.optim.parameter_names import names_of
 from shoestring.optim.several import several
-from shoestring.optim.sharded import is_dtensor, piece_of
+from shoestring.optim.sharded import piece_of
 from shoestring.optim.sharded_state import gathered
 from shoestring.runs.part_state import joined, joined_like, split
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
-from shoestring.optim.sharded import is_dtensor, local, piece_of
+from shoestring.optim.sharded import local, piece_of
 from shoestring.training.device import CPU
 from shoestring.training.offloaded_weights import copies_in_host_memory
 from shoestring.training.processes import whole

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.errors import InputError
 from shoestring.distributed.groups import backends, start_group
 from shoestring.distributed.parallelize import ParallelReport, parallelize
-from shoestring.optim.sharded import is_dtensor
 from shoestring.training.config import LoopConfig
 from shoestring.training.estimate_config import EstimateConfig
 from shoestring.training.options import LOW_RANK, environment_number

@@ -490,6 +490,7 @@ NOT_READERS = {
          "files.atomic.write_json", "files.atomic.remove_partial", "files.safetensors_file.save_safetensors",
          "files.safetensors_file.save_gathered",
          "data.token_file.write_token_file", "adapters.files.save_adapter", "optim.files.save_optimizer",
+         "adapters.save_pretrained.save", "core.save_pretrained.register",
          "runs.training_file.save_training",
          "integrations.transformers.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
          "training.report.write_report", "training.report.write_comparison", "training.report.write_sections",
@@ -512,7 +513,11 @@ NOT_READERS = {
     **dict.fromkeys(
         ("cli.config.Source", "cli.config.GenerateConfig", "training.config.TrainConfig"), "holds options"
     ),
-    **dict.fromkeys(("files.read_file.read_regular", "files.read_file.read_json"), "what the readers above are made of"),
+    **dict.fromkeys(
+        ("files.read_file.read_regular", "files.read_file.read_json", "adapters.base_record.check_peft_base",
+         "adapters.base_record.check_base_record", "adapters.base_record.refuse_base"),
+        "what the readers above are made of",
+    ),
     "cli.generate.check_adapter": "load_adapter reads the same folder after it",
     "training.adapters.merge_adapter": "load_adapter, or PEFT",
 }  # fmt: skip

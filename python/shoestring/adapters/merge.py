@@ -12,6 +12,7 @@ from shoestring.adapters.switch import check_known, members, set_adapter
 from shoestring.adapters.tied import note_ties, part_ties
 from shoestring.adapters.trained_copy import TrainedCopy, replace_module, unwrap
 from shoestring.adapters.virtual_tokens import VirtualTokens
+from shoestring.core.dtensors import is_dtensor
 from shoestring.core.module_argument import check_module
 from shoestring.core.presence import expect_here
 from shoestring.quantization.quantized_linear_module import QuantizedLinear, frozen
@@ -84,7 +85,8 @@ def merge(
         The rounding error of each layer.
 
     Raises:
-        ValueError: the model has no adapters or has virtual tokens, or no adapter has one of the names.
+        ValueError: the model has no adapters or has virtual tokens, no adapter has one of the names, or
+            processes have split the model.
 
     Example:
         >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), rank=2)
@@ -99,6 +101,7 @@ def merge(
             "lora.merge: model: expected a model with adapters, received one without; call lora.apply first"
         )
     expect_here("lora.merge", model)
+    _expect_whole("lora.merge", model)
     names = list(next(iter(found.values())).active) if adapter_names is None else list(adapter_names)
     check_known("merge", model, names)
     set_adapter(model, names)  # set_adapter raises an error if the adapters cannot be active together
@@ -123,6 +126,16 @@ def merge(
     note_ties(model)
     part_ties(model)
     return MergeReport(errors, _ratio(totals))
+
+
+def _expect_whole(operator: str, model: nn.Module) -> None:
+    """Raise a ValueError if processes have split parameters, since FSDP does not see that they are replaced."""
+    for name, parameter in model.named_parameters():
+        if is_dtensor(parameter):
+            raise ValueError(
+                f"{operator}: model: expected whole parameters, received {name}, which processes have split. "
+                "Save the adapters with lora.save_adapter, and load them into a model that is not split"
+            )
 
 
 def _ratio(error: Tensor) -> float:
@@ -178,7 +191,7 @@ def unmerge(model: nn.Module) -> nn.Module:
     """Undo :func:`merge`: restore the exact former weights and all adapters.
 
     Raises:
-        ValueError: the model was not merged with ``reversible=True``.
+        ValueError: the model was not merged with ``reversible=True``, or processes have split it since.
 
     Example:
         >>> model = shoestring.lora.apply(torch.nn.Sequential(torch.nn.Linear(8, 4)), rank=2)
@@ -193,6 +206,7 @@ def unmerge(model: nn.Module) -> nn.Module:
             "lora.unmerge: model: expected a model that was merged with reversible=True, received one "
             "without saved weights"
         )
+    _expect_whole("lora.unmerge", model)
     for name, layer in layers.items():
         kept = layer.__dict__.pop("unmerged")
         if isinstance(kept, UnmergedCopy):

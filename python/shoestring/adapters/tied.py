@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from shoestring.adapters.options import LoraOptions, Options
-from shoestring.adapters.targets import matches, own_modules
+from shoestring.adapters.targets import own_modules, selected
 from shoestring.adapters.trained_copy import TrainedCopy
 
 EMBEDDINGS = ("embed_tokens", "lm_head")  # the last parts of the names that PEFT takes for embeddings
@@ -87,16 +87,15 @@ def tied_modules(model: nn.Module, options: Options) -> dict[str, str]:
     tied = sharing(modules, source) if source is not None else []
     if source is None or not tied:
         return {}
-    if any(name.rpartition(".")[2] in EMBEDDINGS for name in options.modules_to_save):
-        return dict.fromkeys(tied, source)
-    targets = () if options.target_modules == "all-linear" else options.target_modules
-    named = [n for n in (source, *tied) if n.rpartition(".")[2] in EMBEDDINGS and matches(n, targets)]
+    saved = any(name.rpartition(".")[2] in EMBEDDINGS for name in options.modules_to_save)
+    targets = selected(model, options)
+    named = [n for n in (source, *tied) if n in targets and (saved or n.rpartition(".")[2] in EMBEDDINGS)]
     if named:
         raise ValueError(
             "lora.apply: ensure_weight_tying: expected tied embeddings in modules_to_save or trainable_token_indices, "
             f"received {named[0]} in target_modules"
         )
-    return {}
+    return dict.fromkeys(tied, source) if saved else {}
 
 
 def tie_copies(model: nn.Module, tied: Mapping[str, str], adapter_name: str) -> None:

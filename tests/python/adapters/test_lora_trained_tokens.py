@@ -188,6 +188,10 @@ def test_weight_tying_of_untied_and_adapted_embeddings() -> None:
         ValueError, match="ensure_weight_tying: .* received model.embed_tokens in target_modules"
     ):
         lora.apply(llama(tied=True), rank=2, target_modules=["embed_tokens"], ensure_weight_tying=True)
+    options = {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
+    with pytest.raises(ValueError, match="ensure_weight_tying: .* received lm_head in target_modules"):
+        lora.apply(llama(tied=True), rank=2, ensure_weight_tying=True, **options)
+    lora.apply(llama(tied=True), rank=2, ensure_weight_tying=True, exclude_modules=["lm_head"], **options)
     indices = {"embed_tokens": [1], "lm_head": [2]}
     with pytest.raises(
         ValueError, match="the same indices for tied layers, .* others for lm_head than for model"

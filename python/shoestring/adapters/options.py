@@ -167,6 +167,10 @@ class LoraOptions(Options):
         names = ", ".join(repr(name) for name in known)
         _expect(bool(fits), "init", f"{names} or 'pissa_niter_N'", self.init)
         _expect(self.loftq_iterations > 0, "loftq_iterations", "at least 1", self.loftq_iterations)
+        if self.init.startswith("pissa") or self.init == "loftq":
+            # the square roots of the singular values / scaling are the initial values
+            low = [alpha for alpha in (self.alpha, *self.alpha_pattern.values()) if alpha <= 0]
+            _expect(not low, "alpha", f"a positive number with init {self.init!r}", low[0] if low else None)
         if self.init == "orthogonal":
             odd = [rank for rank in (self.rank, *self.rank_pattern.values()) if rank % 2]
             _expect(not odd, "rank", "an even number with init 'orthogonal'", odd[0] if odd else None)

@@ -208,6 +208,11 @@ def test_errors() -> None:
             r"rank: expected at most 24 for 'pissa', the smaller side of 0; received 65",
         ),
         ({"init": "pissa_niter_0"}, "init: .* received 'pissa_niter_0'"),
+        ({"init": "pissa", "alpha": -3}, "alpha: expected a positive number with init 'pissa', received -3"),
+        (
+            {"init": "loftq", "quantize": "nf4", "alpha_pattern": {"0": 0}},
+            "alpha: expected a positive number",
+        ),
         (
             {"init": "loftq", "quantize": "nf4", "loftq_iterations": 0},
             "loftq_iterations: expected at least 1, received 0",

@@ -59,7 +59,7 @@ void insert(Flats& flats, const Tensor& tensor, const std::string& label) {
 void place(Flats& flats, const std::string& label, bool is_here) {
   for (Flat& f : flats) {
     for (Piece& p : f.pieces) {
-      if (f.is_trained) optim::set_part(p.tensor, is_here ? Tensor() : p.shard);
+      if (f.is_trained) optim::set_part(p.tensor, p.shard, /*is_alone=*/!is_here);
       auto& storage = *p.tensor.storage().unsafeGetStorageImpl();
       if (is_here) {
         char* const begin = static_cast<char*>(f.memory.data_ptr());

@@ -37,8 +37,13 @@ Known<SplitParameter>& splits() {
   static auto* const all = new Known<SplitParameter>;
   return *all;
 }
-Known<Weak>& parts() {
-  static auto* const all = new Known<Weak>;
+// The part of a parameter, and whether the parameter has no memory.
+struct KnownPart {
+  Weak tensor;
+  bool is_alone;
+};
+Known<KnownPart>& parts() {
+  static auto* const all = new Known<KnownPart>;
   return *all;
 }
 
@@ -64,13 +69,18 @@ at::IntArrayRef whole_sizes(const at::Tensor& tensor) {
   return split != nullptr ? at::IntArrayRef(split->sizes) : tensor.sizes();
 }
 
-void set_part(const at::Tensor& whole, const at::Tensor& part) {
-  parts().set(whole, Weak(part.getIntrusivePtr()));
+void set_part(const at::Tensor& whole, const at::Tensor& part, bool is_alone) {
+  parts().set(whole, KnownPart{Weak(part.getIntrusivePtr()), is_alone});
 }
 
 at::Tensor part_of(const at::Tensor& whole) {
-  const Weak* part = parts().find(whole);
-  return part != nullptr ? at::Tensor(part->lock()) : at::Tensor();
+  const KnownPart* part = parts().find(whole);
+  return part != nullptr && part->is_alone ? at::Tensor(part->tensor.lock()) : at::Tensor();
+}
+
+bool is_part_of(const at::Tensor& part, const at::Tensor& whole) {
+  const KnownPart* found = parts().find(whole);
+  return found != nullptr && part.is_same(at::Tensor(found->tensor.lock()));
 }
 
 }  // namespace shoestring::optim

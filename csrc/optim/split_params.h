@@ -51,11 +51,14 @@ const SplitParameter* split_of(const at::Tensor& tensor);
 /// Returns the shape of a tensor, or of the parameter of which it is a part.
 at::IntArrayRef whole_sizes(const at::Tensor& tensor);
 
-/// Says which part of a parameter this process has, while the parameter itself has no memory. An undefined
-/// part says that it has its memory again.
-SHOESTRING_API void set_part(const at::Tensor& whole, const at::Tensor& part);
+/// Says which part of a parameter this process has, and whether it has the part alone, since the parameter
+/// has no memory.
+SHOESTRING_API void set_part(const at::Tensor& whole, const at::Tensor& part, bool is_alone);
 
 /// Returns the part of a parameter without memory, or an undefined tensor.
 at::Tensor part_of(const at::Tensor& whole);
+
+/// Returns whether a tensor is this process's part of a parameter, which may have its memory.
+bool is_part_of(const at::Tensor& part, const at::Tensor& whole);
 
 }  // namespace shoestring::optim

@@ -30,7 +30,7 @@ std::vector<Names> names_of(const torch::optim::Optimizer& optimizer, const Trai
     for (const Tensor& p : group.params()) {
       std::optional<std::string>& name = names.emplace_back();
       for (const auto& item : run.tensors) {
-        if (p.is_same(item.value()) || p.is_same(optim::part_of(item.value()))) name = item.key();
+        if (p.is_same(item.value()) || optim::is_part_of(p, item.value())) name = item.key();
       }
     }
   }

@@ -228,6 +228,7 @@ def _split(rank: int, path: str) -> None:
     optimizer = AdamW([p for _, p in named(sharded, reverse=True)], lr=1e-2)
     shoestring.load_training(path, sharded, optimizer)
     shoestring.save_training(path + ".again", sharded, optimizer)
+    torch.distributed.barrier()  # the first process has written the file
     again = trained("AdamW", plain, named(plain))
     if rank == 0:
         shoestring.load_training(path + ".again", plain, again)

@@ -104,14 +104,14 @@ class Rounded(torch.autograd.Function):
         return grad.bfloat16().float()
 
 
-def loss_of(model: nn.Module, variant: Variant) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that computes the summed cross-entropy in fp32, however the weights are stored."""
+def loss_of(model: nn.Module, variant: Variant) -> Callable[..., Tensor]:
+    """Return a function that divides the summed cross-entropy by ``items``, in fp32, however the weights are stored."""
     widen: Callable[[Tensor], Tensor] = Rounded.apply if variant.weights == "master" else Tensor.float
 
-    def loss(inputs: Tensor, labels: Tensor) -> Tensor:
+    def loss(inputs: Tensor, labels: Tensor, items: float = 1) -> Tensor:
         weights = {name: widen(p) for name, p in model.named_parameters()}
         output = torch.func.functional_call(model, weights, kwargs=dict(input_ids=inputs, use_cache=False))
-        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum") / items
 
     return loss
 
@@ -122,9 +122,11 @@ class Quiet:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def step(self, metrics: dict[str, Any], val_loss: float | None) -> None:
+    def step(self, metrics: dict[str, Any]) -> None:
         if "val_loss" in metrics:
-            print(f"{self.name}, step {metrics['step']}: validation loss {val_loss:.4f}", flush=True)
+            print(
+                f"{self.name}, step {metrics['step']}: validation loss {metrics['val_loss']:.4f}", flush=True
+            )
 
 
 def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:

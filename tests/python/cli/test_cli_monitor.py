@@ -185,7 +185,7 @@ def test_wrong_input(tmp_path: Path) -> None:
         ),
         (["--", str(tmp_path / "text")], "which was not found"),
         (["--interval", "0.01", "--", "true"], "--interval: expected 0.1 to 10 seconds, received 0.01"),
-        (["--interval", "x", "--", "true"], "Invalid value for '--interval'"),
+        (["--interval", "x", "--", "true"], "--interval: expected a number, got x"),
         (["--json", str(tmp_path / "no" / "a.json"), "--", "true"], "a.json: No such file or directory"),
         (["--json", str(tmp_path), "--", "true"], "Is a directory"),
         (["--plot", str(tmp_path / "a.xyz"), "--", "true"], "expected a name that ends in one of"),

@@ -48,16 +48,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def _weight_files(directory: Path) -> list[Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if os.path.lexists(index):
-        files = _sharded(directory, index)
-        if os.path.lexists(single) and single not in files:
-            # transformers would read the single file.
-            raise ValueError(
-                f"{directory}: expected {single.name} or {index.name}, received both, of two models. Remove the older one"
-            )
-        return files
+    # A save of one file over shards may be killed before it has removed the index. transformers and C++ then read the
+    # file as well.
     if os.path.lexists(single):
         return [single]
+    if os.path.lexists(index):
+        return _sharded(directory, index)
     raise ValueError(
         f"{directory}: no weights there (model.safetensors or its sharded index); only safetensors are read"
     )

@@ -219,8 +219,8 @@ SHOESTRING_API void save_adapter(const torch::nn::Module& module, const std::str
 /// unless `any_base` is true. Values may differ by a rounding to bf16, and quantised weights are not
 /// compared.
 ///
-/// Of a PEFT adapter with "pissa" or "olora" that was not converted, the changed base weights are computed
-/// again, as in PEFT. Weights of embeddings and output layers in the file replace those of the module.
+/// A PEFT adapter with "pissa" or "olora" that was not converted changes the base weights again, as in
+/// PEFT. Weights of embeddings and output layers in the file replace those of the module.
 SHOESTRING_API void load_adapter(torch::nn::Module& module, const std::string& directory,
                                  const std::string& adapter_name = "default", bool any_base = false);
 

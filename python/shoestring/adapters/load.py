@@ -76,8 +76,8 @@ def load_adapter(
     file. A file of PEFT says less: the class or architecture of the base, the shapes of the layers, and
     target_modules, of which each module must have values. Quantised weights are not compared.
 
-    Of a PEFT adapter with ``init_lora_weights`` "pissa" or "olora" that was not converted, the weights of the
-    base are changed as in PEFT. Rows that ``resize_token_embeddings`` had added to the embedding and the output
+    A PEFT adapter with ``init_lora_weights`` "pissa" or "olora" that was not converted changes the weights of the
+    base, as in PEFT. Rows that ``resize_token_embeddings`` had added to the embedding and the output
     layer are loaded into the model, whose vocabulary must have the same size.
 
     If processes have split the model, the adapter must exist before the split, and all processes must call

@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` writes for a model with adapters: an adapter folder, as for a model of PEFT."""
+"""Write an adapter folder, as PEFT does, if ``save_pretrained`` of a model with adapters is called."""
 
 import re
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from shoestring.files.json_values import MAPPINGS, decoded, encoded
 from shoestring.files.read_file import shown
 from shoestring.optim.state_tensors import as_tensor
 
-# What an entry that a file has as a tensor, so that C++ can read it, is in Python, if it is no tensor.
+# Numbers and lists are tensors in a file, so that C++ can read them. The file names their kind in Python.
 NUMBER, LIST, TUPLE = "number", "list", "tuple"
 KINDS: dict[type, str] = {bool: NUMBER, int: NUMBER, float: NUMBER, list: LIST, tuple: TUPLE}
 

@@ -16,8 +16,8 @@ from shoestring.files.read_file import read_json
 
 PART = 64 << 20  # number of bytes that a thread reads at once; a digest is that of the digests of the parts
 BLOCK = 1 << 20
-# Of weights in files of more than LARGE bytes, the first part and one block of each STRIDE bytes are read: the names and
-# shapes, and a sample of the values. Reading all of them would take as long as loading the model.
+# A digest of weights in a file of more than LARGE bytes covers the first part, which has names and shapes, and one block
+# of each STRIDE bytes, a sample of the values. Reading all of them would take as long as loading the model.
 LARGE = 256 << 20
 STRIDE = 64 << 20
 THREADS = min(8, os.cpu_count() or 1)

@@ -123,7 +123,7 @@ def test_pages_name_the_gpus_that_have_results() -> None:
             assert match[1] in gpus, f"{page.name}: {match[0]}"
         if re.search(r"not (?:yet )?been timed", text):
             claims[page.relative_to(ROOT).as_posix()] = text
-    # What each page says has not been timed; the prefetcher has no benchmark of its own.
+    # The part of each page that has not been timed; the prefetcher has no benchmark of its own.
     untimed = {
         "docs/choosing.md": {"attention", "layers"},
         "docs/guides/layers.md": {"layers"},

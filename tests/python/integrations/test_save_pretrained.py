@@ -1,6 +1,6 @@
-"""What ``save_pretrained`` and the Trainer of transformers write for a model that this library has changed.
+"""Test the files that ``save_pretrained`` and the Trainer of transformers write for a model that this library has changed.
 
-With adapters it is an adapter folder, as for a model of PEFT. Quantised weights are refused.
+With adapters they are an adapter folder, as for a model of PEFT. Quantised weights are refused.
 """
 
 from __future__ import annotations

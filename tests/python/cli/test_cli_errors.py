@@ -159,6 +159,16 @@ def raw(change: Callable[[bytes], bytes], name: str = "model.safetensors") -> Ca
     return lambda model: (model / name).write_bytes(change((model / name).read_bytes())) and None
 
 
+def index(text: str) -> Callable[[Path], None]:
+    """Return a function that puts an index of sharded weights in place of a model's one file of weights."""
+
+    def change(model: Path) -> None:
+        (model / "model.safetensors").rename(model / "weights.safetensors")
+        (model / "model.safetensors.index.json").write_text(text)
+
+    return change
+
+
 def config(**fields: object) -> Callable[[Path], None]:
     def change(model: Path) -> None:
         value = json.loads((model / "config.json").read_text())
@@ -200,15 +210,10 @@ UNSOUND = "model.safetensors: not a valid safetensors file ("
             "model.embed_tokens.weight has shape [300, 64] in the weights, but config.json asks for [301, 64]",
         ),
         (
-            lambda model: (model / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "../x.safetensors"}}'
-            ),
+            index('{"weight_map": {"a": "../x.safetensors"}}'),
             "names the weight file '../x.safetensors', which is not in the directory",
         ),
-        (
-            lambda model: (model / "model.safetensors.index.json").write_text("[]"),
-            "not a valid index of sharded weights",
-        ),
+        (index("[]"), "not a valid index of sharded weights"),
     ],
     ids=lambda value: "",
 )

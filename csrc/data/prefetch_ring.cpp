@@ -244,22 +244,27 @@ bool PrefetchRing::wait(double seconds) {
   // memory.
   if (claimed_ >= position_) {
     const auto waited = Clock::now() - std::max(began, slot_of(position_).claimed_at);
-    seconds_waited_ += std::chrono::duration<double>(waited).count();
+    seconds_waited_ = seconds_waited_ + std::chrono::duration<double>(waited).count();
   }
   return ready;
 }
 
 std::optional<Batch> PrefetchRing::next() {
+  process_.check(kPrefetcher);
+  // On a device, the call of a second thread would take back the batch that the first thread is about to use.
+  const std::unique_lock alone(consumer_, std::try_to_lock);
+  TORCH_CHECK(alone.owns_lock(), kPrefetcher,
+              ": next: expected one thread at a time, got a call while another thread waits for batch ",
+              position(),
+              ". Call next from one thread, or hold a mutex around next and the use of its batch.");
   constexpr double kSeconds = 60;  // wait_for() of a much longer time would overflow
   while (!wait(kSeconds)) {
   }
-  {
-    const std::lock_guard lock(mutex_);
-    if (position_ == read_) {
-      TORCH_CHECK(ended_, kPrefetcher, ": expected an open prefetcher, got a closed one. Create a new one.");
-      if (error_) std::rethrow_exception(error_);
-      return std::nullopt;
-    }
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!closed_, kPrefetcher, ": expected an open prefetcher, got a closed one. Create a new one.");
+  if (position_ == read_) {
+    if (error_) std::rethrow_exception(error_);
+    return std::nullopt;
   }
   Slot& slot = slot_of(position_);
   if (!stream_) {

@@ -2,6 +2,7 @@
 
 // The buffers and the order of events of data::Prefetcher, for a reader thread of C++ or of Python.
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -47,17 +48,20 @@ class PrefetchRing {
   /// Declares that reading the claimed batch has failed.
   void fail(std::exception_ptr error) { end(std::move(error)); }
 
-  // ---- for the consumer thread
+  // ---- for the consumer, one thread at a time
 
   /// Takes back the previous batch. Returns whether next() would not wait now, or within `seconds`.
   bool wait(double seconds);
-  /// See Prefetcher::next().
+  /// See Prefetcher::next(). After close(), raises also for a batch that has been read.
   std::optional<Batch> next();
+
+  // ---- for any thread
+
   int64_t position() const { return position_; }
   double seconds_waited() const { return seconds_waited_; }
 
-  /// Makes claim() return nullopt from now on. May be called by any thread, and has no effect in a forked
-  /// child.
+  /// Makes claim() return nullopt and next() raise from now on, also in a thread that waits in it. position()
+  /// stays the same from then on. Has no effect in a forked child.
   void close();
 
  private:
@@ -89,10 +93,11 @@ class PrefetchRing {
   std::vector<Slot> slots_;
   int64_t largest_ = 1;  // bytes of the largest batch
 
-  // written by the consumer thread only
-  int64_t position_;
+  // written by the consumer only; atomic, because other threads read them, also after a fork
+  std::atomic<int64_t> position_;
+  std::atomic<double> seconds_waited_ = 0;
   bool is_held_ = false;  // whether the consumer uses the batch before position_
-  double seconds_waited_ = 0;
+  std::mutex consumer_;   // held in next()
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

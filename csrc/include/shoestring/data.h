@@ -71,8 +71,9 @@ class SHOESTRING_API HostBuffers {
 /// larger than all batches before it. The host does not wait for the device until it is `depth` batches
 /// ahead.
 ///
-/// next() must be called by one thread. The source runs on another thread, one call after the other, and its
-/// operators use one thread. In a forked child, next() raises; destruction is safe.
+/// next() must be called by one thread at a time: a call while another thread is in next() raises. The source
+/// runs on another thread, one call after the other, and its operators use one thread. In a forked child,
+/// next() raises; destruction is safe.
 class SHOESTRING_API Prefetcher {
  public:
   /// Returns the batch of this number, in dense tensors on the CPU, or nullopt if there is none any more. If
@@ -90,9 +91,10 @@ class SHOESTRING_API Prefetcher {
 
   /// Returns the next batch on the device, or nullopt after the last batch. Waits on the host only if the
   /// batch has not been read yet; the current stream waits for the copy. Rethrows the source's exception for
-  /// this batch, again at each later call.
+  /// this batch, again at each later call. Throws c10::Error if another thread is in next().
   std::optional<Batch> next();
-  /// Returns the number of the batch that next() returns next. A checkpoint stores it.
+  /// Returns the number of the batch that next() returns next. A checkpoint stores it. Any thread may call
+  /// position() and seconds_waited().
   int64_t position() const;
   /// Returns the seconds that next() has waited for the source. The time in which the host waits because the
   /// device is behind does not count.

@@ -149,8 +149,11 @@ class Prefetcher(Iterator[Any]):
 
     The source runs on another thread, beginning with the first ``next``, and its operators use one thread. It
     should draw random numbers from a generator of its own. If it raises, ``next`` raises the same exception in
-    place of that batch, and again at each later call. ``next`` must be called by one thread. In a forked child,
-    ``next`` raises RuntimeError.
+    place of that batch, and again at each later call. In a forked child, ``next`` raises RuntimeError.
+
+    ``next`` must be called by one thread at a time: a call while another thread is in ``next`` raises
+    RuntimeError. Any thread may call ``close``, which ends a ``next`` that waits in another thread with
+    RuntimeError, ``state_dict`` and ``seconds_waited``.
 
     A source that writes its batch into pinned memory itself saves a copy on the host::
 
@@ -182,7 +185,8 @@ class Prefetcher(Iterator[Any]):
             tensors in an unknown class.
         ValueError: an argument is out of range, a tensor is not dense or not on the CPU, or the source has
             fewer batches than ``start``.
-        RuntimeError: ``next`` is called after ``close``, or in a forked child.
+        RuntimeError: ``next`` is called after ``close``, while another thread is in ``next``, or in a forked
+            child, or the prefetcher is closed while ``next`` waits.
 
     Example:
         >>> from shoestring.data import Prefetcher
@@ -219,6 +223,10 @@ class Prefetcher(Iterator[Any]):
             )
         self._source = source
         self._fills_buffers = fills_buffers
+        self._consumer = threading.Lock()  # held in next and load_state_dict
+        # Held to change the attributes below, never while waiting for the source. It is reentrant, because a
+        # signal handler may call close.
+        self._lock = threading.RLock()
         self._arguments = torch.device(device), depth, stop, poison
         self._ring = self._new_ring(start)  # None once the prefetcher is closed
         self._start = start  # the position at which the ring began, or at which the prefetcher was closed
@@ -247,23 +255,44 @@ class Prefetcher(Iterator[Any]):
         if self._ring is None:
             raise RuntimeError("Prefetcher: expected an open prefetcher, got a closed one. Create a new one.")
 
+    def _check_alone(self, method: str) -> None:
+        """Raise if another thread is in next.
+
+        The caller then takes ``_consumer`` in a ``with`` statement, which Ctrl-C cannot interrupt before its block.
+        If two threads pass this check at once, one of them waits there.
+        """
+        if self._consumer.locked():
+            raise RuntimeError(
+                f"Prefetcher: {method}: expected one thread at a time, got a call while another thread waits for batch "
+                f"{self.state_dict()['position']}. Call next from one thread, or hold a lock around next and the use of "
+                "its batch."
+            )
+
+    def _reading(self) -> tuple[Any, _Batches]:
+        """Return the ring and what the reader thread hands over. The reader starts at the first call."""
+        with self._lock:
+            self._check_open()
+            if self._stop_reader is None:
+                self._ring.wait(0.0)  # raises in a forked child
+                self._start_reader()
+            return self._ring, self._batches
+
     def __next__(self) -> Any:
-        self._check_open()
-        if self._stop_reader is None:
-            self._ring.wait(0.0)  # raises in a forked child
-            self._start_reader()
-        while not self._ring.wait(_PATIENCE):
-            pass
-        number = self._ring.position()
-        try:
-            tensors = self._ring.next()
-        except RuntimeError:
-            if self._batches.error is not None:
-                raise self._batches.error from None
-            raise
-        if tensors is None:
-            raise StopIteration
-        structure, leaves, indices = self._batches.structures.pop(number)
+        self._check_alone("next")
+        with self._consumer:
+            ring, batches = self._reading()
+            while not ring.wait(_PATIENCE):
+                pass
+            number = ring.position()
+            try:
+                tensors = ring.next()
+            except RuntimeError:
+                if batches.error is not None and self._ring is ring:
+                    raise batches.error from None
+                raise
+            if tensors is None:
+                raise StopIteration
+            structure, leaves, indices = batches.structures.pop(number)
         for i, tensor in zip(indices, tensors, strict=True):
             leaves[i] = tensor
         return _pytree.tree_unflatten(leaves, structure)
@@ -274,17 +303,19 @@ class Prefetcher(Iterator[Any]):
 
         The time in which the host waits because the device is behind does not count.
         """
-        return self._seconds_waited + (0.0 if self._ring is None else float(self._ring.seconds_waited()))
+        with self._lock:
+            return self._seconds_waited + (0.0 if self._ring is None else float(self._ring.seconds_waited()))
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of the batch that ``next`` returns next, as ``{"position": number}``."""
-        return {"position": self._start if self._ring is None else int(self._ring.position())}
+        with self._lock:
+            return {"position": self._start if self._ring is None else int(self._ring.position())}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue with the batch at the position of ``state``, which :meth:`state_dict` returned.
 
         Raises:
-            RuntimeError: the prefetcher is closed.
+            RuntimeError: the prefetcher is closed, or another thread is in ``next``.
             ValueError: ``state`` has no position, the position is negative or behind ``stop``, or the source is
                 an iterator from which batches have been read.
         """
@@ -294,25 +325,38 @@ class Prefetcher(Iterator[Any]):
                 f"Prefetcher: state: expected a dict with an int as 'position', got {dict(state)}. "
                 "Pass the result of state_dict()."
             )
-        self._check_open()
-        if self._stop_reader is not None and isinstance(self._source, Iterator):
-            raise ValueError(
-                "Prefetcher: source: expected an iterable that can begin again, got an iterator that has begun. "
-                "Create a new prefetcher of a new iterator."
-            )
-        ring = self._new_ring(position)
-        self.close()
-        self._ring, self._start = ring, position
+        self._check_alone("load_state_dict")
+        with self._consumer:
+            with self._lock:
+                self._check_open()
+                if self._stop_reader is not None and isinstance(self._source, Iterator):
+                    raise ValueError(
+                        "Prefetcher: source: expected an iterable that can begin again, got an iterator that has "
+                        "begun. Create a new prefetcher of a new iterator."
+                    )
+                stop_reader = self._replace_ring(self._new_ring(position))
+                self._start = position
+            try:
+                stop_reader()
+            except BaseException:
+                self.close()  # The source may not have returned, so no other reader may begin.
+                raise
 
     def close(self) -> None:
         """Stop reading and free the buffers. Waits until the source has returned."""
-        if self._ring is None:
-            return
-        if self._stop_reader is not None:
-            self._stop_reader()
+        with self._lock:
+            if self._ring is None:
+                return
+            stop_reader = self._replace_ring(None)
+        stop_reader()
+
+    def _replace_ring(self, ring: Any) -> Callable[[], Any]:
+        """Close the ring and put another one in its place. Return a function that waits for the reader."""
+        self._ring.close()  # From here on, its position stays the same.
         self._start, self._seconds_waited = self.state_dict()["position"], self.seconds_waited
-        self._stop_reader = self._ring = None
-        self._batches = _Batches()
+        stop_reader = self._stop_reader
+        self._ring, self._batches, self._stop_reader = ring, _Batches(), None
+        return (lambda: None) if stop_reader is None else stop_reader
 
     def __enter__(self) -> Prefetcher:
         return self

@@ -4,6 +4,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <future>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <thread>
@@ -291,6 +294,54 @@ TEST_CASE("a prefetcher may be destroyed at any moment", "[data]") {
       }
       CHECK(!inside);
     }
+  }
+}
+
+TEST_CASE("a second thread in next() is an error", "[data]") {
+  for (const c10::Device device : prefetch_devices()) {
+    CAPTURE(device);
+    std::promise<void> free;
+    Prefetcher batches(
+        [freed = free.get_future().share()](int64_t number) {
+          freed.wait();
+          return numbered(number);
+        },
+        PrefetcherOptions(device).stop(2));
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<Batch> taken;
+    std::vector<std::string> errors;
+    const auto take = [&] {
+      std::optional<Batch> batch;
+      std::string error;
+      try {
+        batch = batches.next();
+      } catch (const c10::Error& raised) {
+        error = raised.what_without_backtrace();
+      }
+      const std::lock_guard lock(mutex);
+      if (batch) taken.push_back(*batch);
+      if (!error.empty()) errors.push_back(error);
+      changed.notify_all();
+    };
+    // The source blocks, so one thread waits in next(), and the call of the other one ends first.
+    std::thread one(take), two(take);
+    {
+      std::unique_lock lock(mutex);
+      CHECK(changed.wait_for(lock, std::chrono::seconds(20), [&] { return !errors.empty(); }));
+      CHECK(taken.empty());
+    }
+    free.set_value();
+    one.join();
+    two.join();
+    REQUIRE(errors.size() == 1);
+    CHECK_THAT(errors[0],
+               Contains("Prefetcher: next: expected one thread at a time, got a call while another "
+                        "thread waits for batch 0. Call next from one thread"));
+    REQUIRE(taken.size() == 1);
+    check_equal(taken[0], numbered(0), device);
+    check_equal(*batches.next(), numbered(1), device);
+    CHECK(!batches.next().has_value());
   }
 }
 

@@ -2,6 +2,7 @@
 
 import doctest
 import gc
+import queue
 import subprocess
 import sys
 import threading
@@ -358,6 +359,142 @@ def test_two_prefetchers_at_once(device: torch.device) -> None:
     for number, (a, b) in enumerate(pairs):
         assert_same(a, nested(number), device)
         assert_same(b, numbered(number), device)
+
+
+class Held:
+    """A prefetcher whose source blocks until ``free`` is set. Calls of it end in threads of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.entered, self.free = threading.Event(), threading.Event()
+        self.numbers: list[int] = []
+        self.batches = Prefetcher(self.source, device, stop=2)
+        self._ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def source(self, number: int) -> Tensor:
+        self.numbers.append(number)
+        self.entered.set()
+        self.free.wait(60)
+        return numbered(number)
+
+    def next(self) -> Any:
+        return next(self.batches)
+
+    def call(self, function: Callable[[], object]) -> None:
+        def thread() -> None:
+            try:
+                self._ended.put(function())
+            except Exception as error:
+                self._ended.put(error)
+
+        threading.Thread(target=thread, daemon=True).start()
+
+    def ended(self) -> object:
+        """Return the result or the exception of the call that ends next. Free the source if none ends."""
+        try:
+            return self._ended.get(timeout=20)
+        except queue.Empty:
+            self.free.set()
+            raise AssertionError("no call has ended while the source blocks") from None
+
+
+ALONE = (
+    "Prefetcher: {}: expected one thread at a time, got a call while another thread waits for batch 0. "
+    "Call next from one thread, or hold a lock around next and the use of its batch."
+)
+
+
+def test_a_second_thread_in_next_is_an_error(device: torch.device) -> None:
+    held = Held(device)
+    for _ in range(2):
+        held.call(held.next)
+    assert str(held.ended()) == ALONE.format("next")
+    held.free.set()
+    assert_same(held.ended(), numbered(0), device)
+    assert_same(next(held.batches), numbered(1), device)
+    # Two readers would have read batches twice.
+    assert list(held.batches) == [] and held.numbers == [0, 1]
+
+
+def test_load_state_dict_beside_next_is_an_error(device: torch.device) -> None:
+    held = Held(device)
+    held.call(held.next)
+    assert held.entered.wait(20)
+    held.call(lambda: held.batches.load_state_dict({"position": 1}))
+    assert str(held.ended()) == ALONE.format("load_state_dict")
+    assert held.batches.state_dict() == {"position": 0}
+    held.free.set()
+    assert_same(held.ended(), numbered(0), device)
+    assert_same(next(held.batches), numbered(1), device)
+
+
+def test_close_ends_a_next_that_waits(device: torch.device) -> None:
+    held = Held(device)
+    held.call(held.next)
+    assert held.entered.wait(20)
+    held.call(held.batches.close)
+    assert str(held.ended()).startswith(
+        "Prefetcher: expected an open prefetcher, got a closed one. Create a new"
+    )
+    held.free.set()
+    assert held.ended() is None and held.batches.state_dict() == {"position": 0}
+
+
+@pytest.mark.parametrize("moment", ["wait", "position", "next"])
+def test_close_at_each_moment_of_next(moment: str, device: torch.device) -> None:
+    """A prefetcher that is closed before ``next`` takes the batch raises, and keeps its position."""
+    batches = Prefetcher(numbered, device)
+    next(batches)
+    ring = batches._ring
+
+    class Closing:
+        def __getattr__(self, name: str) -> Any:
+            if name == moment and batches._ring is self:
+                batches._ring = ring
+                batches.close()
+            return getattr(ring, name)
+
+    batches._ring = Closing()
+    with pytest.raises(RuntimeError, match="Prefetcher: expected an open prefetcher, got a closed one"):
+        next(batches)
+    assert batches.state_dict() == {"position": 1}
+
+
+def test_two_threads_lose_no_batch(device: torch.device) -> None:
+    """Threads that take turns by chance get each batch once, whole, or an error."""
+    count = 300
+    batches = Prefetcher(lambda number: (numbered(number), number), device, depth=4, stop=count)
+    taken: list[int] = []
+    errors: list[str] = []
+
+    def consume() -> None:
+        while True:
+            try:
+                x, number = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:
+                errors.append(str(error))
+                if "expected one thread at a time" not in errors[-1]:
+                    return
+                continue
+            taken.append(number)
+            if device.type == "cpu" and not torch.equal(x, numbered(number)):
+                errors.append(f"batch {number} has the tensor of another")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=consume) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(taken) == list(range(count))
+    assert {error.partition(", got")[0] for error in errors} <= {
+        "Prefetcher: next: expected one thread at a time"
+    }
 
 
 def test_late_readers_find_poison() -> None:

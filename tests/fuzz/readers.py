@@ -487,7 +487,8 @@ READERS = [
 NOT_READERS = {
     **dict.fromkeys(
         ("files.lock.locked", "files.atomic.atomic_file", "files.atomic.atomic_directory",
-         "files.atomic.write_json", "files.atomic.remove_partial", "files.safetensors_file.save_safetensors",
+         "files.atomic.write_json", "files.atomic.remove_partial", "files.write_file.naming",
+         "files.write_file.open_to_write", "files.write_file.write_text", "files.safetensors_file.save_safetensors",
          "files.safetensors_file.save_gathered",
          "data.token_file.write_token_file", "adapters.files.save_adapter", "optim.files.save_optimizer",
          "adapters.save_pretrained.save", "core.save_pretrained.register",

@@ -19,6 +19,7 @@ from types import FrameType
 
 from shoestring.cli.monitor_live import LiveView
 from shoestring.core.errors import InputError
+from shoestring.files.write_file import write_text
 from shoestring.runs.monitor_process import ProcessMonitor, check_interval
 from shoestring.runs.monitor_report import MonitorReport
 
@@ -70,7 +71,7 @@ def _check_writable(option: str, path: Path) -> None:
 
 def _write(report: MonitorReport, plot: Path | None, as_json: Path | None) -> None:
     if as_json is not None:
-        as_json.write_text(report.to_json() + "\n")
+        write_text(as_json, report.to_json() + "\n")
     if plot is not None:
         report.plot(plot)
 

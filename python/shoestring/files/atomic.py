@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from shoestring.files.write_file import naming, open_to_write
+
 PARTIAL = ".partial"  # suffix of the temporary names of files and folders that are still being written
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 # Names of files that belong to a model. When a new folder replaces an old one, all other files of the old
@@ -22,6 +24,8 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 MODEL_FILES = re.compile(
     r"(generation_)?config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
+# Errors that only writing has: no room, a quota or limit that is used up, a read-only file system.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants from Linux headers for the system call renameat2
 
 
@@ -29,9 +33,38 @@ def _fsync(path: Path) -> None:
     """Call fsync on a file, or on a folder, so that its content or list of names is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _named(partial: Path, path: Path) -> Iterator[None]:
+    """Let an error of writing in the ``with`` block name a final file: ``path``, or one in the folder ``path``.
+
+    The block writes ``partial``, which then becomes ``path``. Libraries raise errors without the name of a file.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = _os_error(error)
+        # Libraries in Rust raise exceptions of other types, with the number of the error in their text.
+        number = re.search(r"\(os error (\d+)\)", str(error)) if found is None else None
+        if number is not None:
+            found = OSError(int(number[1]), os.strerror(int(number[1])))
+        if found is None:
+            raise
+        if isinstance(found.filename, str) and Path(found.filename).is_relative_to(partial):
+            found.filename = str(path / Path(found.filename).relative_to(partial))
+        elif found.filename is None and found.errno in NO_ROOM:
+            found.filename = str(path)
+        else:
+            raise
+        # torch.save raises a RuntimeError about its own state while it handles the OSError.
+        if number is not None or type(error) is RuntimeError:
+            raise OSError(found.errno, found.strerror, found.filename) from error
+        raise
 
 
 @contextmanager
@@ -39,15 +72,16 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary binary file; rename it to ``path`` if the ``with`` block ends without an exception.
 
     The temporary name contains the process id, so two processes that write to the same ``path`` use different
-    temporary files.
+    temporary files. Errors of writing name ``path``.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
-        with open(partial, "wb") as file:
-            yield file
-        _fsync(partial)
-        os.replace(partial, path)
-        _fsync(path.parent)
+        with _named(partial, path):
+            with open_to_write(partial) as file:
+                yield file
+            _fsync(partial)
+            os.replace(partial, path)
+            _fsync(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -63,15 +97,18 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     during the replacement leaves a folder without config.json.
 
     Raises:
-        OSError: the folder cannot be written. An existing folder is unchanged, unless its files were replaced
-            one by one.
+        OSError: the folder cannot be written. The error names the file, or the folder if a library has not said
+            which file it was. An existing folder is unchanged, unless its files were replaced one by one.
     """
     # If path is a symbolic link, the link stays, and the folder to which it points is replaced.
     path = Path(os.path.realpath(path))
     if path.exists() and not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     in_place = path.exists() and exchange_obstacle(path) is not None
-    with _partial_folder(path if in_place else path.parent, path.name) as partial:
+    with (
+        _partial_folder(path if in_place else path.parent, path.name) as partial,
+        _named(partial, path),
+    ):
         yield partial
         for folder, _, names in os.walk(partial):
             for name in names:
@@ -250,18 +287,21 @@ def disk_error(error: BaseException) -> OSError | None:
     file system, missing permission. Libraries that write files may wrap the OSError in another exception, or
     keep only its text.
     """
-    of_writing = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (
-            *of_writing,
-            errno.EACCES,
-            errno.EPERM,
-            errno.ENAMETOOLONG,
-        ):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    for code in of_writing:
+    found = _os_error(error)
+    if found is not None:
+        return found
+    for code in (*NO_ROOM, errno.EIO):
         if os.strerror(code) in str(error):
             return OSError(code, os.strerror(code))
+    return None
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    """Return the OSError of ``disk_error`` if ``error`` is one or was raised because of one, else None."""
+    codes = (*NO_ROOM, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in codes:
+            return seen
+        seen = seen.__cause__ or seen.__context__
     return None

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoestring.core.errors import InputError
+from shoestring.files.write_file import write_all
 
 LOCK = ".lock"  # name of the lock file in an output folder; the C++ examples use the same name
 REFUSED = (errno.EACCES, errno.EAGAIN)  # errno values of lockf if another process holds the lock
@@ -71,7 +72,7 @@ def _acquire(path: Path, what: str) -> int:
                     raise InputError(f"{what}: in use by {_holder(descriptor)}") from None
             if _is_at(descriptor, path):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                write_all(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
                 return descriptor
         except BaseException:
             os.close(descriptor)

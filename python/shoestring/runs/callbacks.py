@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoestring.files.atomic import atomic_file
 from shoestring.optim.state_dicts import StateDicts
 
 
@@ -413,7 +414,8 @@ def transformers_callback(callbacks: Callback | None = None) -> Any:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             if folder.is_dir() and state.is_world_process_zero:
-                torch.save(ours.state_dict(), folder / STATE_FILE)
+                with atomic_file(folder / STATE_FILE) as file:
+                    torch.save(ours.state_dict(), file)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             ours.on_end(self.run)

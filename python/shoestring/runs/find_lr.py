@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoestring.core.errors import argument_errors
+from shoestring.files.write_file import naming
 from shoestring.optim.host_copy import call_all
 from shoestring.optim.several import several
 from shoestring.runs.run_copy import RunCopy
@@ -78,7 +79,8 @@ class LrRange:
             axes.plot(one.lrs, one.losses, label=f"pass {number + 1}")
         axes.axvline(self.suggestion, color="black", linestyle="--", label=f"steepest: {self.suggestion:.2g}")
         axes.legend()
-        figure.savefig(path)
+        with naming(path):
+            figure.savefig(path)
 
 
 def find_lr(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoestring.files.write_file import naming
+
 GIB = 1024**3
 
 
@@ -97,7 +99,8 @@ class MonitorReport:
             axis.set_ylim(bottom=0)
             axis.legend(loc="upper left", fontsize="small", frameon=False)
         axes[-1].set_xlabel("seconds")
-        figure.savefig(path)
+        with naming(path):
+            figure.savefig(path)
 
     def _panels(self) -> list[tuple[str, float, dict[str, list[float]]]]:
         """Return for each panel its title, a limit or 0, and its lines by name."""

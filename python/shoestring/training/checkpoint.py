@@ -21,6 +21,7 @@ from shoestring.core.dtensors import is_dtensor
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import PARTIAL, atomic_directory
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
+from shoestring.files.write_file import open_to_write, write_text
 from shoestring.optim.sharded import local, piece_of
 from shoestring.training.device import CPU
 from shoestring.training.offloaded_weights import copies_in_host_memory
@@ -84,7 +85,7 @@ def save_checkpoint(
         save_safetensors(partial / "weights.safetensors", tensors, {})
         del tensors
         # Pass an open file, because torch.save with a path hides the error message of the file system.
-        with open(partial / "optimizer.pt", "wb") as file:
+        with open_to_write(partial / "optimizer.pt") as file:
             torch.save(
                 {
                     "optimizers": optimizer_states,
@@ -93,9 +94,9 @@ def save_checkpoint(
                 },
                 file,
             )
-        (partial / "state.json").write_text(json.dumps({"step": step, **state}))
+        write_text(partial / "state.json", json.dumps({"step": step, **state}))
         sums = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
-        (partial / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
+        write_text(partial / CHECKSUMS, json.dumps(sums, indent=2) + "\n")
     # Rename an old checkpoint before removing it. If the process is killed during the removal, the rest of
     # the folder then does not look like a complete checkpoint.
     for old in checkpoints(run)[:-KEEP]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shoestring.files.atomic import atomic_file
+from shoestring.files.write_file import naming, write_all
 
 # Fields of every line of metrics.jsonl. `rss` and `peak` are the resident memory and its peak, in bytes.
 COLUMNS = (
@@ -50,6 +52,7 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, keep_through: int) -> None:
+        self._path = path
         if path == Path(os.devnull):
             self.lost = 0
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (__exit__ closes it)
@@ -62,11 +65,25 @@ class MetricsLog:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (__exit__ closes it)
 
     def add(self, row: dict[str, Any]) -> None:
-        self._file.write((json.dumps(row) + "\n").encode())
+        """Append a row.
+
+        Raises:
+            OSError: the row cannot be written. The file has the rows before it then, and no part of this one.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            with naming(self._path):
+                write_all(self._file.fileno(), (json.dumps(row) + "\n").encode())
+        except BaseException:
+            # The row after a part of a row would be lost with it.
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise
 
     def sync(self) -> None:
         """Sync the file to disk before a checkpoint is saved, so that it contains all steps so far."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> MetricsLog:
         return self

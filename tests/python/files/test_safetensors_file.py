@@ -1,7 +1,6 @@
 """Test save_safetensors, with which optimizers and adapters write files that the package safetensors reads."""
 
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from file_limit import file_limit
 from shoestring.files.safetensors_file import save_safetensors
 
 DTYPES = [
@@ -65,13 +65,8 @@ def test_errors(tmp_path: Path) -> None:
     ):
         save_safetensors(tmp_path / "file", {"a": torch.zeros(2, dtype=torch.complex128)}, {})
     assert not list(tmp_path.iterdir())
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'"):
-            save_safetensors(tmp_path / "file", {"a": torch.zeros(1 << 20)}, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with file_limit(100_000), pytest.raises(OSError, match=f"File too large: '{tmp_path}/file'"):
+        save_safetensors(tmp_path / "file", {"a": torch.zeros(1 << 20)}, {})
     assert not list(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{tmp_path}/none/file'"):
         save_safetensors(tmp_path / "none" / "file", {}, {})

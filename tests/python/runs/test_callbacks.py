@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import shoestring
+from file_limit import file_limit
 from shoestring.callbacks import (
     Callback,
     Callbacks,
@@ -164,6 +166,16 @@ def trainer(folder: Path, callbacks: Callback, **options: Any) -> Any:
         **options,
     )
     return Trainer(Model(), arguments, train_dataset=Rows(), callbacks=[transformers_callback(callbacks)])
+
+
+def test_a_state_without_room_on_the_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    arguments: Any = types.SimpleNamespace(output_dir=tmp_path)
+    state: Any = types.SimpleNamespace(global_step=3, is_world_process_zero=True)
+    with file_limit(300), pytest.raises(OSError, match=f"File too large: '{folder}/shoestring_callbacks.pt'"):
+        transformers_callback().on_save(arguments, state, None)
+    assert os.listdir(folder) == []
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:

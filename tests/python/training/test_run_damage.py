@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli_helpers import TINY, assert_same_weights, losses, refuse, run, succeed, text
+from file_limit import file_limit
 from shoestring.files.atomic import disk_error
 from shoestring.training.checkpoint import CHECKSUMS, checkpoints
 
@@ -195,16 +195,21 @@ def test_a_place_without_a_folder(data: Path, capsys: pytest.CaptureFixture[str]
         assert str(no_place) in refuse(capsys, command, *more, "--out", no_place)
 
 
+@pytest.mark.parametrize(
+    ("size", "named"),
+    [
+        (300, "run.json"),
+        (2000, "tokenizer"),
+        (200_000, "checkpoints/step-00000002/weights.safetensors"),
+    ],
+)
 def test_a_limit_on_files_is_a_disk_error(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, named: str
 ) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
-    try:
+    with file_limit(size):
         line = refuse(capsys, *train(data, tmp_path / "run"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "File too large" in line and not list((tmp_path / "run").rglob("*.partial"))
+    assert f"{tmp_path}/run/{named}: File too large; what was complete before is kept" in line
+    assert not list((tmp_path / "run").rglob("*.partial"))
 
 
 @pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO"])

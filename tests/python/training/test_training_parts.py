@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from file_limit import file_limit
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import atomic_directory, atomic_file
 from shoestring.training import memory
@@ -149,3 +150,19 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     with MetricsLog(path, keep_through=2) as log:
         log.add({**rows[2], "val_loss": 2.0})
     assert log.lost == 0 and read_metrics(path) == [*rows[:2], {**rows[2], "val_loss": 2.0}]
+
+
+def test_a_row_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A disk that has room for a part of a row writes that part, without an error."""
+    path = tmp_path / "metrics.jsonl"
+    rows: list[dict[str, float]] = [{**dict.fromkeys(COLUMNS, 1.5), "step": step} for step in (1, 2, 3)]
+    with MetricsLog(path, keep_through=0) as log:
+        log.add(rows[0])
+        size = path.stat().st_size
+        for room in (size // 2, 0, size - 1):
+            with file_limit(size + room), pytest.raises(OSError, match="File too large") as raised:
+                log.add(rows[1])
+            assert raised.value.filename == str(path) and path.stat().st_size == size
+        for row in rows[1:]:
+            log.add(row)
+    assert read_metrics(path) == rows

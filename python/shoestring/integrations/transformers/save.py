@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoestring.files.atomic import CONFIG, MODEL_FILES, atomic_directory, exchange_obstacle, is_partial
 from shoestring.files.safetensors_file import save_safetensors
+from shoestring.files.write_file import write_text
 from shoestring.quantization.fake_quantized_linear_module import FakeQuantizedLinear
 from shoestring.quantization.quantized_linear_module import QuantizedLinear
 
@@ -172,6 +173,6 @@ def _shards(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
 def _write_index(path: Path, shards: dict[str, dict[str, Tensor]]) -> None:
     total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
-    path.write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    write_text(
+        path, json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
     )

@@ -99,7 +99,9 @@ bool FolderLock::acquire() {
     return false;
   }
   const std::string text = std::to_string(::getpid()) + " " + host_name() + "\n";
-  const bool written = ::ftruncate(fd_, 0) == 0 && ::pwrite(fd_, text.data(), text.size(), 0) >= 0;
+  const auto size = static_cast<ssize_t>(text.size());
+  errno = ENOSPC;  // A short write sets no error.
+  const bool written = ::ftruncate(fd_, 0) == 0 && ::pwrite(fd_, text.data(), text.size(), 0) == size;
   if (!written) throw InputError("--out " + folder_ + ": cannot write there: " + std::strerror(errno));
   return true;
 }

@@ -13,7 +13,9 @@
 #include <shoestring/safetensors.h>
 #include <torch/utils.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <optional>
 #include <string>
@@ -156,7 +158,10 @@ std::string json(std::optional<double> number) {
 
 void write_json(const std::string& path, const Result& result) {
   std::FILE* file = std::fopen(path.c_str(), "w");
-  if (!file) throw InputError("--json " + path + ": cannot write");
+  const auto require = [&](bool done) {
+    if (!done) throw InputError("--json " + path + ": cannot write: " + std::strerror(errno));
+  };
+  require(file != nullptr);
   std::string losses;
   for (double loss : result.losses) losses += (losses.empty() ? "" : ", ") + c10::str(loss);
   std::string device;
@@ -164,15 +169,16 @@ void write_json(const std::string& path, const Result& result) {
     device += c10::str(", \"device_", name, "_bytes\": ", bytes);
   for (const auto& [name, bytes] : result.weights)
     device += c10::str(", \"weights_", name, "_bytes\": ", bytes);
-  std::fprintf(file,
-               "{\"validation_loss_before\": %s, \"validation_loss\": %s, \"losses\": [%s], "
-               "\"tokens_per_second\": %.6g, \"data_seconds\": %.6g, "
-               "\"peak_bytes\": %lld, \"loaded_bytes\": %lld, \"libtorch_bytes\": %lld%s}\n",
-               json(result.validation_before).c_str(), json(result.validation_after).c_str(), losses.c_str(),
-               result.speed.tokens_per_second, result.speed.data_seconds, static_cast<long long>(result.peak),
-               static_cast<long long>(result.loaded), static_cast<long long>(result.libtorch),
-               device.c_str());
-  std::fclose(file);
+  const bool printed =
+      std::fprintf(file,
+                   "{\"validation_loss_before\": %s, \"validation_loss\": %s, \"losses\": [%s], "
+                   "\"tokens_per_second\": %.6g, \"data_seconds\": %.6g, "
+                   "\"peak_bytes\": %lld, \"loaded_bytes\": %lld, \"libtorch_bytes\": %lld%s}\n",
+                   json(result.validation_before).c_str(), json(result.validation_after).c_str(),
+                   losses.c_str(), result.speed.tokens_per_second, result.speed.data_seconds,
+                   static_cast<long long>(result.peak), static_cast<long long>(result.loaded),
+                   static_cast<long long>(result.libtorch), device.c_str()) >= 0;
+  require(std::fclose(file) == 0 && printed);
 }
 
 void write_logits(const std::string& path, Forward& forward, const Blocks& blocks) {

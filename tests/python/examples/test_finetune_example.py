@@ -235,6 +235,15 @@ def test_weights_in_a_file_train_the_same(
         assert runs[2][0]["weights_away_bytes"] <= runs[1][0]["weights_away_bytes"]
 
 
+def test_a_full_disk_at_the_report(
+    program: Path, models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.json").symlink_to("/dev/full")
+    done = finetune(program, models["plain"], data, tmp_path / "out", "--steps", "0")
+    assert done.returncode == 2
+    assert f"error: --json {tmp_path}/out.json: cannot write: No space left on device" in done.stderr
+
+
 def test_bf16_and_other_weights(program: Path, models: dict[str, Path], data: Path, tmp_path: Path) -> None:
     expected = loss(LlamaForCausalLM.from_pretrained(models["plain"], dtype=torch.float32))
     for options in (

@@ -30,11 +30,17 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants from Linux headers for the syst
 
 
 def _fsync(path: Path) -> None:
-    """Call fsync on a file, or on a folder, so that its content or list of names is on disk."""
+    """Call fsync on a file, or on a folder, so that its content or list of names is on disk.
+
+    File systems that cannot sync folders return EINVAL, which is ignored.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
             os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -2,7 +2,9 @@
 
 import doctest
 import gc
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -322,9 +324,10 @@ try:
 except KeyboardInterrupt:
     print("interrupted", time.monotonic() - began < 15)
 free.set()
+print(next(batches))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "interrupted True", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted True\nTrue\n", "")
 
 
 def test_importing_imports_neither_transformers_nor_tokenizers() -> None:
@@ -457,6 +460,28 @@ def test_close_at_each_moment_of_next(moment: str, device: torch.device) -> None
     with pytest.raises(RuntimeError, match="Prefetcher: expected an open prefetcher, got a closed one"):
         next(batches)
     assert batches.state_dict() == {"position": 1}
+
+
+def test_a_signal_handler_may_close(device: torch.device) -> None:
+    """The handler runs in the thread that is in ``next``, and interrupts it at any place."""
+    held = Held(device)
+
+    def close(*_: object) -> None:
+        held.free.set()
+        held.batches.close()
+
+    def send() -> None:
+        held.entered.wait(20)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    former = signal.signal(signal.SIGUSR1, close)
+    try:
+        held.call(send)
+        with pytest.raises(RuntimeError, match="Prefetcher: expected an open prefetcher, got a closed one"):
+            next(held.batches)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    assert held.batches.state_dict() == {"position": 0}
 
 
 def test_two_threads_lose_no_batch(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,20 @@ def test_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="error") as raised, atomic_directory(tmp_path / "folder") as partial:
         (partial / "x").touch()
     assert raised.value.filename == str(tmp_path / "folder" / "x")
+
+
+def test_a_file_system_that_cannot_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = os.fsync
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    with atomic_directory(tmp_path / "folder") as partial, atomic_file(partial / "file") as file:
+        file.write(b"x")
+    assert (tmp_path / "folder" / "file").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def _allocator(ring: Any) -> Callable[[Sequence[int], torch.dtype], Tensor]:
 
 def _close(ring: Any, reader: threading.Thread) -> None:
     ring.close()
-    # The garbage collector may call this in the reader thread.
-    if reader is not threading.current_thread():
+    # The garbage collector may call this in the reader thread, and a signal handler before the reader has begun.
+    if reader is not threading.current_thread() and reader.is_alive():
         reader.join()
 
 
@@ -225,7 +225,7 @@ class Prefetcher(Iterator[Any]):
         self._fills_buffers = fills_buffers
         self._consumer = threading.Lock()  # held in next and load_state_dict
         # Held to change the attributes below, never while waiting for the source. It is reentrant, because a
-        # signal handler may call close.
+        # signal handler may call close at any place, also where the same thread holds the lock.
         self._lock = threading.RLock()
         self._arguments = torch.device(device), depth, stop, poison
         self._ring = self._new_ring(start)  # None once the prefetcher is closed
@@ -238,22 +238,24 @@ class Prefetcher(Iterator[Any]):
         device, depth, stop, poison = self._arguments
         return torch.classes.shoestring.PrefetchRing(device, depth, start, stop, poison)
 
-    def _start_reader(self) -> None:
+    def _start_reader(self, ring: Any) -> None:
         source = self._source if callable(self._source) else _numbered(iter(self._source), self._start)
         self._batches = _Batches()
         # A daemon, because Python waits for other threads before it calls finalizers at exit.
-        buffers = (_allocator(self._ring),) if self._fills_buffers else ()
-        arguments = self._ring, source, buffers, self._batches
+        buffers = (_allocator(ring),) if self._fills_buffers else ()
+        arguments = ring, source, buffers, self._batches
         reader = threading.Thread(target=_read, args=arguments, name="Prefetcher", daemon=True)
-        self._stop_reader = weakref.finalize(self, _close, self._ring, reader)
+        self._stop_reader = weakref.finalize(self, _close, ring, reader)
         reader.start()
 
     def __iter__(self) -> Prefetcher:
         return self
 
-    def _check_open(self) -> None:
-        if self._ring is None:
+    def _open_ring(self) -> Any:
+        ring = self._ring
+        if ring is None:
             raise RuntimeError("Prefetcher: expected an open prefetcher, got a closed one. Create a new one.")
+        return ring
 
     def _check_alone(self, method: str) -> None:
         """Raise if another thread is in next.
@@ -271,11 +273,11 @@ class Prefetcher(Iterator[Any]):
     def _reading(self) -> tuple[Any, _Batches]:
         """Return the ring and what the reader thread hands over. The reader starts at the first call."""
         with self._lock:
-            self._check_open()
+            ring = self._open_ring()
             if self._stop_reader is None:
-                self._ring.wait(0.0)  # raises in a forked child
-                self._start_reader()
-            return self._ring, self._batches
+                ring.wait(0.0)  # raises in a forked child
+                self._start_reader(ring)
+            return ring, self._batches
 
     def __next__(self) -> Any:
         self._check_alone("next")
@@ -304,12 +306,14 @@ class Prefetcher(Iterator[Any]):
         The time in which the host waits because the device is behind does not count.
         """
         with self._lock:
-            return self._seconds_waited + (0.0 if self._ring is None else float(self._ring.seconds_waited()))
+            ring = self._ring
+            return self._seconds_waited + (0.0 if ring is None else float(ring.seconds_waited()))
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of the batch that ``next`` returns next, as ``{"position": number}``."""
         with self._lock:
-            return {"position": self._start if self._ring is None else int(self._ring.position())}
+            ring = self._ring
+            return {"position": self._start if ring is None else int(ring.position())}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue with the batch at the position of ``state``, which :meth:`state_dict` returned.
@@ -328,14 +332,13 @@ class Prefetcher(Iterator[Any]):
         self._check_alone("load_state_dict")
         with self._consumer:
             with self._lock:
-                self._check_open()
+                self._open_ring()
                 if self._stop_reader is not None and isinstance(self._source, Iterator):
                     raise ValueError(
                         "Prefetcher: source: expected an iterable that can begin again, got an iterator that has "
                         "begun. Create a new prefetcher of a new iterator."
                     )
-                stop_reader = self._replace_ring(self._new_ring(position))
-                self._start = position
+                stop_reader = self._replace_ring(self._new_ring(position), position)
             try:
                 stop_reader()
             except BaseException:
@@ -345,18 +348,21 @@ class Prefetcher(Iterator[Any]):
     def close(self) -> None:
         """Stop reading and free the buffers. Waits until the source has returned."""
         with self._lock:
-            if self._ring is None:
-                return
-            stop_reader = self._replace_ring(None)
+            stop_reader = self._replace_ring(None, None)
         stop_reader()
 
-    def _replace_ring(self, ring: Any) -> Callable[[], Any]:
-        """Close the ring and put another one in its place. Return a function that waits for the reader."""
-        self._ring.close()  # From here on, its position stays the same.
-        self._start, self._seconds_waited = self.state_dict()["position"], self.seconds_waited
-        stop_reader = self._stop_reader
-        self._ring, self._batches, self._stop_reader = ring, _Batches(), None
-        return (lambda: None) if stop_reader is None else stop_reader
+    def _replace_ring(self, ring: Any, start: int | None) -> Callable[[], Any]:
+        """Close the ring, and put another one or None in its place. Return a function that waits for the reader."""
+        former, stop_reader, batches = self._ring, self._stop_reader, _Batches()
+        if former is None:
+            return lambda: None
+        former.close()  # From here on, its position stays the same.
+        position, waited = int(former.position()), float(former.seconds_waited())
+        if self._ring is former:  # unless a signal handler has closed the prefetcher meanwhile
+            self._start = position if start is None else start
+            self._seconds_waited += waited
+            self._ring, self._batches, self._stop_reader = ring, batches, None
+        return stop_reader or (lambda: None)
 
     def __enter__(self) -> Prefetcher:
         return self

@@ -324,7 +324,7 @@ class Prefetcher(Iterator[Any]):
                 an iterator from which batches have been read.
         """
         position = state.get("position")
-        if not isinstance(position, int):
+        if not isinstance(position, int) or isinstance(position, bool):
             raise ValueError(
                 f"Prefetcher: state: expected a dict with an int as 'position', got {dict(state)}. "
                 "Pass the result of state_dict()."

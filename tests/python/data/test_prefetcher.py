@@ -157,7 +157,7 @@ def test_a_state_that_does_not_fit(device: torch.device) -> None:
     items = [numbered(i) for i in range(3)]
     batches = Prefetcher(items, device, stop=5)
     assert next(batches)[0] == 0 if device.type == "cpu" else next(batches) is not None
-    for state in ({}, {"position": "1"}, {"position": -1}, {"position": 6}):
+    for state in ({}, {"position": "1"}, {"position": True}, {"position": -1}, {"position": 6}):
         with pytest.raises((ValueError, RuntimeError), match="Prefetcher: (state|start|stop): expected"):
             batches.load_state_dict(state)
     # the failed calls have changed nothing

@@ -9,40 +9,13 @@
 #include <cstdio>
 #include <vector>
 
+#include "adapters/config_fields.h"
 #include "files/read_file.h"
 
 namespace shoestring::lora {
 namespace {
 
 using Json = nlohmann::json;
-
-// Fields of adapter_config.json that change what an adapter computes. Users may edit any other field, such as
-// base_model_name_or_path, without a change of the digest.
-const char* const kComputation[] = {"peft_type",
-                                    "r",
-                                    "lora_alpha",
-                                    "rank_pattern",
-                                    "alpha_pattern",
-                                    "use_rslora",
-                                    "use_dora",
-                                    "lora_dropout",
-                                    "lora_bias",
-                                    "bias",
-                                    "target_modules",
-                                    "exclude_modules",
-                                    "layers_to_transform",
-                                    "layers_pattern",
-                                    "modules_to_save",
-                                    "target_parameters",
-                                    "trainable_token_indices",
-                                    "vera_dropout",
-                                    "d_initial",
-                                    "projection_prng_key",
-                                    "save_projection",
-                                    "feedforward_modules",
-                                    "num_virtual_tokens",
-                                    "prefix_projection",
-                                    "encoder_hidden_size"};
 
 bool is_unset(const Json& value) {
   return value.is_null() || value == false || (!value.is_primitive() && value.empty()) || value == "";
@@ -82,7 +55,7 @@ std::string canonical(const Json& value, int depth = 0) {
 
 std::string config_digest(const Json& config) {
   std::vector<std::string> parts;
-  for (const char* name : kComputation) {
+  for (const auto& name : computing_fields()) {
     const auto found = config.find(name);
     if (found != config.end() && !is_unset(*found)) parts.push_back(canonical(name) + canonical(*found, 1));
   }

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "adapters/config_digest.h"
+#include "adapters/config_fields.h"
 #include "adapters/names.h"
 #include "adapters/pattern.h"
 #include "files/read_file.h"
@@ -28,13 +29,10 @@ const std::vector<std::pair<std::string, std::string>> kSuffixes = {
     {"vera_lambda_b", "vera_lambda_b"},
     {"vera_lambda_d", "vera_lambda_d"}};
 
-// Options of PEFT's configuration that change what an adapter computes but are not supported. Loading fails
-// if one of them is on.
-const char* const kRefused[] = {
-    "fan_in_fan_out",     "layer_replication",       "target_parameters", "use_qalora",
-    "use_bdlora",         "trainable_token_indices", "kasa_config",       "velora_config",
-    "megatron_config",    "alora_invocation_tokens", "monteclora_config", "arrow_config",
-    "ensure_weight_tying"};
+// Fields that Python reads and C++ refuses unless they are off. Neither language supports those of
+// config_fields().refused.
+const char* const kPythonOnly[] = {"fan_in_fan_out", "target_parameters", "trainable_token_indices",
+                                   "ensure_weight_tying"};
 
 // Names of the modules that PEFT trains as a whole for a task.
 const std::map<std::string, std::vector<std::string>> kHeads = {{"SEQ_CLS", {"classifier", "score"}},
@@ -50,8 +48,16 @@ bool is_name_in(const Json& value) {
   return value.is_string() && is_name(value.get_ref<const std::string&>());
 }
 
+// Returns whether a field is off. PEFT writes its new fields into every file, with such values by default.
 bool is_off(const Json& value) {
-  return value.is_null() || value == false || ((value.is_array() || value.is_object()) && value.empty());
+  return value.is_null() || value == false || (!value.is_primitive() && value.empty());
+}
+
+// Returns a value as text of one line for an error message, cut after 120 bytes.
+std::string shown(const Json& value) {
+  constexpr size_t kMost = 120;
+  const std::string text = value.dump(-1, ' ', /*ensure_ascii=*/true);
+  return text.size() > kMost ? text.substr(0, kMost) + "..." : text;
 }
 
 // The JSON object of a configuration file. Each member function checks the type of the field that it returns.
@@ -112,16 +118,30 @@ class Fields {
     return result;
   }
   void expect(bool good, const char* name, const std::string& expected) const {
-    if (good) return;
-    const std::string received = (*this)[name].dump();
-    TORCH_CHECK_VALUE(false, place_, ": ", name, ": expected ", expected, ", received ",
-                      received.substr(0, kShown), received.size() > kShown ? "..." : "");
+    TORCH_CHECK_VALUE(good, place_, ": ", name, ": expected ", expected, ", received ", shown((*this)[name]));
+  }
+  // Raises ValueError if a field is on that is refused or that PEFT does not write for the method.
+  void check(const std::string& method) const {
+    const auto [known, refused] = config_fields(method);
+    for (const auto& name : refused) {
+      // An empty object turns such a field on in PEFT, with the defaults of its options.
+      const bool off = is_off((*this)[name.c_str()]) && !(*this)[name.c_str()].is_object();
+      expect(off, name.c_str(), "null or false, since nothing else is supported here");
+    }
+    for (const auto& item : config_.items()) {
+      const bool fits =
+          is_off(item.value()) || std::find(known.begin(), known.end(), item.key()) != known.end();
+      TORCH_CHECK_VALUE(fits, place_, ": ", files::quote(item.key()),
+                        ": expected null, false or an empty value, since this version of shoestring does not "
+                        "know the field for ",
+                        method, ", received ", shown(item.value()),
+                        ". Use a newer version, or remove the field if the adapter does not depend on it");
+    }
   }
 
  private:
   // Maximum size of a configuration file, in bytes. Options of a single layer take about 200 bytes.
   static constexpr int64_t kMaxConfig = 16'000'000;
-  static constexpr size_t kShown = 120;
   std::string place_;
   Json config_;
   // For each field that holds a JSON object: the object's keys, in the order of the file.
@@ -187,8 +207,9 @@ FileConfig read_config(const std::string& path) {
   const Fields fields(path);
   const Json &method = fields["peft_type"], &bias = fields["bias"], &alphas = fields["alpha_pattern"];
   fields.expect(method == "LORA" || method == "IA3" || method == "VERA", "peft_type", "LORA, IA3 or VERA");
-  for (const char* option : kRefused)
-    fields.expect(is_off(fields[option]), option, "none, since nothing else is supported here");
+  fields.check(method);
+  for (const char* option : kPythonOnly)
+    fields.expect(is_off(fields[option]), option, "none, since C++ supports nothing else");
   fields.expect(bias.is_null() || is_name_in(bias), "bias", "a name");
   FileConfig config;
   config.digest = fields.digest();
@@ -232,10 +253,11 @@ FileConfig read_config(const std::string& path) {
 }
 
 std::string read_tokens_config(const std::string& op, const std::string& path, const std::string& method,
-                               int64_t tokens) {
+                               const std::vector<std::pair<const char*, int64_t>>& sizes) {
   const Fields fields(path, op);
   fields.expect(fields["peft_type"] == method, "peft_type", method);
-  fields.expect(fields["num_virtual_tokens"] == tokens, "num_virtual_tokens", std::to_string(tokens));
+  fields.check(method);
+  for (const auto& [name, size] : sizes) fields.expect(fields[name] == size, name, std::to_string(size));
   return fields.digest();
 }
 

@@ -45,9 +45,10 @@ bool is_name(const std::string& text);
 FileConfig read_config(const std::string& path);
 
 /// Reads adapter_config.json of virtual tokens and returns its config_digest(). Raises ValueError unless the
-/// method is `method` and the number of tokens is `tokens`. `op` begins error messages.
+/// method is `method`, the fields in `sizes` have these values, and every other field is known or off. `op`
+/// begins error messages.
 std::string read_tokens_config(const std::string& op, const std::string& path, const std::string& method,
-                               int64_t tokens);
+                               const std::vector<std::pair<const char*, int64_t>>& sizes);
 
 /// Returns the contents of adapter_config.json for an adapter. The common options are those of the first
 /// layer; layers with another rank or alpha are listed by name.

@@ -37,10 +37,12 @@ void save_tokens(const std::string& directory, const Tensor& values, lora::Json 
   lora::write_adapter(directory, tensors, config);
 }
 
-// Returns the tokens in a folder, of which the caller's options determine the shape.
+// Returns the tokens in a folder, of which the caller's options determine the shape. `sizes` are the values
+// of further fields of the configuration.
 Tensor load_tokens(const char* op, const std::string& directory, const char* method, int64_t rows,
-                   int64_t columns) {
-  const std::string digest = lora::read_tokens_config(op, directory + "/" + lora::kConfig, method, rows);
+                   int64_t columns, std::vector<std::pair<const char*, int64_t>> sizes) {
+  sizes.emplace_back("num_virtual_tokens", rows);
+  const std::string digest = lora::read_tokens_config(op, directory + "/" + lora::kConfig, method, sizes);
   const SafetensorsFile file(directory + "/" + lora::kWeights);
   lora::check_digest(file, digest);
   const auto& entries = file.entries();
@@ -83,8 +85,8 @@ void PromptTokensImpl::save(const std::string& directory) const {
 }
 
 void PromptTokensImpl::load(const std::string& directory) {
-  const Tensor values =
-      load_tokens("nn::PromptTokens: load", directory, "PROMPT_TUNING", options.tokens(), options.features());
+  const Tensor values = load_tokens("nn::PromptTokens: load", directory, "PROMPT_TUNING", options.tokens(),
+                                    options.features(), {{"token_dim", options.features()}});
   const torch::NoGradGuard no_grad;
   embedding.copy_(values);
 }
@@ -149,9 +151,11 @@ void PrefixTokensImpl::save(const std::string& directory) const {
 }
 
 void PrefixTokensImpl::load(const std::string& directory) {
-  const int64_t full = 2 * options.layers() * options.heads() * options.head_dim();
-  const Tensor values =
-      load_tokens("nn::PrefixTokens: load", directory, "PREFIX_TUNING", options.tokens(), full);
+  const int64_t features = options.heads() * options.head_dim();
+  // The shape alone does not say how the values are divided among layers and heads.
+  const Tensor values = load_tokens(
+      "nn::PrefixTokens: load", directory, "PREFIX_TUNING", options.tokens(), 2 * options.layers() * features,
+      {{"num_layers", options.layers()}, {"num_attention_heads", options.heads()}, {"token_dim", features}});
   const torch::NoGradGuard no_grad;
   if (!first) {
     embedding.copy_(values);

@@ -1,9 +1,11 @@
 """Convert PEFT configurations (objects or adapter_config.json) to shoestring's options, and back."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoestring.adapters.options import (
@@ -20,23 +22,6 @@ from shoestring.adapters.targets import matches
 from shoestring.adapters.virtual_tokens import token_sizes
 from shoestring.files.read_file import is_integer, is_name, is_number, shown
 
-# Fields of a PEFT configuration that do not affect the computation, or that only accompany a refused field.
-# They are ignored. fan_in_fan_out follows from the class of each layer, in PEFT as here.
-DESCRIPTIONS = {
-    "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "megatron_core",
-    "qalora_group_size", "runtime_config", "fan_in_fan_out",
-}  # fmt: skip
-# Fields that lora.apply reads from a configuration object. A file's value is ignored, because PEFT always
-# writes true, and load_adapter makes the adapter trainable.
-APPLIED = {"inference_mode"}
-# Sizes of the model in a configuration of virtual tokens. PEFT fills them in; other values are refused.
-SIZES = {"num_layers", "num_attention_heads", "token_dim", "num_transformer_submodules"}
-# Fields of a PEFT configuration that only determine the adapter's initial values. They are ignored in a file,
-# because a file comes with trained values. init_lora_weights may have changed the base weights too: see CHANGED.
-BEGINNING = {
-    "init_lora_weights", "init_weights", "init_ia3_weights", "prompt_tuning_init", "loftq_config", "eva_config",
-    "corda_config", "lora_ga_config", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs",
-}  # fmt: skip
 # Values of init_lora_weights after which the base weights are the original ones, and those that changed the base
 # weights to what can be computed again from the original ones.
 UNCHANGED = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -99,15 +84,6 @@ FIELDS: dict[str, tuple[type[Options], dict[str, str]]] = {
 # Default values of PEFT that differ from shoestring's. They apply to fields that a configuration file or
 # object lacks.
 DEFAULTS: dict[str, dict[str, Any]] = {"LORA": {"rank": 8, "alpha": 8}}
-# Fields of a PEFT configuration that change the computation and are not supported. A value other than off
-# (false, null or empty) raises an error.
-REFUSED = (
-    "layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens",
-    "arrow_config", "kasa_config", "megatron_config", "monteclora_config", "velora_config",
-)  # fmt: skip
-# The same for fields that other methods support.
-REFUSED_BY = {"PREFIX_TUNING": ("modules_to_save",), "PROMPT_TUNING": ("modules_to_save",)}
-
 # Limits on values in configuration files, because a file may come from an untrusted source.
 # maximum number of names in a JSON list or object; each name is compared with every module
 MOST_NAMES = 100_000
@@ -171,10 +147,15 @@ CHECKS: dict[str, Check] = {
 }  # fmt: skip
 
 
-def known_fields(method: str) -> set[str]:
-    """Return the fields of a method's configuration of which this file knows what to do with them."""
-    mapped = set(FIELDS[method][1])
-    return DESCRIPTIONS | APPLIED | SIZES | BEGINNING | mapped | {*REFUSED, *REFUSED_BY.get(method, ())}
+@functools.cache
+def known_fields(method: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the fields of a method's PEFT configuration, and those of them that must be off.
+
+    csrc/adapters/config_fields.cpp lists them. A field that must be off changes what the adapter computes, and is
+    not supported.
+    """
+    known, refused = torch.ops.shoestring._adapter_config_fields(method)
+    return frozenset(known), tuple(refused)
 
 
 def from_peft(config: Any, model: nn.Module) -> Options:
@@ -199,7 +180,7 @@ def from_peft(config: Any, model: nn.Module) -> Options:
     options |= _beginning(values)
     if "target_modules" in values:
         options |= _default_targets(method, values, model)
-    known = known_fields(method)
+    known, _ = known_fields(method)
     for name, value in values.items():
         if name not in known and value != defaults[name]:
             _refuse("lora.apply: config", name, defaults[name], value)
@@ -212,18 +193,29 @@ def from_peft(config: Any, model: nn.Module) -> Options:
 
 
 def from_file(values: Mapping[str, Any], place: str) -> Options:
-    """Convert the content of adapter_config.json to options. Unknown keys are ignored, as in PEFT.
+    """Convert the content of adapter_config.json to options.
+
+    PEFT writes all its fields. A newer PEFT has more of them, which are accepted if their value says that they are
+    off: null, false or empty.
 
     Args:
         values: the content of the file.
         place: the beginning of error messages.
 
     Raises:
-        ValueError: the method or an option is not supported, or a value has a wrong type or range; the
-            message names it.
+        ValueError: the method or an option is not supported, a field is not known, or a value has a wrong type or
+            range; the message names it.
     """
     method = _method(values.get("peft_type"), f"{place}: peft_type")
     options = _translate(method, values, place)
+    known, _ = known_fields(method)
+    for name, value in values.items():
+        if name not in known and not _is_off(value):
+            raise ValueError(
+                f"{place}: {shown(name)}: expected null, false or an empty value, since this version of shoestring does "
+                f"not know the field for {method}, received {shown(value)}. Use a newer version, or remove the field if "
+                "the adapter does not depend on it"
+            )
     if method == "LORA":
         options["init"] = _changed_base(values.get("init_lora_weights"), place)
     theirs = {ours: name for name, ours in FIELDS[method][1].items()}
@@ -260,6 +252,10 @@ def _changed_base(init: Any, place: str) -> str:
     )
 
 
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, (list, tuple, dict)) and not value)
+
+
 def _method(kind: Any, place: str) -> str:
     method = getattr(kind, "value", kind)
     if not isinstance(method, str) or method not in FIELDS:
@@ -269,8 +265,9 @@ def _method(kind: Any, place: str) -> str:
 
 
 def _translate(method: str, values: Mapping[str, Any], place: str) -> dict[str, Any]:
-    for name in (*REFUSED, *REFUSED_BY.get(method, ())):
-        if values.get(name):
+    for name in known_fields(method)[1]:
+        # An empty dict turns such a field on in PEFT, with the defaults of its options.
+        if not _is_off(values.get(name)) or isinstance(values.get(name), dict):
             _refuse(place, name, False, values[name])
     options = dict(DEFAULTS.get(method, {}))
     for theirs, ours in FIELDS[method][1].items():

@@ -69,12 +69,14 @@ def test_files_of_two_saves_are_refused(run: Run, tmp_path: Path) -> None:
 def test_which_changes_of_the_configuration_count(run: Run, tmp_path: Path) -> None:
     lora.save_adapter(train(adapted()), tmp_path / "saved")
     descriptions = {
-        "base_model_name_or_path": "another/name", "revision": "main", "task_type": "CAUSAL_LM", "unknown": [1],
+        "base_model_name_or_path": "another/name", "revision": "main", "task_type": "CAUSAL_LM",
         "inference_mode": False, "peft_version": "0.21", "auto_mapping": {"a": 1},
     }  # fmt: skip
     same = {
         "target_modules": ["up_proj", "down_proj"], "lora_alpha": 6.0, "use_dora": "absent", "rank_pattern": None,
         "layers_pattern": [], "bias": "none",
+        # fields of a newer PEFT, which are off
+        "use_new": False, "new_config": None, "new_names": [], "new_pattern": {},
     }  # fmt: skip
     for number, changes in enumerate(
         [descriptions, same, {**same, "target_modules": ["down_proj", "up_proj"]}]
@@ -89,6 +91,37 @@ def test_which_changes_of_the_configuration_count(run: Run, tmp_path: Path) -> N
         folder = Path(shutil.copytree(tmp_path / "saved", tmp_path / name))
         edit(folder, **{name: value})
         refused(folder, run)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        ({}, "use_new", True),
+        ({}, "new_config", {"a": "\u202e" * 1000}),
+        ({}, "new\u202e\n" * 100, 0),
+        ({}, "d_initial", 0.1),  # a field of VeRA
+        ({"config": lora.VeraOptions, "rank": 8}, "use_dora", True),
+        ({"config": lora.IA3Options}, "bias", "all"),
+    ],
+    ids=range(6),
+)
+def test_fields_that_are_not_known_are_refused(
+    options: dict[str, Any], name: str, value: Any, run: Run, tmp_path: Path
+) -> None:
+    lora.save_adapter(adapted(**options), tmp_path)
+    edit(tmp_path, **{name: value})
+    message = (
+        "expected null, false or an empty value, since this version of shoestring does not know the field"
+    )
+    for load, error in (
+        (lambda: lora.load_adapter(Model(), tmp_path), ValueError),
+        (lambda: run(f"load={tmp_path}"), AssertionError),
+    ):
+        with pytest.raises(error, match=message) as refusal:
+            load()
+        text = str(refusal.value).partition("\nassert")[0].strip()
+        assert name[:3] in text and "received" in text and "Use a newer version" in text
+        assert text.isprintable() and len(text) < 700 + len(str(tmp_path))
 
 
 def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Path) -> None:
@@ -108,19 +141,20 @@ def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Pa
     "changes",
     [
         {"lora_alpha": 1e-5, "lora_dropout": 0.1},
-        {"lora_alpha": 1.7976931348623157e308, "d_initial": -0.0, "projection_prng_key": 2**63 + 1},
-        {"lora_alpha": 5e-324, "projection_prng_key": -(2**53) - 1, "layers_to_transform": [3, 1, 2], "d_initial": 2.5},
+        {"lora_alpha": 1.7976931348623157e308, "r": -0.0, "rank_pattern": {"a": 2**63 + 1}},
+        {"lora_alpha": 5e-324, "rank_pattern": {"a": -(2**53) - 1}, "layers_to_transform": [3, 1, 2], "r": 2.5},
         {"alpha_pattern": {"Grüße": 1, "日本\n\"": 2, "a": 0.1}, "rank_pattern": {"\u0000": 3}},
-        {"projection_prng_key": 10**25, "exclude_modules": "a.*b", "num_virtual_tokens": [[1, [2]], {"a": [3]}]},
+        {"r": 10**25, "exclude_modules": "a.*b", "layers_pattern": [[1, [2]], {"a": [3]}]},
     ],
     ids=range(5),
 )  # fmt: skip
 @pytest.mark.sample(3)
 def test_both_languages_read_every_value_alike(changes: dict[str, Any], run: Run, tmp_path: Path) -> None:
     lora.save_adapter(adapted(), tmp_path)
+    saved = (tmp_path / CONFIG).read_text()
     edit(tmp_path, **changes)
     digest = config_digest(json.loads((tmp_path / CONFIG).read_text()))
     save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS, metadata={"format": "pt", KEY: digest})
     run(f"load={tmp_path}")  # C++ refuses weights whose digest is not that of the configuration
-    edit(tmp_path, use_rslora=True)
+    (tmp_path / CONFIG).write_text(saved)
     refused(tmp_path, run)

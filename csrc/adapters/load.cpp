@@ -62,6 +62,9 @@ std::string without_base_layer(const std::string& key) {
   return at == std::string::npos ? key : key.substr(0, at) + key.substr(at + part.size());
 }
 
+// Returns the name of the layer that has a weight: "up_proj" for "up_proj.weight".
+std::string owner_of(const std::string& weight) { return weight.substr(0, weight.rfind('.')); }
+
 // Returns the names in modules_to_save, without the heads of the file's task that the module lacks.
 std::vector<std::string> saved_names(const torch::nn::Module& module, const FileConfig& config) {
   std::vector<std::string> names = config.modules_to_save;
@@ -79,10 +82,14 @@ class Sorter {
       : file_(file), config_(config), place_("lora::load_adapter: " + file.path()) {
     saved_ = saved_modules(place_, module, saved_names(module, config));
     for (const auto& [name, layer] : all_of<nn::AdaptableLayer>(module)) layers_[name] = layer;
-    for (const auto& [name, bias] : base_biases(module, config.bias == "none" ? "none" : "all"))
-      biases_[name] = bias;
+    for (const auto& [name, bias] : base_biases(module, "all")) biases_[name] = bias;
     for (const auto& item : module.named_parameters()) {
       if (item.key().ends_with(".weight") && item.value().dim() == 2) weights_[item.key()] = item.value();
+    }
+    // A layer that was tied to another by assignment computes with another tensor than the registered one.
+    for (const auto& [name, layer] : layers_) {
+      const Tensor& weight = layer->base_weight();
+      if (weight.is_floating_point() && weight.dim() == 2) weights_[name + ".weight"] = weight;
     }
     for (const auto& entry : file.entries()) sort(entry.name);
     for (auto& [name, own] : content.layers) check_layer(name, own);
@@ -111,12 +118,12 @@ class Sorter {
     const std::string plain = without_base_layer(name);
     const auto bias = biases_.find(plain);
     const auto weight = weights_.find(plain);
-    if (bias != biases_.end()) {
+    if (bias != biases_.end() && has_bias(key)) {
       add_base(key, bias->second, value);
     } else if (weight != weights_.end()) {
       add_base(key, weight->second, value);
-    } else if (name.ends_with(".base_layer.weight")) {
-      add_quantized(plain.substr(0, plain.size() - std::string(".weight").size()), key, value);
+    } else if (plain.ends_with(".weight") && layers_.count(owner_of(plain)) > 0) {
+      add_quantized(owner_of(plain), key, value);
     } else {
       const auto [layer, parameter] = split_key(name);
       TORCH_CHECK_VALUE(!parameter.empty() && value.is_floating_point(), place_,
@@ -130,8 +137,14 @@ class Sorter {
     }
   }
 
-  // PEFT writes the weights of embeddings and output layers into the file if the vocabulary was resized or if
-  // they have an adapter.
+  // Returns whether the file may hold this bias of the base: if the option `bias` trains biases, or beside
+  // the weight of its layer.
+  bool has_bias(const std::string& key) const {
+    return config_.bias != "none" || file_.contains(owner_of(key) + ".weight");
+  }
+
+  // PEFT writes the weights and biases of embeddings and output layers into the file if the vocabulary was
+  // resized or if they have an adapter.
   void add_base(const std::string& key, const Tensor& own, const Tensor& value) {
     TORCH_CHECK_VALUE(
         own.sizes() == value.sizes() && value.is_floating_point(), place_, ": ", key, ": expected shape ",

@@ -124,7 +124,7 @@ def base_name(key: str) -> str:
 
 
 def _embeddings(model: Any) -> dict[str, Tensor]:
-    """Return the weights of the input embedding and the output layer, by their keys in the weights file."""
+    """Return the weights and biases of the input embedding and the output layer, by their keys in the file."""
     found: dict[str, Tensor] = {}
     for side in ("input", "output"):
         get = getattr(model, f"get_{side}_embeddings", None)
@@ -138,9 +138,11 @@ def _embeddings(model: Any) -> dict[str, Tensor]:
         if module is None or isinstance(module, TrainedCopy) or not name:
             continue  # the file contains the whole copy
         inner = ".token_adapter.base_layer" if isinstance(module, TokenLayer) else ".base_layer"
+        prefix = f"{PREFIX}{name}{inner if isinstance(module, AdaptedLayer) else ''}"
         weight = module.weight
-        dense = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
-        found[f"{PREFIX}{name}{inner if isinstance(module, AdaptedLayer) else ''}.weight"] = dense
+        found[f"{prefix}.weight"] = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        if isinstance(getattr(module, "bias", None), Tensor):
+            found[f"{prefix}.bias"] = module.bias
     return found
 
 

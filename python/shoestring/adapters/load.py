@@ -33,7 +33,7 @@ from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.values import fill
 from shoestring.adapters.vera import Projection, share
-from shoestring.adapters.virtual_tokens import VirtualTokens, attach_tokens, width
+from shoestring.adapters.virtual_tokens import VirtualTokens, attach_tokens, token_sizes, width
 from shoestring.core.dtensors import is_dtensor
 from shoestring.core.module_argument import check_module
 from shoestring.files.read_file import shown
@@ -119,6 +119,7 @@ def load_adapter(
     if isinstance(options, VirtualOptions):
         if not any_base:
             _check_base(model, folder, config, tensors, metadata)
+        _check_sizes(model, config, options, f"lora.load_adapter: {folder / CONFIG}")
         _load_tokens(model, tensors, options, adapter_name, place)
         return model
     content = _sort(model, tensors, options, place)
@@ -192,6 +193,16 @@ def _check_base(
     check_peft_base(model, folder, config)
 
 
+def _check_sizes(model: nn.Module, config: Mapping[str, Any], options: VirtualOptions, place: str) -> None:
+    """Raise a ValueError if the file of a prefix divides its values among other layers and heads than the model has."""
+    sizes = token_sizes(model, options) if isinstance(options, PrefixOptions) else {}
+    for name, size in sizes.items():
+        if config.get(name) not in (None, size):
+            raise ValueError(
+                f"{place}: {name}: expected {size}, as the model has, received {shown(config[name])}"
+            )
+
+
 def _load_tokens(
     model: nn.Module, tensors: dict[str, Tensor], options: VirtualOptions, adapter_name: str, place: str
 ) -> None:
@@ -245,18 +256,19 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
 
 
 def _embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that a file may replace, by name.
+    """Return the weights and biases that a file may replace, by name.
 
-    PEFT writes the weights of the input embedding and the output layer if the vocabulary was resized, or if an
+    PEFT writes those of the input embedding and the output layer if the vocabulary was resized, or if an
     embedding has an adapter.
     """
     heads = [getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output")]
     chosen = [get() for get in heads if callable(get)]
     return {
-        f"{name}.weight": module.weight
+        f"{name}.{key}": getattr(module, key)
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(getattr(module, "weight", None), Tensor)
-        and (issubclass(former_class(module), nn.Embedding) or any(module is own for own in chosen))
+        if issubclass(former_class(module), nn.Embedding) or any(module is own for own in chosen)
+        for key in ("weight", "bias")
+        if isinstance(getattr(module, key, None), Tensor)
     }
 
 

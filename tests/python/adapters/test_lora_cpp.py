@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from build_folder import program
-from lora_models import llama, logits
+from lora_models import llama, logits, randomise
 from shoestring import lora
 
 
@@ -303,7 +303,57 @@ def test_virtual_tokens_refuse_other_files(run: Callable[..., Any], tmp_path: Pa
         AssertionError, match=r"prompt_embeddings: expected shape \[5, 64\].*received \[5, 3\]"
     ):
         run(f"prompt={tmp_path / 'out'},{tmp_path / 'damaged'}")
+    for number, (kind, changes, message) in enumerate(
+        [
+            ("prefix", {"num_layers": 1, "num_attention_heads": 4}, "num_layers: expected 2,.* received 1"),
+            ("prompt", {"modules_to_save": ["lm_head"]}, "modules_to_save: expected .* received .*lm_head"),
+            ("prompt", {"use_new": True}, ".use_new.: expected null, false or an empty value"),
+        ]
+    ):  # fmt: skip
+        folder = tmp_path / f"changed{number}"
+        lora.save_adapter(lora.apply(llama(), VIRTUAL[kind]), folder)
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        file = folder / "adapter_model.safetensors"
+        save_file(load_file(file), file)  # without the digest of the configuration
+        with pytest.raises(ValueError, match=message):
+            lora.load_adapter(llama(), folder)
+        with pytest.raises(AssertionError, match=message):
+            run(f"{kind}={tmp_path / 'out'},{folder}")
     assert not (tmp_path / "out").exists()
+
+
+class Resized(Model):
+    """A model whose embedding and head have new rows, which the base that is loaded does not have."""
+
+    def __init__(self, rows: float = 0.3) -> None:
+        super().__init__()
+        with torch.no_grad():
+            for tensor, count in ((self.embed.weight, 17), (self.head.weight, 5), (self.head.bias, 5)):
+                tensor[count:] += rows
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapted_embedding", [False, True])
+def test_rows_of_a_resized_vocabulary(adapted_embedding: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    call = program_in(tmp_path)  # C++ loads the values of Model
+    targets = [*TARGETS, "embed"] if adapted_embedding else TARGETS
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets)
+    theirs = randomise(peft.get_peft_model(Resized(), config))
+    theirs.save_pretrained(str(tmp_path / "peft"), save_embedding_layers=True)
+    ours = randomise(lora.apply(Resized(), rank=4, target_modules=targets))
+    lora.save_adapter(ours, tmp_path / "ours", save_embedding_layers=True)
+    for folder, model in ((tmp_path / "peft", theirs), (tmp_path / "ours", ours)):
+        close(call(f"load={folder}", "forward")["forward"], output(model))
+        close(output(lora.load_adapter(Resized(0), folder)), output(model))
+        close(output(peft.PeftModel.from_pretrained(Resized(0), str(folder))), output(model))
 
 
 def test_several_adapters(run: Callable[..., Any], tmp_path: Path) -> None:

@@ -73,9 +73,12 @@ void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& optio
     const auto check_rank = [&](const char* option, int64_t rank) {
       TORCH_CHECK_VALUE(rank >= 1, caller, ": ", option, ": expected at least 1, received ", rank);
     };
+    // The initial values of these two contain the square root of 1 / scaling.
+    const bool roots = lora->init().starts_with("pissa") || lora->init() == "loftq";
     const auto check_alpha = [&](const char* option, double alpha) {
-      TORCH_CHECK_VALUE(std::isfinite(alpha), caller, ": ", option, ": expected a finite number, received ",
-                        alpha);
+      TORCH_CHECK_VALUE(std::isfinite(alpha) && (!roots || alpha > 0), caller, ": ", option, ": expected ",
+                        roots ? "a positive number with init '" + lora->init() + "'" : "a finite number",
+                        ", received ", alpha);
     };
     check_rank("rank", lora->rank());
     for (const auto& [pattern, rank] : lora->rank_pattern()) check_rank("rank_pattern", rank);

@@ -126,6 +126,14 @@ TEST_CASE("initialisations that cannot be are refused", "[lora]") {
   CHECK_THROWS_WITH(
       shoestring::lora::apply(*net, ApplyOptions().adapter(LoraOptions().dora(true).init("pissa"))),
       Contains("init: expected its default with dora"));
+  for (const char* init : {"pissa", "pissa_niter_2", "loftq"}) {
+    const auto form = [&](const LoraOptions& own) { return ApplyOptions().quantize("nf4").adapter(own); };
+    CHECK_THROWS_WITH(shoestring::lora::apply(*net, form(LoraOptions().rank(4).alpha(0).init(init))),
+                      Contains("alpha: expected a positive number with init '" + std::string(init)));
+    CHECK_THROWS_WITH(shoestring::lora::apply(
+                          *net, form(LoraOptions().rank(4).alpha_pattern({{"up_proj", -1}}).init(init))),
+                      Contains("alpha_pattern: expected a positive number with init"));
+  }
   CHECK_THROWS_WITH(shoestring::lora::apply(*net, ApplyOptions().quantize("int8").double_quant(true)),
                     Contains("block_size and double_quant"));
   for (const auto& parameter : net->parameters()) CHECK(parameter.requires_grad());

@@ -145,10 +145,10 @@ class Plan {
       } else {
         continue;
       }
-      TORCH_CHECK_VALUE(
-          !found || same(*found, step), "load_model: ", files_.file(slot.name).path(), ": ", quote(slot.name),
-          ": expected the values of ", quote(found->slot.name),
-          ", whose tensor the module uses for both, received others; give the module a tensor for each");
+      TORCH_CHECK_VALUE(!found || same(*found, step), "load_model: ", files_.file(slot.name).path(), ": ",
+                        quote(slot.name), ": expected the values of ", quote(found->slot.name),
+                        ", whose tensor the module uses for both, received others. Build the module with a "
+                        "tensor for each of the two");
       if (!found) found = step;
     }
     if (found) steps_.push_back(*found);

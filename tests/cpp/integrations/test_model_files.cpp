@@ -238,7 +238,8 @@ TEST_CASE("load_model refuses two values for one tensor", "[model_files]") {
     shoestring::load_model(*saved, folder.path, LoadOptions().quantize(quantize));
     shoestring::save_model(*saved, folder.path);
     expect(message([&] { shoestring::load_model(*other, folder.path); }),
-           "\"head.weight\": expected the values of \"embed.weight\", whose tensor the module uses for both");
+           "\"head.weight\": expected the values of \"embed.weight\", whose tensor the module uses for both, "
+           "received others. Build the module with a tensor for each of the two");
     CHECK(other->embed->weight.isnan().all().item<bool>());
     CHECK(other->norm.isnan().all().item<bool>());
   }

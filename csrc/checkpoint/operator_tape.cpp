@@ -86,8 +86,33 @@ const std::map<std::string, std::set<std::string>>& groups() {
         "aten::_flash_attention_forward", "aten::_efficient_attention_forward"}},
       {"products",
        {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_scaled_mm",
-        "aten::convolution", "shoestring::quantized_linear", "shoestring::lora_linear",
-        "shoestring::lora_linear_group", "shoestring::_lora_linear_group_forward"}}};
+        "aten::convolution", "shoestring::linear_group", "shoestring::quantized_linear",
+        "shoestring::lora_linear", "shoestring::lora_linear_group",
+        "shoestring::_lora_linear_group_forward"}}};
+  return all;
+}
+
+// By the name of an operator: the operator that runs in its place if a result needs a gradient. To name the
+// first one in `keep` keeps the results of the second one.
+const std::multimap<std::string, std::string>& computed_by() {
+  static const std::multimap<std::string, std::string> all{
+      {"shoestring::add_layer_norm", "shoestring::_layer_norm_forward"},
+      {"shoestring::add_rms_norm", "shoestring::_rms_norm_forward"},
+      {"shoestring::attention", "shoestring::attention_with_lse"},
+      {"shoestring::attention", "shoestring::_attention_forward"},
+      {"shoestring::attention_with_lse", "shoestring::_attention_forward"},
+      {"shoestring::cross_entropy", "shoestring::_cross_entropy_rows"},
+      {"shoestring::cross_entropy_with_stats", "shoestring::_cross_entropy_rows"},
+      {"shoestring::layer_norm", "shoestring::_layer_norm_forward"},
+      {"shoestring::linear", "shoestring::linear_group"},
+      {"shoestring::linear_cross_entropy", "shoestring::_linear_cross_entropy_rows"},
+      {"shoestring::linear_cross_entropy_shard", "shoestring::_linear_cross_entropy_rows"},
+      {"shoestring::linear_cross_entropy_with_stats", "shoestring::_linear_cross_entropy_rows"},
+      {"shoestring::linear_distillation", "shoestring::_linear_distillation_rows"},
+      {"shoestring::lora_linear", "shoestring::_lora_linear_group_forward"},
+      {"shoestring::lora_linear_group", "shoestring::_lora_linear_group_forward"},
+      {"shoestring::rms_norm", "shoestring::_rms_norm_forward"},
+  };
   return all;
 }
 
@@ -138,6 +163,8 @@ std::set<std::string> operators_of(const std::vector<std::string>& keep) {
         "received \"",
         name, "\", which is no operator");
     operators.insert(name);
+    const auto [first, last] = computed_by().equal_range(name.substr(0, dot));
+    for (auto inner = first; inner != last; ++inner) operators.insert(inner->second);
   }
   return operators;
 }

@@ -125,12 +125,78 @@ def test_computes_what_it_keeps_once() -> None:
     assert counts([torch.ops.aten.gelu.default])["aten::gelu"] == 1
 
 
-def test_keeps_attention_with_a_bias() -> None:
+OPS = torch.ops.shoestring
+X, W, IDS = torch.randn(6, 8), torch.randn(8), torch.arange(6) % 5
+LORA = (torch.randn(8, 8), None, None, None, torch.randn(2, 8), torch.randn(8, 2))
+TEACHER = (torch.randn(6, 8), torch.randn(5, 8))
+# By an operator: a call of it, and the operator that runs in its place under autograd.
+CALLS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "add_layer_norm": (lambda x: OPS.add_layer_norm(x, X, W, eps=1e-5)[0], "_layer_norm_forward"),
+    "add_rms_norm": (lambda x: OPS.add_rms_norm(x, X, W, eps=1e-5)[0], "_rms_norm_forward"),
+    "attention": (lambda x: OPS.attention(x[None, None], x[None, None], x[None, None]), "attention_with_lse"),
+    "attention_with_lse": (
+        lambda x: OPS.attention_with_lse(x[None, None], x[None, None], x[None, None], torch.ones(6, 6))[0],
+        "_attention_forward",
+    ),
+    "cross_entropy": (lambda x: OPS.cross_entropy(x, IDS), "_cross_entropy_rows"),
+    "cross_entropy_with_stats": (lambda x: OPS.cross_entropy_with_stats(x, IDS)[0], "_cross_entropy_rows"),
+    "geglu": (lambda x: OPS.geglu(x, x), "geglu"),
+    "layer_norm": (lambda x: OPS.layer_norm(x, W, eps=1e-5), "_layer_norm_forward"),
+    "linear": (lambda x: OPS.linear(x, TEACHER[1]), "linear_group"),
+    "linear_cross_entropy": (
+        lambda x: OPS.linear_cross_entropy(x, TEACHER[1], IDS), "_linear_cross_entropy_rows",
+    ),
+    "linear_cross_entropy_shard": (
+        lambda x: OPS.linear_cross_entropy_shard(x, TEACHER[1], IDS, first_class=0)[0], "_linear_cross_entropy_rows",
+    ),
+    "linear_cross_entropy_with_stats": (
+        lambda x: OPS.linear_cross_entropy_with_stats(x, TEACHER[1], IDS)[0], "_linear_cross_entropy_rows",
+    ),
+    "linear_distillation": (
+        lambda x: OPS.linear_distillation(x, TEACHER[1], *TEACHER), "_linear_distillation_rows",
+    ),
+    "linear_group": (lambda x: OPS.linear_group(x, [TEACHER[1]], [None])[0], "linear_group"),
+    "lora_linear": (lambda x: OPS.lora_linear(x, *LORA), "_lora_linear_group_forward"),
+    "lora_linear_group": (
+        lambda x: OPS.lora_linear_group(x, [*LORA, None, None], None, None, 0.0, [1.0], ["nf4"], [64])[0],
+        "_lora_linear_group_forward",
+    ),
+    "rms_norm": (lambda x: OPS.rms_norm(x, W, eps=1e-5), "_rms_norm_forward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_operator_is_kept_by_its_name(name: str) -> None:
+    """Autograd runs another operator in place of some operators."""
+    call, inner = CALLS[name]
+    x = torch.randn(6, 8, requires_grad=True)
+    expected = gradients(lambda: call(x).sin().sum(), [x])
+
+    def count(*keep: Any) -> int:
+        with computed(f"shoestring::{inner}") as calls:
+            check_same(
+                gradients(lambda: checkpoint(lambda x: call(x).sin(), x, keep=keep).sum(), [x]), expected
+            )
+        return calls[f"shoestring::{inner}"]
+
+    for operator in (getattr(OPS, name), getattr(OPS, name).default):
+        if inner == "_linear_cross_entropy_rows":  # It can add to gradients in place.
+            with pytest.raises(RuntimeError, match="so there is no result to keep"):
+                count(operator)
+        else:
+            assert count(operator) == count() - 1
+
+
+def test_groups_keep_operators_of_shoestring() -> None:
     q, bias = torch.randn(1, 2, 5, 4, requires_grad=True), torch.randn(1, 1, 5, 5, requires_grad=True)
-    with computed("shoestring::_attention_forward") as calls:
+    with computed("shoestring::_attention_forward", "shoestring::linear_group") as calls:
         out = checkpoint(lambda q: shoestring.attention(q, q, q, bias=bias).sin(), q, keep=["attention"])
         out.sum().backward()
-    assert calls["shoestring::_attention_forward"] == 1
+        x = torch.randn(6, 8, requires_grad=True)
+        checkpoint(
+            lambda x: shoestring.ops.linear(x, TEACHER[1]).sin(), x, keep=["products"]
+        ).sum().backward()
+    assert set(calls.values()) == {1}
 
 
 def test_what_is_kept_goes_through_hooks_around() -> None:

@@ -49,6 +49,7 @@ Compressor::Compressor(GroupPtr group, int64_t bits)
 
 Compressor::FuturePtr Compressor::all_reduce(const Tensor& gradient, const std::vector<Tensor>& params,
                                              int64_t index, bool is_last) {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   FuturePtr future = begin(gradient, params, index);
   std::optional<c10::StreamGuard> guard;
@@ -66,6 +67,7 @@ Compressor::FuturePtr Compressor::all_reduce(const Tensor& gradient, const std::
 }
 
 void Compressor::send_means() {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   std::optional<c10::StreamGuard> guard;
   for (Flight& flight : flights_) {
@@ -75,6 +77,7 @@ void Compressor::send_means() {
 }
 
 void Compressor::finish() {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   std::optional<c10::StreamGuard> guard;
   for (; !flights_.empty(); flights_.pop_front()) {
@@ -96,6 +99,7 @@ void Compressor::enter_stream(std::optional<c10::StreamGuard>& guard, const c10:
 
 Compressor::FuturePtr Compressor::begin(const Tensor& gradient, const std::vector<Tensor>& params,
                                         int64_t index) {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   const c10::Device device = gradient.device();
   const auto future = c10::make_intrusive<c10::ivalue::Future>(
@@ -241,6 +245,7 @@ Tensor& Compressor::error_of(const Tensor& gradient, int64_t key) {
 }
 
 Tensor Compressor::encode(const Tensor& gradient, int64_t key) {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   Tensor& error = error_of(gradient, key);
   Tensor codes =
@@ -253,6 +258,7 @@ Tensor Compressor::encode(const Tensor& gradient, int64_t key) {
 void Compressor::decode(Tensor output, const Tensor& codes) const { decompress_mean_(output, codes, bits_); }
 
 Compressor::Scatter Compressor::begin_scatter(const Tensor& input, int64_t key) {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   const int64_t part = input.numel() / ranks_;
   TORCH_CHECK(input.numel() == part * ranks_, "compress: input: expected an equal part for each of ", ranks_,
@@ -287,6 +293,7 @@ void Compressor::end_scatter(const Scatter& scatter, Tensor output) const {
 }
 
 void Compressor::reset() {
+  const auto alone = lock();
   for (auto& [index, bucket] : buckets_) {
     bucket.error.zero_();
     if (bucket.owned.defined()) bucket.owned.zero_();
@@ -294,7 +301,13 @@ void Compressor::reset() {
   for (auto& [key, error] : errors_) error.zero_();
 }
 
+int64_t Compressor::sent_bytes() const {
+  const auto alone = lock();
+  return sent_;
+}
+
 int64_t Compressor::residual_bytes() const {
+  const auto alone = lock();
   int64_t bytes = 0;
   for (const auto& [index, bucket] : buckets_) {
     bytes += static_cast<int64_t>(bucket.error.nbytes());
@@ -305,18 +318,21 @@ int64_t Compressor::residual_bytes() const {
 }
 
 std::optional<Tensor> Compressor::residual(const Tensor& param) const {
+  const auto alone = lock();
   const auto found = of_params_.find(param.unsafeGetTensorImpl());
   if (found == of_params_.end()) return std::nullopt;
   return found->second;
 }
 
 std::optional<Tensor> Compressor::residual_of_means(int64_t index) const {
+  const auto alone = lock();
   const auto found = buckets_.find(index);
   if (found == buckets_.end() || !found->second.owned.defined()) return std::nullopt;
   return found->second.owned;
 }
 
 std::optional<Tensor> Compressor::residual(int64_t key) const {
+  const auto alone = lock();
   if (const auto found = errors_.find(key); found != errors_.end()) return found->second;
   if (const auto found = buckets_.find(key); found != buckets_.end()) return found->second.error;
   return std::nullopt;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -29,6 +30,8 @@ void check_compressible(const char* caller, const at::Tensor& parameter, const s
 /// The mean of all ranks on all ranks takes two hops. Each rank owns an equal part of a bucket. An all-to-all
 /// brings the codes of a part to its owner, which averages them and encodes the mean, with an error of its
 /// own; an all-gather brings the codes of the means to all ranks, so all ranks decode the same bits.
+///
+/// Thread-safe: a method waits while another thread is in one, and so for the collectives of that thread.
 class Compressor {
  public:
   using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
@@ -75,7 +78,7 @@ class Compressor {
 
   int64_t bits() const { return bits_; }
   /// Bytes that this rank has sent to others.
-  int64_t sent_bytes() const { return sent_; }
+  int64_t sent_bytes() const;
   /// Bytes of the errors of this rank.
   int64_t residual_bytes() const;
   /// Errors of this rank: those of a parameter's gradients, or of a key, which is the index of a bucket in
@@ -102,6 +105,7 @@ class Compressor {
     FuturePtr future;
   };
 
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
   Bucket& bucket_of(const at::Tensor& gradient, const std::vector<at::Tensor>& params, int64_t index);
   at::Tensor& error_of(const at::Tensor& gradient, int64_t key);
   void enter(int64_t key);
@@ -122,6 +126,7 @@ class Compressor {
   at::Tensor finite_, was_finite_;
   std::optional<c10::Stream> stream_;
   int64_t sent_ = 0;
+  mutable std::recursive_mutex mutex_;
 };
 
 }  // namespace shoestring::distributed

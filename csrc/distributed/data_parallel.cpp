@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
@@ -162,6 +163,7 @@ struct DataParallel::Impl {
   std::vector<Tensor> statistics;  // of normalisation layers
   bool finds_unused = false;
   int64_t steps = 0;
+  std::recursive_mutex mutex;  // held during a backward
 };
 
 DataParallel::DataParallel(const torch::nn::Module& module, GroupPtr group,
@@ -176,6 +178,7 @@ const GroupPtr& DataParallel::group() const { return impl_->group; }
 void DataParallel::backward(const at::Tensor& loss) {
   TORCH_CHECK_VALUE(loss.requires_grad(), "DataParallel: backward: loss: expected a tensor that requires ",
                     "gradients, received one that does not");
+  const std::lock_guard lock(impl_->mutex);
   c10d::Reducer& reducer = *impl_->reducer;
   const int64_t step = ++impl_->steps;
   const std::vector<int64_t> before = reducer.get_backward_stats();

@@ -67,7 +67,10 @@ Averaging::Averaging(std::string name, std::vector<Tensor> parameters, GroupPtr 
   share();
 }
 
-void Averaging::use(std::vector<Tensor> parameters) { params_ = std::move(parameters); }
+void Averaging::use(std::vector<Tensor> parameters) {
+  const auto alone = lock();
+  params_ = std::move(parameters);
+}
 
 // Gives the largest parameters first, each to the smallest fragment. Layers of the same shapes go to the
 // fragments in turn, so each fragment has layers of all depths.
@@ -207,6 +210,7 @@ void Averaging::finish(Fragment& fragment, double alpha) {
 }
 
 bool Averaging::step() {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   ++steps_;
   bool is_changed = false;
@@ -236,6 +240,7 @@ bool Averaging::step() {
 }
 
 void Averaging::average() {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   try {
     for (Fragment& fragment : fragments_)
@@ -276,6 +281,7 @@ void Averaging::abandon() {
 
 void Averaging::regroup(GroupPtr group) {
   TORCH_CHECK_VALUE(group.defined(), name_, ": group: expected a process group, received none");
+  const auto alone = lock();
   group_ = std::move(group);
   share();
 }
@@ -369,7 +375,13 @@ void Averaging::receive_state(const Tensor& all, int64_t source) {
   steps_ = all.select(1, 0).max().item<int64_t>();
 }
 
+int64_t Averaging::steps() const {
+  const auto alone = lock();
+  return steps_;
+}
+
 TensorDict Averaging::state() {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   TensorDict state;
   state.insert("steps", at::full({}, steps_, at::kLong));
@@ -395,6 +407,7 @@ TensorDict Averaging::state() {
 }
 
 void Averaging::load_state(const TensorDict& state) {
+  const auto alone = lock();
   const at::NoGradGuard no_grad;
   const auto entry = [&](const std::string& name) {
     const Tensor* found = state.find(name);
@@ -443,6 +456,7 @@ void Averaging::load_state(const TensorDict& state) {
 }
 
 int64_t Averaging::sent_bytes() const {
+  const auto alone = lock();
   int64_t bytes = sent_;
   for (const Fragment& fragment : fragments_)
     if (fragment.compressor) bytes += fragment.compressor->sent_bytes();
@@ -450,6 +464,7 @@ int64_t Averaging::sent_bytes() const {
 }
 
 int64_t Averaging::residual_bytes() const {
+  const auto alone = lock();
   int64_t bytes = 0;
   for (const Fragment& fragment : fragments_)
     if (fragment.compressor) bytes += fragment.compressor->residual_bytes();

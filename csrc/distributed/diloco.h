@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,8 @@
 
 namespace shoestring::distributed::detail {
 
-/// Averages weights for DiLoCo and LocalSGD of both languages. See DiLoCo.
+/// Averages weights for DiLoCo and LocalSGD of both languages. See DiLoCo. Thread-safe: a method waits while
+/// another thread is in one, and so for the collectives of that thread.
 class Averaging {
  public:
   /// `name` begins errors.
@@ -24,7 +26,7 @@ class Averaging {
   bool step();
   void average();
   void regroup(GroupPtr group);
-  int64_t steps() const { return steps_; }
+  int64_t steps() const;
   TensorDict state();
   void load_state(const TensorDict& state);
   int64_t sent_bytes() const;
@@ -50,6 +52,7 @@ class Averaging {
     bool is_second = false, is_received = false;
   };
 
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> lock() const { return std::unique_lock(mutex_); }
   void deal_out(int64_t bucket_elements);
   void begin(Fragment& fragment);
   void send_means(Fragment& fragment);
@@ -71,6 +74,7 @@ class Averaging {
   GroupPtr group_;
   std::vector<Fragment> fragments_;
   int64_t steps_ = 0, sent_ = 0;
+  mutable std::recursive_mutex mutex_;
 };
 
 }  // namespace shoestring::distributed::detail

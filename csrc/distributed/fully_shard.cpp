@@ -454,6 +454,7 @@ void FullyShard::restore() {
 }
 
 std::vector<Tensor> FullyShard::parameters() const {
+  const std::lock_guard lock(impl_->mutex);
   std::vector<Tensor> all;
   for (const auto& b : impl_->blocks) {
     for (const Flat& f : b->flats) {
@@ -465,6 +466,7 @@ std::vector<Tensor> FullyShard::parameters() const {
 }
 
 Tensor FullyShard::shard(const Tensor& parameter) const {
+  const std::lock_guard lock(impl_->mutex);
   for (const auto& b : impl_->blocks) {
     for (const Flat& f : b->flats) {
       for (const Piece& p : f.pieces)
@@ -477,11 +479,16 @@ Tensor FullyShard::shard(const Tensor& parameter) const {
 }
 
 std::shared_ptr<void> FullyShard::accumulate() {
-  ++impl_->accumulating;
-  return {nullptr, [impl = impl_](void*) { --impl->accumulating; }};
+  const auto add = [impl = impl_](int count) {
+    const std::lock_guard lock(impl->mutex);
+    impl->accumulating += count;
+  };
+  add(1);
+  return {nullptr, [add](void*) { add(-1); }};
 }
 
 Tensor FullyShard::clip_grad_norm_(double max_norm) {
+  const std::lock_guard lock(impl_->mutex);
   const at::NoGradGuard no_grad;
   std::vector<Tensor> grads;
   for (const Tensor& p : parameters())

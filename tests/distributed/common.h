@@ -2,13 +2,16 @@
 
 // Helpers that the tests of several processes share.
 
+#include <array>
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 #include <iostream>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -69,6 +72,21 @@ inline std::unique_ptr<shoestring::optim::LowMemoryOptimizer> optimizer_of(const
   return made<optim::AdamW>(params, arguments, optim::AdamWOptions(1e-2).min_quantize_size(100));
 }
 
+// Runs a function in two threads at once, and says if it throws.
+inline void in_two_threads(const std::function<void()>& function) {
+  std::array<std::string, 2> errors;
+  const auto run = [&](std::string& error) {
+    try {
+      function();
+    } catch (const std::exception& thrown) {
+      error = thrown.what();
+    }
+  };
+  std::thread one(run, std::ref(errors[0])), two(run, std::ref(errors[1]));
+  one.join(), two.join();
+  for (const std::string& error : errors) expect(error.empty(), error);
+}
+
 // The groups of hybrid sharding: ranks that follow each other split the parameters.
 struct Groups {
   GroupPtr split, replicas;
@@ -110,6 +128,7 @@ void fully_shard_qlora(char** arguments);
 void fully_shard_tied(char** arguments);
 void fully_shard_files(char** arguments);
 void fully_shard_refuses(char** arguments);
+void fully_shard_threads(char** arguments);
 
 // A test of compressed.cpp.
 void fully_shard_compressed(char** arguments);
@@ -125,6 +144,7 @@ void diloco(char** arguments);
 void diloco_survivors(char** arguments);
 void diloco_join(char** arguments);
 void diloco_refuses(char** arguments);
+void diloco_threads(char** arguments);
 
 // A test of device.cpp.
 void other_device(char** arguments);

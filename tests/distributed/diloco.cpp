@@ -258,3 +258,24 @@ void diloco_refuses(char**) {
   state["begun"] = at::zeros({2}, at::kLong);
   refused([&] { own.load_state(state); });
 }
+
+// Two threads step and read. All ranks take the same averages, in whatever order their threads come.
+void diloco_threads(char** arguments) {
+  const int64_t overlap = argument(arguments, 0, 0);
+  const GroupPtr group = connect();
+  auto params = parameters(0);
+  DiLoCo own(params, group, DiLoCoOptions().every(2).fragments(2).overlap(overlap).bucket_bytes(200));
+  const size_t entries = own.state().size();
+  constexpr int64_t kSteps = 200;
+  in_two_threads([&] {
+    for (int64_t step = 0; step < kSteps; ++step) {
+      own.step();
+      expect(own.steps() > step && own.statistics().at("sent") >= 0, "counters are whole");
+      if (overlap == 0) expect(own.state().size() == entries, "the state is whole");
+    }
+  });
+  expect(own.steps() == 2 * kSteps, c10::str("steps of both threads are counted: ", own.steps()));
+  own.average();
+  expect(equal(params, parameters(0)), "averages of equal weights do not change them");
+  expect_replicated(group, averaged_weights(own), "averaged weights at the end");
+}

@@ -471,3 +471,17 @@ void fully_shard_refuses(char**) {
        })
     std::printf("%s\n", text.c_str());
 }
+
+// Backward sends gradients when all accumulate() of all threads have ended.
+void fully_shard_threads(char**) {
+  const GroupPtr group = connect();
+  const Tensor param = at::ones({300}).requires_grad_();
+  FullyShard sharded(group);
+  sharded.add({param});
+  in_two_threads([&] {
+    for (int i = 0; i < 1000000; ++i) static_cast<void>(sharded.accumulate());
+  });
+  sharded.run(0, at::zeros({}), [&](const Tensor& x) { return x + param.sum(); }).backward();
+  const Tensor grad = sharded.shard(param).grad();
+  expect(grad.defined() && grad.equal(at::ones_like(grad)), "the gradient is sent");
+}

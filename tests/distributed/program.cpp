@@ -148,6 +148,26 @@ void data_parallel(char** arguments) {
   }
 }
 
+// The gradients of two threads add up.
+void data_parallel_threads(char**) {
+  const GroupPtr group = connect();
+  const int64_t rank = group->getRank(), size = group->getSize();
+  Exact model(0), whole(0);
+  DataParallel parallel(*model, group, DataParallelOptions().bucket_bytes(64));
+  constexpr int64_t kSteps = 50;
+  in_two_threads([&] {
+    for (int64_t step = 0; step < kSteps; ++step)
+      parallel.backward(model->forward(inputs(0, rank, 0)).sum() * size);
+  });
+  for (int64_t other = 0; other < size; ++other)
+    (whole->forward(inputs(0, other, 0)).sum() * (2 * kSteps)).backward();
+  for (const auto& item : whole->named_parameters()) {
+    if (!item.value().requires_grad()) continue;
+    expect(model->named_parameters()[item.key()].grad().equal(item.value().grad()),
+           "gradient of " + item.key());
+  }
+}
+
 // Both use autograd's engine: checkpoint replaces it, and the Reducer queues a callback of it.
 void checkpointed(char**) {
   shoestring::install_autograd_engine();
@@ -529,6 +549,7 @@ int main(int count, char** arguments) {
       {"collectives", collectives},
       {"data_parallel", data_parallel},
       {"checkpointed", checkpointed},
+      {"data_parallel_threads", data_parallel_threads},
       {"train", train},
       {"compress_refuses", compress_refuses},
       {"tokens", tokens},
@@ -547,6 +568,7 @@ int main(int count, char** arguments) {
       {"diloco_survivors", diloco_survivors},
       {"diloco_join", diloco_join},
       {"diloco_refuses", diloco_refuses},
+      {"diloco_threads", diloco_threads},
       {"fully_shard", fully_shard},
       {"fully_shard_adapters", fully_shard_adapters},
       {"fully_shard_qlora", fully_shard_qlora},
@@ -554,7 +576,8 @@ int main(int count, char** arguments) {
       {"fully_shard_compressed", fully_shard_compressed},
       {"fully_shard_files", fully_shard_files},
       {"fully_shard_low_rank", fully_shard_low_rank},
-      {"fully_shard_refuses", fully_shard_refuses}};
+      {"fully_shard_refuses", fully_shard_refuses},
+      {"fully_shard_threads", fully_shard_threads}};
   try {
     tests.at(count > 1 ? arguments[1] : "")(arguments + 2);
   } catch (const c10::Error& error) {

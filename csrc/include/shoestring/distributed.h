@@ -111,7 +111,7 @@ SHOESTRING_API void broadcast_module(const torch::nn::Module& module, const Grou
 ///     }
 ///
 /// To accumulate gradients, call backward() of each micro-batch's loss but the last, which only adds them up
-/// on the rank, and parallel.backward() of the last one.
+/// on the rank, and parallel.backward() of the last one. Calls of several threads wait for each other.
 class SHOESTRING_API DataParallel {
  public:
   /// Calls broadcast_module(). Parameters that are frozen now are left out, also later.
@@ -203,6 +203,9 @@ struct SHOESTRING_API FullyShardOptions {
 /// bits of one process, with 8-bit state, too. Optimizers of this library clip by the norm over all ranks
 /// (set_max_grad_norm), and may step each part as soon as its gradient arrives (set_step_in_backward).
 /// Stochastic rounding, of weights and of bf16 state, draws other numbers than one process does.
+///
+/// One thread runs forward and backward, because all ranks must gather blocks in one order. Calls of the
+/// other functions may come from other threads, and wait for collectives under way.
 ///
 /// Source: ZeRO, arXiv 1910.02054.
 class SHOESTRING_API FullyShard {
@@ -300,6 +303,9 @@ struct SHOESTRING_API DiLoCoOptions {
 /// Processes come and go: if a process ends, the next average throws c10::DistBackendError, which names it,
 /// and nothing has changed. The others make a group of survivors() and call regroup(). A process that joins
 /// makes its object over the new group while the others call regroup().
+///
+/// Thread-safe: each function, steps() and statistics() too, waits until no other thread is in one. So it
+/// waits for an average that another thread takes, until all ranks have come or the group's timeout is over.
 ///
 /// Sources: DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512.
 class SHOESTRING_API DiLoCo {

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoestring.core.dtensors import is_dtensor
+from shoestring.core.one_thread import one_thread
 from shoestring.distributed.compress import BITS
 from shoestring.distributed.groups import group_or_default, name_collectives, name_of, operators
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
@@ -55,6 +56,9 @@ class DiLoCo:
             for 0.5, and without overlap 0.
 
     Call ``step()`` on all ranks after each training step, also if a guard or GradScaler has skipped the step.
+
+    Threads may share the object: each call, ``steps`` too, waits until no other thread is in one. So it waits for an
+    average that another thread takes, until all ranks have come or the timeout of the group is over.
 
     Raises:
         TypeError: the optimizer keeps a second copy of the weights, or a parameter has no floating-point dtype.
@@ -137,6 +141,7 @@ class DiLoCo:
         """The number of calls of ``step()``."""
         return int(self._core.steps())
 
+    @one_thread
     def step(self) -> bool:
         """Count a training step, and begin and end the averages that are due.
 
@@ -149,11 +154,13 @@ class DiLoCo:
         self._use()
         return bool(self._core.step())
 
+    @one_thread
     def average(self) -> None:
         """Average all weights and take an outer step now. They are equal on all ranks then. All ranks must call it."""
         self._use()
         self._core.average()
 
+    @one_thread
     def regroup(self, group: dist.ProcessGroup | None = None) -> None:
         """Go on with other processes.
 

@@ -41,6 +41,11 @@ def test_two_ranks(test: str) -> None:
     run(2, test)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_threads_add_gradients_up(ranks: int) -> None:
+    run(ranks, "data_parallel_threads")
+
+
 def test_training_hardly_depends_on_the_number_of_ranks() -> None:
     """The 8-bit optimizer steps all ranks alike. Losses differ by the rounding of sums alone."""
     one, *others = ([float(x) for x in run(ranks, "train", 8)[0].split()[:-1]] for ranks in (1, 2, 4))

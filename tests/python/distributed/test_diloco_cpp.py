@@ -52,6 +52,12 @@ def test_few_bits(fragments: int, overlap: int) -> None:
         assert 0 < (values - exact).abs().max() < 4 * 0.3 / 127
 
 
+@pytest.mark.parametrize(("ranks", "overlap"), [(1, 0), (2, 1)])
+def test_threads_step_and_read(ranks: int, overlap: int) -> None:
+    """Two threads step one object and read its counters, which wait for the collectives of the other thread."""
+    run(ranks, "diloco_threads", overlap)
+
+
 @pytest.mark.parametrize("compress", ["none", "4bit"])
 @pytest.mark.parametrize("at_step", [8, 10, 11])
 def test_survivors_go_on(compress: str, at_step: int) -> None:

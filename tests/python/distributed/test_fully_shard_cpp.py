@@ -188,6 +188,10 @@ def test_files_are_those_of_one_process(optimizer: str, ranks: int, split: int, 
         assert (tmp_path / "again.safetensors").read_bytes() == saved
 
 
+def test_threads_accumulate() -> None:
+    run(1, "fully_shard_threads")
+
+
 def test_refusals() -> None:
     for rank, out in enumerate(run(2, "fully_shard_refuses")):
         *lines, _ = out.splitlines()

@@ -278,7 +278,8 @@ void ActivationStoreCore::settle(int64_t most) {
     const auto e = pending.front().lock();
     // the current layer stays on the device, because backward begins with the last layer
     if (e && e->layer >= layer) return;
-    if (e && layer - e->layer <= max_pending && behind <= most && !e->out->is_done()) return;
+    const bool stays = compression != Compression::kNone || (e && !e->out->is_done());
+    if (e && layer - e->layer <= max_pending && behind <= most && stays) return;
     pending.pop_front();
     if (e == nullptr) continue;
     behind -= e->bytes;

@@ -89,6 +89,9 @@ struct ActivationStoreCore : std::enable_shared_from_this<ActivationStoreCore> {
   /// Frees the device storages of earlier layers whose copies to the host have finished. First waits for the
   /// copies of layers more than max_pending layers back. Also waits until the earlier layers' storages that
   /// are still on the device take at most `most` bytes.
+  ///
+  /// With compression, frees only the storages that it would wait for. Backward reads the compressed values
+  /// of a freed storage, so the order of saving alone decides which values it reads, not the speed of copies.
   void settle(int64_t most = std::numeric_limits<int64_t>::max());
   at::Tensor host_memory(int64_t bytes);
   /// Frees host memory once `fence` is done, since a copy may use the memory until then.

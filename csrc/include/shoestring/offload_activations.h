@@ -30,12 +30,16 @@ struct SHOESTRING_API OffloadActivationsOptions {
   ///   The error is at most 0.00704 of the largest magnitude in the block. A block with an element that is
   ///   not finite comes back as NaN.
   ///
-  /// Other dtypes are never compressed.
+  /// Other dtypes are never compressed. The order in which storages are saved decides which of them backward
+  /// reads compressed, not the speed of the copies: equal steps of one thread have bitwise equal gradients.
+  /// The storages of the last layer and of the max_pending layers before it stay on the device as they are,
+  /// and so do storages that something else holds.
   TORCH_ARG(std::string, compression) = "none";
   /// Number of layers whose activations are copied back to the device before backward reaches the layers.
   TORCH_ARG(int64_t, prefetch) = 1;
   /// When forward begins a layer, the copies of this many preceding layers may still be running. Forward
-  /// waits for the copies of all earlier layers.
+  /// waits for the copies of all earlier layers. With compression, these layers stay on the device until then
+  /// even if their copies have ended.
   TORCH_ARG(int64_t, max_pending) = 2;
   /// Storages of fewer bytes than this stay on the device.
   TORCH_ARG(int64_t, min_bytes) = 4096;

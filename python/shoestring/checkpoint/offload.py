@@ -47,10 +47,15 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
             of each element, values above 3.39e38 become infinity, and values that are not finite stay so.
             "8bit" stores fp32, bf16 and fp16 as blocks of 256 8-bit codes (Dettmers et al., arXiv
             2110.02861): the error is at most 0.00704 of the largest magnitude in the block, and a block with
-            an element that is not finite becomes NaN. Other dtypes are never compressed.
+            an element that is not finite becomes NaN. Other dtypes are never compressed. The order in which
+            storages are saved decides which of them backward reads compressed, not the speed of the copies:
+            equal steps of one thread have bitwise equal gradients. The storages of the last layer and of the
+            max_pending layers before it stay on the device as they are, and so do storages that something
+            else holds.
         prefetch: the number of layers that are copied back ahead of backward.
         max_pending: the number of layers whose copies may still be in flight when a later layer begins; if
-            there are more, forward waits.
+            there are more, forward waits. With compression, these layers stay until then even if their copies
+            have ended.
         min_bytes: storages of fewer bytes stay on the device.
         folder: the folder of a swap file for storages that do not fit into host_bytes. A full disk raises an
             error in forward that names the file; the step can be repeated.

@@ -204,6 +204,30 @@ TEST_CASE("offload_activations: errors of the disk and of changes in place", "[o
   CHECK_THROWS_WITH(OffloadActivations(Options().host_bytes(5)), Contains("host_bytes: expected a folder"));
 }
 
+TEST_CASE("offload_activations: compressed values do not depend on the speed of copies", "[offload]") {
+  const OneThread one_thread;
+  const Model model(6);
+  const Tensor x = at::randn({16, 32}).requires_grad_();
+  const auto exact = gradients(model, x, nullptr);
+  for (const std::string compression : {"bf16", "8bit"}) {
+    OffloadActivations offload(
+        OffloadActivationsOptions().device("cpu").min_bytes(64).compression(compression));
+    std::vector<Tensor> fast;
+    int64_t copied = 0;
+    for (const int64_t delay : {0, 10'000, 0}) {
+      CAPTURE(compression, delay);
+      const Disturbed slow({.max_delay_us = delay});
+      const int64_t before = offload.statistics().at("copied_out");
+      const auto received = gradients(model, x, &offload, /*marks=*/true);
+      const int64_t now = offload.statistics().at("copied_out") - before;
+      if (fast.empty()) fast = received, copied = now;
+      CHECK(same(received, fast));
+      CHECK(now == copied);
+    }
+    CHECK_FALSE(same(fast, exact));
+  }
+}
+
 TEST_CASE("offload_activations from several threads, and around a checkpoint", "[offload]") {
   const OneThread one_thread;
   const Model model;

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,34 @@ def test_compression_of_what_is_not_finite(offload_device: str) -> None:
             blocks = torch.arange(1100) // 256
             bad = torch.isin(blocks, torch.tensor([0, 1, 4]))
             assert torch.equal(back.isnan(), bad) and back[~bad].isfinite().all()
+
+
+@pytest.mark.parametrize("compression", ["bf16", "8bit"])
+@pytest.mark.parametrize(("marks", "max_pending"), [(True, 2), (False, 5)])
+def test_compressed_values_do_not_depend_on_the_speed_of_copies(
+    offload_device: str, marks: bool, max_pending: int, compression: str
+) -> None:
+    """The order of saving decides which storages backward reads compressed."""
+    net, x = model(6), torch.randn(20, 48, requires_grad=True)
+    context = offload(offload_device, compression=compression, max_pending=max_pending)
+    if marks:
+        context.mark_layers(net)
+    pause = [0.0]
+    for block in net:
+        block.register_forward_hook(lambda *_: time.sleep(pause[0]))
+    seen = []
+    for delay, pause[0] in ((0, 0.02), (10_000, 0.0), (0, 0.0)):  # copies that end early, late, and anyhow
+        disturb_offload(delay)
+        before = context.statistics()["copied_out"]
+        try:
+            seen.append((gradients(net, x, context), context.statistics()["copied_out"] - before))
+        finally:
+            disturb_offload()
+    for grads, copied in seen[1:]:
+        assert_same(grads, seen[0][0])
+        assert copied == seen[0][1]
+    exact = gradients(net, x, contextlib.nullcontext())
+    assert any(not torch.equal(a, b) for a, b in zip(seen[0][0], exact, strict=True))
 
 
 def noise(compression: str, draw: int) -> contextlib.AbstractContextManager:

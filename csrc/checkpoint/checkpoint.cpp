@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "checkpoint/hooks.h"
+#include "checkpoint/kept_buffers.h"
 #include "checkpoint/operator_tape.h"
 #include "checkpoint/rng_state.h"
 
@@ -46,9 +47,10 @@ struct Number : Packed {
 struct Stop : std::exception {};
 
 struct Frame : std::enable_shared_from_this<Frame> {
-  Frame(const CheckpointOptions& options, const std::vector<Tensor>& given,
-        std::function<void(const std::vector<Tensor>&)> again)
-      : again(std::move(again)), early_stop(options.early_stop()) {
+  Frame(const CheckpointOptions& options, const std::vector<Tensor>& given, detail::RunAgain again,
+        detail::BuffersOf buffers_of)
+      : again(std::move(again)), buffers_of(std::move(buffers_of)), buffers(options.buffers()),
+        early_stop(options.early_stop()) {
     for (const Tensor& tensor : given) inputs.emplace_back(tensor, /*is_output=*/false);
     if (options.preserve_rng_state()) rng = RngState(given);
     if (!options.keep().empty()) tape = c10::make_intrusive<OperatorTape>(options.keep());
@@ -57,7 +59,9 @@ struct Frame : std::enable_shared_from_this<Frame> {
   Tensor value(Number& number);
   void run_again(int pass);
 
-  const std::function<void(const std::vector<Tensor>&)> again;
+  const detail::RunAgain again;
+  const detail::BuffersOf buffers_of;
+  const std::vector<Tensor> buffers;
   const bool early_stop;
   std::vector<torch::autograd::SavedVariable> inputs;
   RngState rng;
@@ -153,6 +157,8 @@ void Frame::run_again(int pass) {
   // More tensors may be saved by a second run inside the first run, or by a function that catches the
   // exception Stop.
   const bool exact = complete && !early_stop;
+  std::vector<Tensor> changing = buffers_of();
+  changing.insert(changing.end(), buffers.begin(), buffers.end());
   {
     const at::AutoGradMode gradients(true);
     const NoTape no_outer_tape;
@@ -161,10 +167,12 @@ void Frame::run_again(int pass) {
     const RngGuard rng_after(rng);
     rng.restore();
     const HooksGuard guard("checkpoint", hooks);
+    KeptBuffersGuard kept(changing);
     try {
       again(given);
     } catch (const Stop&) {
     }
+    kept.done();
   }
   TORCH_CHECK(exact ? hooks->seen == numbers.size() : hooks->seen >= numbers.size(),
               "checkpoint: the function saved ", numbers.size(), " tensors in forward and ", hooks->seen,
@@ -203,9 +211,10 @@ struct CheckpointRun::Scope {
 };
 
 CheckpointRun::CheckpointRun(const CheckpointOptions& options, const std::vector<Tensor>& inputs,
-                             std::function<void(const std::vector<Tensor>&)> again) {
+                             RunAgain again, BuffersOf buffers) {
   if (!c10::GradMode::is_enabled()) return;
-  scope_ = std::make_unique<Scope>(std::make_shared<Frame>(options, inputs, std::move(again)));
+  scope_ =
+      std::make_unique<Scope>(std::make_shared<Frame>(options, inputs, std::move(again), std::move(buffers)));
 }
 
 void CheckpointRun::finish() {

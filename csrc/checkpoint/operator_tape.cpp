@@ -40,22 +40,32 @@ OperatorTape::Run* top_run() {
   return run_stack.empty() || run_stack.back().tape == nullptr ? nullptr : &run_stack.back();
 }
 
-void include_key_of_top_run() { c10::impl::tls_set_dispatch_key_included(kKey, top_run() != nullptr); }
+// The watches that are active on this thread. All of them see operator calls.
+thread_local std::vector<OperatorWatch*> watches;
+
+void include_key_if_used() {
+  c10::impl::tls_set_dispatch_key_included(kKey, top_run() != nullptr || !watches.empty());
+}
 
 void push_run(OperatorTape* tape, bool recording) {
   run_stack.push_back({tape, recording});
-  include_key_of_top_run();
+  include_key_if_used();
 }
 
 void pop_run() {
   run_stack.pop_back();
-  include_key_of_top_run();
+  include_key_if_used();
 }
 
 void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* arguments) {
   // Exclude the dispatch key during the call, so that operators called inside this operator are not recorded.
   const c10::impl::ExcludeDispatchKeyGuard once(kKey);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  if (!watches.empty()) {
+    const auto given =
+        at::ArrayRef<c10::IValue>(*arguments).slice(arguments->size() - op.schema().arguments().size());
+    for (OperatorWatch* watch : watches) watch->before(op, given);
+  }
   OperatorTape::Run* run = top_run();
   // Calls on a thread without a run are not recorded: the thread has inherited the dispatch key from another
   // thread. Calls of a backward pass inside the function are not recorded either. In the first run, that pass
@@ -65,8 +75,8 @@ void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
   run->tape->call(*run, op, below, arguments);
 }
 
-// Registers the fallback for the dispatch key Fake when the process makes its first tape. A process without
-// tapes leaves the key free for other libraries. The registration stays until the process ends.
+// Registers the fallback for the dispatch key Fake when the process makes its first tape or watch. A process
+// without them leaves the key free for other libraries. The registration stays until the process ends.
 void claim_key() {
   [[maybe_unused]] static const torch::Library& library = [] -> torch::Library& {
     auto& claimed = *new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
@@ -169,24 +179,6 @@ std::set<std::string> operators_of(const std::vector<std::string>& keep) {
   return operators;
 }
 
-template <class F>
-void each_tensor(at::ArrayRef<c10::IValue> values, const F& f) {
-  const auto see = [&](const at::Tensor& tensor) {
-    if (tensor.defined()) f(tensor);
-  };
-  for (const auto& value : values) {
-    if (value.isTensor()) see(value.toTensor());
-    if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) see(tensor);
-    }
-    if (value.isOptionalTensorList()) {
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-        if (tensor) see(*tensor);
-      }
-    }
-  }
-}
-
 uint32_t version(const at::Tensor& tensor) {
   const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
   return counter.enabled() ? counter.current_version() : 0;  // inference tensors have no version counter
@@ -208,6 +200,17 @@ std::vector<int64_t> sizes_of(at::ArrayRef<c10::IValue> values) {
 }
 
 }  // namespace
+
+void OperatorWatch::watch() {
+  claim_key();
+  watches.push_back(this);
+  include_key_if_used();
+}
+
+void OperatorWatch::unwatch() {
+  watches.pop_back();
+  include_key_if_used();
+}
 
 NoTape::NoTape() { push_run(nullptr, /*recording=*/false); }
 

@@ -92,6 +92,39 @@ class OperatorTape : public torch::CustomClassHolder {
   std::vector<Made> made_;
 };
 
+/// Calls f for each defined tensor in the arguments or results of an operator.
+template <class F>
+void each_tensor(at::ArrayRef<c10::IValue> values, const F& f) {
+  const auto see = [&](const at::Tensor& tensor) {
+    if (tensor.defined()) f(tensor);
+  };
+  for (const auto& value : values) {
+    if (value.isTensor()) see(value.toTensor());
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) see(tensor);
+    }
+    if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+        if (tensor) see(*tensor);
+      }
+    }
+  }
+}
+
+/// Sees every operator call of this thread between watch() and unwatch(), also while a NoTape lives. It sees
+/// no operators that other operators call.
+class OperatorWatch {
+ public:
+  virtual ~OperatorWatch() = default;
+  /// Is called before the operator runs.
+  virtual void before(const c10::OperatorHandle& op, at::ArrayRef<c10::IValue> arguments) = 0;
+
+ protected:
+  void watch();
+  /// Ends the watch that was started last on this thread.
+  static void unwatch();
+};
+
 /// While a NoTape lives, no OperatorTape records or replaces the operator calls of this thread.
 class NoTape {
  public:

@@ -17,6 +17,7 @@
 
 #include "checkpoint/choices.h"
 #include "checkpoint/hooks.h"
+#include "checkpoint/kept_buffers.h"
 #include "checkpoint/memory_meter.h"
 #include "checkpoint/rng_state.h"
 #include "core/device.h"
@@ -34,13 +35,14 @@ constexpr int kRuns = 3;  // number of timed runs of each function, of which the
 // keeps the plan from recomputing blocks if everything fits into the budget.
 constexpr double kLeastExtra = 1e-6;
 
-Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x,
-           OffloadActivations* offload) {
+Tensor run(const Choice& choice, const BlockFunction& function, const Tensor& x, OffloadActivations* offload,
+           const std::vector<Tensor>& buffers) {
   if (choice.offloaded && c10::GradMode::is_enabled()) {
     const auto scope = offload->scope();
-    return run({choice.name, choice.recomputed, choice.keep, false}, function, x, nullptr);
+    return run({choice.name, choice.recomputed, choice.keep, false}, function, x, nullptr, buffers);
   }
-  return choice.recomputed ? checkpoint(function, x, CheckpointOptions().keep(choice.keep)) : function(x);
+  if (!choice.recomputed) return function(x);
+  return checkpoint(function, x, CheckpointOptions().keep(choice.keep).buffers(buffers));
 }
 
 // Returns a copy of `value` that is not a leaf of the autograd graph, so it is freed as soon as nothing uses
@@ -107,7 +109,8 @@ Cost measure(const Choice& choice, const BlockFunction& function, const Tensor& 
   Cost cost{};
   Tensor x = differentiable ? Source::apply(anchor, given) : given.clone();
   auto began = std::chrono::steady_clock::now();
-  Tensor y = run(choice, function, x, offload);
+  // plan_sequential puts the buffers back after all measurements
+  Tensor y = run(choice, function, x, offload, {});
   if (choice.offloaded) offload->mark(), offload->wait(0);
   cost.forward_seconds = seconds_since(began, given);
   cost.forward_bytes = meter->peak();
@@ -182,7 +185,7 @@ PlanBlock planned(const BlockFunction& function, const Tensor& x, bool different
 
 SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const Tensor& x,
                              int64_t budget_bytes, const std::vector<int64_t>& kinds,
-                             OffloadActivations* offload) {
+                             OffloadActivations* offload, const std::vector<Tensor>& buffers) {
   TORCH_CHECK(kinds.empty() || kinds.size() == functions.size(),
               "plan_sequential: kinds: expected a number for each of the ", functions.size(),
               " functions, or none, received ", kinds.size());
@@ -190,6 +193,7 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
   activations::expect_engine("plan_sequential");
   const activations::RngState rng(std::vector<Tensor>{x});
   const activations::RngGuard rng_after(rng);
+  activations::KeptBuffersGuard kept(buffers);
   std::map<int64_t, PlanBlock> known;
   std::vector<PlanBlock> blocks;
   GradientsAside aside;
@@ -207,6 +211,7 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
     differentiable = y.requires_grad();
     input = y.detach();
   }
+  kept.done();
   CheckpointPlanOptions link;
   if (offload != nullptr) {
     int64_t most = 0;
@@ -219,7 +224,7 @@ SequencePlan plan_sequential(const std::vector<BlockFunction>& functions, const 
 }
 
 Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const SequencePlan& plan, Tensor x,
-                             OffloadActivations* offload) {
+                             OffloadActivations* offload, const std::vector<Tensor>& buffers) {
   TORCH_CHECK(plan.names.size() == functions.size(), "checkpoint_sequential: plan: expected a plan for ",
               functions.size(), " functions, received one for ", plan.names.size());
   const auto& all = activations::choices();
@@ -234,7 +239,7 @@ Tensor checkpoint_sequential(const std::vector<BlockFunction>& functions, const 
                 "checkpoint_sequential: offload: expected the OffloadActivations that the plan was made "
                 "with, received none, but function ",
                 i, " is \"", choice->name, "\"");
-    x = run(*choice, functions[i], x, offload);
+    x = run(*choice, functions[i], x, offload, buffers);
     if (offload == nullptr || !c10::GradMode::is_enabled()) continue;
     const bool last = i + 1 == functions.size();
     // Backward begins with the last function, so the activations of the last function stay on the device.

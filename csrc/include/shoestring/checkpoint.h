@@ -31,6 +31,10 @@ struct CheckpointOptions {
   /// Whether the second run of the checkpointed function, in backward, stops as soon as it has produced the
   /// last tensor that backward needs.
   TORCH_ARG(bool, early_stop) = true;
+  /// Buffers that the function changes, such as `model->buffers()` with the running statistics of batch
+  /// norms. The second run leaves them as they are before it, so that each batch counts once. A function that
+  /// is a module includes its own buffers; a lambda that captures modules does not.
+  TORCH_ARG(std::vector<at::Tensor>, buffers);
 };
 
 namespace detail {
@@ -47,15 +51,29 @@ SHOESTRING_API std::vector<std::vector<at::Tensor>> tiles_of(
 /// Returns total + part. An undefined total counts as zero. The sum is in fp32 if part has a 16-bit dtype.
 SHOESTRING_API at::Tensor added(const at::Tensor& total, const at::Tensor& part);
 
+/// Runs a checkpointed function a second time, with the given tensors in place of its inputs.
+using RunAgain = std::function<void(const std::vector<at::Tensor>&)>;
+/// Returns the buffers of a function that is a module.
+using BuffersOf = std::function<std::vector<at::Tensor>()>;
+
+template <class F>
+std::vector<at::Tensor> buffers_of(const F& fn) {
+  if constexpr (requires { fn->buffers(); }) {
+    return fn->buffers();
+  } else if constexpr (requires { fn.buffers(); }) {
+    return fn.buffers();
+  } else {
+    return {};
+  }
+}
+
 /// Guards the first run of a checkpointed function. Tensors that autograd saves during the first run are
 /// dropped and computed again in backward. The first run lasts until finish(), or until the destructor if the
 /// function throws.
 class SHOESTRING_API CheckpointRun {
  public:
-  /// again: runs the checkpointed function a second time, with the tensors passed to `again` in place of
-  /// `inputs`.
-  CheckpointRun(const CheckpointOptions& options, const std::vector<at::Tensor>& inputs,
-                std::function<void(const std::vector<at::Tensor>&)> again);
+  CheckpointRun(const CheckpointOptions& options, const std::vector<at::Tensor>& inputs, RunAgain again,
+                BuffersOf buffers);
   ~CheckpointRun();
   void finish();
   CheckpointRun(const CheckpointRun&) = delete;
@@ -130,7 +148,7 @@ decltype(auto) call(F& fn, const Inputs& inputs) {
 ///
 /// fn may capture modules and tensors; it lives as long as the graph. It may return any type. It must do the
 /// same in both runs: different shapes, dtypes or operators raise an error in backward. It must not change
-/// its inputs in place.
+/// its inputs in place. Name the buffers that it changes in `options.buffers`, unless fn is their module.
 ///
 /// Calls may be nested. autograd::grad (also inside fn), retain_graph, second derivatives, exceptions in fn
 /// and tensors without gradients behave as without checkpoint. If fn itself starts a backward pass, each such
@@ -148,7 +166,7 @@ auto checkpoint(F fn, Inputs inputs, const CheckpointOptions& options = {}) {
     detail::Tensors(detail::Tensors{given}).put(filled);
     static_cast<void>(detail::call(fn, filled));
   };
-  detail::CheckpointRun run(options, tensors.all, std::move(again));
+  detail::CheckpointRun run(options, tensors.all, std::move(again), [fn] { return detail::buffers_of(fn); });
   if constexpr (std::is_void_v<decltype(detail::call(fn, inputs))>) {
     detail::call(fn, inputs);
     run.finish();

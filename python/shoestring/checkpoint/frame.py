@@ -21,6 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError
 
+from shoestring.checkpoint.buffers import buffers_kept
+
 
 class _Stop(Exception):
     """Raised inside the checkpointed function to end a recomputation after its last needed saved tensor."""
@@ -192,7 +194,7 @@ class Frame:
 
         with torch.enable_grad(), self._state.again(), saved_tensors_hooks(pack, lambda tensor: tensor):
             try:
-                with self._replay:
+                with self._replay, buffers_kept(self._fn, args, kwargs):
                     self._fn(*args, **kwargs)
             except _Stop:
                 pass

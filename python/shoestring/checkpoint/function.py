@@ -101,7 +101,10 @@ def checkpoint(
     inside ``fn``), DDP, FSDP2 and ``torch.compile`` work as usual. Saved tensors that need no gradient are
     returned unchanged, with any attributes set by Python code. If ``fn`` itself runs backward passes, ``fn``
     runs again for each of them, and results of operators in these passes are not kept.
-    Buffers that ``fn`` updates, such as the running statistics of a batch norm, are updated in both runs.
+    The second run leaves the buffers of modules as they are before it, so a batch norm counts each batch
+    once. This holds for modules that are ``fn``, to which ``fn`` refers as a bound method, a partial function, a
+    closure, a default or a global name, or that are in the arguments. Other state that ``fn`` changes, such
+    as an attribute that counts calls, changes in both runs.
 
     Args:
         fn: a function of any arguments and results. It has to do the same in both runs, and must not change

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from shoestring.checkpoint.buffers import buffers_kept
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.device import forked_rng, synchronize
 from shoestring.core.storages import storages
@@ -106,17 +107,17 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` block, let backward run without side effects on gradients and random state.
+    """Inside the ``with`` block, let steps run without side effects on gradients, buffers and random state.
 
-    Each new gradient is freed as soon as it has been accumulated. At the end, the former gradients and the
-    random state are restored.
+    Each new gradient is freed as soon as it has been accumulated. At the end, the former gradients, the
+    buffers and the random state are restored.
     """
     before = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p, _ in before if p.is_leaf]
     for p, _ in before:
         p.grad = None
     try:
-        with forked_rng():
+        with forked_rng(), buffers_kept(model):
             yield
     finally:
         for hook in hooks:

@@ -134,8 +134,8 @@ def checkpoint_model(
             or for example "6GiB" or "500 MB". It excludes weights, gradients and optimizer state.
         example: the forward of one training step, with a batch as large as in training. Either a function
             that returns the loss, or the model's arguments (a mapping or a sequence). With arguments, the
-            loss is the ``.loss`` of the output, or the sum of its first tensor. Gradients and random state
-            are restored afterwards.
+            loss is the ``.loss`` of the output, or the sum of its first tensor. Gradients, buffers and
+            random state are restored afterwards.
         offload: with a budget, lets blocks offload their saved tensors (or, if recomputed, their input) to
             the host or a disk. The bandwidth is measured and enters the plan.
 

@@ -279,18 +279,6 @@ def test_compiles(keep: list[str]) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_the_advice_on_the_momentum_of_a_batch_norm() -> None:
-    x = torch.randn(9, 8, requires_grad=True)
-    plain, twice = nn.BatchNorm1d(8, momentum=0.1), nn.BatchNorm1d(8, momentum=1 - (1 - 0.1) ** 0.5)
-    for _ in range(3):
-        plain(x).sum().backward()
-        checkpoint(twice, x).sum().backward()
-    assert plain.running_mean is not None and plain.running_var is not None
-    torch.testing.assert_close(twice.running_mean, plain.running_mean)
-    torch.testing.assert_close(twice.running_var, plain.running_var)
-    assert int(twice.num_batches_tracked or 0) == 2 * int(plain.num_batches_tracked or 0) == 6
-
-
 def test_an_error_inside_leaves_everything_as_it_was() -> None:
     fail, x = [True], torch.randn(4, requires_grad=True)
 

@@ -35,7 +35,8 @@ struct Hook final : torch::autograd::PostAccumulateGradHook {
 }  // namespace
 
 bool Core::has_gradient(const Tensor& param) const {
-  if (split_gradients != nullptr) return split_gradients->any() && param.requires_grad();
+  if (split_gradients != nullptr)
+    return (split_gradients->any() || is_pending(param)) && param.requires_grad();
   return param.grad().defined() || is_pending(param) || collected_.count(param.unsafeGetTensorImpl()) > 0;
 }
 
@@ -115,6 +116,7 @@ void Core::take_sum(const Tensor& param) {
   if (!is_pending(param)) return;
   drain();
   Tensor& sum = sums_.at(param.unsafeGetTensorImpl());
+  if (!param.grad().defined()) param.mutable_grad() = at::zeros_like(param);
   param.mutable_grad().add_(sum.to(param.device()));
   sum.zero_();
   pending_.erase(param.unsafeGetTensorImpl());

@@ -21,7 +21,17 @@ Core::Unfinished Core::begin_step() {
   // Waits for pending writes of offloaded state, so that a failed step can drop its chunks of state.
   if (step_in_backward) bring_back();
   Unfinished step{{}, 0, {}, {}, {}, {}};
-  if (split_gradients != nullptr && split_gradients->any()) split_gradients->finish();
+  if (split_gradients != nullptr) {
+    // The last backward may have left out parameters of which accumulate() has summed up gradients.
+    for (const auto& group : optimizer->param_groups()) {
+      for (const Tensor& p : group.params()) {
+        if (!is_pending(p)) continue;
+        take_sum(p);
+        split_gradient(p);
+      }
+    }
+    if (split_gradients->any()) split_gradients->finish();
+  }
   for (size_t g = 0; g < optimizer->param_groups().size(); ++g) {
     const auto& params = optimizer->param_groups()[g].params();
     if (std::none_of(params.begin(), params.end(), [&](const Tensor& p) { return has_gradient(p); }))

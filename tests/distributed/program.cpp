@@ -281,7 +281,8 @@ void zero(char** arguments) {
 
 // Split gradients give the steps of one process that has the mean of all ranks' gradients. The arguments are
 // those of `zero`, the bytes of a bucket, the number of micro-batches, how they are added up ("sums" or
-// "sends"), and what the last parameter does ("all", or "unused" on the last rank).
+// "sends"), and what the last parameter does: "all", or on the last rank "unused", or "late" left out of the
+// last micro-batch.
 void split_gradients(char** arguments) {
   using shoestring::distributed::ShardOptions;
   const GroupPtr group = connect();
@@ -289,6 +290,7 @@ void split_gradients(char** arguments) {
   const auto dtype = std::string(arguments[2]) == "nearest" ? at::kFloat : at::kBFloat16;
   const int64_t bucket_bytes = argument(arguments, 3, 64), micro_batches = argument(arguments, 4, 1);
   const bool sums = arguments[5] == std::string("sums"), unused = arguments[6] == std::string("unused");
+  const bool late = arguments[6] == std::string("late");
   std::vector<Tensor> own, alone;
   torch::manual_seed(3);
   for (const std::vector<int64_t>& sizes :
@@ -302,7 +304,7 @@ void split_gradients(char** arguments) {
   split->set_max_grad_norm(std::nullopt);
   whole->set_max_grad_norm(std::nullopt);
   shoestring::distributed::shard(
-      *split, group, ShardOptions().gradients(true).bucket_bytes(bucket_bytes).find_unused(unused));
+      *split, group, ShardOptions().gradients(true).bucket_bytes(bucket_bytes).find_unused(unused || late));
   for (int64_t step = 0; step < 4; ++step) {
     std::vector<Tensor> mean;
     for (const Tensor& p : own) mean.push_back(at::zeros_like(p));
@@ -311,7 +313,8 @@ void split_gradients(char** arguments) {
       for (int64_t of = 0; of < size; ++of) {
         const auto generator = at::make_generator<at::CPUGeneratorImpl>(1000 * step + 10 * of + micro);
         for (size_t i = 0; i < own.size(); ++i) {
-          if (unused && of == size - 1 && i + 1 == own.size()) continue;
+          const bool leaves = unused || (late && micro + 1 == micro_batches);
+          if (leaves && of == size - 1 && i + 1 == own.size()) continue;
           // integers, of which all sums are exact; the factor cancels the division by the number of ranks
           const Tensor grad = at::randint(-3, 4, own[i].sizes(), generator, own[i].options());
           mean[i] += grad;

@@ -244,7 +244,8 @@ def parallelize(
         find_unused: whether a backward may leave trained parameters without a gradient, with "ddp", "zero1" and
             "zero2". With "ddp" and "zero1", a parameter that no rank uses has no gradient, and is not stepped. "zero2"
             sends zeros for it, so moments and weight decay go on. With "zero3" and "hsdp", all ranks may leave out the
-            same parameters without this option.
+            same parameters without this option. If they leave out different ones, gradients are wrong, with an error only
+            where the numbers of elements differ.
 
     Raises:
         TypeError: gradients of a trained parameter's dtype cannot be compressed.

@@ -45,6 +45,30 @@ def _trained(used: list[list[int]], zeros: bool) -> Branches:
     return net
 
 
+def _left_out(rank: int) -> None:
+    """Take steps of two micro-batches, of which the last one leaves out what the first one has used."""
+    for strategy, first, last in [
+        *((strategy, [[0], [0]], [[1], [1]]) for strategy in ("ddp", "zero1", "zero2", "zero3")),
+        *((strategy, [[0, 1], [1, 2]], [[1], [2]]) for strategy in ("ddp", "zero1", "zero2")),
+    ]:
+        net, whole_net = Branches(), Branches()
+        report = shoestring.parallelize(net, strategy, find_unused=strategy != "zero3")
+        opts = [SGD(each.parameters(), lr=0.1, state_format="fp32") for each in (net, whole_net)]
+        for step in range(3):
+            with report.no_sync():
+                net(_inputs(step, rank), first[rank]).backward()
+            net(_inputs(step + 10, rank), last[rank]).backward()
+            for other in range(2):
+                for at, used in ((step, first[other]), (step + 10, last[other])):
+                    (whole_net(_inputs(at, other), used) / 2).backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+        for (name, p), q in zip(net.named_parameters(), whole_net.parameters(), strict=True):
+            torch.testing.assert_close(whole(p), q, msg=f"{strategy} {first} {last} {name}")
+        report.undo()
+
+
 def _unused(rank: int) -> None:
     for strategy, used in [
         *((strategy, [[0, 1], [0, 1]]) for strategy in ("ddp", "zero1", "zero2", "zero3")),
@@ -78,5 +102,6 @@ def _unused(rank: int) -> None:
     assert dist.get_world_size() == 2
 
 
-def test_unused_parameters(tmp_path: Path) -> None:
-    run(2, tmp_path, _unused)
+@pytest.mark.parametrize("task", [_unused, _left_out])
+def test_unused_parameters(task: Any, tmp_path: Path) -> None:
+    run(2, tmp_path, task)

@@ -1,5 +1,8 @@
-# make test    everything that continuous integration runs, set-up included; of large grids a drawn sample of cases
-# make check   the tests for daily work, at most 5 minutes: layout, types, C++ and the Python tests that are not slow
+# make test      the proof that a clone works, set-up and build included, in about 15 minutes: C++, a drawn sample of the
+#   Python tests that touches every public name, the code of the pages, the consumer. It builds CUDA only for a GPU.
+# make test-all  everything that `make test` leaves out: the rest of each suite, emulators, types, packages, gates.
+#   Continuous integration runs both. Of large grids a drawn sample of cases runs.
+# make check     the tests for daily work, at most 5 minutes: layout, types, C++ and the sample of the Python tests
 # make nightly   everything long: all cases of all grids, sanitizers, all crash points, random kills, fuzzers, 20 seeds, other builds
 # make test-newest   build and test against the newest PyTorch
 # make test-deepspeed   our optimizers in DeepSpeed's engine, which `make setup` leaves out
@@ -21,23 +24,34 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PYTHONPATH := $(CURDIR)/python
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 export TOKENIZERS_PARALLELISM ?= false
+# Without bytecode files, each process that imports PyTorch compiles it again, which takes 2 s of the processor.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests run the libraries that users get in a wheel. SHOESTRING_PORTABLE needs g++ on x86-64.
 PORTABLE := $(if $(filter x86_64,$(shell uname -m)),$(if $(filter default,$(origin CXX)),-DSHOESTRING_PORTABLE=ON))
-# The GPUs that kernels are built for (cmake/Cuda.cmake). A build for daily work makes one, `make test` one for each
-# kind of kernel, and a wheel all. GPUS_SUFFICE is what an existing build folder may have instead.
+# The GPUs that kernels are built for (cmake/Cuda.cmake). A build for daily work makes one, `make test-all` one for
+# each kind of kernel, and a wheel all. GPUS_SUFFICE is what an existing build folder may have instead.
 GPUS := $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | sed "s/\\.//; s/^90$$/90a/"),90a)
 GPUS_SUFFICE := .*
-test nightly: GPUS := gates
-test nightly: GPUS_SUFFICE := gates|wheel
+test-all nightly: GPUS := gates
+test-all nightly: GPUS_SUFFICE := gates|wheel
 wheel packages: GPUS := wheel
 wheel packages: GPUS_SUFFICE := wheel
-CONFIGURE = cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) $(PORTABLE) -DSHOESTRING_CUDA_ARCHITECTURES=$(GPUS) \
-  $(if $(shell command -v ccache),-DCMAKE_CXX_COMPILER_LAUNCHER=ccache) $(CMAKE_ARGS)
+# Without a GPU, `make test`, `make check` and `make demo` build no CUDA kernels, and keep those of an earlier build.
+CUDA := auto
+CUDA_SUFFICES := auto|1
+test check demo: CUDA := $(if $(wildcard /dev/nvidiactl),auto,0)
+test check demo: CUDA_SUFFICES := .*
+# What is compiled: the libraries, and the programs of the tests that run.
+TARGETS := libraries
+test check: TARGETS := first_tier
+test-all nightly: TARGETS := all
+CONFIGURE = cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) $(PORTABLE) -DSHOESTRING_CUDA=$(CUDA) \
+  -DSHOESTRING_CUDA_ARCHITECTURES=$(GPUS) $(CMAKE_ARGS)
 INSTALL := --prefix python/shoestring >/dev/null
 SEEDS ?= 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20
 
-.PHONY: setup build build-tests test check nightly chromium test-newest test-deepspeed test-asan lint format docs docs-browser demo bench gpu-check \
-  sdist wheel packages release clean
+.PHONY: setup build build-tests test test-all check nightly chromium test-newest test-deepspeed test-asan lint format docs \
+  docs-browser demo bench gpu-check sdist wheel packages release clean
 
 setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -47,22 +61,27 @@ $(BUILD)/build.ninja: | $(VENV)/.ready
 	$(CONFIGURE) -B $(BUILD) -DSHOESTRING_TESTS=ON
 
 build: $(VENV)/.ready $(BUILD)/build.ninja
-	grep -qE '^SHOESTRING_CUDA_ARCHITECTURES:STRING=($(GPUS_SUFFICE))$$' $(BUILD)/CMakeCache.txt || \
-	  cmake -DSHOESTRING_CUDA_ARCHITECTURES=$(GPUS) $(BUILD) >/dev/null
-	cmake --build $(BUILD) --target libraries
+	grep -qE '^SHOESTRING_CUDA_ARCHITECTURES:STRING=($(GPUS_SUFFICE))$$' $(BUILD)/CMakeCache.txt && \
+	  grep -qE '^SHOESTRING_CUDA:STRING=($(CUDA_SUFFICES))$$' $(BUILD)/CMakeCache.txt || \
+	  cmake -DSHOESTRING_CUDA=$(CUDA) -DSHOESTRING_CUDA_ARCHITECTURES=$(GPUS) $(BUILD) >/dev/null
+	cmake --build $(BUILD) --target $(TARGETS)
 	cmake --install $(BUILD) $(INSTALL)
 
+build-tests: TARGETS := all
 build-tests: build
-	cmake --build $(BUILD)
 
-test: build-tests
-	scripts/test.sh $(BUILD) $(SUITES)
+test: build
+	scripts/test.sh $(BUILD) first
 
-check: build-tests
-	scripts/test.sh $(BUILD) lint C++ check
+test-all: build
+	scripts/test.sh $(BUILD) $(or $(SUITES),second)
+
+check: build
+	scripts/test.sh $(BUILD) check
 
 nightly: export PYTEST_ADDOPTS += --all-cases
-nightly: chromium test test-deepspeed test-asan docs-browser
+nightly: SUITES = lint C++ emulator cutlass C++-emulated Python Python-alone Python-emulated device crash fuzz peers docs consumer packages gates
+nightly: chromium test-all test-deepspeed test-asan docs-browser
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600
 	tests/consumer/run.sh $(BUILD) --build
@@ -80,7 +99,7 @@ chromium:
 
 # Without lint: mypy reads the types of the PyTorch that constraints.txt pins.
 test-newest:
-	$(MAKE) test VENV=.venv-newest BUILD=build-newest TORCH=torch \
+	$(MAKE) test-all VENV=.venv-newest BUILD=build-newest TORCH=torch \
 	  SUITES="C++ emulator cutlass C++-emulated Python Python-alone Python-emulated device crash fuzz peers consumer gates"
 
 # In a folder of its own: where DeepSpeed is installed, Accelerate imports it in every process, which prints lines.
@@ -107,11 +126,7 @@ docs: build
 docs-browser: docs
 	scripts/docs_browser.sh build-docs/html
 
-# Builds no tests, and no CUDA kernels where there is no GPU. A build that is already there is used.
-demo: $(VENV)/.ready
-	if [ -e $(BUILD)/build.ninja ]; then $(MAKE) build; else \
-	  [ -e /dev/nvidiactl ] || export SHOESTRING_CUDA=$${SHOESTRING_CUDA:-0}; \
-	  $(CONFIGURE) -B build-demo && cmake --build build-demo && cmake --install build-demo $(INSTALL); fi
+demo: build
 	$(PYTHON) -m shoestring demo
 
 bench: build
@@ -134,5 +149,5 @@ gpu-check:
 	$(GPU_PYTHON) scripts/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
-	rm -rf build build-newest build-asan build-demo build-separate build-gpu build-docs build-deepspeed dist
+	rm -rf build build-newest build-asan build-separate build-gpu build-docs build-deepspeed dist
 	rm -rf python/shoestring/lib python/shoestring/include python/shoestring/share

@@ -55,7 +55,7 @@ def problems(root: Path) -> list[str]:
 
 
 def tested(root: Path, build: Path) -> bool:
-    """Return whether `make test` has passed on the commit that is checked out; scripts/test.sh writes the file."""
+    """Return whether `make test` and `make test-all` have passed on this commit; scripts/test.sh writes the file."""
     stamp = build / "tested"
     return stamp.is_file() and stamp.read_text().strip() == git(root, "rev-parse", "HEAD")
 
@@ -83,7 +83,7 @@ def main() -> None:
         sys.exit("\n".join(f"release.py: {line}" for line in found))
     if not tested(ROOT, options.build):
         if options.check:
-            sys.exit("release.py: `make test` has not passed on this commit; run it")
+            sys.exit("release.py: `make test` and `make test-all` have not passed on this commit; run them")
         make("test")
     if options.check:
         print("release.py: the tree is ready for a release")

@@ -16,6 +16,7 @@ missing=()
 [ -e /usr/include/gloo/context.h ] || missing+=(libgloo-dev)
 command -v g++ >/dev/null || missing+=(g++)
 command -v cmake >/dev/null || missing+=(cmake)
+command -v ccache >/dev/null || missing+=(ccache)
 command -v doxygen >/dev/null || missing+=(doxygen)
 python3 -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
 # For tests/packages: containers without a compiler, and the tools that make Debian packages.

@@ -1,8 +1,8 @@
 """Fixtures and options of all Python test suites: the random seed, tiers, and tests that run in a new process.
 
-``make test`` leaves out tests that are marked ``nightly``. Of a test that is marked ``sample(n)``, it runs ``n``
-cases, which the seed draws; ``sample(simt=n)`` does so in the emulator only. ``--all-cases`` (``make nightly``)
-runs everything.
+Tests that are marked ``nightly`` are left out. Of a test that is marked ``sample(n)``, ``n`` cases run, which the
+seed draws; ``sample(simt=n)`` does so in the emulator only. ``--all-cases`` (``make nightly``) runs everything, and
+``--tier`` selects a tier (``tiers.py``).
 """
 
 import os
@@ -18,7 +18,8 @@ import pytest
 import torch
 
 # all test suites use the helper modules in tests/python
-sys.path.insert(0, str(Path(__file__).parent / "python"))
+sys.path[:0] = [str(Path(__file__).parent / "python"), str(Path(__file__).parent)]
+import tiers  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,72 +29,46 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run tests marked nightly, and all cases of tests marked sample",
     )
+    parser.addoption(
+        "--tier", choices=("first", "second"), help="the tests of `make test`, or the rest (see tiers.py)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell starts a background job with SIGINT ignored, which programs that the tests start would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if (tier := config.getoption("--tier")) == "first":
+        config.pluginmanager.register(tiers.Operators(config), "operators")
+    if tier is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(tiers.Remaining(config), "remaining")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(tiers.FirstFailure(config), "first failure")
 
 
 # The dictionary holds the outputs of failed tests by node ID, for each file whose tests marked fresh have run.
 FAILURES = pytest.StashKey[dict[Path, dict[str, str]]]()
 
-# Test files that `make check` leaves out: they train, start many processes, or repeat a grid at length.
-SLOW = {
-    "test_attention_hopper.py",
-    "test_attention_mixed.py",
-    "test_bench_qlora.py",
-    "test_checkpoint_exhaustive.py",
-    "test_checkpoint_kill.py",
-    "test_cli_finetune.py",
-    "test_cli_train.py",
-    "test_cross_entropy_inplace.py",
-    "test_example_retrieval.py",
-    "test_finetune_example.py",
-    "test_install.py",
-    "test_glyphs.py",
-    "test_interrupts.py",
-    "test_linear_cross_entropy_grids.py",
-    "test_linear_cross_entropy_heads.py",
-    "test_offload_fork.py",
-    "test_optimizer_checkpoints.py",
-    "test_optimizer_offload.py",
-    "test_optimizer_offload_cpu.py",
-    "test_optimizer_offload_device.py",
-    "test_optimizer_unfinished.py",
-    "test_run_damage.py",
-    "test_run_lock.py",
-    "test_small_llama.py",
-    "test_train_gpt.py",
-    "test_train_gpt_data.py",
-    "test_train_gpt_processes.py",
-    "test_train_optimizers.py",
-}
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.name in SLOW:
-            item.add_marker(pytest.mark.slow)
+    tiers.add_marks(items)
+    tier, seed = config.getoption("--tier"), config.getoption("--seed")
+    left_out: set[pytest.Item] = set()
     # A test that is named on the command line runs whole.
-    if config.getoption("--all-cases") or any("::" in argument for argument in config.args):
-        return
-    left_out = [item for item in items if item.get_closest_marker("nightly")]
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in functions.items():
-        sample = cases[0].get_closest_marker("sample")
-        if sample is None:
-            continue
-        count = sample.args[0] if sample.args else sample.kwargs.get(config.getoption("--backend", "cpu"))
-        if count is not None and count < len(cases):
-            draw = random.Random(f"{config.getoption('--seed')} {name}")
-            left_out += draw.sample(cases, len(cases) - count)
-    config.hook.pytest_deselected(items=left_out)
-    gone = set(left_out)
-    items[:] = [item for item in items if item not in gone]
+    if not config.getoption("--all-cases") and not any("::" in argument for argument in config.args):
+        left_out |= {item for item in items if item.get_closest_marker("nightly")}
+        for name, cases in tiers.by_function(items).items():
+            sample = cases[0].get_closest_marker("sample")
+            if sample is None:
+                continue
+            count = sample.args[0] if sample.args else sample.kwargs.get(config.getoption("--backend", "cpu"))
+            if count is not None and count < len(cases):
+                left_out |= set(random.Random(f"{seed} {name}").sample(cases, len(cases) - count))
+    if tier is not None:
+        first = tiers.first_tier([item for item in items if item not in left_out], seed)
+        left_out |= first if tier == "second" else set(items) - first
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

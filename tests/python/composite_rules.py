@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import relative_error
 from optimizer_rules import ADAFACTOR, ADAFACTOR_MEAN, CAME, LAMB, MUON, Rule
+from relative_error import relative_error
 
 MATRICES = [(20, 13), (7, 40), (1, 300), (5, 1), (0, 4), (33, 33)]
 ANY = [(20, 13), (300,), (3, 4, 50), (), (0, 4), (1, 1), (2, 2, 3, 3)]

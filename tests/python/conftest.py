@@ -1,4 +1,4 @@
-"""Fixtures of the Python suites: the backend, the CPU capabilities, and the error of a result against fp64.
+"""Fixtures of the Python suites: the backend and the CPU capabilities.
 
 ``--backend`` selects what runs the operators. ``cpu`` is the default and runs every test. ``cuda`` runs the
 CUDA kernels on the GPU. ``simt`` runs the CUDA kernels in the emulator (``tests/simt``), on the memory of CPU
@@ -199,12 +199,3 @@ def small_weights_leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(weights, "LEAST", 1024)
     yield
     disturb_offload()
-
-
-def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the L2 norm of the error of a result, divided by the L2 norm of its fp64 reference.
-
-    If the norm of the reference is below 1e-6, the divisor is 1e-6.
-    """
-    exact = exact.detach().double()
-    return ((result.detach().double() - exact).norm() / exact.norm().clamp_min(1e-6)).item()

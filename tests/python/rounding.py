@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from conftest import relative_error
+from relative_error import relative_error
 
 # Operators of one rounding for each element of the result.
 ELEMENTWISE = set(

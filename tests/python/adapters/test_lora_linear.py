@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from rounding import rounding_errors
 from shoestring.ops import LoraWeight, lora_linear_reference, lora_weight_norm_reference
 

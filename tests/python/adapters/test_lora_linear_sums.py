@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import LoraWeight, lora_linear_group
 from thread_counts import assert_same_bits
 

@@ -81,6 +81,7 @@ def test_vera_gradients_and_rows() -> None:
     options = lora.VeraOptions(rank=3, target_modules=["0", "1"])
     model = lora.apply(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 9)).double(), options)
     randomise(model)
+    assert all(isinstance(layer, lora.VeraLinear) for layer in model)
     assert model[0].vera["default"] is model[1].vera["default"]
     assert sum(b.numel() for b in model.buffers()) == 3 * (7 + 9)
     x = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import shoestring
-from conftest import EMULATOR, relative_error
+from build_folder import EMULATOR
+from relative_error import relative_error
 from shoestring.ops import attention_reference
 
 # Deterministic calls never use PyTorch's operators, only shoestring's own kernels.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring import attention
 from shoestring.ops import attention_reference
 

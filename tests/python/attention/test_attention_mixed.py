@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring import attention
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring import attention
 from shoestring.ops import attention_reference
 

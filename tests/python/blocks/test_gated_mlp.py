@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.nn import GatedMLP
 
 ACTIVATIONS: dict[str, Any] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.gemm.linear import PRODUCTS, library_sum
 
 pytestmark = pytest.mark.device

@@ -224,6 +224,25 @@ def test_only_one_runs_at_a_time(
     } and 1 <= changes <= 60
 
 
+def test_lines_do_not_show_the_speed_of_a_paused_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(turns, "TURN", 0.3)
+    steps = """
+import time
+for step in range(20):
+    began = time.monotonic()
+    while time.monotonic() - began < 0.1: pass
+    seconds = time.monotonic() - began
+    print("%s  %.0f tok/s" % ("slow" if seconds > 0.25 else "quick", 1000 / seconds), flush=True)
+"""
+    turns.run_in_turns(fake(monkeypatch, {"one": steps, "two": steps}), tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 40 and any("slow" in line for line in lines)
+    assert all(("(paused)" in line) for line in lines if "slow" in line), lines
+    assert sum("tok/s" in line for line in lines) >= 10, lines
+
+
 def test_a_failing_run_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "TURN", 0.2)
     scripts = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from rounding import rounding_errors
 from shoestring.gemm.linear import PRODUCTS
 from shoestring.ops import linear_reference

@@ -9,7 +9,7 @@ import torch
 from test_patch import VOCAB, build
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.data.batches import Examples, packed_arguments
 from shoestring.data.packing import MultipackBatchSampler, PackedOrder, PackingCollator
 from shoestring.training.models import can_pack, fused_loss

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from same_models import assert_same
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from test_patch import MODELS, VOCAB, build
 from torch import Tensor
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.integrations.transformers.attention import _is_sliding
 from shoestring.integrations.transformers.attention import mask as mask_of
 

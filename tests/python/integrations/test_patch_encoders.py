@@ -11,7 +11,7 @@ from test_patch_layers import operators
 from torch import Tensor, nn
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from same_models import assert_same
 from shoestring.integrations.transformers import names
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import shoestring
-from conftest import relative_error
 from linear_calls import Calls, choose_ours
+from relative_error import relative_error
 from shoestring.gemm.linear import PRODUCTS
 from shoestring.integrations.transformers import products
 from tiny_decoder import build_decoder

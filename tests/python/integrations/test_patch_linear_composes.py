@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import shoestring
-from conftest import relative_error
 from linear_calls import Calls, choose_ours
 from processes import run, whole
+from relative_error import relative_error
 from tiny_decoder import build_decoder
 
 

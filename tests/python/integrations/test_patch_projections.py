@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from tiny_decoder import build_decoder
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import embedding_reference
 from thread_counts import assert_same_bits
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import gelu_reference
 
 pytestmark = pytest.mark.device

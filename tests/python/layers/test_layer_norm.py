@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import add_layer_norm_reference, layer_norm_reference
 from thread_counts import assert_same_bits
 

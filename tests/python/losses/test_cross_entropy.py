@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from rounding import assert_no_worse
 from shoestring.ops import cross_entropy_reference
 

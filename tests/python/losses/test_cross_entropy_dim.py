@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import cross_entropy_reference
 
 pytestmark = pytest.mark.device

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring import ops
 
 pytestmark = [pytest.mark.device]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 
 pytestmark = pytest.mark.device
 

@@ -8,7 +8,7 @@ import torch
 from test_linear_cross_entropy import gradients, make
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import linear_cross_entropy_reference
 
 pytestmark = pytest.mark.device

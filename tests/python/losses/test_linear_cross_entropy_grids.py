@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 
 Case = tuple[Tensor, Tensor, Tensor | None, Tensor]  # (hidden, weight, bias, target)
 LOSS = 2e-7

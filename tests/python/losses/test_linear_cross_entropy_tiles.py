@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from rounding import assert_no_worse
 from shoestring.losses.linear_cross_entropy import cross_entropy_reference
 from shoestring.ops import linear_cross_entropy_reference

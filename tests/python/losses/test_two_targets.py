@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 
 pytestmark = pytest.mark.device
 VOCAB = 37

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoestring
-from conftest import relative_error
 from processes import run
+from relative_error import relative_error
 
 TOKENS, FEATURES, VOCAB = 13, 24, 61
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.optim import AdamW
 
 pytestmark = pytest.mark.device

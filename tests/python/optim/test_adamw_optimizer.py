@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import dequantize_8bit
 from shoestring.optim import AdamW
 

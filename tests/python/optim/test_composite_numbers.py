@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from composite_rules import Run, randn
-from conftest import relative_error
 from optimizer_rules import ADAFACTOR, ADAFACTOR_MEAN, CAME, LAMB, MUON, Rule
+from relative_error import relative_error
 
 pytestmark = pytest.mark.device
 

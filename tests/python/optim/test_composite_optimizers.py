@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from composite_rules import DTYPES, RULES, STATES, Run, product_error, randn, shapes, skip_ties
-from conftest import relative_error
 from optimizer_rules import STATE_BLOCK, Rule, blocks
+from relative_error import relative_error
 from shoestring.optim.optimizer import join, split
 
 pytestmark = pytest.mark.device

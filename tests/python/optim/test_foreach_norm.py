@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.ops import foreach_norm, foreach_norm_reference
 
 pytestmark = pytest.mark.device

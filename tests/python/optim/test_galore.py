@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from conftest import relative_error
 from low_rank import PROJECTED, Adam64, gradients, parameters, train
+from relative_error import relative_error
 from shoestring.optim import SGD, AdamW, GaLore
 
 

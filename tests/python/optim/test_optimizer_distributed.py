@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from conftest import relative_error
 from processes import assert_replicated, batch, model, run, train, whole
+from relative_error import relative_error
 from shoestring.optim import SGD, AdamW, Lion
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.sharded import local

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import relative_error
 from optimizer_rules import ADAMW, ADEMAMIX, APPLY, EMA, LION, NESTEROV, SCHEDULE_FREE, SGD, Rule, blocks
+from relative_error import relative_error
 
 pytestmark = pytest.mark.device
 

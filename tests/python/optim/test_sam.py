@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.optim import SAM, SGD, AdamW, GaLore, Lion
 
 X = (64, 12)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring import QuantizedTensor
 from shoestring.nn import QuantizedLinear
 from shoestring.ops import dequantize_4bit_reference, quantize_4bit_reference

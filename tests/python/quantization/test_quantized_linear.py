@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.nn import QuantizedLinear
 from shoestring.ops import quantized_linear_reference
 

@@ -37,6 +37,7 @@ def test_keeps_what_is_faster_and_undoes_it() -> None:
     # On CPUs with products in bf16, "bf16_products" would be tried as well.
     fast = fast_defaults(step, model, switches=["tf32", "channels_last", "cudnn_benchmark"], repeats=2)
     assert step.calls == 2 * 2 * 3  # one step to warm up and two to measure, with and without, twice
+    assert all(isinstance(switch, shoestring.MeasuredSwitch) for switch in fast.report)
     result = {switch.name: switch for switch in fast.report}
     assert [name for name, switch in result.items() if switch.kept] == ["channels_last"]
     assert 0.001 <= result["channels_last"].after < 0.01 <= result["channels_last"].before

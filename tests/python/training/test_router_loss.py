@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import relative_error
+from relative_error import relative_error
 from shoestring.data.batches import IGNORE, Examples
 from shoestring.training.config import FinetuneConfig
 from shoestring.training.loop import Trainer

@@ -1,0 +1,152 @@
+"""The two tiers of the Python tests: ``--tier=first`` is what `make test` runs, ``--tier=second`` is the rest.
+
+The first tier leaves out the files in SLOW and the tests that are marked ``slow`` or ``alone``. Of every other test it
+runs CASES cases, which the seed draws, or all if the test is marked ``first``. With the same seed, the second tier
+runs all cases that the first left out, so that both together are the whole suite.
+
+Every operator has to run in the first tier: each process records those that it calls, and the run fails if one of
+them is missing. ``tests/python/core/test_first_tier.py`` looks for the other public names.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from build_folder import REPOSITORY, library
+
+CASES = 2
+# They train, start many processes, compile C++, or repeat a grid at length.
+SLOW = {
+    "test_attention_hopper.py",
+    "test_attention_mixed.py",
+    "test_bench_qlora.py",
+    "test_checkpoint_exhaustive.py",
+    "test_checkpoint_kill.py",
+    "test_cli_finetune.py",
+    "test_cli_train.py",
+    "test_cross_entropy_inplace.py",
+    "test_example_retrieval.py",
+    "test_finetune_example.py",
+    "test_install.py",
+    "test_glyphs.py",
+    "test_interrupts.py",
+    "test_linear_cross_entropy_grids.py",
+    "test_linear_cross_entropy_heads.py",
+    "test_offload_fork.py",
+    "test_optimizer_checkpoints.py",
+    "test_optimizer_offload.py",
+    "test_optimizer_offload_cpu.py",
+    "test_optimizer_offload_device.py",
+    "test_optimizer_unfinished.py",
+    "test_run_damage.py",
+    "test_run_lock.py",
+    "test_small_llama.py",
+    "test_train_gpt.py",
+    "test_train_gpt_data.py",
+    "test_train_gpt_processes.py",
+    "test_train_optimizers.py",
+}
+SUITE = REPOSITORY / "tests/python"
+OPERATORS = SUITE / "core/public/operators.txt"
+
+
+def add_marks(items: list[pytest.Item]) -> None:
+    """Mark the tests of the files in SLOW as slow."""
+    for item in items:
+        if item.path.name in SLOW and item.get_closest_marker("first") is None:
+            item.add_marker(pytest.mark.slow)
+
+
+def by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Return the cases of each test function, by its node ID."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return functions
+
+
+def first_tier(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """Return the tests of the first tier, out of those that the whole suite runs with this seed."""
+    chosen: set[pytest.Item] = set()
+    for name, cases in by_function(items).items():
+        quick = [case for case in cases if not any(map(case.get_closest_marker, ("slow", "alone")))]
+        if len(quick) > CASES and quick[0].get_closest_marker("first") is None:
+            quick = random.Random(f"{seed} first {name}").sample(quick, CASES)
+        chosen.update(quick)
+    return chosen
+
+
+class FirstFailure:
+    """Print the first failure as soon as it happens, with its traceback. The other tests go on."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self.printed = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.printed and self.terminal is not None:
+            self.printed = True
+            self.terminal.write_sep("=", f"first failure: {report.nodeid} (the other tests go on)")
+            self.terminal.write_line(report.longreprtext)
+            self.terminal.write_sep("=", f"--seed={self.terminal.config.getoption('--seed')}")
+
+
+class Remaining:
+    """Print every 15 seconds how many tests are done, and when the others will be."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self.start = self.last = time.monotonic()
+        self.done = self.total = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.total = len(session.items)
+
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.total = len(ids)
+        self.start = time.monotonic()
+
+    def pytest_runtest_logfinish(self) -> None:
+        self.done += 1
+        now = time.monotonic()
+        if now - self.last >= 15 and self.terminal is not None:
+            self.last = now
+            seconds = (now - self.start) / self.done * (self.total - self.done)
+            self.terminal.write_line(f" {self.done} of {self.total} tests, {seconds:.0f} s remain")
+
+
+class Operators:
+    """Record which operators each process runs, and fail a run of all tests if one has not run in any."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.is_worker = hasattr(config, "workerinput")
+        # Only a run of the whole suite has to run every operator.
+        self.is_whole = any(Path(argument).resolve() == SUITE for argument in config.args)
+        self.is_whole &= not config.getoption("collectonly")
+        self.ran: set[str] = set()
+        self.missing: list[str] = []
+        torch.ops.load_library(str(library("librecorded_operators.so")))
+
+    def pytest_testnodedown(self, node: object) -> None:
+        self.ran.update(getattr(node, "workeroutput", {}).get("operators", ()))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.ran.update(torch.ops.recorded_operators.names())
+        if self.is_worker:
+            session.config.workeroutput["operators"] = sorted(self.ran)  # type: ignore[attr-defined]
+            return
+        public = {line.partition("(")[0] for line in OPERATORS.read_text().splitlines()}
+        self.missing = sorted(public - self.ran) if self.is_whole else []
+        if self.missing and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for name in self.missing:
+            terminalreporter.write_line(f"ERROR {name} ran in no test of the first tier")

@@ -22,8 +22,8 @@ void add_rows(const typename E::Type* a, const typename E::Type* b, const float*
     const int64_t left = n - c;
     if (c % (64 / static_cast<int64_t>(sizeof *a)) == 0) {
       for (int64_t r = kRowsTogether; r < kRowsTogether + count; ++r) {
-        __builtin_prefetch(a + r * stride + c);
-        __builtin_prefetch(b + r * stride + c);
+        __builtin_prefetch(address(a, r * stride + c));
+        __builtin_prefetch(address(b, r * stride + c));
       }
     }
     const F32 away = offset == nullptr ? F32{} : load_some<Float>(offset + c, left);

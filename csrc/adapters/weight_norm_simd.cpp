@@ -22,8 +22,8 @@ void squares(const typename E::Type* rows, int64_t stride, int64_t count, int64_
       F32 sum[4] = {};
       int64_t c = first;
       for (; c + 4 * kLanes <= last; c += 4 * kLanes) {
-        for (int64_t line = 0; line < 4 * kLanes * static_cast<int64_t>(sizeof *row); line += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(row + 2 * stride + c) + line);
+        for (int64_t i = 0; i < 4 * kLanes; i += 64 / static_cast<int64_t>(sizeof *row))
+          __builtin_prefetch(address(row, 2 * stride + c + i));
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
           const F32 x = E::load(row + c + j * kLanes);

@@ -78,7 +78,7 @@ void see(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
 // Registers the fallback for the dispatch key Fake when the process makes its first tape or watch. A process
 // without them leaves the key free for other libraries. The registration stays until the process ends.
 void claim_key() {
-  [[maybe_unused]] static const torch::Library& library = [] -> torch::Library& {
+  [[maybe_unused]] static const torch::Library& library = []() -> torch::Library& {
     auto& claimed = *new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     claimed.fallback(torch::CppFunction::makeFromBoxedFunction<&see>());
     return claimed;

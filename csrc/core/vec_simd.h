@@ -284,13 +284,21 @@ SHOESTRING_INLINE float horizontal_max(F32 v) {
   return best;
 }
 
+// Returns the address of p[i] for a prefetch, which may lie outside the array. The address is computed as an
+// integer, because pointer arithmetic is undefined there.
+template <class T>
+SHOESTRING_INLINE const void* address(const T* p, int64_t i) {
+  return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) +
+                                       static_cast<uintptr_t>(i) * sizeof(T));
+}
+
 // Prefetches the memory of n elements, `ahead` elements after p, for which a pass over memory would otherwise
 // wait.
 template <bool kWrite = false, class T>
 SHOESTRING_INLINE void ask_for(const T* p, int64_t ahead, int64_t n) {
 #pragma GCC unroll 4
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T)))
-    __builtin_prefetch(p + ahead + i, kWrite, 2);
+    __builtin_prefetch(address(p, ahead + i), kWrite, 2);
 }
 
 }  // namespace shoestring::cpu::SHOESTRING_CAPABILITY

@@ -16,7 +16,7 @@ struct CompressorHolder : torch::CustomClassHolder {
   Compressor compressor;
 };
 
-using Self = c10::intrusive_ptr<CompressorHolder>;
+using CompressorSelf = c10::intrusive_ptr<CompressorHolder>;
 
 }  // namespace
 
@@ -24,22 +24,23 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.class_<CompressorHolder>("Compressor")
       .def(torch::init<std::string, int64_t>())
       .def("all_reduce",
-           [](const Self& self, const at::Tensor& gradient, const std::vector<at::Tensor>& params,
+           [](const CompressorSelf& self, const at::Tensor& gradient, const std::vector<at::Tensor>& params,
               int64_t index, bool is_last) {
              return c10::IValue(self->compressor.all_reduce(gradient, params, index, is_last));
            })
       .def("reduce_scatter",
-           [](const Self& self, const at::Tensor& output, const at::Tensor& input, int64_t key) {
+           [](const CompressorSelf& self, const at::Tensor& output, const at::Tensor& input, int64_t key) {
              self->compressor.end_scatter(self->compressor.begin_scatter(input, key), output);
            })
-      .def("reset", [](const Self& self) { self->compressor.reset(); })
-      .def("sent_bytes", [](const Self& self) { return self->compressor.sent_bytes(); })
-      .def("residual_bytes", [](const Self& self) { return self->compressor.residual_bytes(); })
-      .def("residual_of",
-           [](const Self& self, const at::Tensor& param) { return self->compressor.residual(param); })
-      .def("residual_of_means",
-           [](const Self& self, int64_t index) { return self->compressor.residual_of_means(index); })
-      .def("residual", [](const Self& self, int64_t key) { return self->compressor.residual(key); });
+      .def("reset", [](const CompressorSelf& self) { self->compressor.reset(); })
+      .def("sent_bytes", [](const CompressorSelf& self) { return self->compressor.sent_bytes(); })
+      .def("residual_bytes", [](const CompressorSelf& self) { return self->compressor.residual_bytes(); })
+      .def("residual_of", [](const CompressorSelf& self,
+                             const at::Tensor& param) { return self->compressor.residual(param); })
+      .def("residual_of_means", [](const CompressorSelf& self,
+                                   int64_t index) { return self->compressor.residual_of_means(index); })
+      .def("residual",
+           [](const CompressorSelf& self, int64_t key) { return self->compressor.residual(key); });
 }
 
 }  // namespace shoestring::distributed

@@ -27,7 +27,7 @@ using at::Tensor;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr const char* kName = kFullyShard;
-constexpr size_t kUnderWay = 1;  // sums of gradients that are under way at the same time
+constexpr size_t kSumsUnderWay = 1;  // sums of gradients that are under way at the same time
 
 struct Block {
   Flats flats;
@@ -332,7 +332,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   }
 
   void send(Flat& f) {
-    while (under_way.size() >= kUnderWay) receive_first();
+    while (under_way.size() >= kSumsUnderWay) receive_first();
     Tensor whole = std::exchange(f.gradients, Tensor());
     if (!f.is_scaled) whole.mul_(scale());
     for (Piece& p : f.pieces) p.has_arrived = p.is_sum = false;

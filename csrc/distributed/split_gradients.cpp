@@ -18,7 +18,7 @@ using at::Tensor;
 using optim::ParameterPart;
 
 namespace {
-constexpr size_t kUnderWay = 4;  // buckets that are sent at the same time
+constexpr size_t kBucketsUnderWay = 4;  // buckets that are sent at the same time
 }
 
 ReducedParts::ReducedParts(GroupPtr group, const ShardOptions& options)
@@ -116,7 +116,7 @@ void ReducedParts::take(Param& param, const Tensor* grad) {
 void ReducedParts::send_complete() {
   for (; next_ < order_.size() && buckets_[order_[next_]].missing == 0; ++next_) {
     under_way_.push_back(send(order_[next_]));
-    while (under_way_.size() > kUnderWay) receive_first();
+    while (under_way_.size() > kBucketsUnderWay) receive_first();
   }
   if (next_ == order_.size() && arrived_ == params_.size()) begin_round();
 }

@@ -18,8 +18,8 @@ SHOESTRING_INLINE F32 combine(const float* c, F32 sum, float beta) {
 
 SHOESTRING_INLINE void prefetch_tile(const float* c, int64_t stride, int64_t m) {
   for (int64_t i = 0; i < m; ++i) {
-    __builtin_prefetch(c + i * stride, 1);
-    __builtin_prefetch(c + i * stride + kColumns - 1, 1);
+    __builtin_prefetch(address(c, i * stride), 1);
+    __builtin_prefetch(address(c, i * stride + kColumns - 1), 1);
   }
 }
 

@@ -21,22 +21,23 @@ SHOESTRING_INLINE Row elements(const typename E::Type* p, int64_t n) {
 SHOESTRING_INLINE Row arranged(const float* p, int64_t n) { return get_some<Float, kWide>(p, n); }
 
 // The template arguments In, E and Out are the element types of x, of the rows that are normalised (and of
-// the residual), and of y.
-template <class In, class E, class Out, Upcast kUpcast, bool kCentred, int kRows>
-SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, const float* weight,
-                                  const float* bias, const Statistics* of, const typename In::Type* source,
-                                  const typename E::Type* residual, typename Out::Type* y) {
+// the residual), and of y. The caller passes `upcast` and `centred` as constants where many rows are written.
+template <class In, class E, class Out, int kRows>
+SHOESTRING_INLINE void write_rows(Upcast upcast, bool centred, const Norm& norm, const typename E::Type* x,
+                                  const float* weight, const float* bias, const Statistics* of,
+                                  const typename In::Type* source, const typename E::Type* residual,
+                                  typename Out::Type* y) {
   F32 mean[kRows], scale[kRows];
   for (int r = 0; r < kRows; ++r) {
     mean[r] = splat(of[r].mean);
-    scale[r] = kUpcast == Upcast::kNone ? rounded(E{}, splat(of[r].rstd)) : splat(of[r].rstd);
+    scale[r] = upcast == Upcast::kNone ? rounded(E{}, splat(of[r].rstd)) : splat(of[r].rstd);
   }
   sweep<kStep>(0, norm.features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
-    const Row w = arranged(weight + i, n), b = kCentred ? arranged(bias + i, n) : Row{};
+    const Row w = arranged(weight + i, n), b = centred ? arranged(bias + i, n) : Row{};
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * norm.features + i;
-      if (kCentred) {  // the pass that computed the mean has already prefetched the next rows of x
+      if (centred) {  // the pass that computed the mean has already prefetched the next rows of x
         ask_for<true>(y + at, kRows * norm.features, n);
       } else {
         ask_for(source + at, kRows * norm.features, n);
@@ -45,9 +46,9 @@ SHOESTRING_INLINE void write_rows(const Norm& norm, const typename E::Type* x, c
       Row v = elements<E>(x + at, n);
 #pragma GCC unroll 4
       for (int k = 0; k < kWide; ++k) {
-        F32 h = (kCentred ? v.value[k] - mean[r] : v.value[k]) * scale[r];
-        if (kUpcast != Upcast::kGemma) h = rounded_of_elements(E{}, h);
-        v.value[k] = kCentred ? fma(h, w.value[k], b.value[k]) : h * w.value[k];
+        F32 h = (centred ? v.value[k] - mean[r] : v.value[k]) * scale[r];
+        if (upcast != Upcast::kGemma) h = rounded_of_elements(E{}, h);
+        v.value[k] = centred ? fma(h, w.value[k], b.value[k]) : h * w.value[k];
       }
       put_any<Out>(y + at, v, n);
     }
@@ -115,31 +116,39 @@ SHOESTRING_INLINE void centred_squares(int64_t features, const Input<In, E>& inp
   }
 }
 
-// Returns the function write_rows for the options of a norm. Rounding to fp32 changes nothing, so all upcasts
-// of fp32 rows share one function.
+template <class In, class E, class Out, Upcast kUpcast, bool kCentred>
+void write_pair(const Norm& norm, const typename E::Type* x, const float* weight, const float* bias,
+                const Statistics* of, const typename In::Type* source, const typename E::Type* residual,
+                typename Out::Type* y) {
+  write_rows<In, E, Out, kRowsAtOnce>(kUpcast, kCentred, norm, x, weight, bias, of, source, residual, y);
+}
+template <class In, class E, class Out>
+void write_last(const Norm& norm, const typename E::Type* x, const float* weight, const float* bias,
+                const Statistics* of, const typename In::Type* source, const typename E::Type* residual,
+                typename Out::Type* y) {
+  const Upcast upcast = norm.centred ? Upcast::kGemma : norm.upcast;
+  write_rows<In, E, Out, 1>(upcast, norm.centred, norm, x, weight, bias, of, source, residual, y);
+}
+
+// Returns the function that writes kRows rows with the options of a norm. Rounding to fp32 changes nothing,
+// so all upcasts of fp32 rows share one function. A last row without a second one is written by a function
+// for all options, because each function takes a second to compile.
 template <class In, class E, class Out, int kRows>
 SHOESTRING_INLINE auto writer_of(const Norm& norm) {
-  auto* write = write_rows<In, E, Out, Upcast::kGemma, false, kRows>;
-  if (norm.centred) return write_rows<In, E, Out, Upcast::kGemma, true, kRows>;
+  auto* write = write_pair<In, E, Out, Upcast::kGemma, false>;
+  if (kRows == 1) return write_last<In, E, Out>;
+  if (norm.centred) return write_pair<In, E, Out, Upcast::kGemma, true>;
   if constexpr (!kSame<E, Float>) {
-    if (norm.upcast == Upcast::kLlama) write = write_rows<In, E, Out, Upcast::kLlama, false, kRows>;
-    if (norm.upcast == Upcast::kNone) write = write_rows<In, E, Out, Upcast::kNone, false, kRows>;
+    if (norm.upcast == Upcast::kLlama) write = write_pair<In, E, Out, Upcast::kLlama, false>;
+    if (norm.upcast == Upcast::kNone) write = write_pair<In, E, Out, Upcast::kNone, false>;
   }
   return write;
 }
 
-template <class In, class E, class Out, int kRows>
-SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward& io, int64_t row) {
-  using T = typename E::Type;
-  const int64_t features = norm.features, first = row * features;
-  const auto *weight = static_cast<const float*>(io.weight), *bias = static_cast<const float*>(io.bias);
-  Input<In, E> input{static_cast<const typename In::Type*>(io.x) + first, nullptr, nullptr,
-                     static_cast<const T*>(io.x) + first};
-  if (io.residual != nullptr) {
-    input.residual = static_cast<const T*>(io.residual) + first;
-    input.x = input.sum = static_cast<T*>(io.sum) + first;
-  }
-  Statistics of[kRows] = {};
+// Computes the statistics of kRows rows. A function of its own, because all types of y share it.
+template <class In, class E, int kRows>
+__attribute__((noinline)) void statistics(const Norm& norm, const Input<In, E>& input, Statistics* of) {
+  const int64_t features = norm.features;
   double squares[kRows];
   if (norm.centred) {
     centred_squares<In, E, kRows>(features, input, of, squares);
@@ -157,6 +166,23 @@ SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward
   for (int r = 0; r < kRows; ++r) {
     const double variance = squares[r] / static_cast<double>(features) + static_cast<double>(norm.eps);
     of[r].rstd = static_cast<float>(1 / ::sqrt(variance));
+  }
+}
+
+template <class In, class E, class Out, int kRows>
+SHOESTRING_INLINE void forward_rows(const Norm& norm, const kernels::NormForward& io, int64_t row) {
+  using T = typename E::Type;
+  const int64_t first = row * norm.features;
+  const auto *weight = static_cast<const float*>(io.weight), *bias = static_cast<const float*>(io.bias);
+  Input<In, E> input{static_cast<const typename In::Type*>(io.x) + first, nullptr, nullptr,
+                     static_cast<const T*>(io.x) + first};
+  if (io.residual != nullptr) {
+    input.residual = static_cast<const T*>(io.residual) + first;
+    input.x = input.sum = static_cast<T*>(io.sum) + first;
+  }
+  Statistics of[kRows] = {};
+  statistics<In, E, kRows>(norm, input, of);
+  for (int r = 0; r < kRows; ++r) {
     if (norm.centred) io.mean[row + r] = of[r].mean;
     io.rstd[row + r] = of[r].rstd;
   }
@@ -177,44 +203,44 @@ struct Slopes {
   float level, slope;  // level = -rstd mean(g), slope = -rstd mean(g h)
 };
 
-template <class E, class Out, bool kCentred, int kRows>
-SHOESTRING_INLINE void slopes_of(int64_t features, const typename E::Type* x, const typename Out::Type* grad,
-                                 const float* weight, const Statistics* of, Slopes* slopes) {
-  // The first kLevels elements of `sums` are the sums of g = grad * weight, one per row, which only
-  // layer_norm needs. The kRows elements after them are the sums of g * (x - mean).
-  constexpr int kLevels = kCentred ? kRows : 0;
-  double sums[kLevels + kRows];
+template <class E, class Out, int kRows>
+SHOESTRING_INLINE void slopes_of(bool centred, int64_t features, const typename E::Type* x,
+                                 const typename Out::Type* grad, const float* weight, const Statistics* of,
+                                 Slopes* slopes) {
+  // The first kRows elements of `sums` are the sums of g * (x - mean). The kRows elements after them are the
+  // sums of g = grad * weight, which only layer_norm needs.
+  double sums[2 * kRows];
   F32 mean[kRows];
   for (int r = 0; r < kRows; ++r) mean[r] = splat(of[r].mean);
-  row_sums<kLevels + kRows>(
-      features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
-        const Row w = arranged(weight + i, n);
+  row_sums<2 * kRows>(features, sums, [&](int64_t i, int64_t n, auto& sums) __attribute__((always_inline)) {
+    const Row w = arranged(weight + i, n);
 #pragma GCC unroll 2
-        for (int r = 0; r < kRows; ++r) {
-          ask_for(x + r * features + i, kRows * features, n);
-          ask_for(grad + r * features + i, kRows * features, n);
-          const Row v = elements<E>(x + r * features + i, n);
-          Row g = elements<Out>(grad + r * features + i, n);
+    for (int r = 0; r < kRows; ++r) {
+      ask_for(x + r * features + i, kRows * features, n);
+      ask_for(grad + r * features + i, kRows * features, n);
+      const Row v = elements<E>(x + r * features + i, n);
+      Row g = elements<Out>(grad + r * features + i, n);
 #pragma GCC unroll 4
-          for (int k = 0; k < kWide; ++k) {
-            F32& along = sums[kLevels + r][k % kChains];
-            g.value[k] *= w.value[k];
-            if (kCentred) sums[r][k % kChains] += g.value[k];
-            along = fma(g.value[k], kCentred ? v.value[k] - mean[r] : v.value[k], along);
-          }
-        }
-      });
+      for (int k = 0; k < kWide; ++k) {
+        F32& along = sums[r][k % kChains];
+        g.value[k] *= w.value[k];
+        if (centred) sums[kRows + r][k % kChains] += g.value[k];
+        along = fma(g.value[k], centred ? v.value[k] - mean[r] : v.value[k], along);
+      }
+    }
+  });
   for (int r = 0; r < kRows; ++r) {
     const auto rstd = static_cast<double>(of[r].rstd), scale = -rstd / static_cast<double>(features);
-    slopes[r] = {kCentred ? static_cast<float>(sums[r] * scale) : 0.f,
-                 static_cast<float>(sums[kLevels + r] * rstd * scale)};
+    slopes[r] = {centred ? static_cast<float>(sums[kRows + r] * scale) : 0.f,
+                 static_cast<float>(sums[r] * rstd * scale)};
   }
 }
 
 // Computes the gradients of kRows rows together, so that the weight and the sums over rows are loaded and
 // stored once for all of them.
-template <class E, class Out, bool kCentred, bool kVectors, int kRows>
-SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackward& io, int64_t row) {
+template <class E, class Out, int kRows>
+SHOESTRING_INLINE void backward_rows(bool centred, bool vectors, const Norm& norm,
+                                     const kernels::NormBackward& io, int64_t row) {
   using T = typename E::Type;
   using Narrow = typename Out::Type;
   const int64_t features = norm.features, first = row * features;
@@ -227,8 +253,8 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
   const auto* weight = static_cast<const float*>(io.weight);
   Statistics of[kRows];
   Slopes slopes[kRows];
-  for (int r = 0; r < kRows; ++r) of[r] = {kCentred ? io.mean[row + r] : 0.f, io.rstd[row + r]};
-  slopes_of<E, Out, kCentred, kRows>(features, x, grad, weight, of, slopes);
+  for (int r = 0; r < kRows; ++r) of[r] = {centred ? io.mean[row + r] : 0.f, io.rstd[row + r]};
+  slopes_of<E, Out, kRows>(centred, features, x, grad, weight, of, slopes);
   F32 mean[kRows], rstd[kRows], level[kRows], slope[kRows];
   for (int r = 0; r < kRows; ++r) {
     mean[r] = splat(of[r].mean), rstd[r] = splat(of[r].rstd);
@@ -237,8 +263,8 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
   sweep<kStep>(0, features, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
     const Row w = arranged(weight + i, n);
     Row to_weight, to_bias;
-    if (kVectors) to_weight = arranged(io.grad_weight + i, n);
-    if (kVectors && kCentred) to_bias = arranged(io.grad_bias + i, n);
+    if (vectors) to_weight = arranged(io.grad_weight + i, n);
+    if (vectors && centred) to_bias = arranged(io.grad_bias + i, n);
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       const int64_t at = r * features + i;
@@ -247,11 +273,11 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
       Row result;
 #pragma GCC unroll 4
       for (int k = 0; k < kWide; ++k) {
-        const F32 h = (kCentred ? v.value[k] - mean[r] : v.value[k]) * rstd[r];
+        const F32 h = (centred ? v.value[k] - mean[r] : v.value[k]) * rstd[r];
         result.value[k] =
-            fma(d.value[k] * w.value[k], rstd[r], kCentred ? fma(h, slope[r], level[r]) : h * slope[r]);
-        if (kVectors) to_weight.value[k] = fma(d.value[k], h, to_weight.value[k]);
-        if (kVectors && kCentred) to_bias.value[k] += d.value[k];
+            fma(d.value[k] * w.value[k], rstd[r], centred ? fma(h, slope[r], level[r]) : h * slope[r]);
+        if (vectors) to_weight.value[k] = fma(d.value[k], h, to_weight.value[k]);
+        if (vectors && centred) to_bias.value[k] += d.value[k];
       }
       if (grad_sum != nullptr) {
         ask_for(grad_sum + at, kRows * features, n);
@@ -263,25 +289,25 @@ SHOESTRING_INLINE void backward_rows(const Norm& norm, const kernels::NormBackwa
       if constexpr (!kSame<E, Out>)
         if (rounded_grad_x != nullptr) put_any<Out>(rounded_grad_x + at, result, n);
     }
-    if (kVectors) put_some<Float>(io.grad_weight + i, to_weight, n);
-    if (kVectors && kCentred) put_some<Float>(io.grad_bias + i, to_bias, n);
+    if (vectors) put_some<Float>(io.grad_weight + i, to_weight, n);
+    if (vectors && centred) put_some<Float>(io.grad_bias + i, to_bias, n);
   });
 }
 
-template <class E, class Out, bool kCentred, bool kVectors>
-void backward_all(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
-  int64_t row = begin;
-  for (; row + kRowsAtOnce <= end; row += kRowsAtOnce)
-    backward_rows<E, Out, kCentred, kVectors, kRowsAtOnce>(norm, io, row);
-  for (; row < end; ++row) backward_rows<E, Out, kCentred, kVectors, 1>(norm, io, row);
+template <class E, class Out, bool kCentred>
+void backward_pairs(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
+  const bool vectors = io.grad_weight != nullptr;
+  for (int64_t row = begin; row + kRowsAtOnce <= end; row += kRowsAtOnce)
+    backward_rows<E, Out, kRowsAtOnce>(kCentred, vectors, norm, io, row);
 }
 
 template <class E, class Out>
 void backward(const Norm& norm, const kernels::NormBackward& io, int64_t begin, int64_t end) {
   const bool vectors = io.grad_weight != nullptr;
-  auto* run = vectors ? backward_all<E, Out, false, true> : backward_all<E, Out, false, false>;
-  if (norm.centred) run = vectors ? backward_all<E, Out, true, true> : backward_all<E, Out, true, false>;
+  auto* run = norm.centred ? backward_pairs<E, Out, true> : backward_pairs<E, Out, false>;
   run(norm, io, begin, end);
+  for (int64_t row = end - (end - begin) % kRowsAtOnce; row < end; ++row)
+    backward_rows<E, Out, 1>(norm.centred, vectors, norm, io, row);
 }
 
 void sum_rows(const float* parts, int64_t rows, int64_t stride, int64_t begin, int64_t end, float* out) {

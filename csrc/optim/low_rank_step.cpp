@@ -50,7 +50,9 @@ std::vector<std::pair<Box, Tensor>> Projected::boxes(const Tensor& of) const {
 }
 
 std::vector<Tensor> LowRankStep::add(const std::vector<Tensor>& params, const LowRankOptions& o) {
-  Group added{o, {}, params};
+  Group added;
+  added.options = o;
+  added.params = params;
   // Index of the next parameter in the optimizer. It is hashed into the parameter's seed, so that no two
   // parameters get the same random numbers.
   int64_t number = 0;

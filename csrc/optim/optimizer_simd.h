@@ -240,8 +240,8 @@ constexpr int64_t kAheadBytes = 2048;
 // Prefetches `bytes` of memory, starting at block `block` of an array with so many bytes per block.
 SHOESTRING_INLINE void prefetch_block(const void* array, int64_t block, int64_t bytes) {
   if (array == nullptr) return;
-  const char* from = static_cast<const char*>(array) + block * bytes;
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+  const char* from = static_cast<const char*>(array);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(address(from, block * bytes + i), 0, 3);
 }
 
 // Prefetches what a block of a step with codes reads. The step reads several arrays, each for a few hundred

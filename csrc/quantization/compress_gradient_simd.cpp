@@ -168,8 +168,8 @@ SHOESTRING_INLINE void compress_blocks(float* error, const typename E::Type* gra
   }
   // Brings later blocks to the caches while these are encoded, when no load would ask for them.
   for (int i = 0; i < kTogether * kBlock; i += 16) {
-    __builtin_prefetch(error + kAhead + i, 1);
-    if (i * sizeof(typename E::Type) % 64 == 0) __builtin_prefetch(gradient + kAhead + i);
+    __builtin_prefetch(address(error, kAhead + i), 1);
+    if (i * sizeof(typename E::Type) % 64 == 0) __builtin_prefetch(address(gradient, kAhead + i));
   }
 #pragma GCC unroll 2
   for (int k = 0; k < kTogether; ++k) {

@@ -91,15 +91,15 @@ double page_bytes() {
 
 // Returns the path of a process within the hierarchy of a controller, or "" if there is none.
 std::string cgroup_path(pid_t pid, const std::string& controller) {
-  const std::string text = proc_content(of_process(pid, "cgroup"));
+  const std::string text = proc_content(of_process(pid, "cgroup")), wanted = "," + controller + ",";
   for (size_t at = 0; at < text.size();) {
     const size_t end = std::min(text.find('\n', at), text.size());
     const std::string line = text.substr(at, end - at);
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second != std::string::npos) {
-      const std::string names = "," + line.substr(first + 1, second - first - 1) + ",";
-      if (names == "," + controller + "," || names.find("," + controller + ",") != std::string::npos)
-        return line.substr(second + 1);
+      std::string names = ",";
+      names.append(line, first + 1, second - first - 1).append(",");
+      if (names.find(wanted) != std::string::npos) return line.substr(second + 1);
     }
     at = end + 1;
   }

@@ -122,7 +122,7 @@ __device__ void compute_tiles(const AttentionProblem& p, const AttentionTensors&
     wait_for_v(0);
     pack_scores<T>(probabilities, s);
     for (int n = 1; n < range.tiles; ++n) {
-      if constexpr (tile::turns) mbarrier_wait(barriers.turn[group], n & 1 ^ 1);
+      if constexpr (tile::turns) mbarrier_wait(barriers.turn[group], (n & 1) ^ 1);
       start_scores(n);
       start_sums(n - 1);
       if constexpr (tile::turns) release(barriers.turn[group ^ 1]);

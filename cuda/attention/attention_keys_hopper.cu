@@ -57,7 +57,7 @@ __device__ void copy_tiles(const AttentionProblem& p, const AttentionTensors& t,
     unsigned char* q_tile = tiles + tile::q + stage * passing::bytes;
     unsigned char* grad_tile = tiles + tile::grad_out + stage * passing::bytes;
     const bool foreign = packed && query + tile::queries > at.queries;
-    mbarrier_wait(shared.empty[stage], step / tile::stages & 1 ^ 1);
+    mbarrier_wait(shared.empty[stage], (step / tile::stages & 1) ^ 1);
     if (starts) {
       Mbarrier& full = foreign ? shared.landed : shared.full[stage];
       mbarrier_arrive_expect(full, 2 * passing::bytes);

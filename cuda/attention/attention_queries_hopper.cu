@@ -58,11 +58,11 @@ __device__ void copy_tiles(const AttentionProblem& p, const Place& at, int head,
     unsigned char* v_tile = tiles + tile::v + v_stage * passing::bytes;
     const bool foreign = packed && key + tile::keys > at.keys;
     if (starts) {
-      mbarrier_wait(barriers.k_empty[k_stage], n / tile::k_stages & 1 ^ 1);
+      mbarrier_wait(barriers.k_empty[k_stage], (n / tile::k_stages & 1) ^ 1);
       Mbarrier& k_full = foreign ? barriers.landed : barriers.k_full[k_stage];
       mbarrier_arrive_expect(k_full, passing::bytes);
       load_tile<passing>(k_tile, maps.k, k_full, at.first_key + key, kv_head, sequence);
-      mbarrier_wait(barriers.v_empty[v_stage], n / tile::v_stages & 1 ^ 1);
+      mbarrier_wait(barriers.v_empty[v_stage], (n / tile::v_stages & 1) ^ 1);
       Mbarrier& v_full = foreign ? barriers.landed : barriers.v_full[v_stage];
       mbarrier_arrive_expect(v_full, passing::bytes);
       load_tile<passing>(v_tile, maps.v, v_full, at.first_key + key, kv_head, sequence);

@@ -106,13 +106,13 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
       auto* to = target<kFake>(codes, fake) + i;
-      if (!kEdge) {
-        store(to, out);
-        continue;
-      }
+      if constexpr (kEdge) {
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k) {
-        if (i + k < columns) to[k] = out[k];
+        for (int k = 0; k < kWidth; ++k) {
+          if (i + k < columns) to[k] = out[k];
+        }
+      } else {
+        store(to, out);
       }
     }
   }

@@ -27,6 +27,8 @@
 #include <sstream>
 #include <string>
 
+namespace crash_saves {
+
 namespace {
 
 using at::Tensor;
@@ -180,7 +182,7 @@ std::string check(const std::string& name, const std::string& folder) {
 
 }  // namespace
 
-int main() {
+int program(int, char**) {
   at::set_num_threads(1);  // one thread, because forked processes do not inherit PyTorch's worker threads
   for (std::string line; std::getline(std::cin, line);) {
     std::stringstream words(line);
@@ -192,4 +194,7 @@ int main() {
                                     : check(name, folder))
               << std::endl;
   }
+  return 0;
 }
+
+}  // namespace crash_saves

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from build_folder import BUILD
+from build_folder import BUILD, program
 
-PROGRAMS = BUILD / "tests/crash"
+KILL_AT = BUILD / "tests/crash/libkill_at.so"
 # Without --all, a save is killed at the first, at the last, and at this number of other system calls.
 SAMPLE = 4
 PAIR = ["expected the weights that were saved with", "adapter_model.safetensors", "adapter_config.json"]
@@ -44,7 +44,7 @@ class Server:
     """Runs saves.py or saves.cpp with libkill_at.so preloaded; sends commands and reads the replies."""
 
     def __init__(self, command: list[str | Path]) -> None:
-        environment = os.environ | {"LD_PRELOAD": str(PROGRAMS / "libkill_at.so"), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"LD_PRELOAD": str(KILL_AT), "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
@@ -68,7 +68,7 @@ class Server:
 def servers() -> Iterator[dict[str, Server]]:
     commands = {
         "python": [sys.executable, Path(__file__).with_name("saves.py")],
-        "cpp": [PROGRAMS / "crash_saves"],
+        "cpp": program("crash_saves"),
     }
     running = {name: Server(command) for name, command in commands.items()}
     yield running

@@ -256,18 +256,19 @@ def build_library(build: Path, work: Path, all_waits: list[Wait], files: set[str
         unit = re.search(r" -o (\S+\.o) -c (\S+)$", command)
         if unit is None or "shoestring.dir/" not in unit.group(1) or unit.group(1) not in deps:
             continue
-        needed = checked(f"ninja -t deps {shlex.quote(unit.group(1))}", build)
-        if not any(f"{ROOT}/{file}\n" in f"{needed}\n" for file in files):
+        lines = checked(f"ninja -t deps {shlex.quote(unit.group(1))}", build).splitlines()[1:]
+        needed = {os.path.normpath(build / line.strip()) for line in lines}  # ccache makes paths relative
+        if needed.isdisjoint(f"{ROOT}/{file}" for file in files):
             continue
         source, target = work / Path(unit.group(2)).name, work / Path(unit.group(1)).name
         text = Path(unit.group(2)).read_text()
         if Path(unit.group(2)).is_relative_to(ROOT / "csrc"):  # not a unity build
-            text = f'#include "{unit.group(2)}"\n'
+            text = f'#include "{Path(unit.group(2)).relative_to(ROOT)}"\n'
         for file in files:
-            text = text.replace(f'"{ROOT}/{file}"', f'"{work}/{file}"')
+            text = text.replace(f'"{file}"', f'"{work}/{file}"')
         source.write_text(text)
         command = re.sub(r" -MD -MT \S+ -MF \S+", "", command[: unit.start()])
-        command = command.replace(f" -I{ROOT}/csrc ", f" -I{sources} -I{ROOT}/csrc ", 1)
+        command = command.replace(f" -I{ROOT}/csrc ", f" -I{sources} -I{ROOT}/csrc -I{ROOT} ", 1)
         print(f"compiling {source.name}", flush=True)
         checked(f"{command} -o {target} -c {source}", build)
         link = link.replace(f" {unit.group(1)} ", f" {target} ")

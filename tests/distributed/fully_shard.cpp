@@ -27,7 +27,7 @@ namespace {
 using shoestring::distributed::FullyShard;
 using shoestring::distributed::FullyShardOptions;
 
-std::vector<Tensor> copies(const std::vector<Tensor>& params) {
+std::vector<Tensor> copies_of(const std::vector<Tensor>& params) {
   std::vector<Tensor> all;
   for (const Tensor& p : params) all.push_back(p.detach().clone().requires_grad_());
   return all;
@@ -71,7 +71,7 @@ void fully_shard(char** arguments) {
       own.push_back(blocks.back().back());
     }
   }
-  const std::vector<Tensor> alone = copies(own);
+  const std::vector<Tensor> alone = copies_of(own);
   if (rank > 0) {
     const at::NoGradGuard no_grad;
     for (const Tensor& p : own) p.zero_();  // rank 0 gives its values

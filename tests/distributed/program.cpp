@@ -188,7 +188,7 @@ void checkpointed(char**) {
 
 // Trains with our 8-bit AdamW. All ranks must stay equal, and the losses are printed. The arguments are the
 // number of steps, how gradients are compressed, and whether they are split (1).
-void train(char** arguments) {
+void train_processes(char** arguments) {
   const int64_t steps = argument(arguments, 0, 5);
   const bool has_more = arguments[0] != nullptr && arguments[1] != nullptr;
   const std::string compress = has_more ? arguments[1] : "none";
@@ -553,7 +553,7 @@ int main(int count, char** arguments) {
       {"data_parallel", data_parallel},
       {"checkpointed", checkpointed},
       {"data_parallel_threads", data_parallel_threads},
-      {"train", train},
+      {"train", train_processes},
       {"compress_refuses", compress_refuses},
       {"tokens", tokens},
       {"other_model", other_model},

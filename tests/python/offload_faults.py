@@ -4,12 +4,12 @@ import functools
 
 import torch
 
-from build_folder import program
+from build_folder import library
 
 
 @functools.cache
 def _load() -> None:
-    torch.ops.load_library(str(program("liboffload_faults.so")))
+    torch.ops.load_library(str(library("liboffload_faults.so")))
 
 
 def disturb_offload(

@@ -4,13 +4,13 @@ import functools
 
 import torch
 
-from build_folder import program
+from build_folder import library
 
 
 @functools.cache
 def queue_device() -> torch.device:
     """Register the device with PyTorch, and return it."""
-    torch.ops.load_library(str(program("libqueue_device.so")))
+    torch.ops.load_library(str(library("libqueue_device.so")))
     device: torch.device = torch.ops.shoestring_tests.install_queue_device()
     return device
 

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <string_view>
 #include <utility>
 
 #include "internal.h"
@@ -141,7 +142,9 @@ void wait_at(const char* name, Where where) {
 }
 
 std::string relative(const std::string& file) {
-  return file.rfind(SIMT_ROOT, 0) == 0 ? file.substr(sizeof SIMT_ROOT - 1) : file;
+  for (const std::string_view prefix : {"./", SIMT_ROOT})  // addr2line prints ./FILE
+    if (file.starts_with(prefix)) return file.substr(prefix.size());
+  return file;
 }
 
 std::string text_of(Where where) { return relative(where.file_name()) + ":" + std::to_string(where.line()); }

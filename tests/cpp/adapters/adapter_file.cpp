@@ -23,6 +23,8 @@
 #include <shoestring/nn/virtual_tokens.h>
 #include <shoestring/safetensors.h>
 
+namespace adapter_file {
+
 namespace {
 
 using at::Tensor;
@@ -176,7 +178,7 @@ void run(const std::vector<std::string>& arguments) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc < 3) return 2;
   try {
     run({argv + 1, argv + argc});
@@ -186,3 +188,5 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+}  // namespace adapter_file

@@ -13,6 +13,8 @@
 
 #include <shoestring/lora.h>
 
+namespace targets_file {
+
 namespace {
 
 namespace lora = shoestring::lora;
@@ -76,7 +78,9 @@ void run(const std::vector<std::string>& arguments) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   run({argv + 1, argv + argc});
   return 0;
 }
+
+}  // namespace targets_file

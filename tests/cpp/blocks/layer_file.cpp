@@ -19,6 +19,8 @@
 #include <shoestring/nn.h>
 #include <shoestring/safetensors.h>
 
+namespace layer_file {
+
 namespace {
 
 using at::Tensor;
@@ -102,7 +104,7 @@ void run(torch::nn::Module& module, const std::string& weights, const TensorDict
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc != 6) return 2;
   try {
     const auto options = parse(argv[2]);
@@ -120,3 +122,5 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+}  // namespace layer_file

@@ -13,7 +13,7 @@
 #include <ATen/Parallel.h>
 
 #include "folder.h"
-#include "offload/disturb.h"
+#include "offload/disturbed.h"
 
 #include <shoestring/checkpoint.h>
 #include <shoestring/offload_activations.h>
@@ -24,11 +24,6 @@ using shoestring::OffloadActivations;
 using shoestring::OffloadActivationsOptions;
 
 namespace {
-
-struct Disturbed {
-  explicit Disturbed(const shoestring::offload::io::Disturbance& d) { shoestring::offload::io::disturb(d); }
-  ~Disturbed() { shoestring::offload::io::disturb({}); }
-};
 
 // While an object of this class exists, PyTorch uses one thread. With many threads, small operators would
 // spend most of their time on synchronisation.

@@ -14,6 +14,8 @@
 #include <shoestring/model_files.h>
 #include <shoestring/nn.h>
 
+namespace model_file {
+
 namespace {
 
 using shoestring::nn::AdaptableLinear;
@@ -51,7 +53,7 @@ void run(char** a) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc < 8 || argc % 7 != 1) return 2;
   try {
     for (char** a = argv + 1; a < argv + argc; a += 7) run(a);
@@ -61,3 +63,5 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+}  // namespace model_file

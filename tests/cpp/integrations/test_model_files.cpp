@@ -18,22 +18,24 @@ using shoestring::nn::AdaptableLinearOptions;
 
 namespace {
 
-constexpr int64_t kVocab = 50, kHidden = 64, kInner = 96;
+constexpr int64_t kVocab = 50, kTinyHidden = 64, kInner = 96;
 
 // A model with an embedding, two linear layers, a norm and a head. If `tied`, the head uses the embedding's
 // weight. All parameters are placeholders until a file is loaded.
-struct NetImpl : torch::nn::Module {
-  explicit NetImpl(bool tied) {
+struct TinyNetImpl : torch::nn::Module {
+  explicit TinyNetImpl(bool tied) {
     embed = register_module(
-        "embed", torch::nn::Embedding(
-                     torch::nn::EmbeddingOptions(kVocab, kHidden)._weight(placeholder({kVocab, kHidden}))));
-    up = register_module("up", AdaptableLinear(AdaptableLinearOptions(kHidden, kInner).placeholder(true)));
+        "embed",
+        torch::nn::Embedding(
+            torch::nn::EmbeddingOptions(kVocab, kTinyHidden)._weight(placeholder({kVocab, kTinyHidden}))));
+    up =
+        register_module("up", AdaptableLinear(AdaptableLinearOptions(kTinyHidden, kInner).placeholder(true)));
     down = register_module(
-        "down", AdaptableLinear(AdaptableLinearOptions(kInner, kHidden).bias(false).placeholder(true)));
+        "down", AdaptableLinear(AdaptableLinearOptions(kInner, kTinyHidden).bias(false).placeholder(true)));
     head = register_module(
-        "head", AdaptableLinear(AdaptableLinearOptions(kHidden, kVocab).bias(false).placeholder(true)));
+        "head", AdaptableLinear(AdaptableLinearOptions(kTinyHidden, kVocab).bias(false).placeholder(true)));
     if (tied) head->weight = embed->weight;
-    norm = register_parameter("norm", placeholder({kHidden}));
+    norm = register_parameter("norm", placeholder({kTinyHidden}));
     steps = register_buffer("steps", placeholder({}, at::kLong));
   }
   Tensor forward(const Tensor& tokens) { return head(norm * down(at::relu(up(embed(tokens))))); }
@@ -42,17 +44,17 @@ struct NetImpl : torch::nn::Module {
   AdaptableLinear up = nullptr, down = nullptr, head = nullptr;
   Tensor norm, steps;
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(TinyNet);
 
 TensorDict tensors(bool tied) {
   torch::manual_seed(0);
   TensorDict dict;
-  dict.insert("embed.weight", torch::randn({kVocab, kHidden}));
-  dict.insert("up.weight", torch::randn({kInner, kHidden}));
+  dict.insert("embed.weight", torch::randn({kVocab, kTinyHidden}));
+  dict.insert("up.weight", torch::randn({kInner, kTinyHidden}));
   dict.insert("up.bias", torch::randn({kInner}));
-  dict.insert("down.weight", torch::randn({kHidden, kInner}));
-  if (!tied) dict.insert("head.weight", torch::randn({kVocab, kHidden}));
-  dict.insert("norm", torch::randn({kHidden}));
+  dict.insert("down.weight", torch::randn({kTinyHidden, kInner}));
+  if (!tied) dict.insert("head.weight", torch::randn({kVocab, kTinyHidden}));
+  dict.insert("norm", torch::randn({kTinyHidden}));
   dict.insert("steps", torch::full({}, 7, at::kLong));
   return dict;
 }
@@ -96,7 +98,7 @@ TEST_CASE("load_model fills a module of placeholders from one file or shards", "
       } else {
         shoestring::save_safetensors(folder / "model.safetensors", dict);
       }
-      Net net(tied);
+      TinyNet net(tied);
       CHECK(net->up->weight.storage().nbytes() == sizeof(float));
       CHECK(net->up->weight.isnan().all().item<bool>());
       shoestring::load_model(*net, folder.path);
@@ -125,7 +127,7 @@ TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_
     for (bool nested : {false, true}) {
       if (nested && type[0] == 'i') continue;
       CAPTURE(type, nested);
-      Net net(false);
+      TinyNet net(false);
       shoestring::load_model(
           *net, folder.path,
           LoadOptions().quantize(type).double_quant(nested).skip({"head"}).dtype(at::kBFloat16));
@@ -133,14 +135,14 @@ TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_
       CHECK(net->up->base->dtype == at::kBFloat16);
       CHECK_FALSE(net->head->is_quantized());
       CHECK(net->head->weight.scalar_type() == at::kBFloat16);
-      AdaptableLinear same(AdaptableLinearOptions(kHidden, kInner));
+      AdaptableLinear same(AdaptableLinearOptions(kTinyHidden, kInner));
       same->weight.set_data(dict["up.weight"]);
       same->quantize(shoestring::QuantizeOptions().quant_type(type), nested);
       CHECK(at::equal(net->up->base->packed, same->base->packed));
       CHECK(at::equal(net->up->base->absmax, same->base->absmax));
 
       shoestring::save_model(*net, saved.path);
-      Net again(false);
+      TinyNet again(false);
       shoestring::load_model(*again, saved.path);
       CHECK(at::equal(net(tokens()), again(tokens())));
       // A layer that is already quantised stays quantised: load_model quantises the dense weight from the
@@ -154,7 +156,7 @@ TEST_CASE("load_model quantises what arrives, and save_model keeps it", "[model_
 TEST_CASE("load_model calls a function for each tensor, in the order of the module", "[model_files]") {
   const Folder folder;
   save_shards(folder, tensors(false));
-  Net net(false);
+  TinyNet net(false);
   std::vector<std::string> names;
   shoestring::load_model(*net, folder.path,
                          LoadOptions().quantize("nf4").loaded([&](const std::string& name) {
@@ -165,7 +167,7 @@ TEST_CASE("load_model calls a function for each tensor, in the order of the modu
                          }));
   CHECK(names == std::vector<std::string>{"norm", "steps", "embed.weight", "up.weight", "up.bias",
                                           "down.weight", "head.weight"});
-  Net other(false);
+  TinyNet other(false);
   const auto stop = [](const std::string& name) {
     if (name == "up.weight") throw std::runtime_error("mine");
   };
@@ -180,7 +182,7 @@ TEST_CASE("load_model fills a QuantizedLinear of the model's own", "[model_files
   TensorDict dict;
   for (const char* name : {"up.weight", "up.bias"}) dict.insert(name, all[name]);
   shoestring::save_safetensors(path, dict);
-  const auto form = shoestring::nn::QuantizedLinearOptions(kHidden, kInner).double_quant(true);
+  const auto form = shoestring::nn::QuantizedLinearOptions(kTinyHidden, kInner).double_quant(true);
   shoestring::nn::QuantizedLinear layer(form);
   torch::nn::Module net;
   net.register_module("up", layer);
@@ -190,19 +192,19 @@ TEST_CASE("load_model fills a QuantizedLinear of the model's own", "[model_files
   CHECK(at::equal(layer->bias, dict["up.bias"]));
 
   shoestring::save_model(net, saved.path);
-  layer->set_weight(torch::zeros({kInner, kHidden}));
+  layer->set_weight(torch::zeros({kInner, kTinyHidden}));
   shoestring::load_model(net, saved.path);
   CHECK(at::equal(layer->packed.flatten(), packed));
   expect(message([&] { layer->set_parts(packed, absmax, Tensor(), {}); }), "second: expected nested scales");
   expect(message([&] { layer->set_parts(packed.slice(0, 1), absmax, Tensor(), {}); }), "packed");
 
   torch::nn::Module plain;
-  plain.register_module("up", std::make_shared<shoestring::nn::QuantizedLinearImpl>(kHidden, kInner));
+  plain.register_module("up", std::make_shared<shoestring::nn::QuantizedLinearImpl>(kTinyHidden, kInner));
   // the module was built without nested scales; loading a file with nested scales must change this
   shoestring::load_model(plain, saved.path);
   CHECK(plain.named_buffers().contains("up.nested"));
   shoestring::load_model(plain, path);
-  shoestring::nn::QuantizedLinear unnested(shoestring::nn::QuantizedLinearOptions(kHidden, kInner));
+  shoestring::nn::QuantizedLinear unnested(shoestring::nn::QuantizedLinearOptions(kTinyHidden, kInner));
   torch::nn::Module other;
   other.register_module("up", unnested);
   shoestring::save_model(other, folder.path);
@@ -213,7 +215,7 @@ TEST_CASE("load_model fills a QuantizedLinear of the model's own", "[model_files
 TEST_CASE("a tied head stays dense, and adapters train over a loaded model", "[model_files]") {
   const Folder folder;
   shoestring::save_safetensors(folder / "model.safetensors", tensors(true));
-  Net net(true);
+  TinyNet net(true);
   shoestring::load_model(*net, folder.path, LoadOptions().quantize("nf4"));
   CHECK_FALSE(net->head->is_quantized());
   shoestring::lora::apply(*net, shoestring::lora::ApplyOptions().target_modules({"up", "down"}));
@@ -228,12 +230,12 @@ TEST_CASE("load_model refuses two values for one tensor", "[model_files]") {
   TensorDict dict = tensors(true);
   dict.insert("head.weight", dict["embed.weight"].clone());
   shoestring::save_safetensors(folder / "model.safetensors", dict);
-  Net net(true);
+  TinyNet net(true);
   shoestring::load_model(*net, folder.path);
   CHECK(at::equal(net(tokens()), logits(dict, tokens())));
-  Net other(true);
+  TinyNet other(true);
   for (const char* quantize : {"none", "nf4"}) {
-    Net saved(false);
+    TinyNet saved(false);
     shoestring::save_safetensors(folder / "model.safetensors", tensors(false));
     shoestring::load_model(*saved, folder.path, LoadOptions().quantize(quantize));
     shoestring::save_model(*saved, folder.path);
@@ -248,7 +250,7 @@ TEST_CASE("load_model refuses two values for one tensor", "[model_files]") {
 TEST_CASE("a merge parts tied layers, and unmerge ties them again", "[model_files]") {
   const Folder folder, merged;
   shoestring::save_safetensors(folder / "model.safetensors", tensors(true));
-  Net net(true);
+  TinyNet net(true);
   shoestring::load_model(*net, folder.path);
   const Tensor former = net(tokens());
   const auto options = [](const char* init) {
@@ -275,7 +277,7 @@ TEST_CASE("a merge parts tied layers, and unmerge ties them again", "[model_file
   const Tensor expected = net(tokens());
   CHECK_FALSE(at::allclose(expected, former));
   shoestring::save_model(*net, merged.path);
-  Net again(false);
+  TinyNet again(false);
   shoestring::load_model(*again, merged.path);
   CHECK(at::equal(again(tokens()), expected));
   shoestring::lora::unmerge(*net);
@@ -287,7 +289,7 @@ TEST_CASE("load_model refuses what does not fit and leaves the module as it was"
   const std::string path = folder / "model.safetensors";
   const auto received = [&](const TensorDict& dict, const LoadOptions& options = {}) {
     shoestring::save_safetensors(path, dict);
-    Net net(false);
+    TinyNet net(false);
     const std::string text = message([&] { shoestring::load_model(*net, folder.path, options); });
     CHECK(net->embed->weight.isnan().all().item<bool>());
     CHECK(text.find('\n') == std::string::npos);
@@ -303,15 +305,15 @@ TEST_CASE("load_model refuses what does not fit and leaves the module as it was"
   expect(received(surplus),
          path + ": \"layers.0.inv_freq\": expected a tensor that the module has, received one of shape [4]");
   shoestring::save_safetensors(path, surplus);
-  Net net(false);
+  TinyNet net(false);
   shoestring::load_model(*net, path, LoadOptions().ignore({"inv_freq"}));
   TensorDict shape = tensors(false);
-  shape["up.weight"] = torch::ones({kHidden, kInner});
+  shape["up.weight"] = torch::ones({kTinyHidden, kInner});
   expect(
       received(shape),
       path +
           ": \"up.weight\": expected shape [96, 64] of fp32, bf16, fp16 or fp64, received [64, 96] of Float");
-  shape["up.weight"] = torch::ones({kInner, kHidden}, at::kByte);
+  shape["up.weight"] = torch::ones({kInner, kTinyHidden}, at::kByte);
   expect(received(shape), "received [96, 64] of Byte");
   TensorDict dtype = tensors(false);
   dtype["steps"] = torch::ones({});

@@ -32,7 +32,7 @@ using Backend = SwapFile::Backend;
 
 namespace {
 
-constexpr int64_t kPage = SwapFile::kAlignment;
+constexpr int64_t kSwapPage = SwapFile::kAlignment;
 const c10::Device kHost(c10::kCPU);
 
 at::Tensor random_bytes(HostMemory& memory, int64_t size, uint64_t seed) {
@@ -51,9 +51,9 @@ void shadow(SwapFile& file, uint64_t seed) {
   constexpr int64_t kPages = 64;
   HostMemory memory("test", kHost);
   std::mt19937_64 random(seed);
-  const int64_t base = file.allocate(kPages * kPage);
-  const at::Tensor expected = memory.empty({kPages * kPage}, at::kByte).zero_();
-  const at::Tensor zeros = memory.empty({kPages * kPage}, at::kByte).zero_();
+  const int64_t base = file.allocate(kPages * kSwapPage);
+  const at::Tensor expected = memory.empty({kPages * kSwapPage}, at::kByte).zero_();
+  const at::Tensor zeros = memory.empty({kPages * kSwapPage}, at::kByte).zero_();
   file.wait(file.write(base, zeros.data_ptr(), zeros.numel()));
   for (int round = 0; round < 6; ++round) {
     // Writes in flight to parts of the file that do not overlap, and the tensors that they write.
@@ -61,9 +61,9 @@ void shadow(SwapFile& file, uint64_t seed) {
     for (int64_t page = 0; page < kPages;) {
       const auto pages = std::min<int64_t>(kPages - page, 1 + random() % 9);
       if (random() % 3 > 0) {
-        const at::Tensor bytes = random_bytes(memory, pages * kPage, random());
-        expected.narrow(0, page * kPage, pages * kPage).copy_(bytes);
-        writes.emplace_back(file.write(base + page * kPage, bytes.data_ptr(), pages * kPage), bytes);
+        const at::Tensor bytes = random_bytes(memory, pages * kSwapPage, random());
+        expected.narrow(0, page * kSwapPage, pages * kSwapPage).copy_(bytes);
+        writes.emplace_back(file.write(base + page * kSwapPage, bytes.data_ptr(), pages * kSwapPage), bytes);
       }
       page += pages;
     }
@@ -77,15 +77,16 @@ void shadow(SwapFile& file, uint64_t seed) {
     for (int i = 0; i < 80; ++i) {  // more reads than io_uring's ring holds at a time
       const auto page = static_cast<int64_t>(random() % kPages);
       const auto pages = 1 + static_cast<int64_t>(random() % static_cast<uint64_t>(kPages - page));
-      at::Tensor bytes = memory.empty({pages * kPage}, at::kByte);
-      reads.push_back({file.read(base + page * kPage, bytes.data_ptr(), pages * kPage), page, pages, bytes});
+      at::Tensor bytes = memory.empty({pages * kSwapPage}, at::kByte);
+      reads.push_back(
+          {file.read(base + page * kSwapPage, bytes.data_ptr(), pages * kSwapPage), page, pages, bytes});
     }
     for (const Read& r : reads) {
       file.wait(r.ticket);
-      REQUIRE(at::equal(r.bytes, expected.narrow(0, r.page * kPage, r.pages * kPage)));
+      REQUIRE(at::equal(r.bytes, expected.narrow(0, r.page * kSwapPage, r.pages * kSwapPage)));
     }
   }
-  file.free(base, kPages * kPage);
+  file.free(base, kPages * kSwapPage);
 }
 
 }  // namespace
@@ -133,7 +134,7 @@ TEST_CASE("several threads share a swap file", "[offload]") {
         HostMemory memory("test", kHost);
         for (int i = 0; i < 30; ++i) {
           const at::Tensor out =
-              random_bytes(memory, (1 + i % 4) * kPage, static_cast<uint64_t>(100 * t + i));
+              random_bytes(memory, (1 + i % 4) * kSwapPage, static_cast<uint64_t>(100 * t + i));
           const at::Tensor in = memory.empty({out.numel()}, at::kByte);
           const int64_t at = file.allocate(out.numel());
           file.wait(file.write(at, out.data_ptr(), out.numel()));
@@ -146,7 +147,7 @@ TEST_CASE("several threads share a swap file", "[offload]") {
     for (std::thread& thread : threads) thread.join();
     CHECK(bad == 0);
     // freed extents are reused; without reuse the file would have about 300 pages
-    CHECK(file.size() <= 32 * kPage);
+    CHECK(file.size() <= 32 * kSwapPage);
   }
 }
 
@@ -155,7 +156,7 @@ TEST_CASE("a transfer that fails is an error that names file and extent, and can
   HostMemory memory("test", kHost);
   for (const Backend backend : {Backend::kBest, Backend::kThreads}) {
     SwapFile file("AdamW: offload", folder.path, backend);
-    const int64_t size = 4 * kPage, at = file.allocate(size);
+    const int64_t size = 4 * kSwapPage, at = file.allocate(size);
     const at::Tensor out = random_bytes(memory, size, 1), in = memory.empty({size}, at::kByte);
     const auto failing = [&](int error, auto&& transfer, const std::string& expected) {
       const Disturbed bad({.fail_after = 0, .error = error});
@@ -171,7 +172,7 @@ TEST_CASE("a transfer that fails is an error that names file and extent, and can
     failing(EIO, read, "cannot read 16384 bytes at 0: Input/output error");
     CHECK(at::equal(in, out));
     failing(0, read, "the file ends after 0 of them");
-    REQUIRE(::ftruncate(file.descriptor(), 2 * kPage) == 0);
+    REQUIRE(::ftruncate(file.descriptor(), 2 * kSwapPage) == 0);
     CHECK_THROWS_WITH(file.wait(read()),
                       Contains("cannot read 16384 bytes at 0: the file ends after 8192 of them"));
   }
@@ -187,12 +188,12 @@ TEST_CASE("what cannot be is refused before anything happens", "[offload]") {
       Contains("expected room for 1152921504606846976 bytes on the disk, received ") && Contains(" free"));
   CHECK(file.size() == 0);
   CHECK_THROWS_WITH(file.allocate(100), Contains("size: expected a multiple of 4096 bytes, received 100"));
-  CHECK(file.allocate(kPage) == 0);
+  CHECK(file.allocate(kSwapPage) == 0);
   HostMemory memory("test", kHost);
-  const at::Tensor page = memory.empty({2 * kPage}, at::kByte);
-  CHECK_THROWS_WITH(file.read(0, static_cast<char*>(page.data_ptr()) + 512, kPage),
+  const at::Tensor page = memory.empty({2 * kSwapPage}, at::kByte);
+  CHECK_THROWS_WITH(file.read(0, static_cast<char*>(page.data_ptr()) + 512, kSwapPage),
                     Contains("expected memory, offset and size in multiples of 4096 bytes"));
-  CHECK_THROWS_WITH(file.write(0, page.data_ptr(), 2 * kPage),
+  CHECK_THROWS_WITH(file.write(0, page.data_ptr(), 2 * kSwapPage),
                     Contains("expected an extent within 4096 bytes"));
 }
 
@@ -274,7 +275,7 @@ TEST_CASE("a forked child drops a swap file, and cannot use it", "[offload]") {
   for (const Backend backend : {Backend::kBest, Backend::kThreads}) {
     auto file = std::make_unique<SwapFile>("test", folder.path, backend);
     CAPTURE(file->uses_io_uring());
-    const int64_t size = 16 * kPage, at = file->allocate(size);
+    const int64_t size = 16 * kSwapPage, at = file->allocate(size);
     const at::Tensor out = random_bytes(memory, size, 1), in = memory.empty({size}, at::kByte);
     const Disturbed slow({.max_delay_us = 3000});
     for (int i = 0; i < 8; ++i) {
@@ -288,8 +289,8 @@ TEST_CASE("a forked child drops a swap file, and cannot use it", "[offload]") {
             refused += std::string(error.what()).find("received its forked child") != std::string::npos;
           }
         };
-        refuses([&] { file->allocate(kPage); });
-        refuses([&] { file->reserve(kPage); });
+        refuses([&] { file->allocate(kSwapPage); });
+        refuses([&] { file->reserve(kSwapPage); });
         refuses([&] { file->read(at, in.data_ptr(), size); });
         refuses([&] { file->wait(ticket); });
         refuses([&] { memory.empty({3}, at::kByte); });
@@ -307,24 +308,24 @@ TEST_CASE("a forked child drops a swap file, and cannot use it", "[offload]") {
 
 TEST_CASE("host memory is exact, and used again", "[offload]") {
   HostMemory memory("test", kHost);
-  const int64_t odd = 3 * kPage - 5;
-  at::Tensor a = memory.empty({odd}, at::kByte, 10 * kPage);
-  CHECK(memory.bytes() == 10 * kPage);
+  const int64_t odd = 3 * kSwapPage - 5;
+  at::Tensor a = memory.empty({odd}, at::kByte, 10 * kSwapPage);
+  CHECK(memory.bytes() == 10 * kSwapPage);
   CHECK(a.sum().item<int64_t>() == 0);
   CHECK_FALSE(memory.is_pinned());
   // this tensor takes 7 pages, exactly the space that is left in the slab (memory block) of the allocator
   at::Tensor b = memory.empty({7, 1024}, at::kFloat);
-  CHECK(memory.bytes() == 10 * kPage);
-  for (const at::Tensor& t : {a, b}) CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % kPage == 0);
+  CHECK(memory.bytes() == 10 * kSwapPage);
+  for (const at::Tensor& t : {a, b}) CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % kSwapPage == 0);
   b.fill_(1);
   const at::Tensor view = a.narrow(0, 5, 7);
   void* first = a.data_ptr();
   a = at::Tensor();
   // A view still holds the memory of the former tensor `a`, so a new tensor needs another slab.
-  CHECK(memory.empty({kPage}, at::kByte).data_ptr() != first);
-  CHECK(memory.bytes() == 11 * kPage);
+  CHECK(memory.empty({kSwapPage}, at::kByte).data_ptr() != first);
+  CHECK(memory.bytes() == 11 * kSwapPage);
   memory.trim();
-  CHECK(memory.bytes() == 10 * kPage);
+  CHECK(memory.bytes() == 10 * kSwapPage);
   CHECK(memory.empty({0, 3}, at::kFloat).numel() == 0);
 
   // Tensors of random sizes that exist at the same time must not overlap. Freed memory must merge into one
@@ -332,10 +333,10 @@ TEST_CASE("host memory is exact, and used again", "[offload]") {
   std::mt19937_64 random(7);
   std::vector<at::Tensor> alive;
   HostMemory pool("test", kHost);
-  alive.push_back(pool.empty({400 * kPage}, at::kByte));
+  alive.push_back(pool.empty({400 * kSwapPage}, at::kByte));
   alive.clear();
   for (int i = 0; i < 300; ++i) {
-    const auto size = 1 + static_cast<int64_t>(random() % (20 * kPage));
+    const auto size = 1 + static_cast<int64_t>(random() % (20 * kSwapPage));
     alive.push_back(pool.empty({size}, at::kByte).fill_(i % 251));
     if (alive.size() > 12) alive.erase(alive.begin() + static_cast<int64_t>(random() % alive.size()));
     for (const at::Tensor& t : alive) {
@@ -343,10 +344,10 @@ TEST_CASE("host memory is exact, and used again", "[offload]") {
       REQUIRE(std::all_of(bytes, bytes + t.numel(), [&](uint8_t x) { return x == bytes[0]; }));
     }
   }
-  CHECK(pool.bytes() == 400 * kPage);
+  CHECK(pool.bytes() == 400 * kSwapPage);
   alive.clear();
-  alive.push_back(pool.empty({400 * kPage}, at::kByte));
-  CHECK(pool.bytes() == 400 * kPage);
+  alive.push_back(pool.empty({400 * kSwapPage}, at::kByte));
+  CHECK(pool.bytes() == 400 * kSwapPage);
   at::Tensor orphan;
   {
     HostMemory gone("test", kHost);

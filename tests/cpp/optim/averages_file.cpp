@@ -15,6 +15,8 @@
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>
 
+namespace averages_file {
+
 using namespace shoestring::optim;
 
 namespace {
@@ -45,7 +47,7 @@ void run(const std::string& kind, const std::string& format, int64_t every, cons
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc != 5) return 2;
   try {
     run(argv[1], argv[2], std::stoll(argv[3]), argv[4]);
@@ -55,3 +57,5 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+}  // namespace averages_file

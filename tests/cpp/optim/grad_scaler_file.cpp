@@ -22,6 +22,8 @@
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>
 
+namespace grad_scaler_file {
+
 using namespace shoestring::optim;
 
 namespace {
@@ -72,7 +74,7 @@ void run(const std::string& name, bool unscales, double max_norm, const std::str
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc < 5 || argc % 4 != 1) return 2;
   try {
     for (char** a = argv + 1; a < argv + argc; a += 4) run(a[0], a[1][0] == '1', std::stod(a[2]), a[3]);
@@ -82,3 +84,5 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+}  // namespace grad_scaler_file

@@ -19,6 +19,8 @@
 #include <shoestring/optim.h>
 #include <shoestring/safetensors.h>
 
+namespace optimizer_file {
+
 using namespace shoestring::optim;
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
@@ -102,7 +104,7 @@ void run(const std::string& name, const std::string& folder, int from, int to, d
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc < 6 || argc % 5 != 1) return 2;
   try {
     for (char** a = argv + 1; a < argv + argc; a += 5) {
@@ -114,3 +116,5 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+}  // namespace optimizer_file

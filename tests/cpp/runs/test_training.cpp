@@ -73,7 +73,7 @@ bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   return true;
 }
 
-std::string read(const std::string& path) {
+std::string bytes_of(const std::string& path) {
   std::ostringstream text;
   text << std::ifstream(path, std::ios::binary).rdbuf();
   return text.str();
@@ -153,7 +153,7 @@ TEST_CASE("a file that does not fit changes nothing") {
   run.parts.emplace("scaler", plateau);
   refused(run, "expected a tensor with one element called best");
 
-  const std::string bytes = read(path);
+  const std::string bytes = bytes_of(path);
   for (size_t at = 9; at < bytes.size(); at += bytes.size() / 37) {
     std::string damaged = bytes;
     damaged[at] = static_cast<char>(damaged[at] ^ 4);

@@ -18,6 +18,8 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+namespace training_file {
+
 using namespace shoestring;
 
 namespace {
@@ -58,7 +60,7 @@ void run(const std::string& name, const std::string& path, int steps) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int program(int argc, char** argv) {
   if (argc < 4 || argc % 3 != 1) return 2;
   try {
     for (char** a = argv + 1; a < argv + argc; a += 3) run(a[0], a[1], std::stoi(a[2]));
@@ -68,3 +70,5 @@ int main(int argc, char** argv) {
     return 1;
   }
 }
+
+}  // namespace training_file

@@ -66,7 +66,7 @@ def program_in(tmp_path: Path) -> Callable[..., dict[str, Tensor]]:
                 command = f"{name}={outputs[name]}" + ("," + rest if name == "rows" else "")
             arguments.append(command)
         files = [tmp_path / "model.safetensors", tmp_path / "ids.safetensors"]
-        done = subprocess.run([program("adapter_file"), *files, *arguments], capture_output=True, text=True)
+        done = subprocess.run([*program("adapter_file"), *files, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return {name: load_file(path)["y"] for name, path in outputs.items()}
 

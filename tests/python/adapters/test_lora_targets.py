@@ -93,7 +93,7 @@ def by_cpp(cases: list[dict[str, Any]]) -> list[list[str]]:
             else:
                 arguments += [f"{keys.get(option, option)}={entry}" for entry in entries]
         arguments.append("apply=1")
-    done = subprocess.run([program("targets_file"), *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run([*program("targets_file"), *arguments], capture_output=True, text=True, check=True)
     return [block.splitlines() for block in done.stdout.split("\n\n")[: len(cases)]]
 
 

@@ -65,7 +65,7 @@ def compare(
     save_file(module.state_dict(), files[0])
     save_file(inputs, files[1])
     text = ",".join(f"{key}:{value}" for key, value in options.items())
-    done = subprocess.run([program("layer_file"), kind, text, *files], capture_output=True, text=True)
+    done = subprocess.run([*program("layer_file"), kind, text, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     theirs = load_file(files[2])
     x = inputs["x"].clone().requires_grad_()
@@ -107,7 +107,7 @@ def test_a_file_that_does_not_go_with_the_module(tmp_path: Path) -> None:
     save_file(shoestring.nn.GatedMLP(64, 32).state_dict(), path)
     save_file(inputs_of({}, ()), tmp_path / "inputs.safetensors")
     command = [
-        program("layer_file"),
+        *program("layer_file"),
         "mlp",
         "features:64,hidden_features:96",
         path,

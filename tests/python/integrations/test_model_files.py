@@ -61,7 +61,7 @@ def arguments(source: Path, target: Path, dtype: str = "file", layers: dict[str,
 
 
 def run(*models: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program("model_file"), *itertools.chain(*models)], capture_output=True, text=True)
+    return subprocess.run([*program("model_file"), *itertools.chain(*models)], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -77,7 +77,7 @@ def test_a_run_that_changes_the_language_has_the_bits_of_one_run(
     save_file({n: torch.as_tensor(t) for n, t in state.items()}, tmp_path / "state.safetensors")
     flat = {f"{i}.{n}": t for i, step in enumerate(weights[5:10]) for n, t in step.items()}
     save_file(flat, tmp_path / "weights.safetensors")
-    subprocess.run([program("averages_file"), kind, format, str(every), tmp_path], check=True, timeout=60)
+    subprocess.run([*program("averages_file"), kind, format, str(every), tmp_path], check=True, timeout=60)
 
     last = Averages(model_of(weights[0]), kind, **options)
     last.load_state_dict(load_file(tmp_path / "state.safetensors"))

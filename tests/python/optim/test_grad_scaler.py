@@ -79,7 +79,7 @@ def train(
 def test_steps_in_both_languages_are_the_same(tmp_path: Path) -> None:
     """Scales, growth trackers and weights of both languages have the same bits after each step."""
     fp32, mixed = [torch.float32] * 4, [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
-    command, expected = [program("grad_scaler_file")], {}
+    command, expected = program("grad_scaler_file"), {}
     cases = itertools.product(("SGD", "AdamW", "AdamW-8bit"), (False, True), (0.0, 0.5), (fp32, mixed))
     for number, (name, unscales, max_norm, dtypes) in enumerate(cases):
         if name == "SGD" and max_norm > 0 and not unscales:

@@ -122,7 +122,7 @@ def run_cpp(*runs: tuple[str, Path, int, int, float]) -> subprocess.CompletedPro
             step, and max_grad_norm (0 for no clipping).
     """
     command = [
-        program("optimizer_file"),
+        *program("optimizer_file"),
         *(str(part) for rule, *rest in runs for part in ((RULES | LOW_RANK)[rule][0].__name__, *rest)),
     ]
     return subprocess.run(

@@ -17,7 +17,7 @@ import torch
 
 import shoestring
 import shoestring.data
-from build_folder import program
+from build_folder import library
 from queue_device import compute as device_compute
 from queue_device import queue_device, set_event_times
 
@@ -209,7 +209,7 @@ assert monitor.stop().samples
 
 
 def test_gpus_of_nvml() -> None:
-    folder = program("nvml/libnvidia-ml.so.1").parent
+    folder = library("nvml/libnvidia-ml.so.1").parent
     code = """
 import shoestring, time
 monitor = shoestring.Monitor(interval=0.1)

@@ -192,7 +192,7 @@ def test_cpp_continues_python_and_back(kind: str, exact: bool, tmp_path: Path) -
     straight.save(tmp_path / "run")
     without_numpy(straight, 6)
     done = subprocess.run(
-        [program("training_file"), kind, tmp_path / "run", "3"], capture_output=True, text=True, check=True
+        [*program("training_file"), kind, tmp_path / "run", "3"], capture_output=True, text=True, check=True
     )
     assert done.stdout == "7 7\n"
     resumed = Run(kind, reverse=True)

@@ -65,7 +65,10 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"use_dora": "yes"}, "use_dora: expected true or false"),
         ({"lora_dropout": None, "use_rslora": 3}, "use_rslora: expected true or false"),
         ({"peft_type": ["LORA"]}, "peft_type: expected one of"),
-        ({"peft_type": "VERA", "r": 10**9}, "r: expected an integer from 1 to 65536"),
+        (
+            {"peft_type": "VERA", "r": 10**9} | dict.fromkeys(["init_lora_weights", "lora_alpha", "lora_dropout"]),
+            "r: expected an integer from 1 to 65536",
+        ),
         ({"use_qalora": ["x" * 10_000]}, "use_qalora: expected False"),
         ({"modules_to_save": [""]}, "modules_to_save: expected names of modules, received ''"),
         (

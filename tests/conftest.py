@@ -38,12 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts a background job with SIGINT ignored, which programs that the tests start would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if (tier := config.getoption("--tier")) == "first":
+    if config.getoption("--tier") == "first":
         config.pluginmanager.register(tiers.Operators(config), "operators")
-    if tier is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(tiers.Remaining(config), "remaining")
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(tiers.FirstFailure(config), "first failure")
+        config.pluginmanager.register(tiers.Progress(config), "progress")
 
 
 # The dictionary holds the outputs of failed tests by node ID, for each file whose tests marked fresh have run.

@@ -1,6 +1,6 @@
 """The two tiers of the Python tests: ``--tier=first`` is what `make test` runs, ``--tier=second`` is the rest.
 
-The first tier leaves out the files in SLOW and the tests that are marked ``slow`` or ``alone``. Of every other test it
+The first tier leaves out the tests in SLOW and those that are marked ``slow`` or ``alone``. Of every other test it
 runs CASES cases, which the seed draws, or all if the test is marked ``first``. With the same seed, the second tier
 runs all cases that the first left out, so that both together are the whole suite.
 
@@ -21,7 +21,7 @@ import torch
 from build_folder import REPOSITORY, library
 
 CASES = 2
-# They train, start many processes, compile C++, or repeat a grid at length.
+# Files and tests that train, start many processes, compile C++, or repeat a grid at length.
 SLOW = {
     "test_attention_hopper.py",
     "test_attention_mixed.py",
@@ -51,15 +51,18 @@ SLOW = {
     "test_train_gpt_data.py",
     "test_train_gpt_processes.py",
     "test_train_optimizers.py",
+    "test_compress_gradient.py::test_compiled",
+    "test_embedding.py::test_compile",
 }
 SUITE = REPOSITORY / "tests/python"
 OPERATORS = SUITE / "core/public/operators.txt"
 
 
 def add_marks(items: list[pytest.Item]) -> None:
-    """Mark the tests of the files in SLOW as slow."""
+    """Mark the tests in SLOW as slow."""
     for item in items:
-        if item.path.name in SLOW and item.get_closest_marker("first") is None:
+        test = f"{item.path.name}::{item.nodeid.rpartition('::')[2].partition('[')[0]}"
+        if (item.path.name in SLOW or test in SLOW) and item.get_closest_marker("first") is None:
             item.add_marker(pytest.mark.slow)
 
 
@@ -82,43 +85,47 @@ def first_tier(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     return chosen
 
 
-class FirstFailure:
-    """Print the first failure as soon as it happens, with its traceback. The other tests go on."""
+class Progress:
+    """Print the first failure when it happens, and with a tier every 15 seconds how much remains.
+
+    The run goes on after a failure.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
-        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
-        self.printed = False
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and not self.printed and self.terminal is not None:
-            self.printed = True
-            self.terminal.write_sep("=", f"first failure: {report.nodeid} (the other tests go on)")
-            self.terminal.write_line(report.longreprtext)
-            self.terminal.write_sep("=", f"--seed={self.terminal.config.getoption('--seed')}")
-
-
-class Remaining:
-    """Print every 15 seconds how many tests are done, and when the others will be."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self.config = config
+        self.has_failed = False
         self.start = self.last = time.monotonic()
         self.done = self.total = 0
+
+    def terminal(self) -> pytest.TerminalReporter:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        return reporter
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.total = len(session.items)
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         self.total = len(ids)
         self.start = time.monotonic()
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.failed or self.has_failed:
+            return
+        self.has_failed = True
+        terminal = self.terminal()
+        terminal.write_sep("=", f"first failure: {report.nodeid}")
+        terminal.write_line(report.longreprtext)
+        terminal.write_sep("=", f"--seed={self.config.getoption('--seed')}; the other tests go on")
+
     def pytest_runtest_logfinish(self) -> None:
         self.done += 1
         now = time.monotonic()
-        if now - self.last >= 15 and self.terminal is not None:
+        if self.config.getoption("--tier") is not None and now - self.last >= 15:
             self.last = now
             seconds = (now - self.start) / self.done * (self.total - self.done)
-            self.terminal.write_line(f" {self.done} of {self.total} tests, {seconds:.0f} s remain")
+            self.terminal().write_line(f" {self.done} of {self.total} tests, about {seconds:.0f} s remain")
 
 
 class Operators:
@@ -133,6 +140,7 @@ class Operators:
         self.missing: list[str] = []
         torch.ops.load_library(str(library("librecorded_operators.so")))
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
         self.ran.update(getattr(node, "workeroutput", {}).get("operators", ()))
 

@@ -1,6 +1,7 @@
 """Test PiSSA, OLoRA, LoftQ and EVA: initial values against PEFT, quantised base weights, saved adapters."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,19 +42,20 @@ def test_values_are_pefts(init: str, rslora: bool) -> None:
         torch.testing.assert_close(ours.lora_A["default"].data, A.data)
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_files_are_for_the_original_base(init: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("init", "rslora"), [("pissa", False), ("olora", True)])
+def test_files_are_for_the_original_base(init: str, rslora: bool, tmp_path: Path) -> None:
     base = logits(llama())
-    model = lora.apply(llama(), rank=4, alpha=6, init=init)
+    options: dict[str, Any] = {"rank": 4, "alpha": 6, "init": init, "rslora": rslora}
+    model = lora.apply(llama(), **options)
     assert (logits(model) - base).abs().max() <= 1e-5
     randomise(model)
     assert (logits(model) - base).abs().max() > 1e-2
     assert_files_agree(model, tmp_path)
     # The saved adapter also loads onto a model that already has an adapter of PiSSA or OLoRA, which have
     # changed its base weights. load_adapter first restores the original base weights.
-    again = lora.load_adapter(lora.apply(llama(), rank=4, alpha=6, init=init), tmp_path / "ours")
+    again = lora.load_adapter(lora.apply(llama(), **options), tmp_path / "ours")
     assert (logits(again) - logits(model)).abs().max() <= 1e-5
-    twin = lora.apply(llama(), rank=4, alpha=6, init=init)
+    twin = lora.apply(llama(), **options)
     twin.load_state_dict(model.state_dict())
     assert torch.equal(logits(twin), logits(model))
 

@@ -105,6 +105,8 @@ def test_disk() -> None:
     waits = dict(wait_seconds=0.5, starved_seconds=0.5, step_seconds=0.5)
     assert {each[0] for each in found(**slow, **waits)} == {"data", "disk"}
     assert found(**slow | {"read_bytes": 0.0}, steps=0.0) == []  # other processes use the disk
+    # A program without a loop loses nothing to the disk while it computes in all cores.
+    assert found(**slow | {"cpu_seconds": 7.9, "machine_cpu_seconds": 8.0}, steps=0.0) == []
 
 
 def test_gpu() -> None:

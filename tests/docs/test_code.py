@@ -6,19 +6,27 @@ from pathlib import Path
 
 import pytest
 from compile_cpp import compile_pages, translation_unit
-from doc_pages import blocks, pages
+from doc_pages import REPOSITORY, blocks, pages
 from run_pages import run_pages
 
 # Blocks that readers see and no test runs. Lower this number when one of them goes.
 NORUN = 5
 
 
-def test_python_blocks_run() -> None:
+def _run(pages: list[Path]) -> None:
     # A process of its own: it forks, which PyTorch allows before other threads have run.
-    command = [sys.executable, str(Path(__file__).with_name("run_pages.py")), *map(str, pages())]
+    command = [sys.executable, str(Path(__file__).with_name("run_pages.py")), *map(str, pages)]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0 and "ok README.md" in done.stdout, done.stdout + done.stderr
+
+
+def test_python_blocks_of_the_first_pages_run() -> None:
+    _run([REPOSITORY / "README.md", REPOSITORY / "docs/quickstart.md"])
+
+
+def test_python_blocks_run() -> None:
+    _run(pages())
 
 
 def test_cpp_blocks_compile() -> None:

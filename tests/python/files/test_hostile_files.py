@@ -66,7 +66,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"lora_dropout": None, "use_rslora": 3}, "use_rslora: expected true or false"),
         ({"peft_type": ["LORA"]}, "peft_type: expected one of"),
         (
-            {"peft_type": "VERA", "r": 10**9} | dict.fromkeys(["init_lora_weights", "lora_alpha", "lora_dropout"]),
+            {"peft_type": "VERA", "r": 10**9}
+            | dict.fromkeys(["init_lora_weights", "lora_alpha", "lora_dropout"]),
             "r: expected an integer from 1 to 65536",
         ),
         ({"use_qalora": ["x" * 10_000]}, "use_qalora: expected False"),

@@ -1,8 +1,8 @@
 """The two tiers of the Python tests: ``--tier=first`` is what `make test` runs, ``--tier=second`` is the rest.
 
-The first tier leaves out the tests in SLOW and those that are marked ``slow`` or ``alone``. Of every other test it
-runs CASES cases, which the seed draws, or all if the test is marked ``first``. With the same seed, the second tier
-runs all cases that the first left out, so that both together are the whole suite.
+The first tier leaves out the tests in ``slow.txt`` and those that are marked ``slow`` or ``alone``. Of every other
+test it runs CASES cases, which the seed draws, or all if the test is marked ``first``. With the same seed, the second
+tier runs all cases that the first left out, so that both together are the whole suite.
 
 Every operator has to run in the first tier: each process records those that it calls, and the run fails if one of
 them is missing. ``tests/python/core/test_first_tier.py`` looks for the other public names.
@@ -21,59 +21,17 @@ import torch
 from build_folder import REPOSITORY, library
 
 CASES = 2
-# Files and tests that train, start many processes, compile C++, or repeat a grid at length.
-SLOW = {
-    "test_attention_hopper.py",
-    "test_attention_mixed.py",
-    "test_bench_qlora.py",
-    "test_checkpoint_exhaustive.py",
-    "test_checkpoint_kill.py",
-    "test_cli_finetune.py",
-    "test_cli_parallel.py",
-    "test_cli_train.py",
-    "test_cross_entropy_inplace.py",
-    "test_example_retrieval.py",
-    "test_diloco_peers.py",
-    "test_finetune_example.py",
-    "test_frameworks.py",
-    "test_install.py",
-    "test_glyphs.py",
-    "test_interrupts.py",
-    "test_linear_cross_entropy_grids.py",
-    "test_linear_cross_entropy_heads.py",
-    "test_offload_fork.py",
-    "test_optimizer_checkpoints.py",
-    "test_optimizer_offload.py",
-    "test_optimizer_offload_cpu.py",
-    "test_optimizer_offload_device.py",
-    "test_optimizer_unfinished.py",
-    "test_random_kills.py",
-    "test_run_damage.py",
-    "test_run_lock.py",
-    "test_site.py",
-    "test_small_llama.py",
-    "test_train_gpt.py",
-    "test_train_gpt_data.py",
-    "test_train_gpt_processes.py",
-    "test_train_optimizers.py",
-    "test_compress_gradient.py::test_compiled",
-    "test_code.py::test_cpp_blocks_compile",
-    "test_code.py::test_python_blocks_run",
-    "test_compress.py::test_losses_on_text_are_within_a_percent",
-    "test_embedding.py::test_compile",
-    "test_find_batch_size.py::test_everything_is_as_before",
-    "test_host_allocator.py::test_compiled_functions",
-    "test_gpu_check.py::test_the_journal_survives_a_crash_and_a_hang",
-}
+# Files and tests that take more than 2 s a case, or need programs that only `make test-all` builds.
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().split())
 SUITE = REPOSITORY / "tests/python"
 OPERATORS = SUITE / "core/public/operators.txt"
 
 
 def add_marks(items: list[pytest.Item]) -> None:
-    """Mark the tests in SLOW as slow."""
+    """Mark the tests in slow.txt as slow."""
     for item in items:
-        test = f"{item.path.name}::{item.nodeid.rpartition('::')[2].partition('[')[0]}"
-        if (item.path.name in SLOW or test in SLOW) and item.get_closest_marker("first") is None:
+        test = item.nodeid.partition("[")[0]
+        if test in SLOW or test.partition("::")[0] in SLOW:
             item.add_marker(pytest.mark.slow)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiers
 
 TESTS = Path(__file__).parents[2]
 PUBLIC = Path(__file__).parent / "public"
@@ -109,3 +110,10 @@ def test_first_tier_touches_every_public_name(request: pytest.FixtureRequest) ->
     assert not (left := missing(request.session.items)), (
         f"no test of the first tier mentions {left}; see tests/tiers.py"
     )
+
+
+def test_slow_tests_exist() -> None:
+    for line in tiers.SLOW:
+        file, _, test = line.partition("::")
+        text = (TESTS.parent / file).read_text()
+        assert not test or f"def {test}(" in text, f"tests/slow.txt: {line} does not exist"

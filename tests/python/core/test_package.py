@@ -30,6 +30,7 @@ def test_cmake_dir_holds_the_package(
     monkeypatch.setattr(sys, "argv", ["shoestring", "--cmake-dir"])
     __main__.main()
     folder = Path(capsys.readouterr().out.strip())
+    assert folder == Path(shoestring.cmake_prefix_path)
     assert (folder / "shoestring" / "shoestringConfig.cmake").is_file()
 
 

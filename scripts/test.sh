@@ -66,7 +66,9 @@ suite() {  # SUITE
     # Approximate functions are as wrong as a GPU's may be; the C++ suite runs with exact ones.
     Python-emulated) SIMT_APPROXIMATE=random OMP_NUM_THREADS=1 tests --backend=simt ;;
     device) PYTHONPATH=tests/device:${PYTHONPATH:-} tests tests/device ;;
-    crash | fuzz | docs) tests ${tier:+--tier=second} "tests/$1" ;;
+    crash | fuzz) tests ${tier:+--tier=second} "tests/$1" ;;
+    # Not worksteal: both workers would build the site.
+    docs) python -m pytest -n 2 --dist loadfile ${tier:+--tier=second} tests/docs ;;
     peers) tests tests/peers ;;
     consumer) tests/consumer/run.sh "$build" ${tier:+--tier=$tier} ;;
     packages) python -m pytest tests/packages ;;

@@ -89,6 +89,7 @@ nightly: chromium test-all test-deepspeed test-asan docs-browser
 	python -m pytest tests/packages --all-cases -m nightly
 	PYTHONPATH=tests/device:$(PYTHONPATH) python -m pytest tests/device --delay-seeds 20
 	python tests/device/remove_waits.py
+	python tests/mutations.py --tier second
 	SHOESTRING_CUDA=0 $(CONFIGURE) -B build-separate -DSHOESTRING_UNITY=OFF && cmake --build build-separate
 	for seed in $(SEEDS); do PYTEST_ADDOPTS="--seed $$seed" scripts/test.sh $(BUILD) Python Python-emulated || exit; done
 

@@ -71,6 +71,7 @@ def test_room_is_made_first(small_disk: Path, reserves: bool) -> None:
 LIMITED = """
 import resource, sys, torch
 from shoestring.optim import AdamW
+sys.dont_write_bytecode = True
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     AdamW([torch.nn.Parameter(torch.zeros(300_000))], state_format="fp32", offload=f"nvme:{sys.argv[1]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -111,19 +112,36 @@ def treat(module: nn.Module, treatment: Treatment) -> Callable[[], None]:
 
 
 def _forward(original: Callable[..., Any], treatment: Treatment) -> Callable[..., Any]:
+    caches = cache_places(original)
+
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
-        return run_block(treatment, original, self, *args, **kwargs)
+        return run_block(treatment, original, caches, self, *args, **kwargs)
 
     return forward
 
 
+def cache_places(original: Callable[..., Any]) -> frozenset[int]:
+    """Return which positional arguments of a block's forward are key-value caches, as GPT-2 passes them."""
+    names = list(inspect.signature(original).parameters)[1:]
+    return frozenset(i for i, name in enumerate(names) if name in CACHES)
+
+
 def run_block(
-    treatment: Treatment, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    treatment: Treatment,
+    original: Callable[..., Any],
+    caches: frozenset[int],
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Run the forward of a block, with its activations as ``treatment`` says and without key-value caches."""
+    """Run the forward of a block, with its activations as ``treatment`` says and without key-value caches.
+
+    ``caches`` is the result of ``cache_places``.
+    """
+    args = tuple(None if i in caches else argument for i, argument in enumerate(args))
     for name in CACHES:
         if kwargs.get(name) is not None:
             kwargs[name] = None

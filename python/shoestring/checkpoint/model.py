@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoestring.checkpoint.blocks import Treatment, find_blocks, run_block, treat
+from shoestring.checkpoint.blocks import Treatment, cache_places, find_blocks, run_block, treat
 from shoestring.checkpoint.function import Keep
 from shoestring.checkpoint.measure import (
     Call,
@@ -251,7 +251,8 @@ def _measure_block(
 ) -> dict[str, Cost]:
     costs: dict[str, Cost] = {}
     for name, kept in CHOICES.items():
-        run = functools.partial(run_block, Treatment(kept), type(module).forward, module)
+        forward = type(module).forward
+        run = functools.partial(run_block, Treatment(kept), forward, cache_places(forward), module)
         if name in OFFLOADED:
             if offload is not None:
                 alike = next(costs[one] for one in costs if CHOICES[one] == kept)

@@ -73,6 +73,11 @@ class MultipackBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self._packed: tuple[int, list[list[int]]] | None = None
 
+    @property
+    def sampler(self) -> MultipackBatchSampler:
+        """The sampler itself: Accelerate sets the epoch of the sampler within a batch sampler that it divides."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch number, which selects the order of the batches."""
         self.epoch = epoch
@@ -157,7 +162,8 @@ class PackingCollator:
         -100, because the token before it belongs to another sequence.
 
     Raises:
-        ValueError: ``labels`` and ``input_ids`` of a sequence differ in shape, are not 1-D, or are empty.
+        ValueError: ``labels`` and ``input_ids`` of a sequence differ in shape, are not 1-D, or are empty; the
+            ``attention_mask`` of a sequence has zeros; or a mask of trained tokens comes without ``labels``.
 
     Example:
         >>> from shoestring.data.packing import PackingCollator
@@ -167,6 +173,19 @@ class PackingCollator:
     """
 
     def __call__(self, sequences: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        for i, s in enumerate(sequences):
+            mask = s.get("attention_mask")
+            if mask is not None and not torch.as_tensor(mask).all():
+                raise ValueError(
+                    "PackingCollator: attention_mask: expected sequences without padding, received zeros in sequence "
+                    f"{i}; leave the padding out"
+                )
+            for name in ("assistant_masks", "completion_mask"):
+                if name in s and "labels" not in s:
+                    raise ValueError(
+                        f"PackingCollator: {name}: expected labels that are {IGNORE} where it is 0, received no labels "
+                        f"in sequence {i}"
+                    )
         ids = [torch.as_tensor(s["input_ids"], dtype=torch.int64) for s in sequences]
         labels = [
             torch.as_tensor(s.get("labels", i), dtype=torch.int64).clone() for s, i in zip(sequences, ids)

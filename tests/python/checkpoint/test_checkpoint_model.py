@@ -102,6 +102,24 @@ def test_the_names_of_blocks() -> None:
         shoestring.checkpoint_model(nn.Linear(2, 2))
 
 
+def test_a_cache_that_is_passed_by_position_is_not_written_twice() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    model = transformers.GPT2LMHeadModel(config).train()
+    ids = torch.randint(64, (2, 12))
+    gradients = []
+    for treat in (shoestring.patch, shoestring.checkpoint_model):
+        treat(model)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_a_cache_is_not_written_twice() -> None:
     layer = Layer(8)
     shoestring.checkpoint_model(nn.ModuleList([layer]), [layer])

@@ -88,6 +88,30 @@ def test_refusals() -> None:
         torch.ops.shoestring.pack_sequences(torch.tensor([1]), 0)
     with pytest.raises(ValueError, match="PackingCollator: labels: expected one label for each"):
         PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
+    with pytest.raises(
+        ValueError, match="attention_mask: expected sequences without padding, received zeros in sequence 1"
+    ):
+        PackingCollator()(
+            [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [1, 0], "attention_mask": [1, 0]}]
+        )
+    for name in ("assistant_masks", "completion_mask"):
+        with pytest.raises(ValueError, match=f"{name}: expected labels that are -100 where it is 0"):
+            PackingCollator()([{"input_ids": [1, 2], name: [0, 1]}])
+        PackingCollator()([{"input_ids": [1, 2], "labels": [-100, 2], name: [0, 1]}])
+
+
+def test_accelerate_sets_the_epoch_of_a_sampler_that_it_divides() -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    pytest.importorskip("accelerate").PartialState(cpu=True)
+    sampler = MultipackBatchSampler([9 + i % 20 for i in range(40)], capacity=64)
+    loader = torch.utils.data.DataLoader(range(40), batch_sampler=sampler, collate_fn=list)
+    mine = data_loader.prepare_data_loader(
+        loader, num_processes=2, process_index=0, put_on_device=False, even_batches=False
+    )
+    first, second = list(mine), list(mine)
+    assert first != second
+    sampler.set_epoch(1)
+    assert second == list(sampler)[: 2 * len(second) : 2]
 
 
 @pytest.mark.parametrize("patched", [True, False])

@@ -92,6 +92,21 @@ def test_generates_the_same(name: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generates_with_a_window_and_a_cache_of_fixed_size(cache: str) -> None:
+    config = transformers.MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=5, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM(config).eval()
+    ids = torch.randint(1, 64, (1, 11))
+    options = dict(max_new_tokens=6, do_sample=False, cache_implementation=cache, disable_compile=True)
+    model.set_attn_implementation("eager")
+    expected = model.generate(ids, **options)
+    model.set_attn_implementation(shoestring.register_attention())
+    assert torch.equal(model.generate(ids, **options), expected)
+
+
 def test_no_mask_of_tokens_by_tokens() -> None:
     """Masks for shoestring's attention are None or (batch, keys), never (tokens, tokens).
 
@@ -120,6 +135,9 @@ def test_no_mask_of_tokens_by_tokens() -> None:
     # For chunked attention, and for queries that are not the last tokens, the mask is that of sdpa attention.
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     assert _is_sliding(sliding, 4, None) and not _is_sliding(chunks, 4, None)
+    for padding in range(1, 4):
+        chunks = masking_utils.chunked_causal_mask_function(4, torch.full((2,), padding))
+        assert not _is_sliding(chunks, 4, None)
     assert mask(2, 3, 9).shape == (2, 1, 3, 9)
 
 

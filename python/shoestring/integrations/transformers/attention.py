@@ -201,6 +201,8 @@ def mask(
           appends to the mask, the last size is no longer 1, which ``attend`` detects.
         - For any other mask: the mask that transformers' ``sdpa_mask`` builds.
     """
+    if attention_mask is not None and attention_mask.dim() == 5:
+        return attention_mask  # generate() has made this mask before, for a cache of fixed size
     function = masking.causal_mask_function if mask_function is None else mask_function
     # Whether options of `attend` express the mask, so that no (tokens, tokens) mask is built. A causal mask
     # or a sliding window requires that the queries are the last tokens of the sequence.
@@ -243,10 +245,15 @@ def _is_sliding(function: Callable[..., Tensor], size: int, config: Any) -> bool
             getattr(config, "sliding_window", None) == size
             and getattr(config, "attention_chunk_size", None) is None
         )
-    query = torch.tensor(3 * size)
+    # Padding moves the begin of chunks. Two neighbouring queries are never both the last of a chunk.
+    queries = (torch.tensor(3 * size), torch.tensor(3 * size + 1))
     keys = {0: True, size - 1: True, size: False, 1 - 2 * size: False, -1: False}
     zero = torch.tensor(0)
-    return all(bool(function(zero, zero, query, query - back)) == seen for back, seen in keys.items())
+    return all(
+        bool(function(zero, zero, query, query - back)) == seen
+        for query in queries
+        for back, seen in keys.items()
+    )
 
 
 @contextmanager

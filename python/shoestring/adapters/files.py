@@ -105,7 +105,7 @@ def save_adapter(
         tensors, config = _describe(model, name)
         # The collective calls of whole() run on all processes.
         tensors = {key: whole(value) for key, value in (tensors | rows).items()}
-        record = base_record(model, {base_name(key) for key in tensors})
+        record = base_record(model, {base_name(key.removeprefix(PREFIX)) for key in tensors})
         if split and torch.distributed.get_rank() > 0:
             continue
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def save_adapter(
 
 def base_name(key: str) -> str:
     """Return the name of the weight of the base that a key of a file has, if it is that of such a weight."""
-    return key.removeprefix(PREFIX).replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
+    return key.replace(".token_adapter.base_layer.", ".").replace(".base_layer.", ".")
 
 
 def _embeddings(model: Any) -> dict[str, Tensor]:

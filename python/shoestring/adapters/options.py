@@ -373,7 +373,7 @@ def check_name(adapter_name: str) -> None:
             f"lora.apply: adapter_name: expected a name without dots, slashes and control characters, of at most "
             f"{MOST_BYTES} bytes, received {shown(adapter_name)}"
         )
-    if hasattr(nn.ParameterDict, adapter_name):
+    if hasattr(nn.ParameterDict(), adapter_name):
         raise ValueError(
             f"lora.apply: adapter_name: expected a name that is no method of nn.ParameterDict, received {adapter_name!r}"
         )

@@ -505,6 +505,11 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
 
 def distinct(name: str, given: Tensor | Iterable[Any]) -> list[Any]:
     """Return a group's parameters without repetitions, of which the optimizer ``name`` warns like PyTorch."""
+    if isinstance(given, (set, frozenset)):
+        raise TypeError(
+            f"{name}: params: expected a list, received a set, whose order differs between runs, so that the state "
+            "of a parameter could be loaded for another one"
+        )
     params = [given] if isinstance(given, Tensor) else list(given)
     found: dict[int, Any] = {}
     for item in params:

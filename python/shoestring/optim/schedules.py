@@ -415,6 +415,10 @@ class Scheduler(LRScheduler):
                 )
             self._schedules[option] = several
             self._first[option] = [_number(group, option) for group in groups]
+            for g, group in enumerate(groups):  # a default of the optimizer is one tensor for all groups
+                value = group.get(option)
+                if isinstance(value, Tensor) and any(value is other.get(option) for other in groups[:g]):
+                    group[option] = value.clone()
         super().__init__(optimizer)  # sets the values of step 0
 
     def get_lr(self) -> list[float | Tensor]:
@@ -430,7 +434,14 @@ class Scheduler(LRScheduler):
         self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _apply(self, step: int) -> None:
-        changes: list[dict[str, Any]] = [{} for _ in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups
+        known = next(iter(self._schedules.values()), groups)
+        if len(groups) != len(known):
+            raise ValueError(
+                f"Scheduler: optimizer: expected the {len(known)} groups for which it was made, received "
+                f"{len(groups)}; make the scheduler after add_param_group"
+            )
+        changes: list[dict[str, Any]] = [{} for _ in groups]
         for option, several in self._schedules.items():
             for g, (schedule, value) in enumerate(zip(several, self._first[option], strict=True)):
                 is_absolute = isinstance(schedule, Schedule) and schedule.is_absolute

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoestring.core.dtensors import is_dtensor
-from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.optim.base import LowMemoryOptimizer, distinct
 from shoestring.optim.sharded import row_begins, shards
 
 
@@ -47,8 +47,7 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
 
         Its parameters and options are checked before anything changes.
         """
-        params = param_group["params"]
-        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        param_group["params"] = distinct(self._name, param_group["params"])
         for i, item in enumerate(param_group["params"]):
             param = item[1] if isinstance(item, tuple) else item
             if isinstance(param, Tensor):

@@ -145,3 +145,34 @@ def test_names_that_are_no_folders(name: str, tmp_path: Path) -> None:
         lora.apply(llama(), rank=2, adapter_name=name)
     with pytest.raises(ValueError, match=re.escape("adapter_name: expected a name")):
         lora.load_adapter(llama(), tmp_path, name)
+
+
+class Wrapper(nn.Module):
+    """A model whose own names begin with the prefix that PEFT gives to all names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = nn.Module()
+        self.base_model.model.q = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_model.model.q(x)
+
+
+def test_a_model_whose_names_begin_with_the_prefix_of_the_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = Wrapper()
+    model = lora.apply(copy.deepcopy(base), rank=2, target_modules=["q"], bias="lora_only", init="random")
+    with torch.no_grad():
+        model.base_model.model.q.bias += 1
+    lora.save_adapter(model, tmp_path)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(lora.load_adapter(base, tmp_path)(x), model(x))
+
+
+def test_an_adapter_is_not_named_as_an_attribute_of_modules() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="training"):
+        lora.apply(model, adapter_name="training", target_modules=["0"], modules_to_save=["1"])
+    assert not any("lora" in name for name, _ in model.named_parameters())

@@ -118,3 +118,10 @@ def test_other_threads_run_during_a_step() -> None:
     with replaced("adamw_", wait):
         stepped(AdamW(params), params, 0)
     thread.join()
+
+
+def test_sets_of_parameters_are_refused_as_in_torch() -> None:
+    groups = [{"params": set(nn.Linear(4, 4).parameters())}]
+    for kind in (torch.optim.AdamW, AdamW, Muon):
+        with pytest.raises(TypeError, match=r"\bset\b|ordered"):
+            kind(groups)

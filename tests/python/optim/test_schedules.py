@@ -346,3 +346,21 @@ def test_scheduler_in_a_trainer_of_pytorch() -> None:
         scheduler.step()
         seen.append(loss.detach())
     assert optimizer.param_groups[0]["lr"] == 0 and scheduler.get_last_lr() == [0]
+
+
+def test_groups_that_share_a_tensor_have_rates_of_their_own() -> None:
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = optim.AdamW([{"params": [p]} for p in parameters], lr=torch.tensor(1e-2))
+    scheduler = schedules.Scheduler(optimizer, lr=[schedules.constant(), schedules.linear(10)])
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.01, 0.005])
+
+
+def test_a_group_that_was_added_later_is_refused() -> None:
+    optimizer = optim.AdamW([nn.Parameter(torch.ones(4))], lr=1e-2)
+    scheduler = schedules.Scheduler(optimizer, lr=schedules.linear(10))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    with pytest.raises(ValueError, match="expected the 1 groups for which it was made, received 2"):
+        scheduler.step()

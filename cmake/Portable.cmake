@@ -5,7 +5,7 @@
 # old_symbols.cpp has the replacements, and the linker option --wrap sends references there. `make wheel` fails if the
 # library refers to a newer symbol that has no replacement; `auditwheel show` names it.
 set(SHOESTRING_OLD_SYMBOLS
-    exp log pow fstat stat pthread_cond_clockwait pthread_sigmask dlopen dlsym dlclose
+    exp log pow fstat stat pthread_cond_clockwait pthread_sigmask pthread_mutex_trylock dlopen dlsym dlclose
     _ZSt28__throw_bad_array_new_lengthv
     _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE
     _ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv)

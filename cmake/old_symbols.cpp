@@ -38,6 +38,7 @@ SHOESTRING_JUMP(_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE,
 
 // glibc moved these functions into libc.so, with new versions, in 2.32 and 2.34.
 SHOESTRING_JUMP(pthread_sigmask, "pthread_sigmask", "GLIBC_2.2.5");
+SHOESTRING_JUMP(pthread_mutex_trylock, "pthread_mutex_trylock", "GLIBC_2.2.5");
 SHOESTRING_JUMP(dlopen, "dlopen", "GLIBC_2.2.5");
 SHOESTRING_JUMP(dlsym, "dlsym", "GLIBC_2.2.5");
 SHOESTRING_JUMP(dlclose, "dlclose", "GLIBC_2.2.5");

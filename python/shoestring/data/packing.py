@@ -75,7 +75,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> MultipackBatchSampler:
-        """The sampler itself: Accelerate sets the epoch of the sampler within a batch sampler that it divides."""
+        """Return this sampler, since Accelerate sets the epoch of the sampler within a batch sampler that it divides."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

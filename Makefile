@@ -80,7 +80,7 @@ check: build
 	scripts/test.sh $(BUILD) check
 
 nightly: export PYTEST_ADDOPTS += --all-cases
-nightly: SUITES = lint C++ emulator cutlass C++-emulated Python Python-alone Python-emulated device crash fuzz peers docs consumer packages gates
+nightly: SUITES = all
 nightly: chromium test-all test-deepspeed test-asan docs-browser
 	python -m pytest tests/crash --all --kills 1000
 	python -m pytest tests/fuzz --fuzz-seconds 600

@@ -85,6 +85,7 @@ def main() -> None:
         if options.check:
             sys.exit("release.py: `make test` and `make test-all` have not passed on this commit; run them")
         make("test")
+        make("test-all")  # of its own: it builds other targets
     if options.check:
         print("release.py: the tree is ready for a release")
         return

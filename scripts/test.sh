@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Runs suites, even after one has failed, and prints their totals at the end.
-# Usage: test.sh BUILD_DIR first|check|second|SUITE...   (the libraries are built and installed into python/shoestring)
+# Usage: test.sh BUILD_DIR first|check|second|all|SUITE...   (the libraries are built and installed into python/shoestring)
 #   first    the first tier (make test): C++, a sample of the Python tests, the consumer
 #   check    lint, C++ and the sample of the Python tests
 #   second   everything that the first tier leaves out (make test-all)
+#   all      whole suites, without tiers
 #   SUITE    whole suites by name, without tiers
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -14,6 +15,7 @@ case $tier in
   first) suites="C++ Python consumer" ;;
   check) suites="lint C++ Python" ;;
   second) suites=$SECOND ;;
+  all) suites="C++ $SECOND" tier="" ;;
   *) suites=${*:2} tier="" ;;
 esac
 logs=$(mktemp -d)
@@ -74,7 +76,7 @@ suite() {  # SUITE
     packages) python -m pytest tests/packages ;;
     gates) python scripts/check_ptxas.py "$build" ;;
     *)
-      echo "test.sh: expected first, check, second or a suite ($SECOND C++), got '$1'" >&2
+      echo "test.sh: expected first, check, second, all or a suite ($SECOND C++), got '$1'" >&2
       return 2 ;;
   esac
 }

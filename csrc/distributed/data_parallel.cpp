@@ -26,8 +26,7 @@ using at::Tensor;
 constexpr const char* kSame = "comparison of the parameters of all ranks";
 
 std::vector<std::string> lines_of(const std::vector<uint8_t>& bytes) {
-  const std::string written(bytes.begin(), bytes.end());
-  std::istringstream text(written);
+  std::istringstream text(std::string(bytes.begin(), bytes.end()));
   std::vector<std::string> lines;
   for (std::string line; std::getline(text, line);) lines.push_back(line);
   return lines;

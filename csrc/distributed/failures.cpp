@@ -57,9 +57,7 @@ void wait_for_readers(c10d::Store& store, std::vector<int64_t> ranks, Clock::tim
 using Last = std::map<int64_t, std::pair<uint32_t, std::string>>;
 
 Last parse(const std::vector<uint8_t>& bytes) {
-  // An lvalue: older systems lack the constructor that moves a string.
-  const std::string report(bytes.begin(), bytes.end());
-  std::istringstream lines(report);
+  std::istringstream lines(std::string(bytes.begin(), bytes.end()));
   Last last;
   int64_t number = 0;
   uint32_t key = 0;
@@ -270,8 +268,7 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
     for (const auto& [rank, last] : ranks) list << rank << " ";
     const std::string found = list.str();
     const auto agreed = store.compareSet(kLiving, {}, std::vector<uint8_t>(found.begin(), found.end()));
-    const std::string written(agreed.begin(), agreed.end());
-    std::istringstream numbers(written);
+    std::istringstream numbers(std::string(agreed.begin(), agreed.end()));
     for (int64_t rank = 0; numbers >> rank;) living.push_back(rank);
     if (state.rank != 0 && !agent_has_store()) store.set(done(state.rank), kYes);
     if (state.rank == 0 && !agent_has_store()) {

@@ -8,7 +8,8 @@ set(SHOESTRING_OLD_SYMBOLS
     exp log pow fstat stat pthread_cond_clockwait pthread_sigmask pthread_mutex_trylock dlopen dlsym dlclose
     _ZSt28__throw_bad_array_new_lengthv
     _ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE
-    _ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv)
+    _ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv
+    _ZNSt7__cxx1119basic_istringstreamIcSt11char_traitsIcESaIcEEC1EONS_12basic_stringIcS2_S3_EESt13_Ios_Openmode)
 
 function(shoestring_portable target)
   if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" OR NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")

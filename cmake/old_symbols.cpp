@@ -47,6 +47,13 @@ SHOESTRING_JUMP(dlclose, "dlclose", "GLIBC_2.2.5");
 SHOESTRING_JUMP(_ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv,
                 "_ZNKSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv", "GLIBCXX_3.4.21");
 
+// The constructor of C++20 that moves a string. The one of C++11 copies it.
+SHOESTRING_JUMP(
+    _ZNSt7__cxx1119basic_istringstreamIcSt11char_traitsIcESaIcEEC1EONS_12basic_stringIcS2_S3_EESt13_Ios_Openmode,
+    "_ZNSt7__cxx1119basic_istringstreamIcSt11char_traitsIcESaIcEEC1ERKNS_12basic_stringIcS2_S3_EESt13_Ios_"
+    "Openmode",
+    "GLIBCXX_3.4.21");
+
 // Inline functions of libstdc++ call this function of GCC 12 for an array whose size overflows.
 extern "C" [[noreturn]] void __wrap__ZSt28__throw_bad_array_new_lengthv() {
   throw std::bad_array_new_length();

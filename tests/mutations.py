@@ -22,8 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from mutation import Mutation as Change
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build-mutations"
@@ -31,7 +32,7 @@ TREE = FOLDER / "tree"
 BUILT = FOLDER / "built"  # a copy of the build folder of the clone, without a mutation
 LEAST = {"first": 14, "second": 20}  # how many mutations the tiers must notice
 SECONDS = 2 * 3600  # a run that takes longer hangs
-# What `make` builds. The mutations are not in CUDA kernels, so the first tier does without them.
+# The variables of `make` for each tier. The mutations are not in CUDA kernels, so the first tier does without them.
 BUILD = {
     "first": ["TARGETS=first_tier", "CUDA=0", "CUDA_SUFFICES=.*"],
     "second": ["TARGETS=all", "GPUS=gates", "GPUS_SUFFICE=gates"],
@@ -42,14 +43,8 @@ FAILED = re.compile(r".*: FAILED:|(FAILED|ERROR|not ok) |=+ first failure: ")
 NAMES = (r"first failure: (\S+)", r"^(?:FAILED|ERROR) (.+)", r"^not ok (.+)", r"^-{79}\n(.+)$")
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """A change of `old` to `new` in a file."""
-
-    what: str
-    file: str
-    old: str
-    new: str
+class Mutation(Change):
+    """A mutation of a file of a room."""
 
     @property
     def room(self) -> str:
@@ -209,15 +204,6 @@ def prepare(tier: str) -> None:
     shutil.copytree(TREE / "build", BUILT, symlinks=True)
 
 
-def changed(mutation: Mutation, text: str) -> str:
-    """Return the text of a file with a mutation; end the script if the place is not there exactly once."""
-    if text.count(mutation.old) != 1:
-        sys.exit(
-            f"{mutation.file}: expected {mutation.old!r} once, received it {text.count(mutation.old)} times"
-        )
-    return text.replace(mutation.old, mutation.new)
-
-
 def first_failure(*command: str | Path) -> str | None:
     """Run suites in the clone, until the one with the first failure ends. Return the name of the test that failed."""
     environment = os.environ | {
@@ -274,7 +260,7 @@ def outcome(mutation: Mutation, tier: str) -> str | None:
     """Apply a mutation, return the test that notices it, and take the mutation back."""
     source = TREE / mutation.file
     text, status = source.read_text(), source.stat()
-    source.write_text(changed(mutation, text))
+    source.write_text(mutation.applied(text))
     try:
         build(tier)
         name = noticed_by(mutation.room, "first")
@@ -297,7 +283,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT")
     options = parser.parse_args()
     for mutation in MUTATIONS:
-        changed(mutation, (ROOT / mutation.file).read_text())
+        mutation.applied((ROOT / mutation.file).read_text())
     chosen = [mutation for mutation in MUTATIONS if options.only in mutation.what]
     least = len(chosen) if options.only else LEAST[options.tier]
     prepare(options.tier)

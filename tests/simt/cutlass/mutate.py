@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "tests"))
+from mutation import Mutation as Change  # noqa: E402
+
 PROGRAM = "tests/simt/cutlass/cutlass_tests"
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """A change of `old` to `new` in a file, and a text in the name of a comparison that must notice it."""
+class Mutation(Change):
+    """A change, and a text in the name of a comparison that must notice it."""
 
-    what: str
-    file: str
-    old: str
-    new: str
     noticed_by: str
 
 
@@ -190,14 +189,10 @@ class Build:
     def run_with(self, mutation: Mutation, scratch: Path) -> str:
         """Build the program with a changed file, and return what it prints."""
         source = ROOT / mutation.file
-        text = source.read_text()
-        if text.count(mutation.old) != 1:
-            sys.exit(
-                f"{mutation.file}: expected '{mutation.old}' once, received it {text.count(mutation.old)} times"
-            )
+        text = mutation.applied(source.read_text())
         changed = scratch / mutation.file
         changed.parent.mkdir(parents=True)
-        changed.write_text(text.replace(mutation.old, mutation.new))
+        changed.write_text(text)
         # The folders of the changed file are searched first, so that its includes find the others as before.
         search = " ".join(
             f"-I{shlex.quote(str(scratch / folder))}" for folder in ("tests/simt/include", "", "csrc")

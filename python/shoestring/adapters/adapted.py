@@ -44,6 +44,7 @@ class AdaptedLayer(nn.Module):
     CAN_MIX_ROWS: ClassVar[bool] = False
     # whether several adapters can be active at a time
     CAN_ADD: ClassVar[bool] = True
+    _must_run: ClassVar[bool] = True  # for set_fast_paths
     weight: Tensor
     adapters: dict[str, Any]
     active: tuple[str, ...]

@@ -13,6 +13,7 @@ from shoestring.adapters.tied import note_ties, part_ties
 from shoestring.adapters.trained_copy import TrainedCopy, replace_module, unwrap
 from shoestring.adapters.virtual_tokens import VirtualTokens
 from shoestring.core.dtensors import is_dtensor
+from shoestring.core.fast_paths import set_fast_paths
 from shoestring.core.module_argument import check_module
 from shoestring.core.presence import expect_here
 from shoestring.quantization.quantized_linear_module import QuantizedLinear, frozen
@@ -125,6 +126,7 @@ def merge(
         errors[place] = _ratio(error)
     note_ties(model)
     part_ties(model)
+    set_fast_paths(model)
     return MergeReport(errors, _ratio(totals))
 
 

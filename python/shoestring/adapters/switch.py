@@ -9,6 +9,7 @@ from torch import nn
 from shoestring.adapters.adapted import AdaptedLayer, Rows, adapted_layers
 from shoestring.adapters.trained_copy import TrainedCopy, unwrap
 from shoestring.adapters.virtual_tokens import VirtualTokens, detach_tokens
+from shoestring.core.fast_paths import set_fast_paths
 
 Member = AdaptedLayer | TrainedCopy | VirtualTokens
 
@@ -91,6 +92,7 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
     trained = base_biases(model, biases)
     for name, parameter in base_biases(model, "all").items():
         parameter.requires_grad_(name in trained)
+    set_fast_paths(model)
 
 
 def base_biases(model: nn.Module, which: str) -> dict[str, nn.Parameter]:
@@ -210,3 +212,4 @@ def delete_adapter(model: nn.Module, adapter_name: str) -> None:
                 unwrap(model, place)
             if isinstance(member, VirtualTokens) and not member.adapters:
                 detach_tokens(model)
+    set_fast_paths(model)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shoestring.adapters.targets import all_linear, former_class, matches, own_modules, refuse_unmatched
+from shoestring.core.fast_paths import set_fast_paths
 from shoestring.quantization.fake_quantized_linear_module import (
     FakeQuantizedLinear,
     make_fake_quantized,
@@ -71,6 +72,7 @@ def prepare_quantized(
         check_dtype(PREPARE, "model", layer.weight.dtype, f" in {name}")
     for layer in layers.values():
         make_fake_quantized(layer, quant_type, block_size, double_quant)
+    set_fast_paths(model)
     return model
 
 
@@ -136,4 +138,5 @@ def convert_quantized(model: nn.Module) -> nn.Module:
             )
     for layer in layers.values():
         make_quantized(layer)
+    set_fast_paths(model)
     return model

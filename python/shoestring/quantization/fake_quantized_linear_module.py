@@ -1,5 +1,7 @@
 """A linear layer for quantisation-aware training."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,6 +35,7 @@ class FakeQuantizedLinear(nn.Linear):
         torch.Size([64, 256])
     """
 
+    _must_run: ClassVar[bool] = True  # for set_fast_paths
     quant_type: str
     block_size: int | None
     double_quant: bool

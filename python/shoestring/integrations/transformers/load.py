@@ -19,6 +19,7 @@ from shoestring.adapters.tied import note_ties
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.weights import OffloadedWeights, check_place, embeddings_and_head
 from shoestring.core.errors import printable
+from shoestring.core.fast_paths import set_fast_paths
 from shoestring.core.remote_code import why_not_loaded
 from shoestring.files.read_file import check_regular, is_integer
 from shoestring.integrations.transformers.reader import Stored, TensorReader, read_config, stored_tensors
@@ -153,6 +154,7 @@ def load_quantized(
     if leaving is not None:
         leaving.begin("")
     _recreate_buffers(model, device)
+    set_fast_paths(model)
     result: nn.Module = model.eval()
     return result
 

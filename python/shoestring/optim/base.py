@@ -21,7 +21,8 @@ from shoestring.optim.gradients import GradientHooks
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
 from shoestring.optim.sharded import Aliases, local, shard_gradients, shards, splits_of
-from shoestring.optim.state_dicts import OWN, RanksTogether, StateDicts
+from shoestring.optim.shown_state import ShownState
+from shoestring.optim.state_dicts import OWN, RanksTogether, StateDicts, numbered
 from shoestring.optim.state_layout import Kind, Moment, Part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,6 +103,7 @@ class Known:
     options: dict[str, object] = field(default_factory=dict)  # without lr
     lr: object = None
     params: list[int] = field(default_factory=list)  # the addresses of the C++ tensors
+    members: list[Tensor] = field(default_factory=list)  # the parameters
     own: list[Tensor] = field(default_factory=list)  # the tensors that the core steps
     is_sharded: bool = False  # whether any parameter is a DTensor
     given: dict[int, torch.Size] = field(
@@ -196,6 +198,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         # With found_inf, 1 if the last step was skipped and 0 otherwise, on the device.
         self._skipped: Tensor | None = None
         self._shown = 0  # the core's number of allocations when self.state was last filled
+        self._shown_state = ShownState()
         self.offload = offload
         self._init_hooks()
         self.step_in_backward, self.max_grad_norm = step_in_backward, max_grad_norm
@@ -367,6 +370,8 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         if scale is not None and found_inf is None:
             found_inf = torch.zeros_like(scale)
         self._synchronize()
+        if not self.step_in_backward:  # backward has taken the state
+            self._take_changed_state()
         self._consolidated = None
         try:
             with self._shard_gradients():
@@ -442,6 +447,8 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
                 self._check_replaced(known.given, group["params"])
                 self._core.replace_params(index, own)
                 known.params = params
+                self._shown_state.follow(self.state, known.members, group["params"])
+                known.members = list(group["params"])
             known.own = own
 
     def _check_replaced(self, given: dict[int, torch.Size], params: list[Tensor]) -> None:
@@ -484,11 +491,42 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         made = self._core.layouts_made()
         if made == self._shown:
             return
+        held = {}
         for index, group in enumerate(self.param_groups):
             for p, entries in zip(group["params"], self._core.states(index), strict=True):
                 if entries:
-                    self.state[p] = entries
+                    self.state[p], held[p] = entries, dict(entries)
+        self._shown_state.held = held
+        self._shown_state.note(self.state)
         self._shown = made
+
+    def _take_changed_state(self) -> None:
+        """Give the core the state, if the user has deleted, replaced or added entries of it."""
+        shown = self._shown_state
+        if shown.is_shown(self.state):
+            return
+        if shown.is_held(self.state, self.param_groups):  # others have added entries of their own
+            shown.note(self.state)
+            return
+        if self._all_ranks is not None or self._core.has_sums() or self._is_unfinished:
+            raise RuntimeError(
+                f"{self._name}: state: expected the entries of the last step, received others. Change them after "
+                "a whole step, before the first micro-batch of the next one, and not after shard()"
+            )
+        every: list[list[dict[str, Any]]] = []
+        for group in self.param_groups:
+            every.append([])
+            for p in group["params"]:
+                entries = numbered(self.state.get(p, {}))
+                if shown.is_own(p, entries):
+                    entries = shown.held.get(p, {})
+                elif entries:
+                    self._check_entry(p, entries, group, "state")
+                    shown.check_codes(self._name, p, entries)
+                every[-1].append(entries)
+        self._core.load(every, self._core.grad_norm())
+        self._shown = -1
+        self._show_state()
 
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
         own = local(param)

@@ -55,6 +55,7 @@ class GradientHooks(Optimizer):
     _own: Callable[[Tensor], Tensor]
     _synchronize: Callable[[], None]
     _show_state: Callable[[], None]
+    _take_changed_state: Callable[[], None]
 
     def _init_hooks(self) -> None:
         self._accumulating = False
@@ -87,6 +88,7 @@ class GradientHooks(Optimizer):
             RuntimeError: the last step or backward failed half-way; the message says how to go on.
         """
         self._synchronize()
+        self._take_changed_state()
         self._core.begin_sums()
         self._watch(self._all_params(), always=True)
         before = self._core.set_accumulating(True)
@@ -160,6 +162,7 @@ class GradientHooks(Optimizer):
         if task in self._backwards:
             return
         self._synchronize()
+        self._take_changed_state()
         if task >= 0:
             self._backwards.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(Backward(self, task))

@@ -285,7 +285,7 @@ class StateDicts(Optimizer):
         self._consolidated = None
         if self._all_ranks is not None:  # the core has copied the part of this process
             self.state.clear()
-            self._shown = -1
+        self._shown = -1
         self._show_state()
 
     def _elementwise(self, param: Tensor, group: dict[str, Any]) -> set[str]:
@@ -297,14 +297,16 @@ class StateDicts(Optimizer):
             return set()
         return {name for name, shape in self._extra(param, group).items() if shape == tuple(param.shape)}
 
-    def _check_entry(self, param: Tensor, entry: dict[str, Any], group: dict[str, Any]) -> None:
+    def _check_entry(
+        self, param: Tensor, entry: dict[str, Any], group: dict[str, Any], what: str = "load_state_dict"
+    ) -> None:
         kind, own = self._kind(param, group), local(param)
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
         expected |= {p.name: (p.dtype, p.shape(own)) for p in self._parts(param, group)}
         elementwise = self._elementwise(param, group)
         for name, shape in self._extra(param, group).items():
             expected[name] = torch.float32, tuple(own.shape) if name in elementwise else shape
-        where = f"{self._name}: load_state_dict"
+        where = f"{self._name}: {what}"
         if entry.keys() != expected.keys():
             raise ValueError(
                 f'{where}: state_format="{kind.state}" expects the entries {sorted(expected)}, received {sorted(entry)}'

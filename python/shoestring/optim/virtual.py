@@ -53,6 +53,7 @@ class VirtualParameters:
         self.fixed = {name: value for name, value in method.fixed.items() if name in self.defaults}
         self.of: dict[Tensor, Tensor] = {}
         self._aliases = Aliases()
+        self._kept: dict[Tensor, dict[str, Any]] = {}  # the core's own entries of projected parameters
         self._own: list[list[Tensor]] = []  # for each group, what C++ steps
         # For each group, its projected parameters, each with an empty tensor that has the dtype and the shape
         # of the tensor that a step stores for it.
@@ -126,10 +127,10 @@ class VirtualParameters:
         Return the norm of all gradients, or None without ``max_grad_norm``.
         """
         self.update_options(groups)
-        own = (self._method.kept, "projection_age", "seed")
+        self._take_changed_state(state)
         entries = [
-            [{name: state[p][name] for name in own if name in state.get(p, ())} for p, _ in each]
-            for each in self.projected
+            [self._own_entry(p, state.get(p, {}), group["update_proj_gap"]) for p, _ in each]
+            for each, group in zip(self.projected, groups, strict=True)
         ]
         pairs = self._pairs(groups)
         norm: Tensor | None
@@ -145,8 +146,27 @@ class VirtualParameters:
             for (p, _), entry in zip(each, new, strict=True):
                 if entry:
                     state[p].update(entry)
+                    self._kept[p] = entry
         self.show(state, groups)
         return norm
+
+    def _own_entry(self, param: Tensor, entry: dict[str, Any], gap: int) -> dict[str, Any]:
+        """Return the core's entries of a projected parameter. If the user has deleted them, they ask to project anew."""
+        own = {name: entry[name] for name in (self._method.kept, "projection_age", "seed") if name in entry}
+        if not own and param in self._kept:
+            return {**self._kept[param], "projection_age": gap}
+        return own
+
+    def _take_changed_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Let the base optimizer have the entries that the user has deleted or replaced in ``state``."""
+        owners = {virtual: p for p, virtual in self.of.items()}
+        for own, entry in list(self.base.state.items()):
+            given = state.get(owners.get(own, own), {})
+            if any(given.get(name) is not value for name, value in entry.items()):
+                found = {name: given[name] for name in entry if name in given}
+                self.base.state.pop(own)
+                if found:
+                    self.base.state[own] = found
 
     def _pairs(self, groups: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with what C++ steps, of which C++ learns if another tensor has replaced it."""

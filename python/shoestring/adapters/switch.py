@@ -50,6 +50,8 @@ def check_known(function: str, model: nn.Module, names: Sequence[str]) -> list[s
 def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
     """Activate an adapter, or the sum of several; only active adapters require gradients.
 
+    Call backward before: an adapter that is no longer active gets no gradients of an earlier forward.
+
     Args:
         model: a model with adapters.
         adapter_names: the name of an adapter, or a list of names. With an empty list, the model runs without

@@ -114,7 +114,8 @@ class LowRankLayer(AdaptedLayer):
     def norm(self, name: str) -> Tensor:
         """Return the norms of the rows of the base weight plus an adapter's product, (out_features).
 
-        In evaluation the norms are cached until the weight, a low-rank parameter or the scaling changes.
+        In evaluation without gradients the norms are cached until the weight, a low-rank parameter or the
+        scaling changes. Writes through ``.data`` are not seen there; ``eval()`` drops the norms.
         """
         tensors = self.factors(name)
         scaling = self.adapters[name].scaling
@@ -132,13 +133,15 @@ class LowRankLayer(AdaptedLayer):
                 [(t._version, t.device, t.dtype, t.data_ptr() if i else None) for i, t in enumerate(tensors)],
             )
             former = self.__dict__.setdefault("_norms", {}).get(name)
-            # In training the cached norms are not used: an optimizer may write weights through .data or a
-            # pointer, which does not increase the version counter. During backward they are used, because a
+            # Where weights may be trained the cached norms are not used, nor afterwards: an optimizer may write
+            # weights through .data or a pointer, as PyTorch's fused ones do, which does not increase the version
+            # counter. Models are also trained in evaluation mode. During backward the norms are used, because a
             # checkpoint then recomputes a forward with unchanged weights.
-            trusted = not self.training or torch._C._current_graph_task_id() != -1
+            trains = self.training or torch.is_grad_enabled()
+            in_backward = torch._C._current_graph_task_id() != -1
             if (
-                trusted
-                and former
+                former
+                and (in_backward or not (trains or former[3]))
                 and former[1] == state
                 and all(a is b for a, b in zip(former[0], tensors, strict=True))
             ):
@@ -147,7 +150,7 @@ class LowRankLayer(AdaptedLayer):
         with torch.no_grad():
             norm = lora_weight_norm(*self.matrices(*tensors), scaling=scaling)
         if keep:
-            self.__dict__["_norms"][name] = (tensors, state, norm)
+            self.__dict__["_norms"][name] = (tensors, state, norm, trains)
         return norm
 
     def train(self, mode: bool = True) -> "LowRankLayer":
@@ -163,6 +166,7 @@ class LowRankLayer(AdaptedLayer):
         return super().detach()
 
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self.__dict__.pop("_norms", None)  # weights may have been written through .data
         dense = self.dense_weight()
         weight = low_rank_sum(dense, self.parts([n for n in names if not self.adapters[n].dora]))
         own_bias = getattr(self, "bias", None)

@@ -104,18 +104,22 @@ def test_norm_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -
         assert len(calls) == expected_calls
 
     model.eval()
-    check(1)
-    check(0)
+    with torch.no_grad():
+        check(1)
+        check(0)
+    calls.clear()
     checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert not calls  # neither forward nor the recomputation in backward has computed the weight norm again
+    # Forward has computed the weight norm, since gradients are enabled, and the recomputation has not.
+    assert len(calls) == 1
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     optimizer.step()
-    check(1)
     with torch.no_grad():
+        check(1)
         own.weight.mul_(2)
-    check(1)
-    own.lora_A["default"].data = torch.randn_like(own.lora_A["default"])
-    check(1)
+        check(1)
+        own.lora_A["default"].data = torch.randn_like(own.lora_A["default"])
+        check(1)
+        check(0)
     # In training mode every forward computes the weight norm, because an optimizer may change weights without
     # changing their version counter.
     model.train()
@@ -128,14 +132,47 @@ def test_norm_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -
     # in between.
     assert len(calls) == 1
     model.eval()
-    check(1)
-    twin = copy.deepcopy(model)
     with torch.no_grad():
+        check(1)
+        twin = copy.deepcopy(model)
         twin[0].lora_B["default"].add_(1)
-    torch.testing.assert_close(twin(x), exact(twin, x), rtol=1e-12, atol=1e-12)
-    check(0)
+        torch.testing.assert_close(twin(x), exact(twin, x), rtol=1e-12, atol=1e-12)
+        check(0)
     with torch.inference_mode():
         check(0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_training_in_evaluation_mode_renews_the_norm(fused: bool) -> None:
+    """PyTorch's fused optimizers write weights without changing their version counters, and others through .data."""
+    model = layer().eval()
+    x = torch.randn(3, 64, dtype=torch.float64)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
+    with torch.no_grad():
+        model(x)
+    for _ in range(3):
+        optimizer.zero_grad()
+        output = model(x)
+        torch.testing.assert_close(output, exact(model, x), rtol=1e-12, atol=1e-12)
+        output.square().mean().backward()
+        if fused:
+            optimizer.step()
+        else:
+            for p in trained:
+                assert p.grad is not None
+                p.data -= 0.1 * p.grad
+    with torch.no_grad():
+        expected = exact(model, x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+        model[0].lora_A["default"].data.add_(1)
+        expected = exact(model, x)
+        lora.merge(model)
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+        lora.unmerge(model)
+        model[0].lora_A["default"].data.add_(1)
+        model.eval()
+        torch.testing.assert_close(model(x), exact(model, x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])

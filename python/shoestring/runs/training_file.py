@@ -8,7 +8,7 @@ import operator
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,7 +85,8 @@ def save_training(
 ) -> None:
     """Save a training run to the safetensors file ``path``, so that it can be continued bit for bit.
 
-    The file has the trained weights and the buffers of the model, the state of the optimizers, the states of the
+    The file has the trained weights and the buffers of the model, including weights that are frozen by now but have
+    state in an optimizer, and adapters that are not active; the state of the optimizers, the states of the
     generators of random numbers (of PyTorch on the CPU and on all accelerators, of Python and of NumPy), and the state
     of each part. C++ reads and writes the same file. An existing file is replaced once the new one is complete and on
     disk, so a process that is killed meanwhile leaves the old file.
@@ -102,7 +103,8 @@ def save_training(
         step: the number of steps that have been taken.
         position: whole numbers that say where in the data the run is, such as the epoch.
         facts: texts that must be the same when the run is resumed, such as a digest of the data.
-        frozen: also save the weights that are not trained. A run that freezes weights later needs it.
+        frozen: also save all other weights that are not trained. A run that trains some of them later needs it, or
+            that has trained some with an optimizer without state.
         parts: other objects with ``state_dict`` and ``load_state_dict``, by a name that you choose: a scheduler, a
             GradScaler, averages, callbacks. It cannot be the name of an argument above.
 
@@ -123,16 +125,20 @@ def save_training(
     """
     _check_arguments("save_training", step=step, position=position, facts=facts, frozen=frozen)
     _check_parts(parts, "save_training")
-    tensors: dict[str, Tensor | Gathered] = {}
-    weights = _tensors_of(model, frozen, "save_training")
-    for name, tensor in weights.items():
-        tensors[f"model.{name}"] = gathered(tensor) if is_dtensor(tensor) else tensor
-    known = _names(model, weights)
+    known: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    trained = set(_adapter_parameters(model))
+    states: dict[str, Tensor | Gathered] = {}
     descriptions = []
     for number, optimizer in enumerate(several(optimizers)):
         state, metadata = _files_of(optimizer).store(optimizer, "save_training", names_of(optimizer, known))
-        tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
+        trained |= _parameters_with(state, optimizer)
+        states |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
         descriptions.append(metadata)
+    tensors: dict[str, Tensor | Gathered] = {}
+    also = sorted(known[p] for p in trained if p in known and not p.requires_grad and not frozen)
+    for name, tensor in _tensors_of(model, frozen, also, "save_training").items():
+        tensors[f"model.{name}"] = gathered(tensor) if is_dtensor(tensor) else tensor
+    tensors |= states
     writes = all(own._core.writes() for own in several(optimizers) if isinstance(own, LowMemoryOptimizer))
     if any(isinstance(tensor, Gathered) for tensor in tensors.values()):
         writes = torch.distributed.get_rank() == 0
@@ -145,7 +151,7 @@ def save_training(
     for name, part in parts.items():
         own, values[name], kinds[name] = split(part.state_dict(), f"save_training: {name}")
         tensors |= {f"part.{name}.{key}": tensor for key, tensor in own.items()}
-    states, numbers = random_states()
+    generators, numbers = random_states()
     metadata = {
         "format": FORMAT,
         "format_version": VERSION,
@@ -157,8 +163,10 @@ def save_training(
         "kinds": json.dumps(kinds),
         "random": json.dumps(numbers),
     }
+    if also:
+        metadata["also"] = json.dumps(also)
     _described(metadata, "save_training")  # what could not be read is not written
-    tensors |= {f"random.{name}": state for name, state in states.items()}
+    tensors |= {f"random.{name}": state for name, state in generators.items()}
     metadata["checksum"] = checksum_of(tensors, metadata, writes=True)
     save_gathered(path, tensors, metadata, writes=True)
 
@@ -226,9 +234,11 @@ def load_training(
             raise ValueError(
                 f"{where}: expected {name} {now}, received {stored}: the file belongs to another run"
             )
-    tensors = _tensors_of(model, frozen, "load_training")
+    known: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    also = {*saved["also"], *(known[p] for p in _adapter_parameters(model) if p in known)}
+    also = {name for name in also if f"model.{name}" in entries}
+    tensors = _tensors_of(model, frozen, also, "load_training")
     _check_tensors(tensors, entries, where)
-    known = _names(model, tensors)
     if saved["parts"].keys() != parts.keys():
         raise ValueError(
             f"{where}: expected the parts {sorted(parts)}, received a file with the parts {sorted(saved['parts'])}"
@@ -244,8 +254,8 @@ def load_training(
         for number, optimizer in enumerate(all_optimizers):
             undo.append((f"optimizer {number}", HostCopy([], [optimizer]).restore))
             state = own_files.load_all(file, f"optimizer.{number}.", optimizer)
-            names = names_of(optimizer, known)
-            _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where, names)
+            params = names_of(optimizer, known)
+            _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where, params)
             del state
         for name, part in parts.items():
             undo.append((f"the part {name}", HostCopy([], [part]).restore))
@@ -343,18 +353,33 @@ def _check_parts(parts: Mapping[str, Stateful], what: str) -> None:
                 )
 
 
-def _names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[Tensor, str]:
-    """Return the names of the parameters whose tensors a run saves."""
-    return {p: name for name, p in model.named_parameters() if name in weights}
+def _adapter_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """Return the parameters of all adapters of ``shoestring.lora``, of which only active ones require gradients."""
+    for module in model.modules():
+        adapters, tensors = getattr(module, "adapters", None), getattr(module, "tensors", None)
+        if isinstance(adapters, dict) and callable(tensors):
+            for name in adapters:
+                yield from tensors(name).values()
+
+
+def _parameters_with(state: Iterable[str], optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters of which ``state``, in the layout of a file, has entries ``<group>.<index>.<name>``."""
+    places = {tuple(place) for name in state if len(place := name.split(".", 2)[:2]) == 2}
+    return {
+        p
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+        if (str(g), str(i)) in places
+    }
 
 
 def _files_of(optimizer: Optimizer) -> Any:
     return own_files if isinstance(optimizer, LowMemoryOptimizer) else torch_files
 
 
-def _tensors_of(model: nn.Module, frozen: bool, what: str) -> dict[str, Tensor]:
-    """Return the tensors of a model that a run saves, by name."""
-    tensors = {n: p.detach() for n, p in model.named_parameters() if frozen or p.requires_grad}
+def _tensors_of(model: nn.Module, frozen: bool, also: Container[str], what: str) -> dict[str, Tensor]:
+    """Return the tensors of a model that a run saves, by name: with ``frozen`` all, else those trained and ``also``."""
+    tensors = {n: p.detach() for n, p in model.named_parameters() if frozen or p.requires_grad or n in also}
     persistent = model.state_dict(keep_vars=True).keys()
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     for name, tensor in tensors.items():
@@ -409,6 +434,8 @@ def _described(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
     """Return what the metadata says of a run. Raises ValueError if a value has another type."""
     saved = {key: _json(metadata, key, where) for key in ("position", "facts", "optimizers", "parts", "step")}
     saved["random"] = _json(metadata, "random", where) if "random" in metadata else {}
+    # The names of weights that were frozen, and are in the file all the same. C++ writes none.
+    saved["also"] = _json(metadata, "also", where) if "also" in metadata else []
     saved["kinds"] = None if metadata["format_version"] == READ[0] else _json(metadata, "kinds", where)
 
     def maps(value: object, fits: Callable[[object], bool]) -> bool:
@@ -423,6 +450,7 @@ def _described(metadata: Mapping[str, str], where: str) -> dict[str, Any]:
         "optimizers": isinstance(saved["optimizers"], list)
         and all(maps(o, is_text) for o in saved["optimizers"]),
         "parts": maps(saved["parts"], lambda part: isinstance(part, dict)),
+        "also": isinstance(saved["also"], list) and all(map(is_text, saved["also"])),
         "step": is_integer(saved["step"]) and saved["step"] >= 0,
         "kinds": saved["kinds"] is None
         or (

@@ -367,6 +367,9 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
             )
         if self._core.has_sums():
             self._check_sums(found_inf is not None and scale is None)
+            if found_inf is None and scale is None:
+                self._check_unchanged()
+        self._last.clear()
         if scale is not None and found_inf is None:
             found_inf = torch.zeros_like(scale)
         self._synchronize()

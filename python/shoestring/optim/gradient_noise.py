@@ -83,6 +83,7 @@ class GradientNoise:
             ddp.register_comm_hook((self._norms, ddp.process_group), _norms_before_all_reduce)
         elif isinstance(optimizer, LowMemoryOptimizer):
             optimizer._core.set_takes_norms(True)
+            optimizer._takes_norms = True
         else:
             raise ValueError(
                 "GradientNoise: optimizer: expected one of shoestring.optim with accumulate(), or ddp=, received "

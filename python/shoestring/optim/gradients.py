@@ -61,6 +61,9 @@ class GradientHooks(Optimizer):
         self._accumulating = False
         self._all_ranks = self._consolidated = None
         self._splits_gradients = self._is_retired = False  # whether processes split the gradients
+        self._takes_norms = False  # whether a GradientNoise needs the last micro-batch alone in .grad
+        # The addresses and versions of gradients that lack the sum of earlier micro-batches, by parameter.
+        self._last: dict[Tensor, tuple[int, int]] = {}
         self._hooks: list[Any] = []
         self._watched: set[Tensor] = set()
         # Whether DistributedDataParallel replicates the parameters. None until the first gradient hook has
@@ -84,11 +87,18 @@ class GradientHooks(Optimizer):
         usual. ``zero_grad()`` does not drop the sums, unless a micro-batch raised an error. A step drops the
         sums, also if a GradScaler skips the step.
 
+        After the last micro-batch, fp32 gradients in ``.grad`` include the sums, so that a GradScaler and
+        ``clip_grad_norm_`` see the whole gradient. 16-bit gradients would lose the precision of the sums, and
+        :class:`GradientNoise` needs the last micro-batch alone. There, the step adds the sums: clip with
+        ``max_grad_norm``, since a step refuses gradients that were changed in place. A GradScaler skips steps
+        with an overflow in any micro-batch, but lowers the scale only for one in the last micro-batch.
+
         Raises:
             RuntimeError: the last step or backward failed half-way; the message says how to go on.
         """
         self._synchronize()
         self._take_changed_state()
+        self._last.clear()
         self._core.begin_sums()
         self._watch(self._all_params(), always=True)
         before = self._core.set_accumulating(True)
@@ -154,6 +164,33 @@ class GradientHooks(Optimizer):
         elif self._is_replicated:
             # DistributedDataParallel all-reduces .grad after this hook, so .grad must include the sum.
             self._core.add_sum_to_gradient(param)
+        elif self._core.has_sums():
+            self._add_sum(param)
+
+    def _add_sum(self, param: Tensor) -> None:
+        """Let ``.grad`` include the sum of the earlier micro-batches, unless the sum would be rounded."""
+        grad: Any = param.grad
+        is_own = not is_dtensor(param) or grad.placements == param.placements
+        if grad.dtype == torch.float32 and grad.layout == torch.strided and is_own and not self._takes_norms:
+            own = self._own(param)
+            try:
+                if own is not param:
+                    own.grad = gradient_in_hook(param)
+                self._core.add_sum_to_gradient(own)
+            finally:
+                if own is not param:
+                    own.grad = None
+        self._last[param] = _mark(grad)
+
+    def _check_unchanged(self) -> None:
+        """Raise RuntimeError if gradients that lack sums have been changed, as ``clip_grad_norm_`` does."""
+        for param, mark in self._last.items():
+            if param.grad is not None and _mark(param.grad) != mark:
+                raise RuntimeError(
+                    f"{type(self).__name__}: step: expected gradients as backward has left them, since they lack the sums of "
+                    "accumulate(), received changed ones. To clip, use max_grad_norm; to change gradients otherwise, "
+                    "add micro-batches in .grad"
+                )
 
     @_disable_dynamo
     def _begin_backward(self) -> None:
@@ -166,6 +203,11 @@ class GradientHooks(Optimizer):
         if task >= 0:
             self._backwards.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(Backward(self, task))
+
+
+def _mark(grad: Tensor) -> tuple[int, int]:
+    """Return numbers that differ once the gradient has been replaced or changed in place."""
+    return 0 if is_dtensor(grad) else grad.data_ptr(), grad._version
 
 
 def has_sums(optimizer: Any) -> bool:

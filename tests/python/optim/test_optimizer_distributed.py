@@ -155,15 +155,17 @@ def _skips_together(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     p = Parameter(distribute_tensor(torch.ones(4, 300), mesh, [Shard(0)]))
     opt = AdamW([p], lr=0.1)
-    opt.grad_scale, opt.found_inf = torch.ones(1), torch.zeros(1)  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     for step in range(2):
         factor = torch.full((2, 300), torch.inf if step == 0 and rank == 1 else 1.0)
         with opt.accumulate():
-            (p.to_local() * factor).sum().backward()
-        p.to_local().sum().backward()
-        opt.step()
+            scaler.scale((p.to_local() * factor).sum()).backward()
+        scaler.scale(p.to_local().sum()).backward()
+        scaler.step(opt)
+        scaler.update()
         opt.zero_grad()
         assert bool((p.to_local() == 1).all()) == (step == 0)
+        assert scaler.get_scale() == 8.0
 
 
 def test_all_processes_skip_a_step_or_none(tmp_path: Path) -> None:

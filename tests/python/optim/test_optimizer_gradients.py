@@ -3,12 +3,13 @@
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shoestring.optim import SGD, AdamW, Lion
+from shoestring.optim import SGD, AdamW, GradientNoise, Lion
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.optimizer import join
 
@@ -184,7 +185,7 @@ def test_clipping_within_backward_is_by_the_last_norm() -> None:
 
 
 def test_grad_scaler_looks_at_sums() -> None:
-    """With a GradScaler, an infinite gradient in an early micro-batch skips this step and no other step."""
+    """An infinite gradient in an early micro-batch skips this step and no other, and lowers GradScaler's scale."""
     p = nn.Parameter(torch.ones(300))
     opt = SGD([p], lr=0.5, momentum=0.5, state_format="fp32")
     scaler = torch.amp.GradScaler(p.device.type, init_scale=16.0, growth_interval=100)
@@ -196,13 +197,71 @@ def test_grad_scaler_looks_at_sums() -> None:
         scaler.update()
         opt.zero_grad()
         assert (p == (1.0 if bad else 0.0)).all()
+        assert scaler.get_scale() == 8.0
+    with opt.accumulate():
+        scaler.scale(p.sum()).backward()
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(opt)
+    assert p.grad is not None and (p.grad == 2.0).all()
+    scaler.step(opt)
+    assert (p < 0).all()
+
+
+def test_a_grad_scaler_may_not_unscale_sums_of_16_bit_gradients() -> None:
+    p = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    opt = SGD([p], lr=0.5)
+    scaler = torch.amp.GradScaler(p.device.type, init_scale=16.0)
     with opt.accumulate():
         scaler.scale(p.sum()).backward()
     scaler.scale(p.sum()).backward()
     scaler.unscale_(opt)
     with pytest.raises(RuntimeError, match="SGD: step: expected scaled gradients, .* use max_grad_norm"):
         scaler.step(opt)
-    assert (p == 0).all()
+    assert (p == 1).all()
+
+
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload", [None, "cpu", "stream"])
+def test_clip_grad_norm_sees_all_micro_batches(sums: torch.dtype, offload: str | None) -> None:
+    results = []
+    for accumulate in (False, True):
+        model = net()
+        opt = AdamW(model.parameters(), lr=1e-2, state_format="fp32", accumulate_dtype=sums, offload=offload)
+        for step in range(3):
+            for micro in range(MICRO):
+                with opt.accumulate() if accumulate and micro < MICRO - 1 else nullcontext():
+                    loss_of(model, step, micro).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+            opt.zero_grad()
+        results.append([norm, *model.parameters()])
+    tolerance = 1e-6 if sums == torch.float32 else 1e-2
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_changed_gradients_without_their_sums_are_refused() -> None:
+    """bf16 gradients, those that GradientNoise measures, and parameters that the last micro-batch leaves out."""
+
+    def step(model: Net, opt: LowMemoryOptimizer, clip: Callable[[], object] = lambda: None) -> None:
+        with opt.accumulate():
+            (loss_of(model, 0, 0) + model.unused.sum()).backward()
+        loss_of(model, 0, 1).backward()
+        clip()
+        opt.step()
+        opt.zero_grad()
+
+    for dtype, measures in ((torch.bfloat16, False), (torch.float32, True), (torch.float32, False)):
+        model = net(dtype)
+        opt = AdamW(model.parameters())
+        if measures:
+            GradientNoise(opt)
+        step(model, opt)
+        message = "AdamW: step: expected gradients as backward has left them"
+        with pytest.raises(RuntimeError, match=message):
+            step(model, opt, lambda m=model: nn.utils.clip_grad_norm_(m.parameters(), 1e-3))  # type: ignore[misc]
+        with pytest.raises(RuntimeError, match=message):
+            opt.zero_grad()
+            step(model, opt, lambda m=model: setattr(m.head.weight, "grad", torch.ones_like(m.head.weight)))  # type: ignore[misc]
 
 
 def test_no_grad_scaler_within_backward() -> None:

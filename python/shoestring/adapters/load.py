@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.adapters.apply import check_fits, check_together, own_options, saved_modules
-from shoestring.adapters.base_record import check_base_record, check_peft_base, refuse_base
+from shoestring.adapters.base_record import base_weights, check_base_record, check_peft_base, refuse_base
 from shoestring.adapters.conv1d import former_matrix
 from shoestring.adapters.files import CONFIG, WEIGHTS, base_name, read_config, read_weights
 from shoestring.adapters.initialize import take_out
@@ -189,7 +189,8 @@ def _check_base(
     tensors: dict[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    check_base_record(model, folder / WEIGHTS, metadata, {base_name(key) for key in tensors})
+    known = base_weights(model)
+    check_base_record(model, folder / WEIGHTS, metadata, {base_name(key, known) for key in tensors})
     check_peft_base(model, folder, config)
 
 
@@ -237,7 +238,7 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
     weights = _embeddings(model)
     for key, value in tensors.items():
         holder = next((name for name in saved if key.startswith(name + ".")), None)
-        plain = base_name(key)
+        plain = base_name(key, biases)
         if isinstance(options, VeraOptions) and key in VERA:
             content.projection[key.removeprefix("base_model.")] = value
         elif holder is not None:
@@ -248,7 +249,7 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
                     f"{place}: {key}: expected shape {tuple(biases[plain].shape)}, received {tuple(value.shape)}"
                 )
             content.biases[plain] = value
-        elif base_name(key) in weights:
+        elif base_name(key, weights) in weights:
             _check_weight(content, weights, key, value, place)
         else:
             _sort_layer(content, kinds, key, value, options, place)
@@ -278,7 +279,7 @@ def _check_weight(content: Content, weights: dict[str, Tensor], key: str, value:
     Raises:
         ValueError: the weight has another shape, or a weight that is tied to it has other values in the file.
     """
-    name = base_name(key)
+    name = base_name(key, weights)
     own = weights[name]
     if value.shape != own.shape or not value.is_floating_point():
         raise ValueError(

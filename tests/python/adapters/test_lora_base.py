@@ -171,6 +171,44 @@ def test_a_model_whose_names_begin_with_the_prefix_of_the_file(tmp_path: Path) -
     torch.testing.assert_close(lora.load_adapter(base, tmp_path)(x), model(x))
 
 
+class Layers(nn.Module):
+    """Layers of which some are named like the wrappers that PEFT's files name."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+        for name in names:
+            parent: nn.Module = self
+            *places, last = name.split(".")
+            for place in places:
+                if not hasattr(parent, place):
+                    parent.add_module(place, nn.Module())
+                parent = parent.get_submodule(place)
+            parent.add_module(last, nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.names:
+            x = self.get_submodule(name)(x)
+        return x
+
+
+@pytest.mark.parametrize("first", ["x.base_layer.q", "x.base_layer", "x.token_adapter.base_layer.q"])
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+@pytest.mark.parametrize("targets", ["all-linear", ["x.q"]], ids=["all", "one"])
+def test_modules_named_like_a_wrapper_of_the_file(
+    first: str, bias: str, targets: str | list[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    base = Layers(first, "x.q")
+    model = lora.apply(copy.deepcopy(base), rank=2, target_modules=targets, bias=bias, init="random")
+    with torch.no_grad():
+        for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+            parameter += 0.1 * (i + 1)
+    lora.save_adapter(model, tmp_path)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(lora.load_adapter(base, tmp_path)(x), model(x))
+
+
 def test_an_adapter_is_not_named_as_an_attribute_of_modules() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ValueError, match="training"):

@@ -154,8 +154,8 @@ class AdamW(LowMemoryOptimizer):
     the graph first.
 
     ``state[p]`` holds ``step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale`` (no scales with fp32 or
-    bf16 state). The entries are views into memory that the group shares. Change their values in place, or
-    replace them through ``load_state_dict``; assigning a new tensor to an entry has no effect.
+    bf16 state). The entries are views into memory that the group shares. The next step copies entries that
+    have been replaced, and starts anew a parameter whose entries have been deleted.
     ``load_state_dict`` also reads the state dicts of ``torch.optim.AdamW``, of bitsandbytes' ``AdamW8bit``
     and of its variants.
 

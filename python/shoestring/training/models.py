@@ -18,7 +18,7 @@ from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
 from shoestring.integrations.transformers.attention import no_padding
-from shoestring.integrations.transformers.load import OtherTensorsError, load_dense, load_quantized
+from shoestring.integrations.transformers.load import OtherTensorsError, load_dense, load_quantized, refuse_adapter
 from shoestring.integrations.transformers.reader import read_config, stored_tensors
 from shoestring.training.config import Preset
 from shoestring.training.device import CPU
@@ -99,11 +99,14 @@ def locate_model(name: str, trust_remote_code: bool = False, weights: bool = Tru
 def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
     """Check config.json and every weights file of a model directory; return the shape of each stored tensor.
 
+    The directory must not hold an adapter, too.
+
     This check allocates no weights. The safetensors reader checks header size, offsets, overlaps and file
     length. Errors of the reader are converted to InputErrors of one line.
     """
     try:
         read_config(folder)
+        refuse_adapter(folder)
         return {name: tensor.shape for name, tensor in stored_tensors(folder).items()}
     except ValueError as error:
         raise InputError(f"--model {error}") from None

@@ -273,6 +273,21 @@ def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command
         torch.testing.assert_close(found(TOKENS).logits, model.eval()(TOKENS).logits)
 
 
+def test_a_folder_with_an_adapter_is_refused(tmp_path: Path) -> None:
+    """The base alone would be another model, and a merged model with its adapter would have the adapter twice."""
+    from shoestring.core.errors import InputError
+    from shoestring.training.models import load_model
+
+    model = dense(write_model(tmp_path), torch.float32)
+    shoestring.lora.save_adapter(shoestring.lora.apply(model, rank=2), tmp_path)
+    message = "expected a model, received an adapter, too .adapter_config.json"
+    with pytest.raises(ValueError, match=message):
+        shoestring.load_quantized(tmp_path)
+    for quantize in (None, "nf4"):
+        with pytest.raises(InputError, match=message):
+            load_model(tmp_path, torch.float32, quantize)
+
+
 def test_a_model_of_conv1d_is_refused(tmp_path: Path) -> None:
     """Its layers stayed dense without a word."""
     from transformers import GPT2Config, GPT2LMHeadModel

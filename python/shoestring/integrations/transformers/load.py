@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shoestring.adapters.files import CONFIG as ADAPTER
 from shoestring.adapters.targets import is_conv1d
 from shoestring.adapters.tied import note_ties
 from shoestring.checkpoint.blocks import find_blocks
@@ -101,7 +102,7 @@ def load_quantized(
     Raises:
         ValueError: an option is out of range, or the directory does not fit: files are damaged, tensors are
             missing, surplus or of another shape than in config.json, another quantisation method was used, the
-            model has layers of the class Conv1D, or the code is not trusted.
+            directory also holds an adapter, the model has layers of the class Conv1D, or the code is not trusted.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -216,10 +217,20 @@ def _model_and_files(
     folder: Path, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[Any, dict[str, Stored]]:
     """Build the model on the meta device; return it, and where each of its tensors is stored, by name."""
+    refuse_adapter(folder)
     stored = stored_tensors(folder)
     _check_layers(read_config(folder), len(stored), folder)
     model = _skeleton(folder, dtype, len(stored), trust_remote_code)
     return model, _model_names(model, stored)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ValueError if a folder holds an adapter beside the model, which would be left out, or is merged already."""
+    if os.path.lexists(folder / ADAPTER):
+        raise ValueError(
+            f"{METHOD}: {folder}: expected a model, received an adapter, too ({ADAPTER}). Move the files of the adapter "
+            "to a folder of their own, and load them with lora.load_adapter (--adapter), unless the model contains it already"
+        )
 
 
 def _check(quant_type: str | None, block_size: int | None, double_quant: bool, dtype: torch.dtype) -> None:

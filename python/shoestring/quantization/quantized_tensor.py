@@ -303,6 +303,8 @@ class QuantizedTensor(Tensor):
             return _copy(*args[:2])
         if func in _SHARDING:
             return _SHARDING[func](*args, **kwargs)
+        if func is aten._transformer_encoder_layer_fwd.default:  # the fast path of nn.TransformerEncoderLayer
+            return func(*(a.dequantize() if isinstance(a, QuantizedTensor) else a for a in args), **kwargs)
         raise NotImplementedError(
             f"QuantizedTensor: {func}: not defined on codes; dequantise first, with q.dequantize()"
         )

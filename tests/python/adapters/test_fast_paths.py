@@ -40,11 +40,18 @@ def loaded(model: nn.Module, folder: Path) -> nn.Module:
     return lora.load_adapter(model, folder)
 
 
+def by_hand(model: nn.Module) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.linear1 = shoestring.nn.QuantizedLinear.from_linear(layer.linear1)
+    return model
+
+
 PARTS: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
     "apply": lambda model, _: randomise(lora.apply(model, rank=4)),
     "one layer": lambda model, _: randomise(lora.apply(model, rank=4, target_modules=["layers.1.linear2"])),
     "load_adapter": loaded,
     "quantize": lambda model, _: randomise(lora.apply(model, rank=4, quantize="nf4")),
+    "by hand": lambda model, _: by_hand(model),
     "prepare_quantized": lambda model, _: shoestring.prepare_quantized(model, "int4"),
     "convert_quantized": lambda model, _: shoestring.convert_quantized(
         shoestring.prepare_quantized(model, "int4")

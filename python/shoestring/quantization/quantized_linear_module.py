@@ -31,9 +31,19 @@ class KeyedLinear(nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
         load_quantized(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        weight = state_dict.get(prefix + "weight")
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        codes = isinstance(self.weight, QuantizedTensor), isinstance(weight, QuantizedTensor)
+        if assigns and weight is not None and codes == (True, False):
+            raise ValueError(
+                f"QuantizedLinear: {prefix}weight: expected codes with load_state_dict(assign=True), received a dense weight. "
+                "Leave out assign=True to quantise it"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
 class QuantizedLinear(KeyedLinear):

@@ -18,7 +18,12 @@ from shoestring.data.batches import IGNORE, packed_arguments
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import quiet_transformers
 from shoestring.integrations.transformers.attention import no_padding
-from shoestring.integrations.transformers.load import OtherTensorsError, load_dense, load_quantized, refuse_adapter
+from shoestring.integrations.transformers.load import (
+    OtherTensorsError,
+    load_dense,
+    load_quantized,
+    refuse_adapter,
+)
 from shoestring.integrations.transformers.reader import read_config, stored_tensors
 from shoestring.training.config import Preset
 from shoestring.training.device import CPU

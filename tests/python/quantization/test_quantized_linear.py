@@ -340,3 +340,21 @@ def test_errors() -> None:
     state["weight.quant_map"] = torch.zeros(16)
     with pytest.raises(ValueError, match="quant_map: expected the nf4 values"):
         layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_codes_may_be_assigned_and_dense_weights_not(adapted: bool) -> None:
+    linear = nn.Linear(64, 5)
+    model = nn.Sequential(QuantizedLinear(64, 5))
+    if adapted:
+        shoestring.lora.apply(model, rank=2)
+    codes = {"0." + name: value for name, value in QuantizedLinear.from_linear(linear).state_dict().items()}
+    dense = {"0." + name: value for name, value in linear.state_dict().items()}
+    with pytest.raises(ValueError, match=r"0\.weight: expected codes with load_state_dict\(assign=True\)"):
+        model.load_state_dict(dense, assign=True, strict=False)
+    model.load_state_dict(codes, assign=True, strict=False)
+    expected = model[0].weight.dequantize()
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(model(x), nn.functional.linear(x, expected, linear.bias), rtol=1e-4, atol=1e-4)
+    model.load_state_dict(dense, strict=False)
+    assert torch.equal(model[0].weight.dequantize(), expected)

@@ -45,7 +45,7 @@ def replicate(
     """Average gradients by DistributedDataParallel without a wrapper; return a function that undoes it.
 
     ``hook`` is a communication hook, which averages buckets of gradients. With ``find_unused``, a backward may leave
-    parameters without a gradient.
+    parameters without a gradient. A forward raises if a parameter requires gradients that the ranks do not average.
     """
     from torch.distributed._composable.replicate import replicate as torch_replicate
 
@@ -55,8 +55,28 @@ def replicate(
     if hook is not None:
         replicated: Any = model
         replicated.register_comm_hook(None, hook)
+    reduced = set[nn.Parameter]()  # the parameters that DistributedDataParallel knows
+    if find_unused:
+        # The first forward would do this. By then, parameters may be frozen that a later step trains.
+        state.lazy_init()
+        reduced = {p for p in model.parameters() if p.requires_grad}
+
+    def check(module: nn.Module, *_: Any) -> None:
+        trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        if not reduced:
+            reduced.update(trained)
+        missing = [name for p, name in trained.items() if p not in reduced]
+        if missing and torch.is_grad_enabled():
+            raise RuntimeError(
+                "parallelize: model: expected gradients of the parameters that were trained at the beginning, received "
+                f"a model that trains {missing[0]}, too, whose gradient the ranks would not average. Call parallelize "
+                "with find_unused=True while all of them require gradients, and freeze parameters afterwards."
+            )
+
+    handle = model.register_forward_pre_hook(check)  # after the hook of DistributedDataParallel
 
     def undo() -> None:
+        handle.remove()
         for hooks in (model._forward_pre_hooks, model._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
                 del hooks[key]

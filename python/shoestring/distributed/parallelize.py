@@ -246,6 +246,8 @@ def parallelize(
             sends zeros for it, so moments and weight decay go on. With "zero3" and "hsdp", all ranks may leave out the
             same parameters without this option. If they leave out different ones, gradients are wrong, with an error only
             where the numbers of elements differ.
+            Give it, and call this function before parameters are frozen, if a later step trains them. A forward with a
+            trained parameter that "ddp" and "zero1" do not average raises.
 
     Raises:
         TypeError: gradients of a trained parameter's dtype cannot be compressed.
@@ -547,8 +549,11 @@ def _refuse_wrappers(model: nn.Module) -> Callable[[], None]:
 
 
 def _split_steps(model: nn.Module, report: ParallelReport, find_unused: bool) -> Callable[[], None]:
-    """Split the steps of optimizers that are made of the parameters; return a function that undoes it."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    """Split the steps of optimizers that are made of the parameters; return a function that undoes it.
+
+    Frozen parameters count, too, since they may be trained later.
+    """
+    parameters = list(model.parameters())
 
     def split(optimizer: LowMemoryOptimizer) -> None:
         if any(is_dtensor(p) for p in optimizer._all_params()):
@@ -562,7 +567,7 @@ def _split_steps(model: nn.Module, report: ParallelReport, find_unused: bool) ->
         )
         report._optimizers.append(optimizer)
 
-    for p in trained:
+    for p in parameters:
         setattr(p, SPLITS_STEPS, split)
 
     def check(module: nn.Module, *_: Any) -> None:
@@ -575,13 +580,12 @@ def _split_steps(model: nn.Module, report: ParallelReport, find_unused: bool) ->
                 f"parallelize: {report.strategy}: expected optimizers of shoestring.optim, made after parallelize, for all "
                 f"trained parameters, received none for {missing[0]}"
             )
-        hook.remove()
 
     hook = model.register_forward_pre_hook(check)
 
     def undo() -> None:
         hook.remove()
-        for p in trained:
+        for p in parameters:
             delattr(p, SPLITS_STEPS)
         for optimizer in report._optimizers:
             optimizer._retire()

@@ -33,7 +33,9 @@ class Unfreezing:
     ``save_training`` needs ``frozen=True``, so that the file holds the weights that are frozen at that step.
 
     Create DistributedDataParallel with ``find_unused_parameters=True`` before this object: it does not reduce the
-    gradients of parameters that are frozen when it is created. ``torch.compile`` does not notice that a parameter
+    gradients of parameters that are frozen when it is created. The same holds for ``parallelize`` with "ddp" and
+    "zero1", whose forward refuses parameters that it does not reduce; "zero3" and "hsdp" take both orders. With "zero1"
+    and "zero2", make an optimizer of its own for the parameters of each stage. ``torch.compile`` does not notice that a parameter
     requires a gradient now, so all compiled code of the process is compiled again when the set changes.
 
     Args:
@@ -69,6 +71,7 @@ class Unfreezing:
                 )
             for name in matching("Unfreezing", "schedule", pattern, list(parameters)):
                 first[name] = min(step, first.get(name, step))
+        self._model = model
         self._entries = [
             (name, parameter, first[name]) for name, parameter in parameters.items() if name in first
         ]
@@ -102,7 +105,9 @@ class Unfreezing:
             raise ValueError(f"Unfreezing: step: expected a number of at least 0, received {step}")
         self._step = step
         has_changed = False
-        for _, parameter, first in self._entries:
+        now = dict(self._model.named_parameters())  # fully_shard replaces parameters
+        for name, original, first in self._entries:
+            parameter = now.get(name, original)
             if parameter.requires_grad != (first <= step):
                 parameter.requires_grad_(first <= step)
                 has_changed = True

@@ -105,6 +105,7 @@ class Examples:
     tokens: np.ndarray  # token ids of all examples, concatenated: (number of tokens,), uint32
     trained: np.ndarray  # whether each token belongs to a completion: (number of tokens,), bool
     starts: np.ndarray  # offset of each example in `tokens`, and the end: (examples + 1,), int64
+    records: np.ndarray  # number of the record that each example is from, ascending: (examples,), int64
     pad: int
 
     def __len__(self) -> int:
@@ -154,9 +155,10 @@ class Examples:
         spans = self._spans(indices)
         starts = np.cumsum([0, *(s.stop - s.start for s in spans)])
         return Examples(
-            np.concatenate([self.tokens[s] for s in spans]),
-            np.concatenate([self.trained[s] for s in spans]),
+            np.concatenate([self.tokens[:0], *(self.tokens[s] for s in spans)]),
+            np.concatenate([self.trained[:0], *(self.trained[s] for s in spans)]),
             starts,
+            self.records[indices],
             self.pad,
         )
 
@@ -183,19 +185,20 @@ def split_blocks(tokens: np.ndarray, seq_len: int, val_fraction: float) -> tuple
 
 
 def split_examples(examples: Examples, seed: int, val_fraction: float) -> tuple[Examples, Examples]:
-    """Split examples at random; hold out at least one for validation if ``val_fraction`` > 0."""
-    held_out = max(1, int(len(examples) * val_fraction)) if val_fraction > 0 else 0
-    if len(examples) <= held_out:
+    """Split examples by records at random; hold out at least one record for validation if ``val_fraction`` > 0.
+
+    Examples of one record repeat its text, so they stay together.
+    """
+    records, record_of = np.unique(examples.records, return_inverse=True)
+    count = len(records)
+    held_out = max(1, int(count * val_fraction)) if val_fraction > 0 else 0
+    if count <= held_out:
         raise InputError(
-            f"--data: {len(examples)} example(s) are too few to train on and to hold out {held_out} for validation"
+            f"--data: {count} record(s) are too few to train on and to hold out {held_out} for validation"
         )
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    train = examples.subset(sorted(order[held_out:]))
-    val = (
-        examples.subset(sorted(order[:held_out]))
-        if held_out
-        else Examples(examples.tokens[:0], examples.trained[:0], np.zeros(1, np.int64), examples.pad)
-    )
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
+    is_held_out = np.isin(record_of, order[:held_out])
+    train, val = (examples.subset(np.flatnonzero(side).tolist()) for side in (~is_held_out, is_held_out))
     return train, val
 
 

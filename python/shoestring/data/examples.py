@@ -25,6 +25,7 @@ class Texts:
 
     kind: str  # prompt/completion or chat
     examples: list[Segments]
+    records: list[int]  # number of the record that each example is from
     notes: list[str] = field(default_factory=list)  # lines for the user about what was done
 
 
@@ -45,16 +46,17 @@ def read_segments(files: list[Path], kind: str, tokenizer: Any) -> Texts:
         InputError: a record has a field that is not understood, or lacks what it needs, or the chat template
             refuses it.
     """
-    segments, chats = list[Segments](), ChatReader(tokenizer)
+    segments, records, chats = list[Segments](), list[int](), ChatReader(tokenizer)
+    number = 0
     with working("reading examples", size_of(files)):
         for path in files:
             for where, record in read_records(path):
                 check_fields(record, kind, where)
-                if kind == CHAT:
-                    segments += chats.read(record, where)
-                else:
-                    segments.append(_completion(record, where))
-    return Texts(kind, segments, chats.notes())
+                found = chats.read(record, where) if kind == CHAT else [_completion(record, where)]
+                segments += found
+                records += [number] * len(found)
+                number += 1
+    return Texts(kind, segments, records, chats.notes())
 
 
 def _completion(record: dict[str, Any], where: str) -> Segments:
@@ -83,8 +85,10 @@ def encode_examples(texts: Texts, tokenizer: Any, seq_len: int) -> Encoded:
     begins = texts.kind == COMPLETION or not tokenizer.chat_template
     tokens: list[np.ndarray] = []
     marks: list[np.ndarray] = []
+    records: list[int] = []
     shortened = dropped = straddling = 0
-    for ids, trained, straddles in _encode(texts.examples, encoder):
+    encoded = _encode(texts.examples, encoder)
+    for record, (ids, trained, straddles) in zip(texts.records, encoded, strict=True):
         count = len(ids)
         straddling += straddles
         if begins:
@@ -102,6 +106,7 @@ def encode_examples(texts: Texts, tokenizer: Any, seq_len: int) -> Encoded:
             continue
         tokens.append(np.asarray(ids, np.uint32))
         marks.append(np.asarray(trained, bool))
+        records.append(record)
     if not tokens:
         raise InputError(
             f"--data: no example has a completion within --seq-len {seq_len} tokens; give a larger --seq-len"
@@ -118,7 +123,7 @@ def encode_examples(texts: Texts, tokenizer: Any, seq_len: int) -> Encoded:
         notes.append(
             f"{shortened} example(s) were cut to --seq-len {seq_len}; {dropped} of them left out: no completion left"
         )
-    examples = Examples(np.concatenate(tokens), np.concatenate(marks), starts, pad)
+    examples = Examples(np.concatenate(tokens), np.concatenate(marks), starts, np.asarray(records), pad)
     return Encoded(examples, shortened, dropped, notes)
 
 

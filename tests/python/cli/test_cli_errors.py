@@ -112,7 +112,7 @@ def test_bad_data(
         ([{"messages": [{"role": "user", "content": True}]}], '"content" is true or false'),
         ([{"prompt": "\udfff", "completion": "b"}], "line 1 holds '\\udfff', half of a character"),
         ([{"prompt": "a " * 100, "completion": "b"}] * 3, "no example has a completion within --seq-len 32"),
-        ([{"prompt": "a", "completion": "b"}], "1 example(s) are too few"),
+        ([{"prompt": "a", "completion": "b"}], "1 record(s) are too few"),
     ],
     ids=lambda value: value[:24].replace(" ", "-") if isinstance(value, str) else "",
 )

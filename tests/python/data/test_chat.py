@@ -123,6 +123,8 @@ def test_thinking_that_is_trimmed_from_earlier_turns(tmp_path: Path, tokenizer: 
         "<|user|>1?<end>\n<|assistant|>A<end>\n<|user|>2?<end>\n<|assistant|><think>\n\n</think>\n\nB<end>\n",
         "<think>\n\n</think>\n\nB<end>\n",
     ]
+    texts = read_segments([tmp_path / "a.jsonl"] * 2, CHAT, tokenizer)
+    assert texts.records == [0, 0, 1, 1]
     texts = read_segments([tmp_path / "a.jsonl"], CHAT, tokenizer)
     assert "1 of 1 chats became several examples (2 in total)" in texts.notes[0]
 

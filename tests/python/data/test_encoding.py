@@ -75,7 +75,7 @@ def test_a_completion_is_marked_in_the_whole_text(kind: str, seed: int) -> None:
     ]
     pairs += [(drawn(draw, draw.randint(0, 30)), drawn(draw, draw.randint(1, 20))) for _ in range(40)]
     for prompt, completion in pairs:
-        texts = Texts(COMPLETION, [[(prompt, False), (completion, True)]])
+        texts = Texts(COMPLETION, [[(prompt, False), (completion, True)]], [0])
         examples = encode_examples(texts, tokenizer, 400).examples
         whole = own(tokenizer, prompt + completion)
         assert examples.tokens.tolist() == whole, (prompt, completion)
@@ -98,7 +98,9 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
 @pytest.mark.parametrize("kind", ["Llama-2", "Llama-2 legacy", "Llama-2 file", "Mistral with end"])
 def test_a_completion_has_no_space_before_it(kind: str) -> None:
     tokenizer = made(kind)
-    examples = encode_examples(Texts(COMPLETION, [[("2+2=", False), ("4", True)]]), tokenizer, 32).examples
+    examples = encode_examples(
+        Texts(COMPLETION, [[("2+2=", False), ("4", True)]], [0]), tokenizer, 32
+    ).examples
     names = tokenizer.convert_ids_to_tokens(examples.tokens)
     assert names == ["<s>", "▁2", "+", "2", "=", "4", "</s>"]
     assert [n for n, mark in zip(names, examples.trained) if mark] == ["4", "</s>"]
@@ -107,7 +109,7 @@ def test_a_completion_has_no_space_before_it(kind: str) -> None:
 def test_what_was_done_to_examples_is_said() -> None:
     tokenizer = made("GPT-2")
     pairs = [("the ", "cat"), ("the", " cat"), ("the " * 40, "cat")]
-    texts = Texts(COMPLETION, [[(a, False), (b, True)] for a, b in pairs], ["a note"])
+    texts = Texts(COMPLETION, [[(a, False), (b, True)] for a, b in pairs], [0, 1, 2], ["a note"])
     encoded = encode_examples(texts, tokenizer, 16)
     assert encoded.notes == [
         "a note",

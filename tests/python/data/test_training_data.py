@@ -125,7 +125,11 @@ def test_order_is_a_pure_function_of_seed_and_step() -> None:
 
 def test_examples_are_padded_and_split() -> None:
     examples = Examples(
-        np.arange(1, 8, dtype=np.uint32), np.array([0, 1, 1, 0, 0, 0, 1], bool), np.array([0, 3, 7]), pad=0
+        np.arange(1, 8, dtype=np.uint32),
+        np.array([0, 1, 1, 0, 0, 0, 1], bool),
+        np.array([0, 3, 7]),
+        np.arange(2),
+        pad=0,
     )
     inputs, labels = examples.rows([0, 1])
     assert inputs.tolist() == [[1, 2, 0], [4, 5, 6]]
@@ -133,6 +137,23 @@ def test_examples_are_padded_and_split() -> None:
     assert examples.count([0, 1]) == 5
     train, val = split_examples(examples, seed=0, val_fraction=0.1)
     assert (len(train), len(val)) == (1, 1)
+    train, val = split_examples(examples, seed=0, val_fraction=0)
+    assert train.tokens.tolist() == examples.tokens.tolist() and len(val) == 0
+
+
+def test_examples_of_one_record_stay_together() -> None:
+    """A chat whose template rewrites earlier turns becomes several examples, each with the turns before."""
+    sizes = [3, 1, 2, 4, 1, 3, 2, 1, 3]
+    records = np.repeat([*range(8), 9], sizes)  # no example of record 8 was kept
+    count = len(records)
+    examples = Examples(records.astype(np.uint32), np.ones(count, bool), np.arange(count + 1), records, pad=0)
+    for seed in range(8):
+        train, val = split_examples(examples, seed, val_fraction=0.4)
+        assert len(np.unique(val.records)) == 3 and not set(train.records) & set(val.records)
+        assert train.tokens.tolist() == train.records.tolist() and val.tokens.tolist() == val.records.tolist()
+        assert len(train) + len(val) == count
+    with pytest.raises(InputError, match=r"1 record\(s\) are too few to train on and to hold out 1"):
+        split_examples(examples.subset([0, 1, 2]), 0, val_fraction=0.1)
 
 
 def trained_text(tokenizer, examples: Examples, row: int) -> str:

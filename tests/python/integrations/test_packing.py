@@ -151,7 +151,7 @@ def test_packed_examples_train_as_padded_ones() -> None:
     sizes = [9, 4, 14, 2]
     starts = np.cumsum([0, *sizes])
     tokens = torch.randint(0, VOCAB, (int(starts[-1]),)).numpy().astype(np.uint32)
-    examples = Examples(tokens, torch.rand(len(tokens)).numpy() < 0.7, starts, pad=0)
+    examples = Examples(tokens, torch.rand(len(tokens)).numpy() < 0.7, starts, np.arange(4), pad=0)
     results = []
     for inputs, labels, more in ((*examples.rows([2, 0, 3, 1]), {}), examples.packed([2, 0, 3, 1])):
         model.zero_grad()

@@ -28,7 +28,7 @@ def mixtral(**more: Any) -> Any:
 def examples() -> Examples:
     starts = np.cumsum([0, 9, 7, 12, 6, 8, 5])
     tokens = torch.randint(0, 64, (int(starts[-1]),)).numpy().astype(np.uint32)
-    return Examples(tokens, torch.rand(len(tokens)).numpy() < 0.6, starts, pad=0)
+    return Examples(tokens, torch.rand(len(tokens)).numpy() < 0.6, starts, np.arange(6), pad=0)
 
 
 @pytest.mark.parametrize("plain", [True, False])

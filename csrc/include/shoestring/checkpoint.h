@@ -29,7 +29,8 @@ struct CheckpointOptions {
   /// first run.
   TORCH_ARG(bool, preserve_rng_state) = true;
   /// Whether the second run of the checkpointed function, in backward, stops as soon as it has produced the
-  /// last tensor that backward needs.
+  /// last tensor that backward needs. Turn it off for functions whose last activation is RReLU in training
+  /// mode: autograd saves its noise before it is drawn, so gradients would be wrong.
   TORCH_ARG(bool, early_stop) = true;
   /// Buffers that the function changes, such as `model->buffers()` with the running statistics of batch
   /// norms. The second run leaves them as they are before it, so that each batch counts once. A function that

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -188,7 +189,7 @@ class Frame:
                         "in backward: the function has to do the same both times"
                     )
                 number.values[pass_] = tensor
-            if self._early_stop and seen >= len(self._numbers):
+            if self._early_stop and seen >= len(self._numbers) and not _calls_rrelu():
                 raise _Stop
             return tensor
 
@@ -207,6 +208,19 @@ class Frame:
 
 def _unpack(number: _Number) -> Tensor:
     return number.frame.value(number)
+
+
+def _calls_rrelu() -> bool:
+    """Return whether a function that is running within the recomputation calls RReLU.
+
+    Autograd saves the noise of ``rrelu_with_noise`` before the operator fills it. It does so with no other operator.
+    """
+    caller: FrameType | None = sys._getframe(2)  # the caller of the hook
+    while caller is not None and caller.f_code is not Frame._run_again.__code__:
+        if any("rrelu" in name for name in caller.f_code.co_names):
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _forget(frame: weakref.ref[Frame], pass_: int) -> None:

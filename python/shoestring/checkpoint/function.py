@@ -114,7 +114,9 @@ def checkpoint(
             :func:`tag_activation` (not under ``torch.compile``). The groups are ``"attention"`` (every scaled
             dot product attention) and ``"products"`` (matrix products, including shoestring's).
         preserve_rng_state: whether both runs draw the same random numbers.
-        early_stop: whether the second run ends after the last tensor that backward needs.
+        early_stop: whether the second run ends after the last tensor that backward needs. It does not end early in a
+            Python function that calls ``rrelu``, whose noise autograd saves before it is drawn. TorchScript that
+            calls ``rrelu`` last needs False.
 
     Returns:
         The result of ``fn``.

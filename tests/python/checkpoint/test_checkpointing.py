@@ -33,6 +33,16 @@ class Block(nn.Module):
 
 
 @contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """Fill new tensors with NaN, so that reading one before it is written has an effect."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
 def computed(*operators: str) -> Iterator[dict[str, int]]:
     """Count the calls of the CPU kernels of ``operators``, such as "aten::exp".
 
@@ -235,6 +245,30 @@ def test_runs_up_to_the_last_saved_tensor() -> None:
     assert len(ends) == 1
     checkpoint(run, x, early_stop=False).sum().backward()
     assert len(ends) == 3
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        nn.RReLU(0.1, 0.9),
+        nn.Sequential(nn.Linear(64, 64), nn.RReLU()),
+        lambda x: nn.functional.rrelu(x.sin(), 0.1, 0.9, training=True),
+        lambda x: torch.rrelu(x, 0.1, 0.9, True),
+    ],
+    ids=["module", "model", "functional", "torch"],
+)
+def test_noise_that_is_drawn_after_it_is_saved(fn: Callable[[Tensor], Tensor]) -> None:
+    """RReLU saves its noise last, and draws it afterwards."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def gradient(run: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(1)
+        (found,) = torch.autograd.grad(run(x).square().sum(), x)
+        return found
+
+    expected = gradient(fn)
+    with empty_is_nan():
+        assert torch.equal(gradient(lambda x: checkpoint(fn, x)), expected)
 
 
 def test_retain_graph_and_second_derivatives() -> None:

@@ -277,7 +277,8 @@ def _make_examples(folder: Path) -> None:
 class Tokenizer:
     """The attributes of a tokenizer that read_segments uses."""
 
-    chat_template, special_tokens_map = None, {"eos_token": "</s>"}
+    chat_template, eos_token, special_tokens_map = None, "</s>", {"eos_token": "</s>"}
+    added_tokens_decoder: dict[int, Any] = {}
 
 
 def _read_examples(folder: Path) -> None:

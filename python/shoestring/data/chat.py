@@ -25,6 +25,7 @@ END_OF_THINKING = "</think>"
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
+Spans = list[tuple[int, int]]  # (first, end) characters of each piece of an answer
 Segments = list[tuple[str, bool]]  # a text in pieces, each with whether to train on it
 
 
@@ -33,7 +34,7 @@ class Rendered:
     """A rendered chat, and the (first, end) characters of answers that the template marks."""
 
     text: str
-    answers: list[tuple[int, int]]
+    answers: Spans
 
 
 def render(tokenizer: Any, messages: Messages, tools: Tools, where: str, ask: bool) -> Rendered:
@@ -53,6 +54,32 @@ def render(tokenizer: Any, messages: Messages, tools: Tools, where: str, ask: bo
     raise InputError(
         f"{where}: the chat template refuses these messages ({type(refusal).__name__}: {reason})"
     )
+
+
+def stop_tokens(tokenizer: Any) -> list[str]:
+    """Return the tokens that end an answer: the end-of-text token, and what the template puts after an answer.
+
+    A template may leave the end of an answer to the next message, whose first special token then ends it.
+    """
+    found = [tokenizer.eos_token]
+    added = _added_tokens(tokenizer)
+    answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACE}]
+    for messages, among in (
+        (answer, [*added]),
+        ([*answer, answer[0]], [text for text, is_special in added.items() if is_special]),
+    ):
+        try:
+            text = render(tokenizer, messages, None, "", ask=False).text
+        except InputError:
+            continue
+        after = text.rpartition(PLACE)[2].lstrip()
+        found += sorted(filter(after.startswith, among), key=len)[-1:]
+    return list(dict.fromkeys(found))
+
+
+def _added_tokens(tokenizer: Any) -> dict[str, bool]:
+    """Return the tokens that texts may spell out, each with whether it is special."""
+    return {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
@@ -129,6 +156,8 @@ class ChatReader:
     chats: int = 0  # number of records
     divided: int = 0  # number of records that became several examples
     examples: int = 0  # number of examples
+    finished: int = 0  # number of answers to which the end-of-text token was added
+    _ends: tuple[str, ...] = ()  # the tokens that may end an answer
     _written: set[tuple[str, str]] = field(default_factory=set)  # (role, field) that the template writes
 
     def read(self, record: dict[str, Any], where: str) -> list[Segments]:
@@ -142,10 +171,10 @@ class ChatReader:
             raise InputError(
                 f'{where}: every message of the assistant has "weight": 0, so there is nothing to learn'
             )
-        chats: list[tuple[str, list[tuple[int, int]]]] = [("", [])]
+        chats: list[tuple[str, Spans]] = [("", [])]
         previous = 0
         for turn in turns:
-            text, spans = self._answer(messages[: turn + 1], tools, where)
+            text, spans = self._finished(*self._answer(messages[: turn + 1], tools, where))
             self._check_written(messages[: turn + 1], previous, tools, text, where)
             previous = turn + 1
             if not text.startswith(chats[-1][0]):
@@ -159,14 +188,42 @@ class ChatReader:
 
     def notes(self) -> list[str]:
         """Return lines for the user about what was done."""
-        if not self.divided:
-            return []
-        return [
-            f"the chat template rewrites earlier turns: {self.divided} of {self.chats} chats became several examples "
-            f"({self.examples} in total), each up to an answer as the model sees it when it answers"
-        ]
+        result = []
+        if self.finished:
+            result.append(
+                f"the chat template writes no token at which generation stops after {self.finished} answer(s): "
+                f"{self.tokenizer.eos_token} was added to each"
+            )
+        if self.divided:
+            writes = "writes earlier answers without it" if self.finished else "rewrites earlier turns"
+            result.append(
+                f"the chat template {writes}: {self.divided} of {self.chats} chats became several examples "
+                f"({self.examples} in total), each up to an answer as the model sees it when it answers"
+            )
+        return result
 
-    def _answer(self, messages: Messages, tools: Tools, where: str) -> tuple[str, list[tuple[int, int]]]:
+    def _finished(self, text: str, spans: Spans) -> tuple[str, Spans]:
+        """Let the last answer end with a token at which generation stops.
+
+        A template may put the token behind the text that it marks as generated, into the next message, or nowhere.
+        """
+        if not self._ends:
+            special = [token for token, is_special in _added_tokens(self.tokenizer).items() if is_special]
+            self._ends = (*stop_tokens(self.tokenizer), *special)
+        first, end = spans[-1]
+        if text[first:end].rstrip().endswith(self._ends):
+            return text, spans
+        after = text[end:].lstrip()
+        following = max((len(token) for token in self._ends if after.startswith(token)), default=0)
+        if following:
+            end = len(text) - len(after) + following
+        else:
+            text += self.tokenizer.eos_token
+            end = len(text)
+            self.finished += 1
+        return text, [*spans[:-1], (first, end)]
+
+    def _answer(self, messages: Messages, tools: Tools, where: str) -> tuple[str, Spans]:
         """Return the text of a chat that ends with an answer, and the (first, end) characters of the answer."""
 
         def rendered(messages: Messages, ask: bool) -> Rendered:
@@ -253,7 +310,7 @@ def _common(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _pieces(text: str, spans: list[tuple[int, int]]) -> Segments:
+def _pieces(text: str, spans: Spans) -> Segments:
     pieces, end = list[tuple[str, bool]](), 0
     for first, last in spans:
         pieces += [(text[end:first], False), (text[first:last], True)]

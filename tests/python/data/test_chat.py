@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from cli_helpers import write_jsonl
 from shoestring.core.errors import InputError
-from shoestring.data.chat import DEFAULT_CHAT_TEMPLATE, render
+from shoestring.data.chat import DEFAULT_CHAT_TEMPLATE, render, stop_tokens
 from shoestring.data.examples import encode_examples, read_segments
 from shoestring.data.records import CHAT, COMPLETION
 from shoestring.data.text import check_text
@@ -59,13 +60,13 @@ TWO = [said("user", "one?"), said("assistant", "One."), said("user", "two?"), sa
 
 @pytest.fixture
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    """A tokenizer of the kind Llama-3, with the template of the test's parameter ``template``."""
-    result = made("Llama-3")
+    """A tokenizer of the kind Llama-3 with the token <end>, and the template of the test's parameter ``template``."""
+    result = copy.deepcopy(made("Llama-3"))
+    result.add_tokens(["<end>", "<|next|>"], special_tokens=True)
     result.chat_template = (
         request.node.callspec.params.get("template") if hasattr(request.node, "callspec") else None
     )
-    yield result
-    result.chat_template = None
+    return result
 
 
 def examples(tmp_path: Path, tokenizer: Any, *records: dict[str, Any]) -> list[list[str]]:
@@ -171,6 +172,77 @@ def test_a_message_of_weight_0_is_not_trained_on(tmp_path: Path, tokenizer: Any,
     for message in chat[1::2]:
         message["weight"] = 0
     assert 'has "weight": 0' in refused(tmp_path, tokenizer, {"messages": chat})
+
+
+MARKED_CONTENT = MARKED.replace(
+    "m.content + '<end>' }}{% endgeneration %}{{ '", "m.content }}{% endgeneration %}{{ '<end>"
+)
+# As GLM-4, whose answers end where the next message begins.
+ENDED_BY_NEXT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' + (m.content or '') }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{% else %}{{ '<|next|>' + m.role + ':' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [MARKED_CONTENT, MARKED_CONTENT.replace("<end>", "\\n<end>")])
+def test_the_stop_token_after_the_marks_is_trained(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    ((whole, *trained),) = examples(tmp_path, tokenizer, {"messages": TWO})
+    end = "\n<end>" if "\\n<end>" in template else "<end>"
+    assert trained == [f"One.{end}", f"Two.{end}"] and whole.endswith(f"Two.{end}\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "tail"),
+    [
+        (ENDED_BY_NEXT, ""),
+        (PLAIN, "\n"),
+        (CHATML.replace("<end>", "<stop>"), "<stop>\n"),  # <stop> is no token
+        (MARKED_CONTENT.replace("<end>", ""), "\n"),
+    ],
+)
+def test_a_stop_token_that_the_template_does_not_write_is_added(
+    tmp_path: Path, tokenizer: Any, template: str, tail: str
+) -> None:
+    """Each answer is then an example of its own, since the template writes earlier answers without the token."""
+    first, second = examples(tmp_path, tokenizer, {"messages": TWO})
+    assert first[1:] == [f"One.{tail}</s>"] and second[1:] == [f"Two.{tail}</s>"]
+    assert "One." in second[0] and "One.</s>" not in second[0] and first[0].endswith(first[1])
+    before, after = read_segments([tmp_path / "a.jsonl"], CHAT, tokenizer).notes
+    assert before.startswith(
+        "the chat template writes no token at which generation stops after 2 answer(s): </s>"
+    )
+    assert "writes earlier answers without it: 1 of 1 chats became several examples" in after
+
+
+@pytest.mark.parametrize("template", [ENDED_BY_NEXT])
+def test_a_stop_token_ends_tool_calls(tmp_path: Path, tokenizer: Any, template: str) -> None:
+    call, answer = examples(tmp_path, tokenizer, {"messages": CALLS})
+    assert call[1:] == ['{"name": "add", "arguments": {"a": 1}}</s>'] and answer[1:] == ["It is 2.</s>"]
+    tokenizer.eos_token = "<|next|>"  # the next message begins with the token that was added
+    ((_, *trained),) = examples(tmp_path, tokenizer, {"messages": CALLS})
+    assert trained == ['{"name": "add", "arguments": {"a": 1}}<|next|>', "It is 2.<|next|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, ["</s>"]),
+        (CHATML, ["</s>", "<end>"]),
+        (MARKED, ["</s>", "<end>"]),
+        (ENDED_BY_NEXT, ["</s>", "<|next|>"]),
+        (PLAIN, ["</s>"]),
+        (R1, ["</s>"]),
+        ("{{ raise_exception('no') }}", ["</s>"]),
+    ],
+)
+def test_tokens_at_which_generation_stops(tokenizer: Any, template: str | None, expected: list[str]) -> None:
+    assert stop_tokens(tokenizer) == expected
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -13,6 +13,7 @@ from shoestring.cli.config import Source
 from shoestring.cli.console import Console, say, silence
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Rows, split_blocks, split_examples
+from shoestring.data.chat import stop_at_answers
 from shoestring.data.encoding import vocabulary_size
 from shoestring.data.examples import Texts, encode_examples, read_segments
 from shoestring.data.records import CHAT, TEXT, kind_of
@@ -126,10 +127,15 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
             f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on {device}"
         )
 
+        def save_model(model: Any, target: Path) -> None:
+            if kind == CHAT:
+                stop_at_answers(model, tokenizer)
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+
         def save(target: Path) -> None:
             if config.full:
-                model.save_pretrained(target)
-                tokenizer.save_pretrained(target)
+                save_model(model, target)
             else:
                 save_adapter(model, target, config.baseline)
 
@@ -157,8 +163,7 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
                 load_model(folder, dtype, trust_remote_code=trust), run / "adapter", config.baseline
             )
             with atomic_directory(run / "model") as partial:
-                base.save_pretrained(partial)
-                tokenizer.save_pretrained(partial)
+                save_model(base, partial)
         if summary:
             write_report(run)
     return summary

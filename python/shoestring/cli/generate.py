@@ -9,7 +9,7 @@ import torch
 
 from shoestring.cli.config import GenerateConfig
 from shoestring.core.errors import InputError
-from shoestring.data.chat import render
+from shoestring.data.chat import render, stop_at_answers
 from shoestring.data.encoding import Encoder
 from shoestring.data.progress import working
 from shoestring.data.tokenizer import load_tokenizer
@@ -54,6 +54,7 @@ def generate(config: GenerateConfig) -> str:
             f"--max-new-tokens {config.max_new_tokens}: expected at most {max(0, int(found[1]) - len(ids))} after a prompt of "
             f"{len(ids)} tokens, since {folder} has {found[1]:g} positions; give fewer, or a shorter prompt"
         )
+    ends = stop_at_answers(model, tokenizer) if config.chat else []
     torch.manual_seed(config.seed)
     model.eval()
     sample = config.temperature > COLDEST
@@ -70,7 +71,10 @@ def generate(config: GenerateConfig) -> str:
         if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
             raise
         raise InputError(f"{folder}: the model cannot generate text ({error})") from None
-    return _continuation(tokenizer, ids, output[0].tolist())
+    written = output[0].tolist()
+    if written[-1] in ends:
+        written.pop()  # it may be no special token, which the text leaves out
+    return _continuation(tokenizer, ids, written)
 
 
 def _prompt(config: GenerateConfig, tokenizer: Any) -> list[int]:

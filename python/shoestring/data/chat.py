@@ -77,6 +77,17 @@ def stop_tokens(tokenizer: Any) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def stop_at_answers(model: Any, tokenizer: Any) -> list[int]:
+    """Let a model of transformers generate up to the end of an answer, or to its own end tokens; return the ids."""
+    config = getattr(model, "generation_config", None)
+    own = getattr(config, "eos_token_id", None)
+    known = own if isinstance(own, list) else [] if own is None else [own]
+    missing = [i for i in tokenizer.convert_tokens_to_ids(stop_tokens(tokenizer)) if i not in known]
+    if config is not None and missing:
+        config.eos_token_id = [*known, *missing]
+    return [*known, *missing]
+
+
 def _added_tokens(tokenizer: Any) -> dict[str, bool]:
     """Return the tokens that texts may spell out, each with whether it is special."""
     return {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cli_helpers import (
     TINY,
@@ -289,6 +290,42 @@ def test_a_chat_answers(model: Path, capsys: pytest.CaptureFixture[str]) -> None
     first = capsys.readouterr().out
     succeed("generate", "--model", model, "--chat", "--max-new-tokens", "5", "the cat", "--seed", "1")
     assert capsys.readouterr().out == first
+
+
+def test_an_answer_ends_where_the_template_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base model learns a template whose end of an answer is not its end-of-text token."""
+    template = (
+        "{% for m in messages %}{{ m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+    )
+    (tmp_path / "text.txt").write_text(text())
+    succeed("train", "--data", tmp_path / "text.txt", "--out", tmp_path / "base", *TINY, "--steps", 1)
+    base = tmp_path / "base" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<|im_end|>"])  # some models have it as no special token
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(base)
+    grown = AutoModelForCausalLM.from_pretrained(base)
+    grown.resize_token_embeddings(len(tokenizer))
+    grown.save_pretrained(base)
+    own, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert grown.generation_config.eos_token_id == own
+    chat = {"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat sat"}]}
+    data = write_jsonl(tmp_path / "chat.jsonl", [chat] * 40)
+    capsys.readouterr()
+    for how, steps in (("--merge", 1), ("--full", 40)):
+        succeed(*command(base, data, tmp_path / how, "--steps", steps, "--quantize", "none", how))
+        assert "stops after" not in capsys.readouterr().out  # no end-of-text token was added
+        saved = json.loads((tmp_path / how / "model" / "generation_config.json").read_text())
+        assert saved["eos_token_id"] == [own, end]
+    for file in (None, {"eos_token_id": own}):  # of a folder that another program has written
+        if file is not None:
+            (tmp_path / how / "model" / "generation_config.json").write_text(json.dumps(file))
+        given = ["--model", tmp_path / how / "model", "--max-new-tokens", 20, "--temperature", 0]
+        succeed("generate", *given, "--chat", "the")
+        assert capsys.readouterr().out == "cat sat\n"
 
 
 def test_resume_with_another_model_names_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -344,7 +345,9 @@ STATE_FILE = "shoestring_callbacks.pt"
 def transformers_callback(callbacks: Callback | None = None) -> Any:
     """Return a callback for the Trainer of transformers, which calls ours.
 
-    Their state is saved in each checkpoint folder, and restored when the Trainer resumes from it.
+    Their state is saved in each checkpoint folder, and restored when the Trainer resumes from it. A Trainer does not tell
+    its callbacks which path ``train(resume_from_checkpoint=)`` was given. If the folder is not ``checkpoint-<step>`` in the
+    Trainer's ``output_dir``, set ``resume_from_checkpoint`` of its arguments to it, too. A Trainer takes one such callback.
 
     An optimizer whose state processes have split (``shoestring.distributed.shard``) needs this callback, also
     without callbacks of ours. The Trainer reads the state on one rank alone. So this callback gathers it there
@@ -358,6 +361,9 @@ def transformers_callback(callbacks: Callback | None = None) -> Any:
 
     Raises:
         ImportError: transformers is not installed.
+        FileNotFoundError: raised by ``train``: it resumes, the callbacks have state, and there is no state of theirs in the
+            folder.
+        ValueError: raised by ``train``: the folder is of another run, or the Trainer has two such callbacks.
 
     Example:
         >>> from transformers import Trainer
@@ -379,10 +385,13 @@ def transformers_callback(callbacks: Callback | None = None) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             self._update(state, kwargs.get("model"), kwargs.get("optimizer"))
+            if vars(state).setdefault("_shoestring_adapter", self) is not self:
+                raise ValueError(
+                    "transformers_callback: callbacks: expected one transformers_callback for a Trainer, received two, "
+                    "which would write one file. Join their callbacks: Callbacks(first=..., second=...)"
+                )
             if state.global_step > 0:
-                path = _checkpoint_of(args, state) / STATE_FILE
-                if path.exists():
-                    ours.load_state_dict(torch.load(path, weights_only=True))
+                _restore(ours, _checkpoint_of(args, state), state)
             ours.on_start(self.run)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -428,6 +437,31 @@ def _checkpoint_of(args: Any, state: Any) -> Path:
     if isinstance(resumed, (str, os.PathLike)):
         return Path(resumed)
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _restore(callbacks: Callback, folder: Path, state: Any) -> None:
+    """Give callbacks their state in the checkpoint folder of a Trainer, whose own state was loaded from there."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        if not callbacks.state_dict():
+            return
+        raise FileNotFoundError(
+            f"transformers_callback: {path}: expected the state of the callbacks, received no file. If the Trainer resumes "
+            "from another folder, set its args.resume_from_checkpoint to that; if the callbacks are new in this run, write "
+            "the file with torch.save(callbacks.state_dict(), path)"
+        )
+    saved = json.loads((folder / "trainer_state.json").read_text())
+    # As text, in which NaN equals itself.
+    theirs, own = (
+        json.dumps([fields.get(name) for name in ("global_step", "epoch", "log_history")])
+        for fields in (saved, vars(state))
+    )
+    if theirs != own:
+        raise ValueError(
+            f"transformers_callback: {folder}: expected the checkpoint from which the Trainer resumes, received one with "
+            "another step or other logs. Set args.resume_from_checkpoint of the Trainer to the folder that train() is given"
+        )
+    callbacks.load_state_dict(torch.load(path, weights_only=True))
 
 
 def lightning_callback(callbacks: Callback) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import types
@@ -194,6 +195,49 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     trainer(tmp_path / "part", Callbacks(record=resumed)).train(resume_from_checkpoint=True)
     assert resumed.calls[0] == ("start", 4)
     assert resumed.count == 12
+
+
+def test_transformers_trainer_resumes_from_another_folder(tmp_path: Path) -> None:
+    """The Trainer does not tell callbacks the path that train() was given."""
+    for name, step in (("one", 4), ("other", 8)):
+        trainer(tmp_path / name, Callbacks(record=Recorder(stop_at=step))).train()
+    given = tmp_path / "one" / "checkpoint-4"
+    with pytest.raises(
+        FileNotFoundError, match=r"new/checkpoint-4/shoestring_callbacks\.pt: expected the state of"
+    ):
+        trainer(tmp_path / "new", Callbacks(record=Recorder())).train(resume_from_checkpoint=str(given))
+    trainer(tmp_path / "new", Callbacks()).train(resume_from_checkpoint=str(given))  # there is no state
+
+    # the same step of another run, which has logged other losses
+    logs = json.loads((tmp_path / "other" / "checkpoint-4" / "trainer_state.json").read_text())
+    logs["log_history"][0]["loss"] += 1
+    (tmp_path / "other" / "checkpoint-4" / "trainer_state.json").write_text(json.dumps(logs))
+    with pytest.raises(
+        ValueError, match="other/checkpoint-4: expected the checkpoint from which the Trainer resumes"
+    ):
+        trainer(tmp_path / "other", Callbacks(record=Recorder())).train(resume_from_checkpoint=str(given))
+    for wrong in ("checkpoint-8", "checkpoint-4"):
+        made = trainer(tmp_path / "new", Callbacks(record=Recorder()))
+        made.args.resume_from_checkpoint = str(tmp_path / "other" / wrong)
+        with pytest.raises(ValueError, match="with another step or other logs"):
+            made.train(resume_from_checkpoint=str(given))
+
+    resumed = Recorder()
+    made = trainer(tmp_path / "new", Callbacks(record=resumed))
+    made.args.resume_from_checkpoint = str(given)
+    made.train(resume_from_checkpoint=str(given))
+    assert resumed.calls[0] == ("start", 4) and resumed.count == 12
+
+
+def test_transformers_trainer_takes_one_callback(tmp_path: Path) -> None:
+    made = trainer(tmp_path / "two", Callbacks(record=Recorder()))
+    second = transformers_callback(Callbacks(other=Recorder()))
+    made.add_callback(second)
+    with pytest.raises(ValueError, match="expected one transformers_callback for a Trainer, received two"):
+        made.train()
+    made.pop_callback(second)
+    made.train()
+    made.train()
 
 
 def test_lightning_trainer(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ Tensor Core::step() {
   end_backward();
   drain();
   check_whole("step");
-  if (step_in_backward) finish_backward();
+  finish_backward();
   if (unfinished_ && !is_resumed()) abandon();
   return finish_step(unfinished_ ? *std::exchange(unfinished_, std::nullopt) : begin_step());
 }

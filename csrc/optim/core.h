@@ -262,6 +262,7 @@ struct Core : std::enable_shared_from_this<Core> {
   void send_job(Bucket& bucket);
   void send_jobs();
   void step_alone(const Tensor& param);
+  void check_first(bool is_first);
   void find_alone();
   void finish_backward();
 
@@ -284,6 +285,8 @@ struct Core : std::enable_shared_from_this<Core> {
   std::unordered_set<Key> watched_;
   // The arena of each single parameter, for steps within backward.
   std::unordered_map<Key, Alone> alone_;
+  // Parameters that the backward passes since the last step() have stepped.
+  std::unordered_set<Key> stepped_alone_;
   // Norms of the gradients that steps within backward have freed.
   ByShard norms_;
   // Norms of the gradients of micro-batches, if takes_norms is set.

@@ -135,6 +135,7 @@ void Core::forget() {
   layouts.clear();
   unfinished_.reset();
   alone_.clear();
+  stepped_alone_.clear();
   sums_.clear();
   pending_.clear();
   norms_.clear();
@@ -370,6 +371,7 @@ Tensor Core::whole_square() {
 
 void Core::step_alone(const Tensor& param) {
   const Key key = param.unsafeGetTensorImpl();
+  check_first(stepped_alone_.count(key) == 0);
   const bool summed = is_pending(param);
   auto found = alone_.find(key);
   if (found == alone_.end() || (summed && !found->second.arena.accumulated.defined())) {
@@ -395,6 +397,7 @@ void Core::step_alone(const Tensor& param) {
     throw;
   }
   stepped_in_backward_ = true;
+  stepped_alone_.insert(key);
   if (arena.offloaded != nullptr) arena.commit();
   if (max_grad_norm && summed) grad.zero_();
   pending_.erase(key);
@@ -414,7 +417,20 @@ void Core::find_alone() {
   }
 }
 
+void Core::check_first(bool is_first) {
+  // This error must not drop the gradients of the previous backward pass, since step() can still use them.
+  if (!is_first && !stepped_in_backward_) {
+    const std::lock_guard lock(backwards_->mutex);
+    backwards_->open.clear();
+  }
+  TORCH_CHECK(is_first, label,
+              ": step_in_backward: expected step() after each backward, received a second gradient of a "
+              "parameter. Use accumulate() around all backwards but the last of a step, and "
+              "use_reentrant=False in torch.utils.checkpoint.");
+}
+
 void Core::finish_backward() {
+  stepped_alone_.clear();
   if (norms_.empty()) return;
   grad_norm = norm_over(norms_);
   norms_.clear();

@@ -108,17 +108,7 @@ void Core::arrive(const Tensor& param) {
   auto& [bucket, index] = found->second;
   Access::check_step(options(bucket->group));
   const bool here = bucket->arrived.count(index) > 0;
-  const bool fits = bucket->given.count(index) == 0 && (!here || accumulating);
-  // An error about a second gradient must not drop the gradients of the previous backward pass, since step()
-  // can still use them.
-  if (!fits) {
-    const std::lock_guard lock(backwards_->mutex);
-    backwards_->open.clear();
-  }
-  TORCH_CHECK(fits, label,
-              ": step_in_backward: expected step() after each backward, received a second gradient of a "
-              "parameter; use "
-              "accumulate() around all backwards but the last of a step");
+  check_first(bucket->given.count(index) == 0 && (!here || accumulating));
   // Within the same accumulate(), a second gradient of a parameter arrives: process the first one now.
   if (here) send_job(*bucket);
   if (bucket->job != nullptr) bucket->job->synchronize();

@@ -121,6 +121,21 @@ TEST_CASE("steps within backward are the same steps", "[optim]") {
   }
 }
 
+TEST_CASE("steps within backward refuse a second backward without a step", "[optim]") {
+  const auto params = parameters();
+  AdamW opt(two_groups(params), options(at::kFloat));
+  opt.set_step_in_backward(true);
+  backward(params, 0, 0);
+  const Tensor stepped = params[0].detach().clone();
+  CHECK_THROWS_WITH(backward(params, 0, 1), Contains("step_in_backward: expected step() after each backward"));
+  CHECK(at::equal(params[0], stepped));
+  for (const Tensor& p : params) p.mutable_grad() = Tensor();
+  opt.step();
+  backward(params, 1, 0);
+  opt.step();
+  CHECK(state_of(opt, params[0])["step"].item<float>() == 2);
+}
+
 TEST_CASE("within backward, gradients are clipped to the norm of the step before, also after a load",
           "[optim]") {
   const auto early = parameters(), late = parameters(), resumed = parameters();
@@ -172,6 +187,7 @@ TEST_CASE("an optimizer may move, and be gone before its parameters", "[optim]")
     backward(params, 0, 0);
     AdamW moved = std::move(all[0]);
     all.clear();
+    moved.step();
     backward(params, 1, 0);
     moved.step();
     for (int step : {0, 1}) {

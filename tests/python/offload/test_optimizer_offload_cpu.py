@@ -221,10 +221,11 @@ def test_changes_between_steps_are_seen(how: str) -> None:
     expect_same(results[0][0], results[1][0], results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("offload", ["cpu", "stream", None])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_second_backward_needs_a_step(clip: float | None) -> None:
+def test_a_second_backward_needs_a_step(clip: float | None, offload: str | None) -> None:
     params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5))]
-    opt = AdamW(params, offload="cpu", step_in_backward=True, max_grad_norm=clip)
+    opt = AdamW(params, offload=offload, step_in_backward=True, max_grad_norm=clip)
     loss = lambda: sum((2 * p).sum() for p in params)  # noqa: E731
     with opt.accumulate():
         loss().backward()

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoestring.optim import SGD, AdamW, GradientNoise, Lion
 from shoestring.optim.base import LowMemoryOptimizer
@@ -182,6 +183,28 @@ def test_clipping_within_backward_is_by_the_last_norm() -> None:
         loss_of(m, 5, 0).backward()
         o.step()
     assert same(list(model.parameters()), list(again.parameters()))
+
+
+def test_a_second_gradient_in_one_backward_is_refused() -> None:
+    """A reentrant checkpoint delivers the gradient of a parameter that is used twice in two parts."""
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    opt = AdamW(shared.parameters(), state_format="fp32", step_in_backward=True)
+
+    def loss(use_reentrant: bool) -> Tensor:
+        x = torch.randn(3, 4, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(shared, x, use_reentrant=use_reentrant)
+        return x.square().sum()
+
+    with pytest.raises(RuntimeError, match="a second gradient of a parameter.*use_reentrant=False"):
+        loss(use_reentrant=True).backward()
+    shared.zero_grad()
+    opt.zero_grad()
+    loss(use_reentrant=False).backward()
+    opt.step()
+    assert opt.state[shared.weight]["step"] == 2
+
 
 
 def test_grad_scaler_looks_at_sums() -> None:

@@ -36,8 +36,20 @@ if [ -n "$torch" ]; then
   constraints=$venv/constraints.txt
   grep -v '^torch==' constraints.txt >"$constraints"
 fi
-# Without --no-compile, pip compiles 12,000 Python files. Python compiles those that are imported.
-install() { "$venv/bin/pip" install -q --no-compile -c "$constraints" "$@"; }
+# uv installs in half of pip's time. It reads neither pip's configuration nor its variables, so this script passes them
+# on. Where uv does not reach a package, pip installs it, or says why not.
+"$venv/bin/pip" install -q uv || true
+setting() { "$venv/bin/pip" config get ":env:.$1" 2>/dev/null || "$venv/bin/pip" config get "global.$1" 2>/dev/null || true; }
+give() { [ -z "$2" ] || export "$1=${!1:-$2}"; }  # VARIABLE VALUE: sets the variable, unless the user has set it
+give UV_DEFAULT_INDEX "$(setting index-url)"
+give UV_INDEX "$(setting extra-index-url)"
+give UV_FIND_LINKS "$(setting find-links)"
+give SSL_CERT_FILE "$(setting cert)"
+give UV_HTTP_TIMEOUT "$(setting default-timeout)"
+install() {
+  "$venv/bin/uv" pip install -q --python "$venv/bin/python" -c "$constraints" "$@" 2>/dev/null ||
+    "$venv/bin/pip" install -q --no-compile -c "$constraints" "$@"  # Python compiles the modules that are imported
+}
 install ${torch:+--upgrade} "${torch:-torch}" "setuptools>=77" ninja
 # Install the requirements of the extras by name, so that pip does not run again after a change of code alone.
 # The package itself requires torch alone.

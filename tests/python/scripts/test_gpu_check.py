@@ -312,15 +312,20 @@ def test_benchmarks_that_fail_keep_their_tables(check: gpu_check.Check, tmp_path
 def test_gpu_timing_is_a_call_s_share_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark's GPU timing is the time of many calls of a function, divided by the number of calls.
 
-    The test replaces CUDA events by objects that read the clock of the host.
+    The test replaces CUDA events by objects that read a clock, which only calls advance.
     """
+    now = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            self.time = time.perf_counter()
+            self.time = now
 
         def synchronize(self) -> None:
             pass
@@ -330,12 +335,13 @@ def test_gpu_timing_is_a_call_s_share_of_many(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     calls = []
-    candidates = {"short": lambda: calls.append(time.sleep(1e-3)), "long": lambda: time.sleep(1e-2)}
+    candidates = {"short": lambda: calls.append(take(1e-3)), "long": lambda: take(1e-2)}
     times = common.interleave(candidates, 3, "cuda")
     assert {name: len(seconds) for name, seconds in times.items()} == {"short": 3, "long": 3}
     # `calls` lists calls for warm-up and calibration, and more than one call in each of 3 rounds
     assert len(calls) > 3 + 3 + 3 * 2
-    assert 1e-3 < min(times["short"]) < 1e-2 < min(times["long"])
+    assert times["short"] == pytest.approx([1e-3] * 3)
+    assert times["long"] == pytest.approx([1e-2] * 3)
 
 
 def test_rotating_buffers_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

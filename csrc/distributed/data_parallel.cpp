@@ -130,7 +130,10 @@ struct DataParallel::Impl {
     const TensorDict tensors = training_tensors(module, /*frozen=*/true);
     std::vector<Tensor> parameters;
     for (const auto& item : tensors) {
-      if (!item.value().requires_grad()) continue;
+      if (!item.value().requires_grad()) {
+        frozen.emplace_back(item.key(), item.value());
+        continue;
+      }
       names.push_back(item.key());
       parameters.push_back(item.value());
     }
@@ -160,6 +163,7 @@ struct DataParallel::Impl {
   GroupPtr group;
   std::unique_ptr<c10d::Reducer> reducer;
   std::vector<std::string> names;  // of the trained parameters
+  std::vector<std::pair<std::string, Tensor>> frozen;
   std::vector<Tensor> statistics;  // of normalisation layers
   bool finds_unused = false;
   int64_t steps = 0;
@@ -179,6 +183,13 @@ void DataParallel::backward(const at::Tensor& loss) {
   TORCH_CHECK_VALUE(loss.requires_grad(), "DataParallel: backward: loss: expected a tensor that requires ",
                     "gradients, received one that does not");
   const std::lock_guard lock(impl_->mutex);
+  for (const auto& [name, tensor] : impl_->frozen)
+    TORCH_CHECK(!tensor.requires_grad(),
+                "DataParallel: module: expected gradients of the parameters that were trained at the beginning, "
+                "received a module that trains ",
+                name,
+                ", too, whose gradient the ranks would not average. Make DataParallel with find_unused(true) "
+                "while it requires gradients, and freeze it afterwards.");
   c10d::Reducer& reducer = *impl_->reducer;
   const int64_t step = ++impl_->steps;
   const std::vector<int64_t> before = reducer.get_backward_stats();

@@ -99,6 +99,7 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   void fetch(int64_t index) override {
     Block& b = numbered(index);
     b.is_kept |= b.keep && at::GradMode::is_enabled();
+    check_frozen(b, index);
     if (b.is_here) return;
     if (!b.has_memory()) begin_in(b);
     for (Flat& f : b.flats) {
@@ -106,6 +107,16 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       parts.let_go(f);
     }
     place(index, b, /*is_here=*/true);
+  }
+
+  static void check_frozen(const Block& b, int64_t index) {
+    for (const Flat& f : b.flats) {
+      for (size_t i = 0; !f.is_trained && i < f.pieces.size(); ++i)
+        TORCH_CHECK(!f.pieces[i].tensor.requires_grad(), kName, ": block ", index,
+                    ": expected weights that stay frozen, received one of ", f.pieces[i].tensor.sizes(),
+                    " that was frozen at add() and is trained now; add it trained, with find_unused(true), and "
+                    "freeze it afterwards");
+    }
   }
 
   void fetch_all() {

@@ -456,6 +456,13 @@ void fully_shard_refuses(char**) {
                  .sum()
                  .backward();
            }),
+           error_of([&] {
+             FullyShard thawed(group);
+             const Tensor frozen = at::ones({5});
+             thawed.add({param({8}), frozen});
+             frozen.set_requires_grad(true);
+             thawed.run(0, at::ones({8}), [](const Tensor& x) { return x; });
+           }),
            error_of([&] { shoestring::optim::Muon muon(sharded.parameters()); }),
            error_of([&] { shoestring::optim::CAME(sharded.parameters()).set_offload("stream"); }),
            error_of([&] { shoestring::optim::LAMB(sharded.parameters()).set_step_in_backward(true); }),

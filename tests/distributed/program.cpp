@@ -528,6 +528,7 @@ void fault(char** arguments) {
     if (step == 2 && kind == "stop_first" && group->getRank() == 0) std::raise(SIGSTOP);
     if (step == 2 && (kind == "shape" || kind == "order"))
       diverge(group, kind, group->getRank() == group->getSize() - 1);
+    if (step == 2 && kind == "thawed") model->unused.set_requires_grad(true);
     if (now && kind == "throw") throw std::runtime_error("the loss is not finite");
     const bool partly = step == 2 && (kind == "unused" || kind == "found");
     Tensor x = inputs(step, group->getRank(), 0);

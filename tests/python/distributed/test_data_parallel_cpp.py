@@ -193,6 +193,15 @@ def test_unused_parameters() -> None:
     run(2, "fault", "found", 3000, 1)
 
 
+def test_parameters_that_are_trained_later_are_refused() -> None:
+    for code, _, errors in finish(start(2, "fault", "thawed")):
+        assert code == 2 and errors == (
+            "DataParallel: module: expected gradients of the parameters that were trained at the beginning, received a "
+            "module that trains unused, too, whose gradient the ranks would not average. Make DataParallel with "
+            "find_unused(true) while it requires gradients, and freeze it afterwards.\n"
+        )
+
+
 def outputs_of(
     survivors: list[subprocess.Popen[str]], lost: subprocess.Popen[str], seconds: float
 ) -> list[tuple[str, str]]:

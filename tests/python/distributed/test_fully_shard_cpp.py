@@ -212,6 +212,8 @@ def test_refusals() -> None:
             "split",
             "FullyShard: block 0: expected a backward that computes the gradients of all parameters of the block, received "
             "one that does not use parameter 1 of shape [3]; freeze it before add(), or pass find_unused",
+            "FullyShard: block 0: expected weights that stay frozen, received one of [5] that was frozen at add() and is "
+            "trained now; add it trained, with find_unused(true), and freeze it afterwards",
             "shoestring::optim::Muon: params[1]: expected a matrix (use shoestring::optim::AdamW for parameters of other "
             "shapes), received shape [3]",
             "shoestring::optim::CAME: offload: expected none where processes have split the parameters, since the rule needs "

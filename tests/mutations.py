@@ -196,7 +196,9 @@ def prepare(tier: str) -> None:
     if not TREE.exists():
         FOLDER.mkdir(exist_ok=True)
         call("git", "clone", "-q", ROOT, TREE)
-        (TREE / ".venv").symlink_to((ROOT / ".venv").resolve())
+        # With a copy within the clone, whose files are links, the paths of headers are those of every other clone, so
+        # that ccache finds the object files.
+        shutil.copytree(ROOT / ".venv", TREE / ".venv", symlinks=True, copy_function=os.link)
     call("git", "-C", TREE, "fetch", "-q", ROOT, "HEAD")
     call("git", "-C", TREE, "reset", "-q", "--hard", "FETCH_HEAD")
     build(tier)

@@ -55,13 +55,6 @@ nn::AdaptableLayer::Shapes shapes_of(const Tensors& tensors) {
   return shapes;
 }
 
-// Removes ".base_layer" from a tensor key of PEFT: "up_proj.base_layer.bias" becomes "up_proj.bias".
-std::string without_base_layer(const std::string& key) {
-  const std::string part = ".base_layer";
-  const auto at = key.find(part + ".");
-  return at == std::string::npos ? key : key.substr(0, at) + key.substr(at + part.size());
-}
-
 // Returns the name of the layer that has a weight: "up_proj" for "up_proj.weight".
 std::string owner_of(const std::string& weight) { return weight.substr(0, weight.rfind('.')); }
 
@@ -115,7 +108,7 @@ class Sorter {
       content.copies[owner][name.substr(owner.size() + 1)] = value;
       return;
     }
-    const std::string plain = without_base_layer(name);
+    const std::string plain = base_name(name);
     const auto bias = biases_.find(plain);
     const auto weight = weights_.find(plain);
     if (bias != biases_.end() && has_bias(key)) {
@@ -135,6 +128,22 @@ class Sorter {
                         "of that name");
       content.layers[layer].values.insert(parameter, value);
     }
+  }
+
+  // Returns the name of the base's weight that a key of the file has, or the key itself. PEFT inserts the
+  // name of its wrapper before that of the parameter. A module may have such a name, too.
+  std::string base_name(const std::string& key) const {
+    const std::string wrapper = ".base_layer", last = key.substr(std::min(key.rfind('.'), key.size()));
+    std::string owner = owner_of(key);
+    const auto is_known = [&](const std::string& name) {
+      return biases_.count(name) > 0 || weights_.count(name) > 0 ||
+             (last == ".weight" && layers_.count(owner) > 0);
+    };
+    while (!is_known(owner + last)) {
+      if (!owner.ends_with(wrapper)) return key;
+      owner.resize(owner.size() - wrapper.size());
+    }
+    return owner + last;
   }
 
   // Returns whether the file may hold this bias of the base: if the option `bias` trains biases, or beside

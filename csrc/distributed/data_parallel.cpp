@@ -184,12 +184,13 @@ void DataParallel::backward(const at::Tensor& loss) {
                     "gradients, received one that does not");
   const std::lock_guard lock(impl_->mutex);
   for (const auto& [name, tensor] : impl_->frozen)
-    TORCH_CHECK(!tensor.requires_grad(),
-                "DataParallel: module: expected gradients of the parameters that were trained at the beginning, "
-                "received a module that trains ",
-                name,
-                ", too, whose gradient the ranks would not average. Make DataParallel with find_unused(true) "
-                "while it requires gradients, and freeze it afterwards.");
+    TORCH_CHECK(
+        !tensor.requires_grad(),
+        "DataParallel: module: expected gradients of the parameters that were trained at the beginning, "
+        "received a module that trains ",
+        name,
+        ", too, whose gradient the ranks would not average. Make DataParallel with find_unused(true) "
+        "while it requires gradients, and freeze it afterwards.");
   c10d::Reducer& reducer = *impl_->reducer;
   const int64_t step = ++impl_->steps;
   const std::vector<int64_t> before = reducer.get_backward_stats();

@@ -112,10 +112,11 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   static void check_frozen(const Block& b, int64_t index) {
     for (const Flat& f : b.flats) {
       for (size_t i = 0; !f.is_trained && i < f.pieces.size(); ++i)
-        TORCH_CHECK(!f.pieces[i].tensor.requires_grad(), kName, ": block ", index,
-                    ": expected weights that stay frozen, received one of ", f.pieces[i].tensor.sizes(),
-                    " that was frozen at add() and is trained now; add it trained, with find_unused(true), and "
-                    "freeze it afterwards");
+        TORCH_CHECK(
+            !f.pieces[i].tensor.requires_grad(), kName, ": block ", index,
+            ": expected weights that stay frozen, received one of ", f.pieces[i].tensor.sizes(),
+            " that was frozen at add() and is trained now; add it trained, with find_unused(true), and "
+            "freeze it afterwards");
     }
   }
 

@@ -97,11 +97,20 @@ void add_names(optim::detail::Stored& stored, const torch::optim::Optimizer& opt
                const TrainingRun& run) {
   NamesJson json = NamesJson::array();
   bool is_any = false;
-  for (const Names& names : names_of(optimizer, run)) {
+  const std::vector<Names> all = names_of(optimizer, run);
+  for (size_t g = 0; g < all.size(); ++g) {
     NamesJson& group = json.emplace_back(NamesJson::array());
-    for (const auto& name : names) {
+    for (size_t i = 0; i < all[g].size(); ++i) {
+      const auto& name = all[g][i];
       group.push_back(name ? NamesJson(*name) : NamesJson());
       is_any |= name.has_value();
+      const std::string place = c10::str(g, ".", i, ".");
+      const bool is_left_out = !name && !optimizer.param_groups()[g].params()[i].requires_grad() &&
+                               std::any_of(stored.tensors.begin(), stored.tensors.end(),
+                                           [&](const auto& item) { return item.key().starts_with(place); });
+      TORCH_CHECK_VALUE(!is_left_out, "save_training: tensors: expected each weight that has been trained, ",
+                        "received none for parameter ", i, " of group ", g,
+                        ", which is frozen now. Take training_tensors(module, /*frozen=*/true)");
     }
   }
   if (is_any) stored.metadata[kNames] = json.dump();

@@ -3,6 +3,7 @@
 #include "catch.h"
 #include "relative_error.h"
 
+#include <memory>
 #include <string>
 
 #include <ATen/ATen.h>
@@ -85,6 +86,24 @@ TEST_CASE("load_adapter loads the rows of a resized vocabulary", "[lora]") {
     CHECK(at::equal(quantised->head->base->packed.flatten(), std::get<0>(shoestring::quantize_4bit(rows))));
     CHECK(at::equal(quantised->embed->weight, file[kPrefix + "embed.weight"]));
   }
+}
+
+TEST_CASE("load_adapter finds weights of a module that is called base_layer", "[lora]") {
+  const Folder folder;
+  const TensorDict file = save_rows(folder, false);
+  TensorDict renamed;
+  for (const auto& item : file)
+    renamed.insert(kPrefix + "net.base_layer." + item.key().substr(kPrefix.size()), item.value());
+  shoestring::save_safetensors(folder / kFile, renamed);
+  LanguageModel model;
+  torch::nn::Module outer;
+  const auto net = outer.register_module("net", std::make_shared<torch::nn::Module>());
+  net->register_module("base_layer", model);
+  lora::load_adapter(outer, folder.path);
+  CHECK(at::equal(model->embed->weight, file[kPrefix + "embed.weight"]));
+  CHECK(at::equal(model->head->weight, file[kPrefix + "head.weight"]));
+  const Tensor ids = at::arange(kRows);
+  CHECK(relative_error(model->forward(ids), exact(model, file, ids)) < 2e-6);
 }
 
 TEST_CASE("load_adapter keeps tied rows tied, and refuses others", "[lora]") {

@@ -127,7 +127,8 @@ TEST_CASE("steps within backward refuse a second backward without a step", "[opt
   opt.set_step_in_backward(true);
   backward(params, 0, 0);
   const Tensor stepped = params[0].detach().clone();
-  CHECK_THROWS_WITH(backward(params, 0, 1), Contains("step_in_backward: expected step() after each backward"));
+  CHECK_THROWS_WITH(backward(params, 0, 1),
+                    Contains("step_in_backward: expected step() after each backward"));
   CHECK(at::equal(params[0], stepped));
   for (const Tensor& p : params) p.mutable_grad() = Tensor();
   opt.step();

@@ -283,6 +283,24 @@ TEST_CASE("save_training refuses an optimizer without a state for files") {
   CHECK(folder.files().empty());
 }
 
+TEST_CASE("save_training refuses to leave out weights that were trained and frozen") {
+  const Folder folder;
+  Run run;
+  run.train(1);
+  run.model[3]->as<torch::nn::Linear>()->bias.set_requires_grad(false);
+  run.lion.param_groups()[0].params()[0].set_requires_grad(false);
+  auto all = run.all();
+  CHECK_THROWS_WITH(save_training(folder / "run", all),
+                    Contains("received none for parameter 0 of group 0, which is frozen now"));
+  CHECK(folder.files().empty());
+  all.tensors = training_tensors(*run.model, /*frozen=*/true);
+  save_training(folder / "run", all);
+  const auto saved = run.tensors();
+  run.train(1);
+  load_training(folder / "run", all);
+  CHECK(same(run.tensors(), saved));
+}
+
 TEST_CASE("training_tensors has what training changes") {
   torch::nn::Sequential model(torch::nn::Linear(2, 3), torch::nn::BatchNorm1d(3));
   model[0]->as<torch::nn::Linear>()->weight.set_requires_grad(false);

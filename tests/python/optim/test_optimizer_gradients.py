@@ -206,7 +206,6 @@ def test_a_second_gradient_in_one_backward_is_refused() -> None:
     assert opt.state[shared.weight]["step"] == 2
 
 
-
 def test_grad_scaler_looks_at_sums() -> None:
     """An infinite gradient in an early micro-batch skips this step and no other, and lowers GradScaler's scale."""
     p = nn.Parameter(torch.ones(300))

@@ -5,6 +5,7 @@ seed draws; ``sample(simt=n)`` does so in the emulator only. ``--all-cases`` (``
 ``--tier`` selects a tier (``tiers.py``).
 """
 
+import gc
 import os
 import random
 import signal
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= first if tier == "second" else set(items) - first
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collection pass over the objects of the collected tests, which take it 0.3 s a time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

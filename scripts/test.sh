@@ -10,7 +10,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 build=$1
 tier=$2
-SECOND="lint Python Python-alone peers docs crash fuzz emulator cutlass C++-emulated Python-emulated device consumer packages gates"
+# Suites that are joined by a comma run side by side, since each keeps one core busy for most of its time.
+SECOND="lint,consumer Python Python-alone peers docs,packages crash fuzz emulator cutlass C++-emulated Python-emulated device gates"
 case $tier in
   first) suites="C++ Python consumer" ;;
   check) suites="lint C++ Python" ;;
@@ -77,18 +78,30 @@ suite() {  # SUITE
     packages) python -m pytest tests/packages ;;
     gates) python scripts/check_ptxas.py "$build" ;;
     *)
-      echo "test.sh: expected first, check, second, all or a suite ($SECOND C++), got '$1'" >&2
+      echo "test.sh: expected first, check, second, all or a suite (${SECOND//,/ } C++), got '$1'" >&2
       return 2 ;;
   esac
 }
 
-for name in $suites; do
+timed() {  # SUITE
+  local start=$SECONDS status=0
+  suite "$1" 2>&1 || status=1
+  echo "($((SECONDS - start)) s)" >"$logs/$1.time"
+  return $status
+}
+
+for entry in $suites; do
   number=$((number + 1))
-  echo "== $name (suite $number of $(wc -w <<<"$suites"))"
-  start=$SECONDS
-  suite "$name" 2>&1 | tee "$logs/$name" || status=1
-  echo "($((SECONDS - start)) s)" >>"$logs/$name.time"
+  echo "== ${entry//,/ and } ($number of $(wc -w <<<"$suites"))"
+  if [[ $entry == *,* ]]; then
+    for name in ${entry//,/ }; do timed "$name" >"$logs/$name" & done
+    for name in ${entry//,/ }; do wait -n || status=1; done
+    for name in ${entry//,/ }; do cat "$logs/$name"; done
+  else
+    timed "$entry" | tee "$logs/$entry" || status=1
+  fi
 done
+suites=${suites//,/ }
 
 passed=0 failed=0
 sum() { grep -oE "$2" "$logs/$1" | grep -oE '[0-9]+' | awk '{ total += $1 } END { print total + 0 }'; }  # SUITE PATTERN

@@ -381,6 +381,7 @@ READERS = [
         "load_quantized",
         (
             "integrations.transformers.load.load_quantized",
+            "integrations.transformers.load.refuse_adapter",
             "integrations.transformers.reader.read_config",
             "training.models.load_model",
         ),

@@ -19,6 +19,7 @@ from shoestring.optim.convert import imported
 from shoestring.optim.parameter_names import by_names
 from shoestring.optim.sharded import local
 from shoestring.optim.sharded_state import owned_entries, save_dtensors
+from shoestring.optim.shown_state import ShownState
 from shoestring.optim.state_layout import Kind, Moment, Part
 
 FORMAT_VERSION = 1
@@ -68,6 +69,7 @@ class StateDicts(Optimizer):
     _consolidated: tuple[int, dict[Any, Any]] | None
     _known: list[Any]
     _shown: int
+    _shown_state: ShownState
     _kind: Callable[[Tensor, dict[str, Any]], Kind]
     _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
     _extra: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]]
@@ -280,6 +282,7 @@ class StateDicts(Optimizer):
                 self._watch(group["params"])
             self._core.set_offload(self.offload)
         self._synchronize()
+        self._shown_state = ShownState()  # which holds the state of before: the new one may need its place
         entries = [[self.state.get(p, {}) for p in group["params"]] for group in self.param_groups]
         self._core.load(entries, None)
         self._consolidated = None

@@ -14,7 +14,7 @@ tier=$2
 SECOND="lint,consumer Python Python-alone peers docs,packages crash fuzz emulator cutlass C++-emulated Python-emulated device gates"
 case $tier in
   first) suites="C++ Python consumer" ;;
-  check) suites="lint C++ Python" ;;
+  check) suites="lint,C++ Python" ;;
   second) suites=$SECOND ;;
   all) suites="C++ $SECOND" tier="" ;;
   *) suites=${*:2} tier="" ;;

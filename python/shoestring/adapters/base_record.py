@@ -6,7 +6,7 @@ With the description, a loader refuses an adapter that was trained on another ba
 import hashlib
 import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ TENSORS, VALUES = 48, 8
 RELATIVE, ABSOLUTE = 2**-7, 1e-7
 
 
-def base_record(model: nn.Module, written: Container[str]) -> str:
+def base_record(model: nn.Module, keys: Iterable[str]) -> str:
     """Describe the base of a model with adapters, in JSON.
 
     The description has the architecture, a digest of the names and shapes of the base weights, and the shapes
@@ -38,9 +38,9 @@ def base_record(model: nn.Module, written: Container[str]) -> str:
 
     Args:
         model: the model.
-        written: names of base weights that the adapter's file contains, which are left out.
+        keys: keys of the adapter's file. The base weights that it contains are left out.
     """
-    weights = {name: weight for name, weight in base_weights(model).items() if name not in written}
+    weights = _unwritten(model, keys)
     unknown = _unknown(model)
     names = sorted(name for name, w in weights.items() if not w.requires_grad and name not in unknown)
     count = min(len(names), TENSORS)
@@ -51,16 +51,14 @@ def base_record(model: nn.Module, written: Container[str]) -> str:
     return json.dumps({"architecture": _architecture(model), "names": _digest(weights), "tensors": tensors})
 
 
-def check_base_record(
-    model: nn.Module, file: Path, metadata: Mapping[str, str], written: Container[str]
-) -> None:
+def check_base_record(model: nn.Module, file: Path, metadata: Mapping[str, str], keys: Iterable[str]) -> None:
     """Check that an adapter's file describes the model as its base. PEFT's files have no description.
 
     Args:
         model: the model, with or without adapters.
         file: path of the weights file, for error messages.
         metadata: metadata of the weights file.
-        written: names of base weights that the file contains.
+        keys: keys of the weights file.
 
     Raises:
         ValueError: the file describes another base.
@@ -75,7 +73,7 @@ def check_base_record(
     own, theirs = _architecture(model), record.get("architecture")
     if None not in (own, theirs) and own != theirs:
         refuse_base(file, f"the architecture {own!r} instead of {shown(theirs)}")
-    weights = {name: weight for name, weight in base_weights(model).items() if name not in written}
+    weights = _unwritten(model, keys)
     unknown = _unknown(model)
     for name, described in record["tensors"].items():
         if not _is_description(described):
@@ -95,6 +93,29 @@ def refuse_base(file: Path, received: str) -> NoReturn:
         f"lora.load_adapter: model: expected the base model of the adapter {file}, received one that has {received}. Load the "
         "adapter onto its own base, or insist with any_base=True (--any-base)"
     )
+
+
+def base_name(key: str, known: Container[str]) -> str:
+    """Return the name in ``known`` of the weight of the base that a key of a file has, or the key itself.
+
+    PEFT inserts the names of its wrappers before the name of the parameter. A module may have such a name, too.
+    """
+    parent, _, last = key.rpartition(".")
+    name = key
+    while name not in known:
+        wrapper = next((w for w in (".token_adapter.base_layer", ".base_layer") if parent.endswith(w)), None)
+        if wrapper is None:
+            return key
+        parent = parent.removesuffix(wrapper)
+        name = f"{parent}.{last}"
+    return name
+
+
+def _unwritten(model: nn.Module, keys: Iterable[str]) -> dict[str, Tensor]:
+    """Return the weights of the base model, by name, without those that an adapter's file with ``keys`` contains."""
+    weights = base_weights(model)
+    written = {base_name(key, weights) for key in keys}
+    return {name: weight for name, weight in weights.items() if name not in written}
 
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
 from shoestring.adapters.base_record import KEY as BASE
-from shoestring.adapters.base_record import base_record, base_weights, is_resized
+from shoestring.adapters.base_record import base_record, is_resized
 from shoestring.adapters.config_digest import KEY, check_pair, config_digest
 from shoestring.adapters.conv1d import TransposedLinear
 from shoestring.adapters.experts import LoraExperts, parameter_options
@@ -105,8 +105,7 @@ def save_adapter(
         tensors, config = _describe(model, name)
         # The collective calls of whole() run on all processes.
         tensors = {key: whole(value) for key, value in (tensors | rows).items()}
-        known = base_weights(model)
-        record = base_record(model, {base_name(key.removeprefix(PREFIX), known) for key in tensors})
+        record = base_record(model, [key.removeprefix(PREFIX) for key in tensors])
         if split and torch.distributed.get_rank() > 0:
             continue
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,22 +116,6 @@ def save_adapter(
             file.write((text + "\n").encode())
     if split:
         torch.distributed.barrier()
-
-
-def base_name(key: str, known: Container[str]) -> str:
-    """Return the name in ``known`` of the weight of the base that a key of a file has, or the key itself.
-
-    PEFT inserts the names of its wrappers before the name of the parameter. A module may have such a name, too.
-    """
-    parent, _, last = key.rpartition(".")
-    name = key
-    while name not in known:
-        wrapper = next((w for w in (".token_adapter.base_layer", ".base_layer") if parent.endswith(w)), None)
-        if wrapper is None:
-            return key
-        parent = parent.removesuffix(wrapper)
-        name = f"{parent}.{last}"
-    return name
 
 
 def _embeddings(model: Any) -> dict[str, Tensor]:

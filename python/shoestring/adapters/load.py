@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.adapters.apply import check_fits, check_together, own_options, saved_modules
-from shoestring.adapters.base_record import base_weights, check_base_record, check_peft_base, refuse_base
+from shoestring.adapters.base_record import base_name, check_base_record, check_peft_base, refuse_base
 from shoestring.adapters.conv1d import former_matrix
-from shoestring.adapters.files import CONFIG, WEIGHTS, base_name, read_config, read_weights
+from shoestring.adapters.files import CONFIG, WEIGHTS, read_config, read_weights
 from shoestring.adapters.initialize import take_out
 from shoestring.adapters.kinds import expert_classes, layer_class
 from shoestring.adapters.linear import LoraLinear
@@ -189,8 +189,7 @@ def _check_base(
     tensors: dict[str, Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    known = base_weights(model)
-    check_base_record(model, folder / WEIGHTS, metadata, {base_name(key, known) for key in tensors})
+    check_base_record(model, folder / WEIGHTS, metadata, tensors)
     check_peft_base(model, folder, config)
 
 
@@ -249,8 +248,8 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
                     f"{place}: {key}: expected shape {tuple(biases[plain].shape)}, received {tuple(value.shape)}"
                 )
             content.biases[plain] = value
-        elif base_name(key, weights) in weights:
-            _check_weight(content, weights, key, value, place)
+        elif (name := base_name(key, weights)) in weights:
+            _check_weight(content, weights, name, value, f"{place}: {key}")
         else:
             _sort_layer(content, kinds, key, value, options, place)
     return content
@@ -273,23 +272,22 @@ def _embeddings(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _check_weight(content: Content, weights: dict[str, Tensor], key: str, value: Tensor, place: str) -> None:
-    """Sort a weight of the base into ``content``, if it fits.
+def _check_weight(content: Content, weights: dict[str, Tensor], name: str, value: Tensor, place: str) -> None:
+    """Sort the weight ``name`` of the base into ``content``, if it fits.
 
     Raises:
         ValueError: the weight has another shape, or a weight that is tied to it has other values in the file.
     """
-    name = base_name(key, weights)
     own = weights[name]
     if value.shape != own.shape or not value.is_floating_point():
         raise ValueError(
-            f"{place}: {key}: expected a floating-point tensor of shape {tuple(own.shape)}, received {tuple(value.shape)}; call "
+            f"{place}: expected a floating-point tensor of shape {tuple(own.shape)}, received {tuple(value.shape)}; call "
             f"model.resize_token_embeddings({value.shape[0] if value.dim() else 0}) first"
         )
     for other, given in content.weights.items():
         if weights[other] is own and not torch.equal(given, value):
             raise ValueError(
-                f"{place}: {key}: expected the values of {other}, to which the model ties it, received others; untie them first"
+                f"{place}: expected the values of {other}, to which the model ties it, received others; untie them first"
             )
     content.weights[name] = value
 

@@ -133,9 +133,9 @@ class LowRankLayer(AdaptedLayer):
                 [(t._version, t.device, t.dtype, t.data_ptr() if i else None) for i, t in enumerate(tensors)],
             )
             former = self.__dict__.setdefault("_norms", {}).get(name)
-            # Where weights may be trained the cached norms are not used, nor afterwards: an optimizer may write
+            # The cached norms are not used where weights may be trained, nor afterwards. An optimizer may write
             # weights through .data or a pointer, as PyTorch's fused ones do, which does not increase the version
-            # counter. Models are also trained in evaluation mode. During backward the norms are used, because a
+            # counter. Models are also trained in evaluation mode. The norms are used during backward, because a
             # checkpoint then recomputes a forward with unchanged weights.
             trains = self.training or torch.is_grad_enabled()
             in_backward = torch._C._current_graph_task_id() != -1

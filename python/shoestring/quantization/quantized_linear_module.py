@@ -35,10 +35,11 @@ class KeyedLinear(nn.Linear):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         load_quantized(self, state_dict, prefix)
-        weight = state_dict.get(prefix + "weight")
-        assigns = local_metadata.get("assign_to_params_buffers", False)
-        codes = isinstance(self.weight, QuantizedTensor), isinstance(weight, QuantizedTensor)
-        if assigns and weight is not None and codes == (True, False):
+        has_codes = isinstance(self.weight, QuantizedTensor)
+        is_assigned = (
+            local_metadata.get("assign_to_params_buffers", False) and prefix + "weight" in state_dict
+        )
+        if has_codes and is_assigned and not isinstance(state_dict[prefix + "weight"], QuantizedTensor):
             raise ValueError(
                 f"QuantizedLinear: {prefix}weight: expected codes with load_state_dict(assign=True), received a dense weight. "
                 "Leave out assign=True to quantise it"

@@ -12,13 +12,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.common import Report, arguments, copy_probe, interleave, rotate
-from shoestring.ops import (
-    compress_gradient_,
-    compress_gradient_reference,
-    compressed_gradient_bytes,
-    decompress_mean_,
-    decompress_mean_reference,
-)
+from shoestring.ops import compress_gradient_, compressed_gradient_bytes, decompress_mean_
+from tests.references.quantization import compress_gradient_reference, decompress_mean_reference
 
 BITS = (8, 4, 1)
 Call = Callable[[], object]

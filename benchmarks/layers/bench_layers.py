@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import shoestring
 from benchmarks.common import Candidates, Report, arguments, graphed, interleave, rotate
-from shoestring.ops import (
+from tests.references.layers import (
     add_layer_norm_reference,
     add_rms_norm_reference,
     geglu_reference,

@@ -14,7 +14,11 @@ import torch
 
 import shoestring
 from benchmarks.common import Candidates, Report, arguments, copy_probe, interleave, rotate
-from shoestring.ops import dequantize_4bit_reference, dequantize_int8_reference, quantize_int8_reference
+from tests.references.quantization import (
+    dequantize_4bit_reference,
+    dequantize_int8_reference,
+    quantize_int8_reference,
+)
 
 Maker = Callable[[torch.Tensor], Callable[[], object]]
 COLUMNS = 4096

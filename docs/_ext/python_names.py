@@ -13,8 +13,7 @@ from public_surface import MODULES
 
 # Keyword arguments of public functions, which are described once, in classes of their own.
 ARGUMENTS = (
-    "shoestring.optim.optimizer.StepArguments",
-    "shoestring.optim.optimizer.ReferenceArguments",
+    "shoestring.optim.step_arguments.StepArguments",
     "shoestring.losses.vocab_parallel.ShardOptions",
     "shoestring.losses.vocab_parallel.Shard",
 )
@@ -30,9 +29,8 @@ def ops() -> str:
     own = importlib.import_module("shoestring.ops")
     package = importlib.import_module("shoestring")
     shared = [name for name in own.__all__ if getattr(package, name, None) is getattr(own, name)]
-    references = [name for name in own.__all__ if name.endswith("_reference")]
     types = [name for name in own.__all__ if isinstance(getattr(own, name), type)]
-    rest = [name for name in own.__all__ if name not in {*shared, *references, *types}]
+    rest = [name for name in own.__all__ if name not in {*shared, *types}]
     aliases = "\n\n".join(
         f"```{{py:function}} {name}\n:no-contents-entry:\n\n"
         f"The same function as {{py:func}}`shoestring.{name}`.\n```"
@@ -45,9 +43,6 @@ def ops() -> str:
             "## Options and results",
             _auto("class", types),
             _auto("class", ARGUMENTS),
-            "## References in plain PyTorch",
-            "Each computes the same as the operator in whose name `_reference` is added. Tests and benchmarks use them.",
-            _auto("function", references),
             "## Operators that are also in `shoestring`",
             aliases,
         )

@@ -22,10 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of the references
+
 import shoestring
 from build_folder import EMULATOR
 from emulator_attention import attention
 from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
+from references.optim import join
 from shoestring.ops import (
     compress_gradient_,
     compressed_gradient_bytes,
@@ -35,7 +38,6 @@ from shoestring.ops import (
     quantize_8bit,
     quantize_state_4bit,
 )
-from shoestring.optim.optimizer import join
 
 Results = dict[str, tuple[Tensor, float]]  # by name: (tensor, largest difference that it may have)
 OPERATORS = torch.ops.shoestring

@@ -6,30 +6,32 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from references.optim import (
+    adafactor_reference,
+    adamw_reference,
+    ademamix_reference,
+    apply_reference,
+    came_reference,
+    ema_reference,
+    lamb_reference,
+    lion_reference,
+    muon_reference,
+    schedule_free_adamw_reference,
+    sgd_reference,
+)
 from shoestring.ops import (
     adafactor_,
-    adafactor_reference,
     adamw_,
-    adamw_reference,
     ademamix_,
-    ademamix_reference,
     came_,
-    came_reference,
     dequantize_8bit,
     dequantize_state_4bit,
     lamb_,
-    lamb_reference,
     lion_,
-    lion_reference,
     muon_,
-    muon_reference,
     schedule_free_adamw_,
-    schedule_free_adamw_reference,
     sgd_,
-    sgd_reference,
 )
-from shoestring.optim.apply import apply_, apply_reference
-from shoestring.optim.ema import ema_, ema_reference
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
 
 STATE_BLOCK = 256
@@ -125,7 +127,7 @@ SGD = Rule(
     dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1),
 )
 NESTEROV = Rule("nesterov", sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True))
-APPLY = Rule("apply", apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))
+APPLY = Rule("apply", torch.ops.shoestring._apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))
 ADEMAMIX = Rule(
     "ademamix",
     ademamix_,
@@ -152,7 +154,13 @@ SCHEDULE_FREE = Rule(
     dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, warmup_steps=2),
     long=("offset",),
 )
-EMA = Rule("ema", ema_, ema_reference, {"exp_avg": True}, dict(lr=1e-2, beta=0.9, nesterov=True))
+EMA = Rule(
+    "ema",
+    torch.ops.shoestring._ema_,
+    ema_reference,
+    {"exp_avg": True},
+    dict(lr=1e-2, beta=0.9, nesterov=True),
+)
 
 # The following operators need matrix products or reductions, not only elementwise arithmetic.
 MUON = Rule(

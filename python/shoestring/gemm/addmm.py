@@ -34,11 +34,3 @@ def addmm_(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha
         True
     """
     torch.ops.shoestring.addmm_(self, mat1, mat2, beta=beta, alpha=alpha)
-
-
-def addmm_reference(
-    self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
-) -> Tensor:
-    """Return the value of self after ``addmm_``, computed in fp64 and rounded to the dtype of self."""
-    product = alpha * (mat1.double() @ mat2.double())
-    return (product if beta == 0 else beta * self.double() + product).to(self.dtype)

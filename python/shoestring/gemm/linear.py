@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 # The products of a linear layer: its output, and the gradients of its input and of its weight.
 PRODUCTS = ("forward", "grad_x", "grad_weight")
@@ -97,20 +96,6 @@ def linear_group(
         x, weights, biases, dtype=dtype, library=library_sum("linear_group", library)
     )
     return result
-
-
-def linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute ``linear`` in plain PyTorch."""
-    dtype = dtype or x.dtype
-    y = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    return y if residual is None else residual + y
 
 
 def library_sum(op: str, library: Collection[str]) -> int:

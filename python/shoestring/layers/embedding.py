@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def embedding(
@@ -40,10 +39,3 @@ def embedding(
         ids, weight, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq
     )
     return result
-
-
-def embedding_reference(
-    ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, scale_grad_by_freq: bool = False
-) -> Tensor:
-    """Compute ``embedding`` in plain PyTorch."""
-    return F.embedding(ids, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)

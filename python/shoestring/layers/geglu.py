@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
@@ -30,8 +29,3 @@ def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     """
     result: Tensor = torch.ops.shoestring.geglu(gate, up, approximate)
     return result
-
-
-def geglu_reference(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """Compute ``gelu(gate) * up`` (``geglu``) in plain PyTorch."""
-    return F.gelu(gate, approximate=approximate) * up

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -28,8 +27,3 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """
     result: Tensor = torch.ops.shoestring.gelu(x, approximate)
     return result
-
-
-def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
-    """Compute ``gelu`` in plain PyTorch."""
-    return F.gelu(x, approximate=approximate)

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def layer_norm(
@@ -82,31 +81,3 @@ def add_layer_norm(
         x, residual, weight, bias, eps=eps, out_dtype=out_dtype
     )
     return result
-
-
-def layer_norm_reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute ``layer_norm`` in plain PyTorch."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    weight, bias = (None if t is None else t.to(wide.dtype) for t in (weight, bias))
-    return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(out_dtype or x.dtype)
-
-
-def add_layer_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    eps: float,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``add_layer_norm`` in plain PyTorch."""
-    total = x + residual
-    return layer_norm_reference(total, weight, bias, eps=eps, out_dtype=out_dtype), total

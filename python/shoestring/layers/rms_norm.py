@@ -1,7 +1,5 @@
 """Root-mean-square normalisation, alone or with the addition of a residual in the same pass."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -91,43 +89,3 @@ def add_rms_norm(
         x, residual, weight, eps=eps, offset=offset, upcast=upcast, out_dtype=out_dtype
     )
     return result
-
-
-def rms_norm_reference(
-    x: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    upcast: str = "llama",
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute ``rms_norm`` in plain PyTorch."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    out = out_dtype or x.dtype
-    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    row = wide * rstd
-    if upcast == "none":
-        row = x * rstd.to(x.dtype)
-    if upcast == "llama":
-        row = row.to(x.dtype).to(wide.dtype)
-    if weight is None:
-        return row.to(out)
-    factor = weight.to(wide.dtype) + offset
-    return (row * (factor.to(x.dtype) if upcast == "none" else factor)).to(out)
-
-
-def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    upcast: str = "llama",
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``add_rms_norm`` in plain PyTorch."""
-    total = x + residual
-    options: dict[str, Any] = {"eps": eps, "offset": offset, "upcast": upcast, "out_dtype": out_dtype}
-    return rms_norm_reference(total, weight, **options), total

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from shoestring.layers.rms_norm import rms_norm_reference
-
 
 def rope(
     q: Tensor,
@@ -75,38 +73,3 @@ def rope(
         offset=offset,
     )
     return result
-
-
-def rope_reference(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    rotary_dim: int | None = None,
-    interleaved: bool = False,
-    position_ids: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``rope`` in plain PyTorch."""
-    n = q.shape[-1] if rotary_dim is None else rotary_dim
-    if cos.shape[-1] == n and n:
-        cos, sin = (t[..., ::2] if interleaved else t[..., : n // 2] for t in (cos, sin))
-    if position_ids is not None:
-        cos, sin = cos[position_ids], sin[position_ids]
-    cos, sin = (t.unsqueeze(-2 if q.ndim == 3 else -3).to(q.dtype) for t in (cos, sin))
-
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is not None:
-            x = rms_norm_reference(x, weight, eps=eps, offset=offset, upcast="gemma")
-        part, rest = x[..., :n], x[..., n:]
-        a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
-        both = a * cos - b * sin, b * cos + a * sin
-        return torch.cat(
-            [torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1), rest], -1
-        )
-
-    return turned(q, q_weight), turned(k, k_weight)

@@ -39,21 +39,3 @@ def seeded_dropout(x: Tensor, p: float = 0.5, *, seed: Tensor | None = None) -> 
     """
     result: Tensor = torch.ops.shoestring.seeded_dropout(x, draw_seed(x) if seed is None else seed, p)
     return result
-
-
-def seeded_dropout_reference(x: Tensor, seed: Tensor, p: float = 0.5) -> Tensor:
-    """Compute ``seeded_dropout`` in plain PyTorch, with the mask in memory."""
-    counters = torch.arange((x.numel() + 7) // 8, dtype=torch.int64)
-    low, number = 0xFFFFFFFF, int(seed)
-    words = [counters & low, counters >> 32, torch.zeros_like(counters), torch.zeros_like(counters)]
-    key = [number & low, number >> 32 & low]
-    for _ in range(7):
-        # The 64-bit products of Philox wrap around in int64. `& low` clears the copies of the sign bit that
-        # the right shift fills in.
-        a, b = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
-        words = [b >> 32 & low ^ words[1] ^ key[0], b & low, a >> 32 & low ^ words[3] ^ key[1], a & low]
-        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
-    drawn = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], dim=1).flatten()[: x.numel()]
-    threshold = min(round(p * 65536), 65535)
-    kept = (drawn >= threshold).to(x.device).view(x.shape)
-    return torch.where(kept, x * (65536 / (65536 - threshold)), 0).to(x.dtype)

@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -29,8 +28,3 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     result: Tensor = torch.ops.shoestring.swiglu(gate, up)
     return result
-
-
-def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute ``swiglu`` in plain PyTorch."""
-    return F.silu(gate) * up

@@ -1,11 +1,9 @@
 """Cross-entropy of logits."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import TypedDict, Unpack
 
 
@@ -230,81 +228,3 @@ def mix_argument(mix: float | Tensor) -> Tensor:
     if isinstance(mix, Tensor):
         return mix
     return torch.scalar_tensor(mix, dtype=torch.float64, device="cpu")
-
-
-def cross_entropy_reference(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    dim: int = -1,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    softcap: float = 0.0,
-    logit_scale: float | Tensor = 1.0,
-    z_loss: float = 0.0,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    shift: bool = False,
-    hard_fraction: float = 1.0,
-    target2: Tensor | None = None,
-    mix: float | Tensor | None = None,
-    workspace_mb: int = 0,
-) -> CrossEntropyStats:
-    """Compute ``cross_entropy_with_stats`` in plain PyTorch.
-
-    ``workspace_mb``, an option of ``linear_cross_entropy``, is accepted and has no effect.
-    """
-    logits = logits.movedim(dim, -1)
-    targets = [target] if target2 is None else [target, target2]
-    if shift:
-        targets = [torch.cat([t[..., 1:], torch.full_like(t[..., :1], ignore_index)], -1) for t in targets]
-    mix = torch.as_tensor(1.0 if mix is None else mix, dtype=torch.float64, device=logits.device)
-    parts = [part * (t != ignore_index) for t, part in zip(targets, (mix, 1 - mix))]
-    part = torch.stack(parts).sum(0).to(logits.dtype)
-    logits = logits * logit_scale
-    if softcap != 0:
-        logits = softcap * torch.tanh(logits / softcap)
-    weights = None if class_weights is None else class_weights.to(logits.dtype)
-    counted = part > 0
-    entropies = torch.zeros_like(part)
-    for t, share in zip(targets, parts):
-        entropy_of_target = F.cross_entropy(
-            logits.flatten(0, -2),
-            t.flatten(),
-            weights,
-            ignore_index=ignore_index,
-            reduction="none",
-            label_smoothing=label_smoothing,
-        ).view(t.shape)
-        entropies = entropies + torch.where(share > 0, share.to(logits.dtype) * entropy_of_target, 0)
-    z_terms = z_loss * logits.logsumexp(-1).square() * part
-    token_loss = entropies + z_terms
-    each = counted.to(logits.dtype) if token_weights is None else token_weights.to(logits.dtype) * counted
-    if hard_fraction < 1 and counted.any():
-        hard = (token_loss * each).where(counted, -torch.inf)
-        least = hard.flatten().topk(math.ceil(hard_fraction * int(counted.sum()))).values[-1]
-        counted = counted & (hard >= least)
-        each = each * counted
-        token_loss = token_loss * counted
-    log_softmax = logits.log_softmax(-1)
-    lse = torch.where(counted, logits.logsumexp(-1), 0)
-    entropy = torch.where(
-        counted, -torch.where(log_softmax.isinf(), 0, log_softmax.exp() * log_softmax).sum(-1), 0
-    )
-    argmax = torch.where(counted, logits.argmax(-1), -1)
-    correct = (counted & (argmax == targets[0])).sum()
-    loss = token_loss * each
-    # The mean of the cross-entropies is weighted by class weights, but the mean of the z-loss terms is not.
-    if reduction == "mean":
-        of_classes = part
-        if weights is not None:
-            of_classes = torch.stack(
-                [p.to(logits.dtype) * weights[t.where(t != ignore_index, 0)] for t, p in zip(targets, parts)]
-            ).sum(0)
-        loss = (entropies * each).sum() / (each * of_classes).sum() + (z_terms * each).sum() / (
-            each * part
-        ).sum()
-    elif reduction == "sum":
-        loss = loss.sum()
-    return CrossEntropyStats(loss, token_loss, lse, entropy, argmax, correct)

@@ -43,20 +43,3 @@ def lora_arguments(
             f"{where}: lora_A: expected shape (rank, {hidden.shape[-1]}), received {tuple(lora_A.shape)}"
         )
     return {"lora_hidden": scaling * F.linear(hidden.to(lora_A.dtype), lora_A), "lora_B": lora_B}
-
-
-def reference_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    lora_A: Tensor | None = None,
-    lora_B: Tensor | None = None,
-    scaling: float = 1.0,
-) -> Tensor:
-    """Compute the logits of an output head, with LoRA if given, in plain PyTorch."""
-    if isinstance(weight, QuantizedTensor):
-        weight = weight.dequantize(hidden.dtype)
-    logits = F.linear(hidden, weight, bias)
-    if lora_A is not None and lora_B is not None:
-        logits = logits + scaling * (hidden.to(lora_A.dtype) @ lora_A.T @ lora_B.T).to(logits.dtype)
-    return logits

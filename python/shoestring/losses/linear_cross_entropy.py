@@ -9,10 +9,9 @@ from typing_extensions import Unpack
 from shoestring.losses.cross_entropy import (
     CrossEntropyOptions,
     CrossEntropyStats,
-    cross_entropy_reference,
     mix_argument,
 )
-from shoestring.losses.head import lora_arguments, reference_logits, weight_arguments
+from shoestring.losses.head import lora_arguments, weight_arguments
 
 
 class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
@@ -191,20 +190,3 @@ def operator_arguments(
         options["mix"] = mix_argument(mix)
     options |= weight_arguments(weight) | lora_arguments(where, hidden, lora_A, lora_B, scaling)
     return {"hidden": hidden, "target": target, "bias": bias, "logit_scale": logit_scale, **options}
-
-
-def linear_cross_entropy_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    **options: Unpack[LinearCrossEntropyOptions],
-) -> Tensor:
-    """Compute ``linear_cross_entropy`` in plain PyTorch, with the whole logits in memory.
-
-    The options filter_eps, weight_grad and upstream_grad are not accepted.
-    """
-    given: dict[str, Any] = {**options}
-    head = {name: given.pop(name) for name in ("lora_A", "lora_B", "scaling") if name in given}
-    logits = reference_logits(hidden, weight, bias, **head)
-    return cross_entropy_reference(logits, target, **given).loss

@@ -1,12 +1,9 @@
 """Distillation loss between the output heads of a student and a teacher, without storing their logits."""
 
-import math
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from shoestring.losses.head import lora_arguments, reference_logits, weight_arguments
+from shoestring.losses.head import lora_arguments, weight_arguments
 
 
 def linear_distillation(
@@ -118,68 +115,3 @@ def linear_distillation(
         workspace_mb=workspace_mb,
     )
     return result
-
-
-def linear_distillation_reference(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    *,
-    lora_A: Tensor | None = None,
-    lora_B: Tensor | None = None,
-    scaling: float = 1.0,
-    target: Tensor | None = None,
-    ignore_index: int = -100,
-    divergence: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    workspace_mb: int = 0,
-) -> Tensor:
-    """Compute ``linear_distillation`` in plain PyTorch, with the whole logits of both models in memory."""
-    return distillation_reference(
-        reference_logits(hidden, weight, bias, lora_A, lora_B, scaling),
-        reference_logits(teacher_hidden, teacher_weight, teacher_bias),
-        target=target,
-        ignore_index=ignore_index,
-        divergence=divergence,
-        beta=beta,
-        temperature=temperature,
-        reduction=reduction,
-    )
-
-
-def distillation_reference(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    target: Tensor | None = None,
-    ignore_index: int = -100,
-    divergence: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-) -> Tensor:
-    """Compute the divergence from the logits (..., vocab) of student and teacher, in plain PyTorch."""
-    student = (logits / temperature).log_softmax(-1)
-    teacher = (teacher_logits.detach() / temperature).log_softmax(-1)
-
-    def kl(p: Tensor, q: Tensor) -> Tensor:
-        """Compute KL(p || q) for each token, where p and q are log-probabilities (..., vocab)."""
-        return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
-
-    if divergence == "forward_kl":
-        loss = kl(teacher, student)
-    elif divergence == "reverse_kl":
-        loss = kl(student, teacher)
-    else:
-        mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-        loss = beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
-    counted = torch.ones_like(loss, dtype=torch.bool) if target is None else target != ignore_index
-    loss = loss.masked_fill(~counted, 0)
-    if reduction == "none":
-        return loss
-    return loss.sum() / counted.sum() if reduction == "mean" else loss.sum()

@@ -8,8 +8,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptions
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 from shoestring.optim.whole import WholeTensorOptimizer, factored
 
 
@@ -98,68 +98,6 @@ def adafactor_(
         weight_decay=weight_decay,
         **arguments,
     )
-
-
-def advance_factored(
-    g2: Tensor, row: Tensor, col: Tensor, full: Tensor, weight: float, least: float
-) -> Tensor:
-    """Update the row and column means of ``g2``, the squared gradient. Return the estimated second moment.
-
-    ``weight`` is the weight of ``g2`` in the new means. The product of row and column means is divided by the
-    mean of the row means, and ``least`` is the lower bound of that divisor.
-    """
-    if g2.dim() < 2:
-        return full.lerp_(g2, weight)
-    row.lerp_(g2.mean(-1, keepdim=True), weight)
-    col.lerp_(g2.mean(-2, keepdim=True), weight)
-    return row / row.mean(-2, keepdim=True).clamp(min=least) * col
-
-
-def adafactor_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    exp_avg: Tensor | None = None,
-    exp_avg_scale: Tensor | None = None,
-    *,
-    row_var: Sequence[Tensor],
-    col_var: Sequence[Tensor],
-    variance: Sequence[Tensor],
-    lr: float,
-    beta1: float = 0.0,
-    beta2_decay: float = -0.8,
-    eps1: float | None = None,
-    eps2: float = 1e-3,
-    d: float = 1.0,
-    weight_decay: float = 0.0,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``adafactor_`` in plain PyTorch, one parameter at a time."""
-    exact = arguments.get("weight_remainder") is not None
-    eps = {
-        p.dtype: torch.finfo(torch.float32 if exact else p.dtype).eps if eps1 is None else eps1
-        for p in params
-    }
-    if len(eps) > 1:
-        raise ValueError("adafactor_reference: params: expected one dtype, received several")
-    least = next(iter(eps.values()), 0.0)
-
-    def rule(lr: float, t: int, p: Tensor, g: Tensor, *state: Tensor) -> list[Tensor]:
-        *m, row, col, full = state
-        if p.numel() == 0:
-            return [p, *m]
-        root = p.numel() ** 0.5
-        u = g / advance_factored(g * g, row, col, full, t**beta2_decay, least).clamp(min=least**2).sqrt()
-        u = u / max(1, u.norm().item() / (root * d))
-        if m:
-            m = [m[0] * beta1 + u * (1 - beta1)]
-            u = m[0]
-        relative = min(lr, t**-0.5)
-        return [p * (1 - lr * weight_decay) - max(eps2, p.norm().item() / root) * relative * u, *m]
-
-    arenas = [] if exp_avg is None else [ReferenceArena(exp_avg, exp_avg_scale, True, beta1)]
-    extra = [row_var, col_var, variance]
-    reference_step(rule, params, grads, step, arenas, lr=lr, extra=extra, **arguments)
 
 
 MEAN = (Moment("exp_avg", signed=True),)

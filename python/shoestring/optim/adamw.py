@@ -9,8 +9,8 @@ from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 
 
 def adamw_(
@@ -79,38 +79,6 @@ def adamw_(
         weight_decay=weight_decay,
         **arguments,
     )
-
-
-def adamw_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``adamw_`` in plain PyTorch, one parameter at a time."""
-
-    def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        m = m + (g - m) * (1 - beta1)
-        v = v * beta2 + g * g * (1 - beta2)
-        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        p = p * (1 - lr * weight_decay)
-        return p - lr / bias1 * (m / (v.sqrt() / bias2**0.5 + eps)), m, v
-
-    arenas = [
-        ReferenceArena(exp_avg, exp_avg_scale, True, beta1),
-        ReferenceArena(exp_avg_sq, exp_avg_sq_scale, False, beta2),
-    ]
-    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)
 
 
 class AdamW(LowMemoryOptimizer):

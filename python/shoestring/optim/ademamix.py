@@ -1,6 +1,5 @@
 """AdEMAMix whose first and second moments are stored quantised."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,8 +8,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 
 
 def ademamix_(
@@ -95,54 +94,6 @@ def ademamix_(
         t_beta3=t_beta3,
         **arguments,
     )
-
-
-def ademamix_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_slow: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    beta3: float,
-    alpha: float,
-    eps: float,
-    weight_decay: float,
-    t_alpha: int | None = None,
-    t_beta3: int | None = None,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``ademamix_`` in plain PyTorch, one parameter at a time."""
-
-    def slow_beta(t: float) -> float:
-        if t_beta3 is None or t >= t_beta3:
-            return beta3
-        log1, log3, share = math.log(beta1), math.log(beta3), t / t_beta3
-        return math.exp(log1 * log3 / ((1 - share) * log3 + share * log1))
-
-    def rule(
-        lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, slow: Tensor, v: Tensor
-    ) -> tuple[Tensor, ...]:
-        a = alpha if t_alpha is None else alpha * min(t / t_alpha, 1)
-        b = slow_beta(t)
-        m = m * beta1 + g * (1 - beta1)
-        slow = slow * b + g * (1 - b)
-        v = v * beta2 + g * g * (1 - beta2)
-        update = (m / (1 - beta1**t) + a * slow) / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
-        return p * (1 - lr * weight_decay) - lr * update, m, slow, v
-
-    arenas = [
-        ReferenceArena(exp_avg, exp_avg_scale, True, beta1),
-        ReferenceArena(exp_avg_slow, None, True, slow_beta(step.amax().item() + 1)),
-        ReferenceArena(exp_avg_sq, exp_avg_sq_scale, False, beta2),
-    ]
-    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)
 
 
 class AdEMAMix(LowMemoryOptimizer):

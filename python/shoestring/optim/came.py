@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from shoestring.optim.adafactor import advance_factored
 from shoestring.optim.base import LowMemoryOptions
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 from shoestring.optim.whole import WholeTensorOptimizer, factored
-
-LEAST = torch.finfo(torch.float32).tiny
 
 
 def came_(
@@ -107,48 +104,6 @@ def came_(
         weight_decay=weight_decay,
         **arguments,
     )
-
-
-def came_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None = None,
-    *,
-    exp_avg_sq_row: Sequence[Tensor],
-    exp_avg_sq_col: Sequence[Tensor],
-    exp_avg_sq: Sequence[Tensor],
-    exp_avg_res_row: Sequence[Tensor],
-    exp_avg_res_col: Sequence[Tensor],
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    beta3: float = 0.9999,
-    eps1: float = 1e-30,
-    eps2: float = 1e-16,
-    clip_threshold: float = 1.0,
-    weight_decay: float = 0.0,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``came_`` in plain PyTorch, one parameter at a time."""
-
-    def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, *state: Tensor) -> list[Tensor]:
-        row, col, full, res_row, res_col = state
-        if p.numel() == 0:
-            return [p, m]
-        u = g / advance_factored(g * g + eps1, row, col, full, 1 - beta2, LEAST).clamp(min=LEAST).sqrt()
-        u = u / max(1, u.norm().item() / (p.numel() ** 0.5 * clip_threshold))
-        m = m * beta1 + u * (1 - beta1)
-        update = m
-        if p.dim() > 1:
-            unstable = advance_factored((u - m) ** 2 + eps2, res_row, res_col, full, 1 - beta3, LEAST)
-            update = m / unstable.clamp(min=LEAST).sqrt()
-        return [p * (1 - lr * weight_decay) - lr * update, m]
-
-    arenas = [ReferenceArena(exp_avg, exp_avg_scale, True, beta1)]
-    extra = [exp_avg_sq_row, exp_avg_sq_col, exp_avg_sq, exp_avg_res_row, exp_avg_res_col]
-    reference_step(rule, params, grads, step, arenas, lr=lr, extra=extra, **arguments)
 
 
 class CAME(WholeTensorOptimizer):

@@ -33,8 +33,3 @@ def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
         raise RuntimeError("foreach_norm: tensors: expected at least one tensor, received none")
     result: Tensor = torch.ops.shoestring.foreach_norm(tensors)
     return result
-
-
-def foreach_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute ``foreach_norm`` in plain PyTorch, in fp64 except for the result."""
-    return torch.stack([t.double().square().sum() for t in tensors]).sqrt().float()

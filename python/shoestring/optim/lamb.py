@@ -8,8 +8,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptions
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 from shoestring.optim.whole import WholeTensorOptimizer
 
 
@@ -80,39 +80,6 @@ def lamb_(
         weight_decay=weight_decay,
         **arguments,
     )
-
-
-def lamb_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``lamb_`` in plain PyTorch, one parameter at a time."""
-
-    def rule(lr: float, t: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        m = m * beta1 + g * (1 - beta1)
-        v = v * beta2 + g * g * (1 - beta2)
-        r = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps) + weight_decay * p
-        norm, length = p.norm(), r.norm()
-        trust = norm / length if norm > 0 and length > 0 else 1.0
-        return p - lr * trust * r, m, v
-
-    arenas = [
-        ReferenceArena(exp_avg, exp_avg_scale, True, beta1),
-        ReferenceArena(exp_avg_sq, exp_avg_sq_scale, False, beta2),
-    ]
-    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)
 
 
 class LAMB(WholeTensorOptimizer):

@@ -8,8 +8,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 
 
 def lion_(
@@ -70,30 +70,6 @@ def lion_(
         beta2=beta2,
         weight_decay=weight_decay,
         **arguments,
-    )
-
-
-def lion_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``lion_`` in plain PyTorch, one parameter at a time."""
-
-    def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-        p = p * (1 - lr * weight_decay) - lr * (m * beta1 + g * (1 - beta1)).sign()
-        return p, m * beta2 + g * (1 - beta2)
-
-    reference_step(
-        rule, params, grads, step, [ReferenceArena(exp_avg, exp_avg_scale, True, beta2)], lr=lr, **arguments
     )
 
 

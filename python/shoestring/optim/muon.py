@@ -9,8 +9,8 @@ from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.convert import exported
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 from shoestring.optim.whole import WholeTensorOptimizer
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -86,52 +86,6 @@ def muon_(
         adjust_lr_fn=adjust_lr_fn,
         **arguments,
     )
-
-
-def orthogonalize(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Run Newton-Schulz steps in fp64. They bring a matrix with the SVD x = U S V^T towards U V^T."""
-    a, b, c = coefficients
-    x = x.double()
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-def muon_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    momentum_buffer: Tensor,
-    momentum_buffer_scale: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool = True,
-    ns_coefficients: Sequence[float] = COEFFICIENTS,
-    eps: float = 1e-7,
-    ns_steps: int = 5,
-    adjust_lr_fn: str = "original",
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``muon_`` in plain PyTorch, one parameter at a time, with fp64 products."""
-
-    def rule(lr: float, step: int, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
-        m = m * momentum + g * (1 - momentum)
-        ahead = m * momentum + g * (1 - momentum) if nesterov else m
-        rows, columns = p.shape
-        scale = (
-            max(1, rows / max(columns, 1)) ** 0.5
-            if adjust_lr_fn == "original"
-            else 0.2 * max(rows, columns) ** 0.5
-        )
-        update = scale * orthogonalize(ahead, ns_coefficients, ns_steps, eps)
-        return p * (1 - lr * weight_decay) - lr * update.float(), m
-
-    arenas = [ReferenceArena(momentum_buffer, momentum_buffer_scale, True, momentum)]
-    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)
 
 
 class Muon(WholeTensorOptimizer):

@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.interrupts import Uninterrupted
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 
 
 def schedule_free_adamw_(
@@ -93,41 +93,6 @@ def schedule_free_adamw_(
         warmup_steps=warmup_steps,
         **arguments,
     )
-
-
-def schedule_free_adamw_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    offset: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    warmup_steps: int = 0,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``schedule_free_adamw_`` in plain PyTorch, one parameter at a time."""
-
-    def share(t: int) -> float:
-        weights = [min(i / max(warmup_steps, 1), 1) ** 2 for i in range(1, t + 1)]
-        return weights[-1] / sum(weights)
-
-    def rule(lr: float, t: int, y: Tensor, g: Tensor, offset: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        c, lr = share(t), lr * min(t / max(warmup_steps, 1), 1)
-        v = v * beta2 + g * g * (1 - beta2)
-        u = g / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps) + weight_decay * y
-        return y + c * offset + lr * (beta1 * (1 - c) - 1) * u, (1 - c) * (offset - lr * beta1 * u), v
-
-    arenas = [
-        ReferenceArena(offset, None, True, beta1),
-        ReferenceArena(exp_avg_sq, exp_avg_sq_scale, False, beta2),
-    ]
-    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)
 
 
 class ScheduleFreeAdamW(LowMemoryOptimizer):

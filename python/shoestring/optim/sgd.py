@@ -9,8 +9,8 @@ from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
-from shoestring.optim.optimizer import ReferenceArena, ReferenceArguments, StepArguments, reference_step
 from shoestring.optim.state_layout import Moment
+from shoestring.optim.step_arguments import StepArguments
 
 
 def sgd_(
@@ -72,31 +72,6 @@ def sgd_(
         nesterov=nesterov,
         **arguments,
     )
-
-
-def sgd_reference(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    momentum_buffer: Tensor,
-    momentum_buffer_scale: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool = False,
-    **arguments: Unpack[ReferenceArguments],
-) -> None:
-    """Compute the same step as ``sgd_`` in plain PyTorch, one parameter at a time."""
-
-    def rule(lr: float, step: int, p: Tensor, g: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
-        g = g + weight_decay * p
-        buffer = g if step == 1 else buffer * momentum + g * (1 - dampening)
-        return p - lr * (g + momentum * buffer if nesterov else buffer), buffer
-
-    arenas = [ReferenceArena(momentum_buffer, momentum_buffer_scale, True, momentum)]
-    reference_step(rule, params, grads, step, arenas, lr=lr, **arguments)
 
 
 class SGD(LowMemoryOptimizer):

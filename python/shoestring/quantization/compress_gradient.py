@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-# For each number of bits: the elements of a block, the bytes of its record, and the largest code.
-CODECS = {8: (256, 260, 127), 4: (128, 68, 7), 1: (256, 36, 0)}
-HUGE, TINY = 2.0**127, 2.0**-100
+# For each number of bits: the elements of a block, and the bytes of its record.
+RECORDS = {8: (256, 260), 4: (128, 68), 1: (256, 36)}
 
 
 def compressed_gradient_bytes(numel: int, *, bits: int) -> int:
@@ -25,11 +24,11 @@ def compressed_gradient_bytes(numel: int, *, bits: int) -> int:
         >>> shoestring.ops.compressed_gradient_bytes(1 << 20, bits=4)
         557056
     """
-    if bits not in CODECS:
+    if bits not in RECORDS:
         raise ValueError(f"compressed_gradient_bytes: bits: expected 8, 4 or 1, received {bits}")
     if numel < 0:
         raise ValueError(f"compressed_gradient_bytes: numel: expected at least 0, received {numel}")
-    block, record, _ = CODECS[bits]
+    block, record = RECORDS[bits]
     return (numel + block - 1) // block * record
 
 
@@ -105,59 +104,3 @@ def decompress_mean_(out: Tensor, codes: Tensor, *, bits: int) -> None:
         tensor(2.)
     """
     torch.ops.shoestring.decompress_mean_(out, codes, bits=bits)
-
-
-def compress_gradient_reference(error: Tensor, gradient: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
-    """Compute ``compress_gradient_`` in plain PyTorch; return the codes and the new error."""
-    block, record, levels = CODECS[bits]
-    numel = gradient.numel()
-    x = torch.nn.functional.pad(error.flatten() + gradient.flatten().float(), (0, -numel % block))
-    x = x.view(-1, block)
-    magnitude = x.abs()
-    codes = torch.zeros(len(x), record, dtype=torch.uint8, device=x.device)
-    if bits == 1:
-        total = magnitude
-        while total.shape[1] > 1:  # a tree of halves
-            half = total.shape[1] // 2
-            total = total[:, :half] + total[:, half:]
-        counts = torch.full_like(total, block)
-        counts[-1:] -= -numel % block
-        usable = total < HUGE
-        scale = torch.where(usable, total / counts, torch.nan)
-        negative = x.signbit()
-        values = torch.where(negative, -scale, scale)
-        packed = (negative.view(-1, block // 8, 8) << torch.arange(8, device=x.device)).sum(2)
-    else:
-        top = magnitude.amax(1, keepdim=True)
-        usable = top < HUGE
-        scale = ((top * torch.tensor(1 / levels)).view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)
-        scale = torch.where(top < TINY, 0, torch.where(usable, scale, torch.nan))
-        code = torch.where(usable & (scale > 0), x * (1 / scale), 0).round()
-        values = code * scale
-        integers = code.int()
-        packed = integers + 128
-        if bits == 4:
-            packed = integers[:, : block // 2] + 8 | integers[:, block // 2 :] + 8 << 4
-    codes[:, :4] = scale.flatten().view(torch.uint8).view(-1, 4)
-    codes[:, 4:] = torch.where(usable, packed, 0)
-    left = torch.where(usable, x - values, 0).flatten()[:numel]
-    return codes.flatten(), left.view_as(error)
-
-
-def decompress_mean_reference(codes: Tensor, *, numel: int, bits: int) -> Tensor:
-    """Compute ``decompress_mean_`` in plain PyTorch; return (numel), fp32."""
-    block, record, _ = CODECS[bits]
-    blocks = (numel + block - 1) // block
-    total = torch.zeros(blocks, block, device=codes.device)
-    for row in codes:
-        records = row[: blocks * record].view(blocks, record)
-        scale = records[:, :4].flatten().clone().view(torch.float32)[:, None]
-        packed = records[:, 4:].int()
-        if bits == 8:
-            total += (packed - 128) * scale
-        elif bits == 4:
-            total += (torch.cat([packed & 15, packed >> 4], 1) - 8) * scale
-        else:
-            signs = (packed[:, :, None] >> torch.arange(8, device=codes.device) & 1).view(blocks, block)
-            total += torch.where(signs > 0, -scale, scale)
-    return (total * torch.tensor(1 / len(codes))).flatten()[:numel]

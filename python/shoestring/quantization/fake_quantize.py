@@ -1,13 +1,7 @@
 """Fake quantisation: the values of a quantised tensor, with a gradient that trains the dense tensor."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-
-from shoestring.quantization.quantize_4bit import dequantize_4bit_reference, quantize_4bit_reference
-from shoestring.quantization.quantize_int8 import dequantize_int8_reference, quantize_int8_reference
-from shoestring.quantization.quantized_tensor import quantize_parts
 
 
 def fake_quantize(
@@ -55,33 +49,4 @@ def fake_quantize(
     result: Tensor = torch.ops.shoestring.fake_quantize(
         x, quant_type=quant_type, block_size=block_size, double_quant=double_quant
     )
-    return result
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Take given values in forward, and pass the gradient on unchanged in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-def fake_quantize_reference(
-    x: Tensor, quant_type: str = "nf4", block_size: int | None = None, double_quant: bool = False
-) -> Tensor:
-    """Compute ``fake_quantize`` in plain PyTorch; with double_quant, by the operators of quantisation."""
-    fixed, block = x.detach(), 64 if block_size is None else block_size
-    if double_quant:
-        values = quantize_parts(fixed, quant_type, block, True).dequantize()
-    elif quant_type == "int8":
-        values = dequantize_int8_reference(*quantize_int8_reference(fixed), dtype=x.dtype)
-    else:
-        parts = quantize_4bit_reference(fixed, quant_type, block)
-        options: dict[str, Any] = {"shape": tuple(x.shape), "dtype": x.dtype}
-        values = dequantize_4bit_reference(*parts, quant_type=quant_type, block_size=block, **options)
-    result: Tensor = _StraightThrough.apply(x, values)  # type: ignore[no-untyped-call]
     return result

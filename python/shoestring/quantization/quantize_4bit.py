@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from shoestring.quantization.int4_reference import fit_int4_reference, int4_scales
-from shoestring.quantization.nested_scales import GROUP, NestedScales
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
 # The values that the 16 codes of each 4-bit type represent, for a scale of 1. NF4: quantiles of the normal
@@ -115,55 +113,3 @@ def dequantize_4bit(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
     if q.quant_type not in TYPES:
         raise TypeError(f"dequantize_4bit: q: expected 4 bits, received {q.quant_type}; call q.dequantize()")
     return q.dequantize(dtype)
-
-
-def quantize_4bit_reference(
-    x: Tensor, quant_type: str = "nf4", block_size: int = 64
-) -> tuple[Tensor, Tensor]:
-    """Quantise x to 4 bits in plain PyTorch. Return flat codes (uint8, two per byte) and flat scales."""
-    flat = x.flatten().float()
-    numel, tail = flat.numel(), flat.numel() % block_size
-    if quant_type == "int4":
-        codes, absmax = fit_int4_reference(flat, block_size)
-        return codes[: numel + numel % 2 : 2] << 4 | codes[1 : numel + numel % 2 : 2], absmax
-    blocks = torch.nn.functional.pad(flat, (0, -numel % block_size)).view(-1, block_size)
-    absmax = blocks.abs().amax(1)
-    scaled = blocks * (1 / absmax.clamp(min=1e-38)).unsqueeze(1)
-    # bitsandbytes divides the elements of a short last block by the block's scale. It multiplies those of
-    # full blocks by the reciprocal of the scale.
-    if tail:
-        absmax[-1] = absmax[-1].clamp(min=1e-38)
-        scaled[-1, :tail] = blocks[-1, :tail] / absmax[-1]
-        scaled[-1, tail:] = 0
-    values = code_values(quant_type, x.device)
-    # FP4 has two codes with the value 0: code 0 is for elements that are 0, code 8 for small positive ones.
-    ranks = range(16) if quant_type == "nf4" else (11, 10, 13, 12, 15, 14, 9, 0, 8, 1, 6, 7, 4, 5, 2, 3)
-    order = torch.tensor(ranks, device=x.device)
-    midpoints = (values[order[:-1]] + values[order[1:]]) / 2
-    codes = order[torch.bucketize(scaled.flatten()[: numel + numel % 2], midpoints)].to(torch.uint8)
-    return codes[::2] << 4 | codes[1::2], absmax
-
-
-def dequantize_4bit_reference(
-    packed: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None = None,
-    *,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    quant_type: str = "nf4",
-    block_size: int = 64,
-) -> Tensor:
-    """Dequantise a 4-bit tensor, given as codes and scales, in plain PyTorch."""
-    packed, absmax = packed.flatten(), absmax.flatten()
-    if nested is not None:
-        tables = NestedScales.of(nested)
-        group = torch.arange(absmax.numel(), device=absmax.device) // GROUP
-        absmax = tables.values[absmax.long()] * tables.scales[group] + tables.offset
-    numel = torch.Size(shape).numel()
-    codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:numel].long()
-    absmax, offset = int4_scales(absmax) if quant_type == "int4" else (absmax, None)
-    scaled = code_values(quant_type, packed.device)[codes] * absmax.repeat_interleave(block_size)[:numel]
-    if offset is not None:
-        scaled = scaled + offset.repeat_interleave(block_size)[:numel]
-    return scaled.to(dtype).view(shape)

@@ -60,22 +60,3 @@ def dequantize_int8(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Ten
         received = f"one of {q.quant_type}" if isinstance(q, QuantizedTensor) else type(q).__name__
         raise TypeError(f"dequantize_int8: q: expected an int8 QuantizedTensor, received {received}")
     return q.dequantize(dtype)
-
-
-def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x to int8 in plain PyTorch.
-
-    Return codes (int8, the shape of x) and scales (fp32, one per row).
-    """
-    absmax = x.abs().amax(-1).float()
-    scale = absmax.reciprocal() * 127
-    # `plain` says which rows can be quantised. It is false for rows of (almost) zeros and for rows with a NaN
-    # or an infinity.
-    plain = scale.isfinite() & (scale > 0)
-    codes = torch.round(x * torch.where(plain, scale, 0).unsqueeze(-1))
-    return torch.where(plain.unsqueeze(-1), codes, 0).to(torch.int8), absmax
-
-
-def dequantize_int8_reference(packed: Tensor, absmax: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Dequantise an int8 tensor, given as codes and scales, in plain PyTorch."""
-    return (packed * absmax.unsqueeze(-1) * (1 / 127)).to(dtype)

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from shoestring.quantization.quantize_8bit import STATE_BLOCK
-
 # GROUP_4BIT is the number of elements that share a scale. STEP_4BIT is the distance between adjacent codes,
 # measured between the bit patterns of their fp32 values, read as integers. The keys of both dicts are the
 # values of the argument `signed`.
@@ -91,51 +89,3 @@ def map_4bit(signed: bool) -> Tensor:
 def bits(x: Tensor) -> Tensor:
     """Return the bit patterns of fp32 numbers as int32."""
     return x.view(torch.int32)
-
-
-def dither(step: int, weight: int) -> Tensor:
-    """Return the dither of 256 elements in an optimizer step.
-
-    The dither is int32. It is added to the bit patterns of the elements before rounding.
-    """
-    phase = (torch.arange(STATE_BLOCK, dtype=torch.int32) * 25087 + step % 65536 * 46073) & 0xFFFF
-    return torch.where(phase < 32768, phase, phase - 65536) * weight
-
-
-def quantize_state_4bit_reference(
-    x: Tensor, *, signed: bool, step: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute ``quantize_state_4bit`` in plain PyTorch.
-
-    Every operation rounds in the same way as in the kernels.
-    """
-    padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % STATE_BLOCK))
-    groups = padded.view(-1, GROUP_4BIT[signed])
-    scale = groups.abs().amax(1, keepdim=True)
-    # In signed state, the scale is minus the element of largest magnitude. If a positive and a negative
-    # element have the same magnitude, the negative one is taken.
-    if signed:
-        scale = torch.where((groups == -scale).any(1, keepdim=True) | scale.isnan(), scale, -scale)
-    # Tiny scales and their elements are multiplied by a power of two, so that reciprocals of scales stay
-    # finite. The resulting codes do not change.
-    raised = torch.where(scale.abs() < 2.0**-100, 2.0**100, 1.0)
-    inverse = torch.where(scale == 0, 0, 1 / (scale * raised))
-    parts = (groups * raised * inverse).view(-1, STATE_BLOCK)
-    if signed:
-        parts = torch.where(parts.isnan(), torch.inf, parts).clamp(max=map_4bit(True)[7].item())
-        offset = int(STEP_4BIT[True] * (0.075 if step is None else 0.04))
-        steps = bits(parts.abs() + BIAS_4BIT) - bits(torch.tensor(BIAS_4BIT)) - offset
-    else:
-        parts = torch.where(parts.isnan(), 0, parts).clamp(min=0)
-        steps = bits(torch.ones(())) - bits(parts) + (0 if step is None else 52)
-    if step is not None:
-        steps = steps + dither(step, 80 if signed else 104)
-    k = (steps.float() * torch.tensor(1 / STEP_4BIT[signed])).clamp(0, 8 if signed else 15).round().int()
-    codes = (torch.where(parts < 0, -k, k) & 15).flatten()
-    return (codes[::2] | codes[1::2] << 4).to(torch.uint8), scale.flatten()
-
-
-def dequantize_state_4bit_reference(codes: Tensor, scale: Tensor, *, signed: bool, numel: int) -> Tensor:
-    """Compute ``dequantize_state_4bit`` in plain PyTorch, by a look-up in the table of values."""
-    nibbles = torch.stack([codes & 15, codes >> 4], 1).flatten().int()
-    return (map_4bit(signed)[nibbles] * scale.repeat_interleave(GROUP_4BIT[signed]))[:numel]

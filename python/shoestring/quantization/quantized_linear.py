@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
@@ -42,10 +41,3 @@ def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = N
         block_size=weight.block_size,
     )
     return result
-
-
-def quantized_linear_reference(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``quantized_linear`` in plain PyTorch, with the whole dequantised weight in memory."""
-    return F.linear(
-        x, weight.dequantize(torch.float32).to(x.dtype), None if bias is None else bias.to(x.dtype)
-    )

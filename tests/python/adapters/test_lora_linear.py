@@ -4,9 +4,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import shoestring
+from references.adapters import lora_linear_reference, lora_weight_norm_reference
 from relative_error import relative_error
 from rounding import rounding_errors
-from shoestring.ops import LoraWeight, lora_linear_reference, lora_weight_norm_reference
+from shoestring.ops import LoraWeight
 
 pytestmark = pytest.mark.device
 

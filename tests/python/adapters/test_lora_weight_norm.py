@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import shoestring
+from references.adapters import lora_weight_norm_reference
 from relative_error import relative_error
-from shoestring.ops import lora_weight_norm_reference
 from thread_counts import assert_same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

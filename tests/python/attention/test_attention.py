@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from references.attention import attention_reference
 from relative_error import relative_error
 from rounding import rounding_errors
 from shoestring import attention
-from shoestring.ops import attention_reference
 
 pytestmark = [pytest.mark.device, pytest.mark.each_gpu]
 

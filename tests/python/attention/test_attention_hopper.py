@@ -15,8 +15,8 @@ from torch import Tensor
 
 import shoestring
 from build_folder import EMULATOR
+from references.attention import attention_reference
 from relative_error import relative_error
-from shoestring.ops import attention_reference
 
 # Deterministic calls never use PyTorch's operators, only shoestring's own kernels.
 attention = functools.partial(shoestring.attention, deterministic=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from references.attention import attention_reference
 from relative_error import relative_error
 from shoestring import attention
-from shoestring.ops import attention_reference
 
 pytestmark = pytest.mark.device
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from references.attention import attention_reference
 from relative_error import relative_error
 from shoestring import attention
-from shoestring.ops import attention_reference
 
 # Shapes of q, k and v in front of (tokens, features). Grouped queries are last: two key-value heads.
 SHAPES: dict[str, list[tuple[int, ...]]] = {

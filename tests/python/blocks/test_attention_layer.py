@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoestring
+from references.attention import attention_reference
+from references.layers import rms_norm_reference, rope_reference
 from relative_error import relative_error
 from shoestring.nn import Attention
-from shoestring.ops import attention_reference, rms_norm_reference, rope_reference
 
 QWEN: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "causal": True}
 # Each case has the options of the Attention module and the names of its inputs besides x.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import tiers
 
 TESTS = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
+from references.gemm import linear_reference
 from relative_error import relative_error
 from rounding import rounding_errors
 from shoestring.gemm.linear import PRODUCTS
-from shoestring.ops import linear_reference
 from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import shoestring
+from references.layers import embedding_reference
 from relative_error import relative_error
-from shoestring.ops import embedding_reference
 from thread_counts import assert_same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

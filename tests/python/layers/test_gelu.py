@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import shoestring
+from references.layers import gelu_reference
 from relative_error import relative_error
-from shoestring.ops import gelu_reference
 
 pytestmark = pytest.mark.device
 

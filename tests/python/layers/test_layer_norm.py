@@ -3,8 +3,8 @@ import torch
 from torch import Tensor
 
 import shoestring
+from references.layers import add_layer_norm_reference, layer_norm_reference
 from relative_error import relative_error
-from shoestring.ops import add_layer_norm_reference, layer_norm_reference
 from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device

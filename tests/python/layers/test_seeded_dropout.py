@@ -3,7 +3,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import shoestring
-from shoestring.ops import seeded_dropout_reference
+from references.layers import seeded_dropout_reference
 
 pytestmark = pytest.mark.device
 

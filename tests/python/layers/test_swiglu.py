@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 import shoestring
+from references.layers import swiglu_reference
 from relative_error import relative_error
-from shoestring.ops import swiglu_reference
 
 pytestmark = pytest.mark.device
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
+from references.losses import cross_entropy_reference
 from relative_error import relative_error
 from rounding import assert_no_worse
-from shoestring.ops import cross_entropy_reference
 
 pytestmark = pytest.mark.device
 OPERATORS = torch.ops.shoestring

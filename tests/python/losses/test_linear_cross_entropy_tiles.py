@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
+from references.losses import cross_entropy_reference, linear_cross_entropy_reference
 from relative_error import relative_error
 from rounding import assert_no_worse
-from shoestring.losses.linear_cross_entropy import cross_entropy_reference
-from shoestring.ops import linear_cross_entropy_reference
 from thread_counts import assert_same_bits
 
 SHAPES = [

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
+from references.losses import distillation_reference, linear_distillation_reference
 from rounding import assert_no_worse
-from shoestring.losses.linear_distillation import distillation_reference
-from shoestring.ops import linear_distillation_reference
 
 pytestmark = pytest.mark.device
 OPERATOR = torch.ops.shoestring.linear_distillation.default

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from composite_rules import DTYPES, RULES, STATES, Run, product_error, randn, shapes, skip_ties
 from optimizer_rules import STATE_BLOCK, Rule, blocks
+from references.optim import join, split
 from relative_error import relative_error
-from shoestring.optim.optimizer import join, split
 
 pytestmark = pytest.mark.device
 

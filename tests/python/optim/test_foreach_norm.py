@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from references.optim import foreach_norm_reference
 from relative_error import relative_error
-from shoestring.ops import foreach_norm, foreach_norm_reference
+from shoestring.ops import foreach_norm
 
 pytestmark = pytest.mark.device
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from optimizer_rules import ADAMW, LION, SGD, STATE_BLOCK, Rule, blocks
-from shoestring.optim.optimizer import join, split
+from references.optim import join, split
 
 pytestmark = pytest.mark.device
 

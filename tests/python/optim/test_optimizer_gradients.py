@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from references.optim import join
 from shoestring.optim import SGD, AdamW, GradientNoise, Lion
 from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.optim.optimizer import join
 
 pytestmark = pytest.mark.device
 

@@ -19,7 +19,7 @@ from optimizer_rules import (
     Rule,
     blocks,
 )
-from shoestring.optim.optimizer import join, random_bits, round_stochastically, split
+from references.optim import join, random_bits, round_stochastically, split
 
 pytestmark = pytest.mark.device
 

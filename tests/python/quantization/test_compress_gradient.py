@@ -4,14 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.ops import (
-    compress_gradient_,
-    compress_gradient_reference,
-    compressed_gradient_bytes,
-    decompress_mean_,
-    decompress_mean_reference,
-)
-from shoestring.quantization.compress_gradient import CODECS
+from references.quantization import CODECS, compress_gradient_reference, decompress_mean_reference
+from shoestring.ops import compress_gradient_, compressed_gradient_bytes, decompress_mean_
 
 pytestmark = pytest.mark.device
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import shoestring
-from shoestring.ops import fake_quantize_reference
-from shoestring.quantization.int4_reference import int4_scales
+from references.quantization import fake_quantize_reference, int4_scales
 from shoestring.quantization.quantize_4bit import code_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import shoestring
 from processes import run, train_halves
+from references.quantization import fake_quantize_reference
 from shoestring.nn import FakeQuantizedLinear, QuantizedLinear
-from shoestring.ops import fake_quantize_reference
 
 FORMS: tuple[dict[str, Any], ...] = (
     {"quant_type": "nf4"},

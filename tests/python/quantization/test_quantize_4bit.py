@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
-from shoestring.ops import dequantize_4bit_reference, quantize_4bit_reference
+from references.quantization import dequantize_4bit_reference, quantize_4bit_reference
 from shoestring.quantization.quantize_4bit import code_values
 
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # all supported block sizes

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shoestring.ops import dequantize_8bit, dequantize_8bit_reference, quantize_8bit, quantize_8bit_reference
-from shoestring.quantization.quantize_8bit import dynamic_map
+from references.quantization import dequantize_8bit_reference, dynamic_map, quantize_8bit_reference
+from shoestring.ops import dequantize_8bit, quantize_8bit
 
 pytestmark = pytest.mark.device
 

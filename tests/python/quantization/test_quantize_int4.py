@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
+from references.quantization import dequantize_4bit_reference, int4_scales, quantize_4bit_reference
 from relative_error import relative_error
 from shoestring import QuantizedTensor
 from shoestring.nn import QuantizedLinear
-from shoestring.ops import dequantize_4bit_reference, quantize_4bit_reference
-from shoestring.quantization.int4_reference import int4_scales
 
 BLOCK_SIZES = (32, 64, 256, 4096)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
+from references.quantization import dequantize_int8_reference, quantize_int8_reference
 from shoestring.nn import QuantizedLinear
-from shoestring.ops import dequantize_int8_reference, quantize_int8_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Numbers of columns: one, odd numbers, numbers around the SIMD registers and loop steps of the CPU kernels,

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoestring.ops import (
-    dequantize_state_4bit,
-    dequantize_state_4bit_reference,
-    quantize_state_4bit,
-    quantize_state_4bit_reference,
-)
+from references.quantization import dequantize_state_4bit_reference, quantize_state_4bit_reference
+from shoestring.ops import dequantize_state_4bit, quantize_state_4bit
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT, map_4bit
 
 pytestmark = pytest.mark.device

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import shoestring
+from references.quantization import quantized_linear_reference
 from relative_error import relative_error
 from shoestring.nn import QuantizedLinear
-from shoestring.ops import quantized_linear_reference
 
 pytestmark = pytest.mark.device
 

@@ -23,8 +23,8 @@ from shoestring.integrations.transformers.next_norms import PENDING, keep, take
 from shoestring.integrations.transformers.trial import shaken, within_rounding
 from shoestring.layers.geglu import geglu
 from shoestring.layers.layer_norm import add_layer_norm, layer_norm
-from shoestring.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from shoestring.layers.rope import rope, rope_reference
+from shoestring.layers.rms_norm import add_rms_norm, rms_norm
+from shoestring.layers.rope import rope
 from shoestring.layers.swiglu import swiglu
 
 ROTATION = "apply_rotary_pos_emb"  # name of the rotary function in transformers' model files
@@ -96,7 +96,7 @@ def _norm_options(module: Any) -> dict[str, Any] | None:
             x = torch.randn(64, len(weight), generator=draw).bfloat16()
             expected, agree = trial(x), {}
             for offset, upcast in ((0.0, "llama"), (0.0, "gemma"), (1.0, "gemma")):
-                ours = rms_norm_reference(x, weight, eps=_eps(module, x), offset=offset, upcast=upcast)
+                ours = rms_norm(x, weight, eps=_eps(module, x), offset=offset, upcast=upcast)
                 agree[offset, upcast] = (ours == expected).double().mean().item()
     except Exception:  # raised if the norm's forward has another signature
         return None
@@ -241,7 +241,7 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
         try:
             with torch.no_grad():
                 theirs = function(q, k, table.cos(), table.sin())
-            ours = rope_reference(q, k, angles.cos(), angles.sin(), interleaved=kind[0])
+            ours = rope(q, k, angles.cos(), angles.sin(), interleaved=kind[0])
             if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(theirs, ours, strict=True)):
                 return kind
         except Exception:  # raised if the rotary function has another signature

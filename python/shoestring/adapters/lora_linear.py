@@ -9,6 +9,8 @@ from torch import Tensor
 from shoestring.layers.seeded_dropout import draw_seed
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
+__all__ = ["LoraWeight", "lora_linear", "lora_linear_group", "lora_weight_norm"]
+
 
 @dataclass(frozen=True)
 class LoraWeight:

@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+__all__ = ["AttentionResult", "attention"]
+
 
 class AttentionResult(NamedTuple):
     """The result of :func:`attention` with ``return_lse=True``.

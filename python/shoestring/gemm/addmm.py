@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["addmm_"]
+
 
 def addmm_(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
     """Compute ``self = beta * self + alpha * mat1 @ mat2`` in place; self may be fp32 for 16-bit matrices.

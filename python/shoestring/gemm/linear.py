@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+__all__ = ["linear", "linear_group"]
+
 # The products of a linear layer: its output, and the gradients of its input and of its weight.
 PRODUCTS = ("forward", "grad_x", "grad_weight")
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["embedding"]
+
 
 def embedding(
     ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, scale_grad_by_freq: bool = False

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["gelu"]
+
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Compute GELU (arXiv 1606.08415) in one pass, in fp32 (fp64 for fp64), rounded once.

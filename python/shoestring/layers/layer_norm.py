@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["add_layer_norm", "layer_norm"]
+
 
 def layer_norm(
     x: Tensor,

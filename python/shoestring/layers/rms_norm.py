@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["add_rms_norm", "rms_norm"]
+
 
 def rms_norm(
     x: Tensor,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["rope"]
+
 
 def rope(
     q: Tensor,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["seeded_dropout"]
+
 
 def draw_seed(like: Tensor) -> Tensor:
     """Draw a seed, one int64 on the device of `like`, from the default generator of that device.

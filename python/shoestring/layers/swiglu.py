@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["swiglu"]
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``silu(gate) * up`` in one pass, in fp32 (fp64 for fp64), rounded once (arXiv 2002.05202).

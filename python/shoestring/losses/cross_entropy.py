@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack
 
+__all__ = ["CrossEntropyOptions", "CrossEntropyStats", "cross_entropy", "cross_entropy_with_stats"]
+
 
 class CrossEntropyOptions(TypedDict, total=False):
     """Keyword arguments that ``cross_entropy`` and ``linear_cross_entropy`` share.

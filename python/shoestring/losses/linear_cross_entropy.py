@@ -13,6 +13,13 @@ from shoestring.losses.cross_entropy import (
 )
 from shoestring.losses.head import lora_arguments, weight_arguments
 
+__all__ = [
+    "LinearCrossEntropyOptions",
+    "LinearCrossEntropyStats",
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_stats",
+]
+
 
 class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
     """Keyword arguments of ``linear_cross_entropy`` and ``linear_cross_entropy_with_stats``.

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from shoestring.losses.head import lora_arguments, weight_arguments
 
+__all__ = ["linear_distillation"]
+
 
 def linear_distillation(
     hidden: Tensor,

@@ -11,6 +11,8 @@ from typing_extensions import TypedDict, Unpack
 from shoestring.core.device import is_asynchronous
 from shoestring.losses.linear_cross_entropy import operator_arguments
 
+__all__ = ["linear_cross_entropy_shard", "vocab_parallel_linear_cross_entropy"]
+
 REDUCTIONS = ("mean", "sum", "none")
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+__all__ = ["foreach_norm"]
+
 
 def foreach_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of each tensor, like ``torch._foreach_norm(tensors, dtype=torch.float32)``.

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["compress_gradient_", "compressed_gradient_bytes", "decompress_mean_"]
+
 # For each number of bits: the elements of a block, and the bytes of its record.
 RECORDS = {8: (256, 260), 4: (128, 68), 1: (256, 36)}
 

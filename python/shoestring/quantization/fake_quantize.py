@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["fake_quantize"]
+
 
 def fake_quantize(
     x: Tensor, quant_type: str = "nf4", block_size: int | None = None, double_quant: bool = False

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
+__all__ = ["dequantize_4bit", "quantize_4bit"]
+
 # The values that the 16 codes of each 4-bit type represent, for a scale of 1. NF4: quantiles of the normal
 # distribution. FP4: a sign, two bits of exponent and one bit of mantissa.
 _NF4 = (

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["dequantize_8bit", "quantize_8bit"]
+
 # Number of elements that share a scale; the state of each parameter begins at a multiple of this number.
 STATE_BLOCK = 256
 

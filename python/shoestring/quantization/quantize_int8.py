@@ -8,6 +8,8 @@ from torch import Tensor
 
 from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
 
+__all__ = ["dequantize_int8", "quantize_int8"]
+
 
 def quantize_int8(x: Tensor) -> QuantizedTensor:
     """Quantise x to 8 bits per element and one scale per row.

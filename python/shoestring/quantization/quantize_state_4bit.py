@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+__all__ = ["dequantize_state_4bit", "quantize_state_4bit"]
+
 # GROUP_4BIT is the number of elements that share a scale. STEP_4BIT is the distance between adjacent codes,
 # measured between the bit patterns of their fp32 values, read as integers. The keys of both dicts are the
 # values of the argument `signed`.

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
+__all__ = ["quantized_linear"]
+
 
 def quantized_linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.T + bias`` for a frozen quantised weight.

@@ -41,61 +41,58 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: li
     began = time.monotonic()
     data, train, tune = _prepare(out)
     write_json(out / MARK, {"steps": steps, "finetune_steps": finetune_steps})
+    say(
+        "a demo of 3 parts: a tokenizer, training, fine-tuning. After the first steps, lines say how long the rest takes"
+    )
     size = standard_library(data / "stdlib.jsonl")
     say(
-        f"source of Python's standard library: {size / 1e6:.1f} MB; a tokenizer of {VOCABULARY} tokens is trained on it"
+        f"1 of 3: training a tokenizer of {VOCABULARY} tokens on {size / 1e6:.1f} MB, the source of Python's standard library"
     )
-    tokens = [
-        "tokenize",
-        "--data",
-        str(data / "stdlib.jsonl"),
-        "--vocab-size",
-        str(VOCABULARY),
-        "--out",
-        str(data / "stdlib.bin"),
-    ]
+    text, tokenizer = str(data / "stdlib.jsonl"), str(data / "stdlib-tokenizer")
+    tokens = ["tokenize", "--data", text, "--vocab-size", str(VOCABULARY), "--out", str(data / "stdlib.bin")]
     run_in_turns({"tokenize": tokens}, data)
 
-    common = [
-        "train",
-        "--data",
-        str(data / "stdlib.jsonl"),
-        "--tokenizer",
-        str(data / "stdlib-tokenizer"),
-        "--preset",
-        "mini",
-    ]
-    shape = [*SHAPE, "--device", device]
-    common += [*shape, "--steps", str(steps), "--lr", "4e-3", *_every(steps)]
-    say(f"training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
+    shape = [*SHAPE, "--device", device, "--lr", "4e-3"]
+    common = ["train", "--data", text, "--tokenizer", tokenizer, "--preset", "mini", *shape, *_steps(steps)]
+    ours, theirs = allocator, ["--baseline"]
+    say(f"2 of 3: training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
     run_in_turns(
         {
-            "baseline": [*common, "--baseline", "--out", str(train / "baseline")],
-            "shoestring": [*common, *allocator, "--out", str(train / "shoestring")],
+            "baseline": [*common, *theirs, "--out", str(train / "baseline")],
+            "shoestring": [*common, *ours, "--out", str(train / "shoestring")],
         },
         train,
+        # PEFT takes as long as plain PyTorch for a step, with bitsandbytes and without.
+        lambda seconds: (2 * seconds["baseline"] + seconds["shoestring"]) * finetune_steps / steps,
     )
 
     size = package_documentation(data / "docs.jsonl")
-    model = train / "shoestring" / "model"
-    common = ["finetune", "--model", str(model), "--data", str(data / "docs.jsonl"), *shape]
-    common += ["--steps", str(finetune_steps), "--lr", "4e-3", *_every(finetune_steps)]
+    model = str(train / "shoestring" / "model")
+    common = [
+        "finetune",
+        "--model",
+        model,
+        "--data",
+        str(data / "docs.jsonl"),
+        *shape,
+        *_steps(finetune_steps),
+    ]
     say(
-        f"fine-tuning on {size / 1e6:.1f} MB of package documentation, in turns: "
+        f"3 of 3: fine-tuning on {size / 1e6:.1f} MB of package documentation, in turns: "
         "PEFT, PEFT with bitsandbytes, shoestring (QLoRA)"
     )
     run_in_turns(
         {
-            "peft-lora": [*common, "--baseline", "--quantize", "none", "--out", str(tune / "peft-lora")],
+            "peft-lora": [*common, *theirs, "--quantize", "none", "--out", str(tune / "peft-lora")],
             "peft-bitsandbytes": [
                 *common,
-                "--baseline",
+                *theirs,
                 "--quantize",
                 "nf4",
                 "--out",
                 str(tune / "peft-bitsandbytes"),
             ],
-            "shoestring": [*common, *allocator, "--quantize", "nf4", "--out", str(tune / "shoestring")],
+            "shoestring": [*common, *ours, "--quantize", "nf4", "--out", str(tune / "shoestring")],
         },
         tune,
     )
@@ -129,5 +126,6 @@ def _prepare(out: Path) -> list[Path]:
     return folders
 
 
-def _every(steps: int) -> list[str]:
-    return ["--eval-every", str(max(1, steps // 4)), "--checkpoint-every", str(max(1, steps // 2))]
+def _steps(count: int) -> list[str]:
+    every = {"--steps": count, "--eval-every": max(1, count // 4), "--checkpoint-every": max(1, count // 2)}
+    return [str(part) for option in every.items() for part in option]

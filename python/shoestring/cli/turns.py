@@ -12,71 +12,111 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from shoestring.cli.console import clock, say
 from shoestring.core.errors import InputError
 
 # Seconds per turn. A turn is several steps long, so the one step interrupted by a pause does not move the
 # median.
 TURN = 12.0
 SPEED = re.compile(r"[\d,]+ tok/s")  # of a step, in a line of a run
+STEP = re.compile(r"step +(\d+)/(\d+) ")  # the start of a line of a run
 
 
-def run_in_turns(commands: dict[str, list[str]], logs: Path) -> None:
-    """Run `shoestring ARGUMENTS` for each name and print its output; raise InputError if a run fails."""
+class Run:
+    """A command that runs while it has its turn, and the steps that it has printed."""
+
+    def __init__(self, name: str, arguments: list[str], width: int, logs: Path) -> None:
+        self.name = name
+        self.width = width
+        self.errors = logs / f"{name}.err"
+        self.spent = 0.0  # seconds of the turns that have ended
+        self.began: float | None = None  # when the turn under way began
+        self.first = self.last = (0.0, 0)  # the first and the last step, after so many seconds of turns
+        self.steps = 0
+        self.was_paused = False  # since the last line with a speed
+        # Waiting OpenMP threads sleep. On a shared machine, spinning threads take CPU time from working threads.
+        with open(self.errors, "w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shoestring.cli", *arguments],
+                stdout=subprocess.PIPE, stderr=errors, text=True, env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )  # fmt: skip
+        self.process.send_signal(signal.SIGSTOP)
+        self.reader = threading.Thread(target=self._show, daemon=True)
+        self.reader.start()
+
+    def turn(self, is_alone: bool) -> bool:
+        """Let the command run for a while, or to its end. Return whether it goes on."""
+        self.was_paused = self.spent > 0
+        self.began = time.monotonic()
+        self.process.send_signal(signal.SIGCONT)
+        try:
+            code = self.process.wait(timeout=None if is_alone else TURN)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGSTOP)
+            return True
+        finally:
+            self.spent = self._seconds()
+            self.began = None
+        if code != 0:
+            lines = self.errors.read_text().strip().splitlines() or [""]
+            raise InputError(f"demo: the run {self.name} ended with exit code {code}: {lines[-1]}")
+        return False
+
+    def left(self) -> float | None:
+        """Return the seconds that the command still needs; None before its second step."""
+        if self.process.returncode is not None:
+            return 0.0
+        (start, first), (end, last) = self.first, self.last
+        return (self.steps - last) * (end - start) / (last - first) if last > first else None
+
+    def _seconds(self) -> float:
+        return self.spent + (0.0 if self.began is None else time.monotonic() - self.began)
+
+    def _show(self) -> None:
+        """Print the lines of the command. The speed of a step within which it was paused is not shown."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            text = line.rstrip()
+            if step := STEP.match(text):
+                number, self.steps = map(int, step.groups())
+                self.last = (self._seconds(), number)
+                self.first = self.last if self.first[1] == 0 else self.first
+            if self.was_paused and SPEED.search(text):
+                self.was_paused = False
+                text = SPEED.sub("(paused)", text)
+            print(f"{self.name:>{self.width}} | {text}", flush=True)
+
+
+def run_in_turns(
+    commands: dict[str, list[str]],
+    logs: Path,
+    later: Callable[[dict[str, float]], float] = lambda seconds: 0.0,
+) -> None:
+    """Run `shoestring ARGUMENTS` for each name and print its output; raise InputError if a run fails.
+
+    When all have had a turn, a line says how long the rest takes. ``later`` returns the seconds of what follows these
+    commands, from the seconds that each of them takes.
+    """
     width = max(map(len, commands))
-    # Waiting OpenMP threads sleep. On a shared machine, spinning threads take CPU time from working threads.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    running: dict[str, subprocess.Popen[str]] = {}
-    # Runs that went on after a pause, and have not printed a speed since.
-    paused: set[str] = set()
-    readers = []
+    runs: list[Run] = []
     try:
         for name, arguments in commands.items():
-            with open(logs / f"{name}.err", "w") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "shoestring.cli", *arguments],
-                    stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
-                )  # fmt: skip
-            process.send_signal(signal.SIGSTOP)
-            running[name] = process
-            readers.append(threading.Thread(target=_show, args=(name, width, process, paused), daemon=True))
-            readers[-1].start()
-        first_turn = True
+            runs.append(Run(name, arguments, width, logs))
+        running = list(runs)
         while running:
-            for name in list(running):
-                if not first_turn:
-                    paused.add(name)
-                _turn(name, running, logs)
-            first_turn = False
+            running = [run for run in running if run.turn(is_alone=len(running) == 1)]
+            left = {run.name: run.left() for run in runs}
+            known = {name: seconds for name, seconds in left.items() if seconds is not None}
+            if running and len(known) == len(runs):
+                whole = {run.name: run.spent + known[run.name] for run in runs}
+                say(f"about {clock(sum(known.values()) + later(whole))} left")
     finally:
-        for process in running.values():
-            process.kill()  # SIGKILL also ends a stopped process
-            process.wait()
-    for reader in readers:
-        reader.join()
-
-
-def _turn(name: str, running: dict[str, subprocess.Popen[str]], logs: Path) -> None:
-    process = running[name]
-    process.send_signal(signal.SIGCONT)
-    try:
-        code = process.wait(timeout=TURN if len(running) > 1 else None)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGSTOP)
-        return
-    del running[name]
-    if code != 0:
-        lines = (logs / f"{name}.err").read_text().strip().splitlines() or [""]
-        raise InputError(f"demo: the run {name} ended with exit code {code}: {lines[-1]}")
-
-
-def _show(name: str, width: int, process: subprocess.Popen[str], paused: set[str]) -> None:
-    """Print the lines of a run. The speed of a step within which the run was paused is not shown."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        text = line.rstrip()
-        if name in paused and SPEED.search(text):
-            paused.discard(name)
-            text = SPEED.sub("(paused)", text)
-        print(f"{name:>{width}} | {text}", flush=True)
+        for run in runs:
+            run.process.kill()  # SIGKILL also ends a stopped process
+            run.process.wait()
+    for run in runs:
+        run.reader.join()

@@ -243,6 +243,31 @@ for step in range(20):
     assert sum("tok/s" in line for line in lines) >= 10, lines
 
 
+def test_what_is_left_is_said_after_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(turns, "TURN", 0.5)
+    script = """
+import time
+for step in range(1, 21):
+    time.sleep(0.1)
+    print(f"step {step:>2}/20  loss", flush=True)
+"""
+    began = time.monotonic()
+    turns.run_in_turns(
+        fake(monkeypatch, {"one": script, "two": script}),
+        tmp_path,
+        lambda seconds: 600 + sum(seconds.values()),
+    )
+    took = time.monotonic() - began
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" left")]
+    minutes, seconds = zip(*(map(int, line.split()[1].split(":")) for line in lines), strict=True)
+    times = [60 * m + s - 600 for m, s in zip(minutes, seconds, strict=True)]
+    assert len(times) >= 3 and times == sorted(times, reverse=True), lines
+    # What is left of these runs, and once more what they take.
+    assert times[-1] < times[0] and all(took - 1 <= t <= 2 * took + 1 for t in times), (times, took)
+
+
 def test_a_failing_run_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "TURN", 0.2)
     scripts = {

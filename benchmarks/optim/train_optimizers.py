@@ -6,10 +6,12 @@ variant's mean validation loss over the seeds, and its difference from the varia
 stored in 16 bits are converted to fp32 for the matrix products, so these are in fp32 for all variants.
 
 The first command below trains all runs, one after the other, and continues unfinished runs. The second
-command prints the table of the finished runs.
+command prints the table of the finished runs. The third trains the model of `shoestring demo` as the demo does,
+with 8 seeds: with fp32 state, and with the 8-bit states of shoestring and of bitsandbytes.
 
     python -m benchmarks.optim.train_optimizers --out FOLDER
     python -m benchmarks.optim.train_optimizers --out FOLDER --table
+    python -m benchmarks.optim.train_optimizers --out FOLDER --demo
 """
 
 import argparse
@@ -17,7 +19,7 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +37,13 @@ from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import remove_partial, write_json
 from shoestring.optim import AdamW
 from shoestring.training.checkpoint import checkpoints, load_checkpoint
-from shoestring.training.config import Fingerprint, LoopConfig, Preset
+from shoestring.training.config import PRESETS, Fingerprint, LoopConfig, Preset
 from shoestring.training.formulas import trained
 from shoestring.training.loop import Trainer
 from shoestring.training.metrics import read_metrics
-from shoestring.training.models import build_llama
+from shoestring.training.models import build_llama, fused_loss
 from shoestring.training.optimizers import decayed
 
-SHAPE = Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384)
-VOCABULARY = 2048
-SEEDS = (0, 1, 2)
 BETAS = (0.9, 0.95)
 
 
@@ -62,12 +61,19 @@ class Variant:
     same_as: str | None = None  # name of another variant, whose losses must equal this one's bit for bit
 
     def optimizer(self, groups: Iterable[Any], seed: int) -> torch.optim.Optimizer:
+        if self.state == "torch":
+            return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+        if self.state == "bitsandbytes":
+            from bitsandbytes.optim import AdamW8bit
+
+            return AdamW8bit(groups, betas=BETAS)
         weights = self.weights if self.weights in ("stochastic", "remainder") else "nearest"
         return AdamW(groups, betas=BETAS, state_format=self.state, weight_rounding=weights, seed=seed)
 
 
 VARIANTS = {
     "torch": Variant("torch"),
+    "bitsandbytes": Variant("bitsandbytes"),
     "fp32": Variant("fp32"),
     "bf16": Variant("bf16"),
     "8bit": Variant("8bit", limit=0.003),
@@ -82,11 +88,42 @@ VARIANTS = {
 REFERENCE = "fp32"
 
 
-def config_of(seed: int, steps: int, lr: float) -> LoopConfig:
-    """Return the settings of a run. Gradients are not clipped: their norms in bf16 and in fp32 differ."""
-    return LoopConfig(seq_len=64, batch_size=8, steps=steps, lr=lr, warmup=100, clip=0.0, seed=seed,
-                      eval_every=max(1, steps // 4), eval_batches=64,
-                      checkpoint_every=max(1, steps // 10))  # fmt: skip
+@dataclass(frozen=True)
+class Task:
+    """What is trained: a model, the size of its vocabulary, and the settings of its runs."""
+
+    shape: Preset
+    vocabulary: int
+    config: LoopConfig
+    variants: tuple[str, ...]
+    seeds: int  # number of seeds
+    is_fused: bool = False  # whether the loss is shoestring's; the weights have to be stored in fp32
+
+
+# Gradients are not clipped: their norms in bf16 and in fp32 differ.
+LONG = Task(
+    Preset(hidden=128, layers=2, heads=4, kv_heads=4, mlp=384),
+    2048,
+    LoopConfig(seq_len=64, batch_size=8, steps=2000, lr=1.5e-3, warmup=100, clip=0.0, eval_batches=64),
+    tuple(name for name in VARIANTS if name != "bitsandbytes"),
+    seeds=3,
+)
+# As shoestring/cli/demo.py trains.
+DEMO = Task(
+    PRESETS["mini"],
+    16384,
+    LoopConfig(seq_len=512, batch_size=16, steps=36, lr=4e-3, eval_batches=2),
+    ("torch", "bitsandbytes", "fp32", "8bit"),
+    seeds=8,
+    is_fused=True,
+)
+
+
+def config_of(task: Task, seed: int, steps: int | None, lr: float | None) -> LoopConfig:
+    """Return the settings of a run; None takes the value of the task."""
+    steps, lr = steps or task.config.steps, lr or task.config.lr
+    every = {"eval_every": max(1, steps // 4), "checkpoint_every": max(1, steps // 10)}
+    return replace(task.config, seed=seed, steps=steps, lr=lr, **every)
 
 
 class Rounded(torch.autograd.Function):
@@ -129,7 +166,9 @@ class Quiet:
             )
 
 
-def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int) -> None:
+def train(
+    name: str, task: Task, config: LoopConfig, folder: Path, data: tuple[Blocks, Blocks], end_of_text: int
+) -> None:
     """Train one run, from its newest checkpoint if there is one, and write its result.json."""
     variant, seed, steps = VARIANTS[name], config.seed, config.steps
     run = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
@@ -138,16 +177,14 @@ def train(name: str, config: LoopConfig, folder: Path, data: tuple[Blocks, Block
     run.mkdir(parents=True, exist_ok=True)
     remove_partial(run / "checkpoints")
     torch.manual_seed(seed)
-    model = build_llama(SHAPE, VOCABULARY, config.seq_len, end_of_text)
+    model = build_llama(task.shape, task.vocabulary, config.seq_len, end_of_text)
     if variant.weights != "fp32":  # with weights="master", training also starts from values rounded to bf16
         for p in model.parameters():
             p.data = p.data.bfloat16().to(p.dtype if variant.weights == "master" else torch.bfloat16)
     groups = decayed([{"params": trained(model)}], config.weight_decay)
-    if variant.state == "torch":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=BETAS, fused=True)
-    else:
-        optimizer = variant.optimizer(groups, seed)
-    trainer = Trainer(config, model, torch.device("cpu"), loss_of(model, variant), [optimizer], *data, run,
+    optimizer = variant.optimizer(groups, seed)
+    loss = fused_loss(model, config.workspace_mb) if task.is_fused else loss_of(model, variant)
+    trainer = Trainer(config, model, torch.device("cpu"), loss, [optimizer], *data, run,
                       Quiet(f"{name}, seed {seed}"), Fingerprint.of(config, variant=name).values)  # fmt: skip
     start = 0
     if existing := checkpoints(run):
@@ -179,7 +216,9 @@ def results(folder: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
     """Return a Markdown table. A variant is compared with fp32 over the seeds that both have finished."""
-    lines = ["| state and weights | validation loss, mean of the seeds | over fp32 | seed by seed | limit |"]
+    lines = [
+        "| state and weights | validation loss, mean of the seeds | over fp32: mean, standard deviation | seed by seed | limit |"
+    ]
     lines.append("| --- | --- | --- | --- | --- |")
     reference = found.get(REFERENCE, {})
     for name, runs in found.items():
@@ -187,7 +226,9 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
         if not seeds:
             continue
         mean, base = (statistics.mean(of[s]["val_loss"] for s in seeds) for of in (runs, reference))
-        each = ", ".join(f"{runs[s]['val_loss'] / reference[s]['val_loss'] - 1:+.2%}" for s in seeds)
+        ratios = [runs[s]["val_loss"] / reference[s]["val_loss"] - 1 for s in seeds]
+        each = ", ".join(f"{ratio:+.2%}" for ratio in ratios)
+        spread = f"{mean / base - 1:+.2%}" + (f", {statistics.stdev(ratios):.2%}" if len(ratios) > 1 else "")
         limit = ""
         if variant.limit is not None:
             limit = f"{variant.limit:.1%}: {'kept' if mean / base - 1 <= variant.limit else '**missed**'}"
@@ -200,12 +241,12 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
                 for key in ("losses_sha256", "val_loss")
             )
             limit = f"every loss bitwise that of {variant.same_as}: {'kept' if same else '**missed**'}"
-        lines.append(f"| {name} | {mean:.4f} | {mean / base - 1:+.2%} | {each} | {limit} |")
+        lines.append(f"| {name} | {mean:.4f} | {spread} | {each} | {limit} |")
     return "\n".join(lines)
 
 
-def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
-    """Tokenise Python's standard library, the text of the demo, with a small vocabulary.
+def prepare(folder: Path, task: Task) -> tuple[tuple[Blocks, Blocks], int]:
+    """Tokenise Python's standard library, the text of the demo.
 
     Returns:
         ((training blocks, validation blocks), id of the end-of-text token).
@@ -214,8 +255,8 @@ def prepare(folder: Path) -> tuple[tuple[Blocks, Blocks], int]:
     if not tokens.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         standard_library(folder / "stdlib.jsonl")
-        tokenize(Source(data=[folder / "stdlib.jsonl"]), tokens, None, VOCABULARY)
-    data = split_blocks(read_token_file(tokens)[0], config_of(0, 1, 1.0).seq_len, 0.02)
+        tokenize(Source(data=[folder / "stdlib.jsonl"]), tokens, None, task.vocabulary)
+    data = split_blocks(read_token_file(tokens)[0], task.config.seq_len, 0.02)
     return data, load_tokenizer(folder / "tokens-tokenizer").eos_token_id
 
 
@@ -224,19 +265,22 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the runs; those there are continued"
     )
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--lr", type=float, default=1.5e-3, help="at the peak; the default suits fp32")
+    parser.add_argument("--demo", action="store_true", help="train as `shoestring demo` does")
+    parser.add_argument("--steps", type=int, help="2000, or 36 as the demo")
+    parser.add_argument("--lr", type=float, help="at the peak; the default suits fp32")
     parser.add_argument("--threads", type=int, default=1, help="a run's bits depend on it")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", help="0, 1 and 2, or 0 to 7 with --demo")
     parser.add_argument("--table", action="store_true", help="train nothing")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    task = DEMO if options.demo else LONG
     if not options.table:
-        data, end_of_text = prepare(options.out / "data")
-        for seed in options.seeds:
-            for name in options.variants:
-                train(name, config_of(seed, options.steps, options.lr), options.out, data, end_of_text)
+        data, end_of_text = prepare(options.out / "data", task)
+        for seed in options.seeds or range(task.seeds):
+            for name in options.variants or task.variants:
+                config = config_of(task, seed, options.steps, options.lr)
+                train(name, task, config, options.out, data, end_of_text)
     found = results(options.out)
     write_json(options.out / "results.json", found)
     print(table(found))

@@ -7,6 +7,7 @@ the printed table.
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,11 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     torch.set_num_threads(threads)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, out: Path, *variants: str) -> dict:
-    arguments = ["--out", str(out), "--steps", str(STEPS), "--seeds", "3", "--variants", *variants]
+def run(
+    monkeypatch: pytest.MonkeyPatch, out: Path, *variants: str, steps: int = STEPS, demo: bool = False
+) -> dict:
+    arguments = ["--out", str(out), "--steps", str(steps), "--seeds", "3", "--variants", *variants]
+    arguments += ["--demo"] if demo else []
     monkeypatch.setattr(sys, "argv", ["train_optimizers.py", *arguments])
     train_optimizers.main()
     return json.loads((out / "results.json").read_text())
@@ -63,3 +67,16 @@ def test_runs_and_their_table(
     assert results[MASTER]["3"]["losses_sha256"] != results["fp32"]["3"]["losses_sha256"]
     table = capsys.readouterr().out
     assert f"every loss bitwise that of {MASTER}: kept" in table and "missed" not in table
+
+
+def test_the_demo_with_another_optimizer(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = train_optimizers.DEMO
+    small = replace(demo, config=replace(demo.config, seq_len=64, batch_size=4))
+    monkeypatch.setattr(train_optimizers, "DEMO", small)
+    names = ("torch", "bitsandbytes", "fp32", "8bit")
+    results = run(monkeypatch, out, *names, steps=3, demo=True)
+    losses = {name: results[name]["3"]["val_loss"] for name in names}
+    # The states differ after the first step alone, and hardly within three.
+    assert len({losses[name] for name in ("bitsandbytes", "fp32", "8bit")}) == 3, losses
+    assert all(losses[name] == pytest.approx(losses["torch"], rel=1e-3) for name in names), losses
+    assert {results[name]["3"]["parameters"] for name in names} == {results["torch"]["3"]["parameters"]}

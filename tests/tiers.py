@@ -20,7 +20,6 @@ import torch
 
 from build_folder import REPOSITORY, library
 
-CASES = 2
 # Files and tests that take more than 2 s a case, or need programs that only `make test-all` builds.
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().split())
 SUITE = REPOSITORY / "tests/python"
@@ -48,10 +47,27 @@ def first_tier(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     chosen: set[pytest.Item] = set()
     for name, cases in by_function(items).items():
         quick = [case for case in cases if not any(map(case.get_closest_marker, ("slow", "alone")))]
-        if len(quick) > CASES and quick[0].get_closest_marker("first") is None:
-            quick = random.Random(f"{seed} first {name}").sample(quick, CASES)
+        if len(quick) > 2 and quick[0].get_closest_marker("first") is None:
+            quick = pair(quick, random.Random(f"{seed} first {name}"))
         chosen.update(quick)
     return chosen
+
+
+def pair(cases: list[pytest.Item], draw: random.Random) -> list[pytest.Item]:
+    """Draw a case, and one of those that differ from it in most parameters: both values of each flag occur."""
+    first = draw.choice(cases)
+    differences = [sum(a != b for a, b in zip(indices(first), indices(case), strict=True)) for case in cases]
+    most = max(differences)
+    return [
+        first,
+        draw.choice([case for case, count in zip(cases, differences, strict=True) if count == most]),
+    ]
+
+
+def indices(case: pytest.Item) -> list[int]:
+    """Return which of its values each parameter of a case has."""
+    assert isinstance(case, pytest.Function)
+    return [index for _, index in sorted(case.callspec.indices.items())]
 
 
 class Progress:

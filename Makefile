@@ -32,19 +32,23 @@ PORTABLE := $(if $(filter x86_64,$(shell uname -m)),$(if $(filter default,$(orig
 # each kind of kernel, and a wheel all. GPUS_SUFFICE is what an existing build folder may have instead.
 GPUS := $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | sed "s/\\.//; s/^90$$/90a/"),90a)
 GPUS_SUFFICE := .*
-test-all nightly: GPUS := gates
-test-all nightly: GPUS_SUFFICE := gates|wheel
 wheel packages: GPUS := wheel
 wheel packages: GPUS_SUFFICE := wheel
 # Without a GPU, `make test`, `make check` and `make demo` build no CUDA kernels, and keep those of an earlier build.
 CUDA := auto
 CUDA_SUFFICES := auto|1
-test check demo: CUDA := $(if $(wildcard /dev/nvidiactl),auto,0)
-test check demo: CUDA_SUFFICES := .*
 # What is compiled: the libraries, and the programs of the tests that run.
 TARGETS := libraries
+# The goals of one command share a build, so `make test test-all` makes that of `test-all`.
+ifneq ($(filter test-all nightly,$(MAKECMDGOALS)),)
+GPUS := gates
+GPUS_SUFFICE := gates|wheel
+TARGETS := all
+else
 test check: TARGETS := first_tier
-test-all nightly: TARGETS := all
+test check demo: CUDA := $(if $(wildcard /dev/nvidiactl),auto,0)
+test check demo: CUDA_SUFFICES := .*
+endif
 CONFIGURE = cmake -S . -G Ninja -DPython3_EXECUTABLE=$(PYTHON) $(PORTABLE) -DSHOESTRING_CUDA=$(CUDA) \
   -DSHOESTRING_CUDA_ARCHITECTURES=$(GPUS) $(CMAKE_ARGS)
 INSTALL := --prefix python/shoestring >/dev/null

@@ -54,7 +54,7 @@ struct Spin {
 
 // These are guarded by records().
 auto& seen = *new std::map<char*, std::vector<Access>>;
-auto& blocks = *new std::map<char*, PinnedBlock>;
+auto& pinned_blocks = *new std::map<char*, PinnedBlock>;
 auto& idle = *new std::multimap<size_t, std::pair<char*, PinnedBlock>>;
 size_t top = 0;
 
@@ -101,11 +101,11 @@ void forget(char* begin, size_t size) {
   }
 }
 
-void release(void* p) {
+void release_pinned(void* p) {
   const std::lock_guard lock(records());
-  const auto found = blocks.find(static_cast<char*>(p));
+  const auto found = pinned_blocks.find(static_cast<char*>(p));
   idle.emplace(found->second.size, std::pair(found->first, std::move(found->second)));
-  blocks.erase(found);
+  pinned_blocks.erase(found);
 }
 
 class PinnedAllocator final : public at::HostAllocator {
@@ -122,16 +122,16 @@ class PinnedAllocator final : public at::HostAllocator {
       char* const p = begin;
       idle.erase(it);
       forget(p, size);
-      blocks[p] = {size, {}};
-      return {p, p, &release, cpu};
+      pinned_blocks[p] = {size, {}};
+      return {p, p, &release_pinned, cpu};
     }
     TORCH_CHECK(top + size <= kPinnedBytes, "simdev: out of pinned memory");
     char* const p = mappings.front().tensor + top;
     top += size;
-    blocks[p] = {size, {}};
-    return {p, p, &release, cpu};
+    pinned_blocks[p] = {size, {}};
+    return {p, p, &release_pinned, cpu};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
   void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
   bool record_event(void* p, void*, c10::Stream stream) override {
     use_pinned(p, position_of(from_c10(stream)));
@@ -267,8 +267,8 @@ const char* unpin(void* p) {
 
 void use_pinned(const void* p, const Position& position) {
   const std::lock_guard lock(records());
-  auto after = blocks.upper_bound(static_cast<char*>(const_cast<void*>(p)));
-  if (after == blocks.begin()) return;
+  auto after = pinned_blocks.upper_bound(static_cast<char*>(const_cast<void*>(p)));
+  if (after == pinned_blocks.begin()) return;
   auto& [begin, block] = *std::prev(after);
   if (p < begin + block.size) block.uses.push_back(position);
 }

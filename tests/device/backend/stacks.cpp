@@ -14,7 +14,7 @@
 
 namespace simdev {
 
-struct Stack {
+struct CallStack {
   std::array<void*, 28> frames{};
   int count = 0;
   std::string python;
@@ -23,10 +23,10 @@ struct Stack {
 namespace {
 
 // A thread may free tensors while its own objects are destroyed.
-thread_local bool is_ending = false;
+thread_local bool is_thread_ending = false;
 struct Prepared {
   StackPtr stack;
-  ~Prepared() { is_ending = true; }
+  ~Prepared() { is_thread_ending = true; }
 };
 thread_local Prepared prepared;
 
@@ -75,14 +75,14 @@ std::string python_stack() {
 }
 
 void prepare_stack() {
-  if (is_ending) return;
-  auto stack = std::make_shared<Stack>();
+  if (is_thread_ending) return;
+  auto stack = std::make_shared<CallStack>();
   stack->count = backtrace(stack->frames.data(), static_cast<int>(stack->frames.size()));
   if (config().stacks) stack->python = python_stack();
   prepared.stack = std::move(stack);
 }
 
-StackPtr prepared_stack() { return is_ending ? nullptr : prepared.stack; }
+StackPtr prepared_stack() { return is_thread_ending ? nullptr : prepared.stack; }
 
 std::string text_of(const StackPtr& stack) {
   if (stack == nullptr) return "    (no stack)\n";

@@ -7,8 +7,8 @@
 
 namespace simdev {
 
-struct Stack;
-using StackPtr = std::shared_ptr<const Stack>;
+struct CallStack;
+using StackPtr = std::shared_ptr<const CallStack>;
 
 /// Captures the calling thread's stack for the operation that the thread is about to add. It is separate from
 /// taking the stack, so that it happens outside of locks.

@@ -17,7 +17,11 @@ namespace {
 using at::Tensor;
 using optim::ParameterPart;
 
-constexpr int64_t kChunk = 4 << 20;  // bytes that each rank sends at a time
+// The bytes that each rank sends at a time. All ranks together send 8 MiB, so that the buffers hardly depend on their
+// number, unless these would be messages of less than 256 KiB.
+int64_t chunk_of(size_t ranks) {
+  return std::max<int64_t>((int64_t{8} << 20) / static_cast<int64_t>(ranks) / 256 * 256, 256 << 10);
+}
 
 // Reads or writes the bytes of a rank's parts as one sequence.
 class Bytes {
@@ -64,7 +68,7 @@ void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>
     if (!parts[rank].empty()) device = parts[rank][0].param.device();
   }
   if (parts.size() < 2 || most == 0) return;
-  const int64_t chunk = std::min(kChunk, most);
+  const int64_t chunk = std::min(chunk_of(parts.size()), most);
   const auto options = at::TensorOptions(device).dtype(at::kByte);
   // While a chunk is on its way, the one before is copied to the parameters.
   struct Chunk {

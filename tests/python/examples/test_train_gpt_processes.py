@@ -137,10 +137,10 @@ def test_options(program: Path, data: Path, tmp_path: Path, strategy: str, optio
 def test_split_memory(program: Path, data: Path, tmp_path: Path) -> None:
     """Each strategy takes less memory in its steps than the one before.
 
-    W, G and S are 53, 53 and 106 MiB here. Each of four processes saves 80 MiB of S, 40 of G and 40 of W. Buffers of
-    the collectives, of 40 MiB with zero1, take a part of that.
+    W, G and S are 105, 105 and 210 MiB here. Each of four processes saves 158 MiB of S, 79 of G and 79 of W. Buffers of
+    the collectives, of 20 MiB with zero1, take a part of that.
     """
-    wide = "--hidden 512 --layers 4 --kv-heads 4 --optimizer-state fp32 --batch-size 4 --seq-len 8 --steps 3"
+    wide = "--hidden 512 --layers 8 --kv-heads 4 --optimizer-state fp32 --batch-size 4 --seq-len 8 --steps 3"
     command = ["--data", data, *SMALL, *STEPS, *wide.split(), "--host-allocator"]
     peaks = []
     for strategy in STRATEGIES:

@@ -34,14 +34,13 @@ class Commands:
     def __exit__(self, *error: object) -> None:
         self._server.communicate(timeout=60)  # the server exits when its stdin is closed
 
-    def start(self, *arguments: object, log: Path, code: str = "") -> int:
+    def start(self, *arguments: object, log: Path, code: str = "", errors: Path | None = None) -> int:
         """Start ``shoestring ARGUMENTS`` with its output in ``log``; return the process id.
 
-        ``code`` runs in the new process before the command.
+        ``code`` runs in the new process before the command. With ``errors``, this file gets the standard error.
         """
-        return self._ask(
-            {"arguments": [str(argument) for argument in arguments], "log": str(log), "code": code}
-        )
+        files = {"log": str(log), "errors": None if errors is None else str(errors)}
+        return self._ask({"arguments": [str(argument) for argument in arguments], "code": code, **files})
 
     def wait(self, process: int) -> int:
         """Return the exit code of a command's process, or the negative signal number if a signal ended it."""
@@ -90,13 +89,16 @@ def _serve() -> None:
         print(answer, flush=True)
 
 
-def _command(main: Callable[[list[str]], int], arguments: list[str], log: str, code: str) -> None:
+def _command(
+    main: Callable[[list[str]], int], arguments: list[str], log: str, errors: str | None, code: str
+) -> None:
     """Run a shoestring command in this forked process, and end the process as Python itself would."""
     result = 1
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        error = output if errors is None else os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        for descriptor, copy in ((nothing, 0), (output, 1), (output, 2)):
+        for descriptor, copy in ((nothing, 0), (output, 1), (error, 2)):
             os.dup2(descriptor, copy)
         exec(code, {})
         result = main(arguments)

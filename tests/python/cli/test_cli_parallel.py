@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from cli_helpers import TINY, TUNE, losses, refuse, succeed, text, weights
+from cli_server import Commands
 from ports import free_port
 from shoestring.files.atomic import PARTIAL
 
@@ -35,36 +36,31 @@ STEPS = [
 ]
 
 
-def start(ranks: int, *arguments: object) -> list[subprocess.Popen[str]]:
-    """Start a command in several processes, as torchrun does."""
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-m", "shoestring", *map(str, arguments)]
-    return [
-        subprocess.Popen(
-            command,
-            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+@pytest.fixture(scope="module")
+def server() -> Iterator[Commands]:
+    with Commands() as commands:
+        yield commands
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    try:
-        found = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(p.returncode, out, err) for p, (out, err) in zip(processes, found, strict=True)]
+@pytest.fixture
+def together(server: Commands, tmp_path: Path) -> Callable[..., None]:
+    """Run a command in two processes with the environment of torchrun, of which only the first says something."""
 
+    def run(*arguments: object) -> None:
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        logs = [tmp_path / f"{name}.{rank}" for rank in range(2) for name in ("out", "errors")]
+        processes = []
+        for rank in range(2):
+            environment = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            code = f"import os; os.environ.update({environment!r})"
+            out, errors = logs[2 * rank : 2 * rank + 2]
+            processes.append(server.start(*arguments, log=out, errors=errors, code=code))
+        codes = [server.wait(process) for process in processes]
+        out, errors, nothing, others = (log.read_text() for log in logs)
+        assert codes == [0, 0], errors + others
+        assert "report:" in out and nothing == ""
 
-def together(*arguments: object) -> None:
-    """Run a command in two processes, of which only the first says something."""
-    (first, out, errors), (second, nothing, others) = finish(start(2, *arguments))
-    assert (first, second) == (0, 0), errors + others
-    assert "report:" in out and nothing == ""
+    return run
 
 
 def assert_close(run: Path, other: Path) -> None:
@@ -99,7 +95,9 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "auto"])
 @pytest.mark.sample(2)
-def test_train_is_that_of_one_process(strategy: str, data: Path, alone: Path, tmp_path: Path) -> None:
+def test_train_is_that_of_one_process(
+    strategy: str, data: Path, alone: Path, tmp_path: Path, together: Callable[..., None]
+) -> None:
     """The processes share the micro-batches of a step, so losses and norms are those of one process."""
     out = tmp_path / "run"
     together("train", "--data", data, "--out", out, *TINY, *STEPS, "--parallel", strategy)
@@ -115,7 +113,9 @@ def test_train_is_that_of_one_process(strategy: str, data: Path, alone: Path, tm
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 @pytest.mark.sample(1)
-def test_resumed_run_is_bitwise_the_same(strategy: str, data: Path, tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_the_same(
+    strategy: str, data: Path, tmp_path: Path, together: Callable[..., None]
+) -> None:
     """The checkpoint of step 3 is continued to the same losses, norms and weights."""
     out, again = tmp_path / "run", tmp_path / "again"
     together("train", "--data", data, "--out", out, *TINY, *STEPS, "--parallel", strategy)
@@ -153,7 +153,12 @@ def within_a_checkpoint(out: Path) -> bool:
 )
 @pytest.mark.sample(1)
 def test_torchrun_continues_after_a_killed_process(
-    strategy: str, moment: Callable[[Path], bool] | None, killed: int | None, data: Path, tmp_path: Path
+    strategy: str,
+    moment: Callable[[Path], bool] | None,
+    killed: int | None,
+    data: Path,
+    tmp_path: Path,
+    together: Callable[..., None],
 ) -> None:
     """torchrun starts all processes again, which continue from the checkpoint, bit for bit.
 
@@ -209,6 +214,7 @@ def test_gradients_in_few_bits(
     alone: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    together: Callable[..., None],
 ) -> None:
     out = tmp_path / "run"
     if strategy == "hsdp":  # two machines
@@ -220,7 +226,9 @@ def test_gradients_in_few_bits(
     assert json.loads((out / "summary.json").read_text())["compress"] == compress
 
 
-def test_another_number_of_processes_continues_the_run(data: Path, alone: Path, tmp_path: Path) -> None:
+def test_another_number_of_processes_continues_the_run(
+    data: Path, alone: Path, tmp_path: Path, together: Callable[..., None]
+) -> None:
     again = tmp_path / "again"
     shutil.copytree(alone, again)
     shutil.rmtree(again / "checkpoints/step-00000006")
@@ -231,7 +239,9 @@ def test_another_number_of_processes_continues_the_run(data: Path, alone: Path, 
 
 @pytest.mark.parametrize("options", [["zero1"], ["zero3"], ["zero3", "--offload-weights", "nvme:."]])
 @pytest.mark.sample(1)
-def test_finetune_with_a_quantised_base(options: list[str], data: Path, alone: Path, tmp_path: Path) -> None:
+def test_finetune_with_a_quantised_base(
+    options: list[str], data: Path, alone: Path, tmp_path: Path, together: Callable[..., None]
+) -> None:
     records = tmp_path / "data.jsonl"
     records.write_text(
         "".join(

@@ -40,6 +40,7 @@ class Limited:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 31, 64, 99, 100, 1000])
 @pytest.mark.parametrize(("multiple_of", "at_least"), [(1, 1), (8, 1), (4, 10)])
+@pytest.mark.sample(12)
 def test_the_largest_size_is_found(most: int, multiple_of: int, at_least: int) -> None:
     step = Limited(most)
     smallest = -(-at_least // multiple_of) * multiple_of

@@ -56,18 +56,17 @@ def first_tier(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
 def pair(cases: list[pytest.Item], draw: random.Random) -> list[pytest.Item]:
     """Draw a case, and one of those that differ from it in most parameters: both values of each flag occur."""
     first = draw.choice(cases)
-    differences = [sum(a != b for a, b in zip(indices(first), indices(case), strict=True)) for case in cases]
+    own = parameters(first)
+    differences = [sum(parameters(case)[name] is not own[name] for name in own) for case in cases]
     most = max(differences)
-    return [
-        first,
-        draw.choice([case for case, count in zip(cases, differences, strict=True) if count == most]),
-    ]
+    others = [case for case, count in zip(cases, differences, strict=True) if count == most]
+    return [first, draw.choice(others)]
 
 
-def indices(case: pytest.Item) -> list[int]:
-    """Return which of its values each parameter of a case has."""
+def parameters(case: pytest.Item) -> dict[str, object]:
+    """Return the parameters of a case. Cases of one test share the objects that are their values."""
     assert isinstance(case, pytest.Function)
-    return [index for _, index in sorted(case.callspec.indices.items())]
+    return case.callspec.params
 
 
 class Progress:

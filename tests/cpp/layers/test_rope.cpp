@@ -10,12 +10,13 @@ using shoestring::RopeOptions;
 
 namespace {
 
-// Rotates x (..., tokens, head_dim) by angles (tokens, head_dim / 2). Element i of a head is paired with
-// element i + head_dim / 2.
-Tensor plain(const Tensor& x, const Tensor& angles) {
-  const auto halves = x.chunk(2, -1);
+// Rotates x (..., tokens, head_dim) by angles (tokens, head_dim / 2). Element i of a head is paired with element
+// i + head_dim / 2, or if `interleaved`, element 2 i with the next.
+Tensor plain(const Tensor& x, const Tensor& angles, bool interleaved = false) {
+  const auto pairs = interleaved ? x.unflatten(-1, {-1, 2}).unbind(-1) : x.chunk(2, -1);
   const Tensor cos = angles.cos(), sin = angles.sin();
-  return at::cat({halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin}, -1);
+  const Tensor first = pairs[0] * cos - pairs[1] * sin, second = pairs[1] * cos + pairs[0] * sin;
+  return interleaved ? at::stack({first, second}, -1).flatten(-2) : at::cat({first, second}, -1);
 }
 
 Tensor normed(const Tensor& x, const Tensor& weight) {
@@ -24,7 +25,7 @@ Tensor normed(const Tensor& x, const Tensor& weight) {
 
 }  // namespace
 
-TEST_CASE("rope agrees with plain tensors in fp64, also after a norm", "[rope]") {
+TEST_CASE("rope agrees with plain tensors in fp64, also interleaved and after a norm", "[rope]") {
   const Tensor angles = torch::rand({5, 8}).mul_(3);
   std::vector<Tensor> leaves{torch::randn({2, 5, 3, 16}).transpose(1, 2).requires_grad_(),
                              torch::randn({2, 5, 1, 16}).transpose(1, 2).requires_grad_(),
@@ -32,12 +33,14 @@ TEST_CASE("rope agrees with plain tensors in fp64, also after a norm", "[rope]")
       wide;
   for (const Tensor& t : leaves) wide.push_back(t.detach().to(at::kDouble).requires_grad_());
   const Tensor exact_angles = angles.to(at::kDouble);
-  for (const bool norms : {false, true}) {
-    RopeOptions options;
+  for (const int variant : {0, 1, 2, 3}) {
+    const bool norms = variant & 1, interleaved = variant & 2;
+    CAPTURE(norms, interleaved);
+    auto options = RopeOptions().interleaved(interleaved);
     if (norms) options.q_weight(leaves[2]).k_weight(leaves[3]);
     const auto [q, k] = shoestring::rope(leaves[0], leaves[1], angles.cos(), angles.sin(), options);
     const auto exact = [&](int i) {
-      return plain(norms ? normed(wide[i], wide[2 + i]) : wide[i], exact_angles);
+      return plain(norms ? normed(wide[i], wide[2 + i]) : wide[i], exact_angles, interleaved);
     };
     CHECK(at::allclose(q.to(at::kDouble), exact(0), 1e-5, 1e-5));
     CHECK(at::allclose(k.to(at::kDouble), exact(1), 1e-5, 1e-5));

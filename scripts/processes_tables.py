@@ -19,8 +19,8 @@ import typer
 from torch import nn
 
 from shoestring.cli.estimate import build, check
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.estimate_ranks import Choice, choose
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.estimate.ranks import Choice, choose
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/guides/choosing_processes.md"
 LLAMA_8B = dict(

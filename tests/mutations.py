@@ -166,7 +166,7 @@ MUTATIONS = (
     ),
     Mutation(
         "training: the checkpoint before the newest is removed",
-        "python/shoestring/training/checkpoint.py",
+        "python/shoestring/training/run/checkpoint.py",
         "checkpoints(run)[:-KEEP]",
         "checkpoints(run)[: 1 - KEEP]",
     ),

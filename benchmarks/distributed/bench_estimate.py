@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import shoestring
 from benchmarks.common import arguments
 from benchmarks.distributed.bench_link import measure_link
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.estimate_ranks import estimate_rank
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.estimate.ranks import estimate_rank
 
 WAYS = [("ddp", "none"), ("ddp", "8bit"), ("zero1", "none"), ("zero2", "none"), ("zero3", "none")]
 LAYERS, STEPS = 16, 9

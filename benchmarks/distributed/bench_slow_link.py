@@ -25,7 +25,7 @@ from torch import Tensor
 
 import shoestring
 from benchmarks.common import Report, arguments
-from shoestring.training.models import Preset, build_llama
+from shoestring.training.run.models import Preset, build_llama
 
 RANKS = 2
 LENGTH = 128

@@ -40,7 +40,7 @@ from shoestring import patch
 from shoestring.ops import foreach_norm
 from shoestring.optim import AdamW
 from shoestring.training.config import PRESETS
-from shoestring.training.models import build_llama
+from shoestring.training.run.models import build_llama
 
 MAX_NORM = 1.0
 SLOTS = 4  # number of chunks of state that are on the device at once

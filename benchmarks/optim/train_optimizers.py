@@ -36,13 +36,13 @@ from shoestring.data.token_file import read_token_file
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import remove_partial, write_json
 from shoestring.optim import AdamW
-from shoestring.training.checkpoint import checkpoints, load_checkpoint
 from shoestring.training.config import PRESETS, Fingerprint, LoopConfig, Preset
-from shoestring.training.formulas import trained
-from shoestring.training.loop import Trainer
-from shoestring.training.metrics import read_metrics
-from shoestring.training.models import build_llama, fused_loss
+from shoestring.training.estimate.formulas import trained
 from shoestring.training.optimizers import decayed
+from shoestring.training.report.metrics import read_metrics
+from shoestring.training.run.checkpoint import checkpoints, load_checkpoint
+from shoestring.training.run.loop import Trainer
+from shoestring.training.run.models import build_llama, fused_loss
 
 BETAS = (0.9, 0.95)
 

@@ -25,7 +25,7 @@ import shoestring
 from benchmarks.common import Report, arguments, copy_probe, interleave, rotate
 from shoestring.cli.demo_data import standard_library
 from shoestring.training.config import Preset
-from shoestring.training.models import build_llama
+from shoestring.training.run.models import build_llama
 
 KINDS = ("nf4", "fp4", "int4", "int8")
 COLUMNS = 4096

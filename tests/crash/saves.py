@@ -29,7 +29,7 @@ from shoestring.data.tokenizer import load_tokenizer, train_bpe
 from shoestring.files.atomic import atomic_directory, write_json
 from shoestring.integrations.transformers.reader import TensorReader, read_config, stored_tensors
 from shoestring.optim import AdamW, load_optimizer, save_optimizer
-from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from shoestring.training.run.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 OLD, NEW = 1, 2
 

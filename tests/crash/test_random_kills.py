@@ -29,7 +29,7 @@ STEPS = ["--steps", "10", "--checkpoint-every", "1"]
 SMALL = ["--layers", "2", "--hidden", "128", "--heads", "2", "--kv-heads", "2", "--batch-size", "4", "--threads", "1",
          "--seq-len", "32", "--steps", "40", "--checkpoint-every", "1"]  # fmt: skip
 # Training runs in this test draw no picture for their report, because drawing takes longer than the training.
-NO_PICTURE = "from shoestring.training import report; report.draw_run = lambda run: b''"
+NO_PICTURE = "from shoestring.training.report import write; write.draw_run = lambda run: b''"
 PROGRAMS = ("train", "finetune", "finetune --baseline", "train_gpt")
 
 

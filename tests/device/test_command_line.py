@@ -11,7 +11,7 @@ from simdev import device as simdev
 
 from cli_helpers import TINY, TUNE, assert_same_weights, losses, refuse, succeed, text
 from shoestring.integrations.transformers.products import Products
-from shoestring.training.loop import Trainer
+from shoestring.training.run.loop import Trainer
 
 TRAIN = [
     (),

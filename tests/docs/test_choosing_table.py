@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoestring.cli.app import app
-from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.estimate.config import EstimateConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

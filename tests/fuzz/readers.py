@@ -25,10 +25,10 @@ from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.integrations.transformers import load_quantized, save_quantized
 from shoestring.integrations.transformers.load import load_dense
 from shoestring.integrations.transformers.reader import TensorReader, stored_tensors
-from shoestring.training.checkpoint import load_checkpoint, save_checkpoint
-from shoestring.training.metrics import COLUMNS, read_metrics
-from shoestring.training.models import check_model_directory
-from shoestring.training.report import figures, read_run
+from shoestring.training.report.metrics import COLUMNS, read_metrics
+from shoestring.training.report.write import figures, read_run
+from shoestring.training.run.checkpoint import load_checkpoint, save_checkpoint
+from shoestring.training.run.models import check_model_directory
 
 Mutator = Callable[[bytes, random.Random], bytes]
 
@@ -383,7 +383,7 @@ READERS = [
             "integrations.transformers.load.load_quantized",
             "integrations.transformers.load.refuse_adapter",
             "integrations.transformers.reader.read_config",
-            "training.models.load_model",
+            "training.run.models.load_model",
         ),
         _make_sharded,
         {
@@ -411,7 +411,7 @@ READERS = [
     ),
     Reader(
         "check_model_directory",
-        ("training.models.check_model_directory", "training.models.is_quantized"),
+        ("training.run.models.check_model_directory", "training.run.models.is_quantized"),
         _make_sharded,
         {"config.json": mutate_json, "model.safetensors.index.json": mutate_json},
         check_model_directory,
@@ -458,7 +458,7 @@ READERS = [
     ),
     Reader(
         "load_checkpoint",
-        ("training.checkpoint.load_checkpoint",),
+        ("training.run.checkpoint.load_checkpoint",),
         _make_former_checkpoint,
         {"weights.safetensors": mutate_safetensors, "state.json": mutate_json, "optimizer.pt": mutate_bytes},
         _load_checkpoint,
@@ -467,7 +467,7 @@ READERS = [
     ),
     Reader(
         "load_checkpoint checksums",
-        ("training.checkpoint.load_checkpoint",),
+        ("training.run.checkpoint.load_checkpoint",),
         _make_checkpoint,
         {"checksums.json": mutate_json},
         _load_checkpoint,
@@ -477,7 +477,7 @@ READERS = [
     ),
     Reader(
         "read_run",
-        ("training.report.read_run", "training.metrics.read_metrics"),
+        ("training.report.write.read_run", "training.report.metrics.read_metrics"),
         _make_run,
         {"run.json": mutate_json, "summary.json": mutate_json, "metrics.jsonl": mutate_lines},
         lambda folder: (figures(read_run(folder)), read_metrics(folder / "metrics.jsonl")),
@@ -495,22 +495,22 @@ NOT_READERS = {
          "data.token_file.write_token_file", "adapters.files.save_adapter", "optim.files.save_optimizer",
          "adapters.save_pretrained.save", "core.save_pretrained.register",
          "runs.training_file.save_training",
-         "integrations.transformers.save.save_quantized", "training.adapters.save_adapter", "training.checkpoint.save_checkpoint",
-         "training.report.write_report", "training.report.write_comparison", "training.report.write_sections",
-         "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.metrics.MetricsLog",
+         "integrations.transformers.save.save_quantized", "training.run.adapters.save_adapter", "training.run.checkpoint.save_checkpoint",
+         "training.report.write.write_report", "training.report.write.write_comparison", "training.report.write.write_sections",
+         "cli.demo_data.standard_library", "cli.demo_data.package_documentation", "training.report.metrics.MetricsLog",
          "cli.app.monitor", "cli.monitor.run", "runs.callbacks.TensorBoard"),
         "writes",
     ),
     **dict.fromkeys(
         ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
-         "cli.app.estimate", "cli.train.train", "cli.turns.run_in_turns", "training.run.check_run",
-         "training.run.execute", "training.run.run_folder", "training.digests.require_prepared", "training.report.read_runs", "adapters.config_digest.check_pair", "training.loop.Trainer", "data.tokenizer.train_bpe"),
+         "cli.app.estimate", "cli.train.train", "cli.turns.run_in_turns", "training.run.execute.check_run",
+         "training.run.execute.execute", "training.run.execute.run_folder", "training.run.digests.require_prepared", "training.report.write.read_runs", "adapters.config_digest.check_pair", "training.run.loop.Trainer", "data.tokenizer.train_bpe"),
         "calls the readers above",
     ),
     **dict.fromkeys(
-        ("data.records.holds_records", "training.positions.check_positions", "data.text.size_of", "files.atomic.exchange_obstacle", "training.checkpoint.step_of", "training.digests.file_list", "training.digests.model_files", "training.checkpoint.checkpoints", "files.read_file.check_regular",
-         "integrations.transformers.reader.Stored", "training.report.Run"),
+        ("data.records.holds_records", "training.run.positions.check_positions", "data.text.size_of", "files.atomic.exchange_obstacle", "training.run.checkpoint.step_of", "training.run.digests.file_list", "training.run.digests.model_files", "training.run.checkpoint.checkpoints", "files.read_file.check_regular",
+         "integrations.transformers.reader.Stored", "training.report.write.Run"),
         "looks at names and sizes alone",
     ),
     **dict.fromkeys(
@@ -522,7 +522,7 @@ NOT_READERS = {
         "what the readers above are made of",
     ),
     "cli.generate.check_adapter": "load_adapter reads the same folder after it",
-    "training.adapters.merge_adapter": "load_adapter, or PEFT",
+    "training.run.adapters.merge_adapter": "load_adapter, or PEFT",
 }  # fmt: skip
 
 assert shoestring.__version__  # importing shoestring registers the operators

@@ -17,9 +17,9 @@ from shoestring.cli.expand_settings import expand_settings
 from shoestring.core.errors import InputError, is_utf8, printable
 from shoestring.files.atomic import disk_error
 from shoestring.training.config import FinetuneConfig, TrainConfig
-from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.options import COUNT, VOCABULARY, Device, HostAllocator, TrustRemoteCode, within
-from shoestring.training.signals import Interrupted, handled
+from shoestring.training.run.signals import Interrupted, handled
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -86,7 +86,7 @@ def compare(
 ) -> None:
     """Compare finished runs: print a table, and write curves, memory and speed to compare.html."""
     from shoestring.cli.console import print_table
-    from shoestring.training.report import write_comparison
+    from shoestring.training.report.write import write_comparison
 
     if not out.is_dir():
         raise InputError(f"--out {out}: no such directory")

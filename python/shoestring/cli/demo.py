@@ -12,8 +12,8 @@ from shoestring.cli.turns import run_in_turns
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import write_json
 from shoestring.files.lock import LOCK, locked
-from shoestring.training.device import find_device
-from shoestring.training.report import write_sections
+from shoestring.training.report.write import write_sections
+from shoestring.training.run.device import find_device
 
 VOCABULARY = 16384
 MARK = "demo.json"  # name of a marker file: a folder that contains it belongs to a demo

@@ -17,16 +17,22 @@ from shoestring.data.tokenizer import quiet_transformers
 from shoestring.files.read_file import read_json
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import DENSE, PRESETS, check_double_quant, default_format
-from shoestring.training.device import base_dtype, check_precision, find_device, parse_device, weight_dtype
-from shoestring.training.estimate import Estimate, estimate
-from shoestring.training.estimate_config import EstimateConfig, RanksConfig
-from shoestring.training.estimate_ranks import Choice, RankEstimate, check_ranks, choose
+from shoestring.training.estimate.config import EstimateConfig, RanksConfig
+from shoestring.training.estimate.ranks import Choice, RankEstimate, check_ranks, choose
+from shoestring.training.estimate.step import Estimate, estimate
 from shoestring.training.memory import parse_budget
-from shoestring.training.models import build_llama, locate_model
-from shoestring.training.offloaded_weights import check_weights_place, kept_bytes
 from shoestring.training.optimizers import conflicts
 from shoestring.training.options import refuse_together
-from shoestring.training.positions import check_positions
+from shoestring.training.run.device import (
+    base_dtype,
+    check_precision,
+    find_device,
+    parse_device,
+    weight_dtype,
+)
+from shoestring.training.run.models import build_llama, locate_model
+from shoestring.training.run.positions import check_positions
+from shoestring.training.run.weights import check_weights_place, kept_bytes
 
 # In the JSON, these options describe the model. All other options describe the step.
 MODEL_OPTIONS = (

@@ -23,11 +23,13 @@ from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import atomic_directory
 from shoestring.integrations.transformers.reader import read_config
 from shoestring.training import memory
-from shoestring.training.adapters import apply_lora, merge_adapter, save_adapter, trained_to
 from shoestring.training.config import DENSE, FinetuneConfig, Fingerprint, default_format
-from shoestring.training.device import find_device, model_dtype, weight_dtype
-from shoestring.training.digests import file_list, model_files, require_prepared
-from shoestring.training.models import (
+from shoestring.training.report.write import write_report
+from shoestring.training.run.adapters import apply_lora, merge_adapter, save_adapter, trained_to
+from shoestring.training.run.device import find_device, model_dtype, weight_dtype
+from shoestring.training.run.digests import file_list, model_files, require_prepared
+from shoestring.training.run.execute import check_run, execute, run_folder
+from shoestring.training.run.models import (
     can_pack,
     check_model_directory,
     fused_loss,
@@ -36,16 +38,14 @@ from shoestring.training.models import (
     locate_model,
     plain_loss,
 )
-from shoestring.training.offloaded_weights import (
+from shoestring.training.run.positions import check_positions
+from shoestring.training.run.processes import Processes, disconnect
+from shoestring.training.run.weights import (
     blocks_place,
     check_weights_folder,
     check_weights_place,
     kept_bytes,
 )
-from shoestring.training.positions import check_positions
-from shoestring.training.processes import Processes, disconnect
-from shoestring.training.report import write_report
-from shoestring.training.run import check_run, execute, run_folder
 
 
 def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.read_file import read_json
 from shoestring.files.safetensors_file import open_safetensors
 from shoestring.integrations.transformers.reader import read_config
-from shoestring.training.device import DTYPES, find_device
-from shoestring.training.models import load_model, locate_model
-from shoestring.training.positions import positions_of
+from shoestring.training.run.device import DTYPES, find_device
+from shoestring.training.run.models import load_model, locate_model
+from shoestring.training.run.positions import positions_of
 
 # lowest temperature: dividing logits by less overflows, and the likeliest token is certain anyway
 COLDEST = 1e-6

@@ -17,12 +17,12 @@ from shoestring.data.tokenizer import load_tokenizer, train_bpe
 from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
 from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
-from shoestring.training.device import find_device, model_dtype
-from shoestring.training.digests import file_list, require_prepared
-from shoestring.training.models import build_llama, fused_loss, plain_loss
-from shoestring.training.processes import Processes, disconnect
-from shoestring.training.report import write_report
-from shoestring.training.run import check_run, execute, run_folder
+from shoestring.training.report.write import write_report
+from shoestring.training.run.device import find_device, model_dtype
+from shoestring.training.run.digests import file_list, require_prepared
+from shoestring.training.run.execute import check_run, execute, run_folder
+from shoestring.training.run.models import build_llama, fused_loss, plain_loss
+from shoestring.training.run.processes import Processes, disconnect
 
 
 def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:

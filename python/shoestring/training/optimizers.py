@@ -28,7 +28,7 @@ from shoestring.optim import (
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.low_rank import LowRankOptimizer
 from shoestring.training.config import ROUNDING, LoopConfig, StepConfig
-from shoestring.training.formulas import trained
+from shoestring.training.estimate.formulas import trained
 from shoestring.training.options import LOW_RANK
 
 Own = LowMemoryOptimizer | LowRankOptimizer

@@ -13,7 +13,7 @@ from torch import nn
 
 from shoestring.files.atomic import remove_partial
 from shoestring.optim import AdamW
-from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from shoestring.training.run.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 KILLS = 15
 # The longest time in seconds from a process's first checkpoint until the test kills it. In this time the
@@ -63,7 +63,7 @@ def test_a_kill_loses_no_checkpoint(tmp_path: Path, weights: str, seed: int) -> 
     # first optimizer would import, and which is slow.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch._dynamo", "shoestring.optim", "shoestring.training.checkpoint", "pytest"]
+        ["torch._dynamo", "shoestring.optim", "shoestring.training.run.checkpoint", "pytest"]
     )
     straight, interrupted = Run(weights), 0
     for _ in range(KILLS):

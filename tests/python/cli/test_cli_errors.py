@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from cli_helpers import TINY, TUNE, refuse, run, succeed, text, write_jsonl
-from shoestring.training.positions import positions_of
+from shoestring.training.run.positions import positions_of
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from cli_helpers import (
     weights,
     write_jsonl,
 )
-from shoestring.training import digests, loop
+from shoestring.training.run import digests, loop
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_peft_reads_our_adapter(model: Path, data: dict[str, Path], tmp_path: Pa
     )
     from shoestring.data.batches import split_blocks
     from shoestring.data.token_file import read_token_file
-    from shoestring.training.models import plain_loss
+    from shoestring.training.run.models import plain_loss
 
     _, val = split_blocks(read_token_file(tmp_path / "run" / "tokens.bin")[0], 32, 0.02)
     inputs, labels = val.rows(list(range(len(val))))

@@ -14,7 +14,7 @@ from shoestring.cli.app import app
 from shoestring.cli.expand_settings import expand_settings
 from shoestring.core.errors import InputError
 from shoestring.training.config import FinetuneConfig, Fingerprint, LoopConfig, TrainConfig
-from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.estimate.config import EstimateConfig
 
 
 @dataclass(frozen=True, kw_only=True)

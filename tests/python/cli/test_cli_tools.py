@@ -167,7 +167,7 @@ def test_generate_stays_within_the_positions(runs: list[Path], capsys: pytest.Ca
 def test_report_escapes_what_it_shows(runs: list[Path], tmp_path: Path) -> None:
     import shutil
 
-    from shoestring.training.report import write_report
+    from shoestring.training.report.write import write_report
 
     shutil.copytree(runs[0], tmp_path / "<script>")
     write_report(tmp_path / "<script>")

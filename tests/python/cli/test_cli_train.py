@@ -14,7 +14,7 @@ import torch
 
 import shoestring
 from cli_helpers import TINY, assert_same_weights, losses, refuse, run, succeed, text
-from shoestring.training import loop
+from shoestring.training.run import loop
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_stopped_run_continues_bit_for_bit(
 KILLER = """
 import os, signal, sys
 from shoestring.cli.app import main
-from shoestring.training.metrics import MetricsLog
+from shoestring.training.report.metrics import MetricsLog
 
 where, count, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 

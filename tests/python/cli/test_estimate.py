@@ -18,13 +18,14 @@ from torch import Tensor, nn
 import shoestring
 from cli_helpers import TINY, refuse, run, succeed, text
 from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.training import formulas, memory
+from shoestring.training import memory
 from shoestring.training.config import FinetuneConfig, Preset
-from shoestring.training.estimate import Estimate, chunk_edges, estimate
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.models import build_llama, fused_loss
+from shoestring.training.estimate import formulas
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.estimate.step import Estimate, chunk_edges, estimate
 from shoestring.training.optimizers import OPTIMIZERS, build, classes, described
 from shoestring.training.options import LOW_RANK
+from shoestring.training.run.models import build_llama, fused_loss
 
 ELEMENTWISE = [name for name in OPTIMIZERS if name not in LOW_RANK]
 STATES = ("8bit", "4bit", "bf16", "fp32")

@@ -19,11 +19,11 @@ from cli_helpers import TINY, TUNE, assert_same_weights, losses, refuse, succeed
 from offload_faults import disturb_offload
 from shoestring.checkpoint import weights as offloaded
 from shoestring.optim import AdamW
-from shoestring.training import loop
 from shoestring.training.config import Preset
-from shoestring.training.estimate import estimate
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.models import build_llama, fused_loss
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.estimate.step import estimate
+from shoestring.training.run import loop
+from shoestring.training.run.models import build_llama, fused_loss
 
 LAYERS = 4
 FULL = ["--full", "--step-in-backward"]

@@ -43,8 +43,11 @@ ALLOWED = {
     ("python/shoestring/adapters/experts.py", "'is_cuda'"): "a name among the attributes of a tensor",
     ("python/shoestring/runs/fast_defaults.py", "is_cuda(device)"): "switches of cuBLAS and cuDNN",
     ("python/shoestring/runs/fast_defaults.py", "torch.cuda"): "TF32 depends on the compute capability",
-    ("python/shoestring/training/device.py", "torch.backends.cuda"): "switches of cuBLAS",
-    ("python/shoestring/training/device.py", "is_cuda(device)"): "TF32 is a format of NVIDIA's tensor cores",
+    ("python/shoestring/training/run/device.py", "torch.backends.cuda"): "switches of cuBLAS",
+    (
+        "python/shoestring/training/run/device.py",
+        "is_cuda(device)",
+    ): "TF32 is a format of NVIDIA's tensor cores",
     ("python/shoestring/training/memory.py", "is_cuda(device)"): "asks NVML, the library of NVIDIA's driver",
     ("python/shoestring/training/memory.py", "torch.cuda"): "asks NVML, the library of NVIDIA's driver",
 }

@@ -27,7 +27,7 @@ def test_pip_installs_into_an_environment_that_has_pytorch(tmp_path: Path) -> No
         "lib/libshoestring.so",
         "include/shoestring/shoestring.h",
         "share/cmake/shoestring/LibTorch.cmake",
-        "training/templates/base.html",
+        "training/report/templates/base.html",
     ):
         assert (package / part).is_file(), part
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoestring.distributed.links import Collective, Link
 from shoestring.distributed.step_program import Program, sent_bytes
-from shoestring.training.rank_program import Setting, replicated, sharded
+from shoestring.training.estimate.rank_program import Setting, replicated, sharded
 
 MODEL = nn.Sequential(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))))
 SIZE = sum(p.nbytes for p in MODEL.parameters())

@@ -21,12 +21,12 @@ from shoestring.distributed.groups import plain_tensors
 from shoestring.distributed.step_program import Program, Send
 from shoestring.optim import AdamW
 from shoestring.optim.sharded import local
-from shoestring.training import formulas
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.estimate_ranks import RankEstimate, estimate_rank
+from shoestring.training.estimate import formulas
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.estimate.rank_layout import split_arena
+from shoestring.training.estimate.rank_program import Setting, split_gradients
+from shoestring.training.estimate.ranks import RankEstimate, estimate_rank
 from shoestring.training.optimizers import build, decayed, described
-from shoestring.training.rank_layout import split_arena
-from shoestring.training.rank_program import Setting, split_gradients
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "hsdp"]
 ROWS = 2

@@ -12,7 +12,7 @@ import shoestring
 from relative_error import relative_error
 from shoestring.data.batches import Examples, packed_arguments
 from shoestring.data.packing import MultipackBatchSampler, PackedOrder, PackingCollator
-from shoestring.training.models import can_pack, fused_loss
+from shoestring.training.run.models import can_pack, fused_loss
 
 
 def lengths(count: int) -> torch.Tensor:

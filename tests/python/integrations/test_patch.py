@@ -280,7 +280,7 @@ def test_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Cohere", "GPT2", "Gemma2"])
 def test_the_commands_loss(name: str) -> None:
     """The training commands' loss, a sum over shifted labels, is equal with and without shoestring.patch."""
-    from shoestring.training.models import fused_loss, plain_loss
+    from shoestring.training.run.models import fused_loss, plain_loss
 
     model = build(name)
     expected = plain_loss(model)(**own_positions())
@@ -294,7 +294,7 @@ def own_positions() -> dict[str, Tensor]:
 
 def test_the_commands_refuse_a_model_that_shifts_in_any_case() -> None:
     from shoestring.core.errors import InputError
-    from shoestring.training.models import fused_loss
+    from shoestring.training.run.models import fused_loss
 
     kind = type("Shifting", (Biased,), {"change": staticmethod(lambda logits: logits)})
     with pytest.raises(InputError, match="--model: expected a loss of .* use --baseline"):

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import shoestring
-from shoestring.training.patch_lines import patch_lines
+from shoestring.training.run.patch_lines import patch_lines
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

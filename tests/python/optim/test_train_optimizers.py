@@ -15,7 +15,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[3]))
 from benchmarks.optim import train_optimizers
-from shoestring.training import loop
+from shoestring.training.run import loop
 
 STEPS = 10
 MASTER, SPLIT = "8bit, fp32 master of bf16 weights", "8bit, bf16 weights, remainder"

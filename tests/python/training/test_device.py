@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cli_helpers import TINY, TUNE, losses, refuse, succeed, text
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Blocks
-from shoestring.training import loop, memory
+from shoestring.training import memory
 from shoestring.training.config import LoopConfig
-from shoestring.training.device import check_precision, find_device
-from shoestring.training.metrics import read_metrics
-from shoestring.training.readings import Readings
-from shoestring.training.report import write_report
+from shoestring.training.report.metrics import read_metrics
+from shoestring.training.report.write import write_report
+from shoestring.training.run import loop
+from shoestring.training.run.device import check_precision, find_device
+from shoestring.training.run.readings import Readings
 
 
 def accelerator(monkeypatch: pytest.MonkeyPatch, kind: str, count: int, current: int = 0) -> None:

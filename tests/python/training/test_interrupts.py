@@ -15,8 +15,8 @@ import pytest
 
 from cli_helpers import TINY, TUNE, assert_same_weights, losses, refuse, succeed, text
 from cli_server import Commands, wait_for
-from shoestring.training import signals
-from shoestring.training.checkpoint import checkpoints, step_of
+from shoestring.training.run import signals
+from shoestring.training.run.checkpoint import checkpoints, step_of
 
 # Python code that replaces a method. The new method creates a file, and waits until the test has sent a
 # signal and removed this file.
@@ -33,7 +33,7 @@ place.{method} = paused
 """
 LONG_STEP = """
 import hashlib
-from shoestring.training import loop
+from shoestring.training.run import loop
 def long(self, *_, **__):
     open({mark!r}, "w").close()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # one call into C, of minutes
@@ -99,10 +99,10 @@ def test_a_signal_ends_with_a_checkpoint(commands: Commands, data: Path, tmp_pat
     assert commands.run(*command(kind, data, tmp_path / "whole"), log=log) == 0, log.read_text()
     # Signals arrive in step 1, in step 2, after the evaluation of step 3, and after step 4 is logged.
     moments = [
-        (signal.SIGINT, pause_before("training.loop", "Trainer", "_accumulate", mark), 1),
-        (signal.SIGTERM, pause_after("training.loop", "Trainer", "_accumulate", mark), 2),
-        (signal.SIGINT, pause_after("training.loop", "Trainer", "evaluate", mark), 3),
-        (signal.SIGTERM, pause_after("training.metrics", "MetricsLog", "add", mark), 4),
+        (signal.SIGINT, pause_before("training.run.loop", "Trainer", "_accumulate", mark), 1),
+        (signal.SIGTERM, pause_after("training.run.loop", "Trainer", "_accumulate", mark), 2),
+        (signal.SIGINT, pause_after("training.run.loop", "Trainer", "evaluate", mark), 3),
+        (signal.SIGTERM, pause_after("training.report.metrics", "MetricsLog", "add", mark), 4),
     ]
     for number, code, step in moments:
         process = commands.start(*command(kind, data, out, "--resume"), log=log, code=code)
@@ -134,7 +134,7 @@ def test_a_second_signal_ends_a_long_step_at_once(
     process = commands.start(
         *command("train", data, out),
         log=log,
-        code=pause_before("training.loop", "Trainer", "_accumulate", mark),
+        code=pause_before("training.run.loop", "Trainer", "_accumulate", mark),
     )
     wait_for(mark.exists)
     os.kill(process, number)
@@ -158,7 +158,7 @@ def test_a_second_signal_ends_a_long_step_at_once(
 
 DEFERS = """
 import _thread, os, signal, time
-from shoestring.training import loop
+from shoestring.training.run import loop
 accumulate = loop.Trainer._accumulate
 def deferring(self, *arguments, **options):
     handlers, pending = {{}}, []
@@ -210,7 +210,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
 
 def test_a_signal_while_the_model_is_saved(commands: Commands, data: Path, tmp_path: Path) -> None:
     log, out, mark = tmp_path / "log", tmp_path / "run", tmp_path / "mark"
-    code = pause_after("training.loop", "Trainer", "fit", mark)
+    code = pause_after("training.run.loop", "Trainer", "fit", mark)
     process = commands.start(*command("train", data, out), log=log, code=code)
     wait_for(mark.exists)
     os.kill(process, signal.SIGTERM)

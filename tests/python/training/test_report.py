@@ -16,10 +16,11 @@ import pytest
 
 from build_folder import REPOSITORY
 from report_helpers import MB, PARTS, Page, write_run
-from shoestring.training import plots, report_page
-from shoestring.training.plot_colours import COLOURS, LIGHT
-from shoestring.training.plots import megabytes, shorten, smooth, thin
-from shoestring.training.report import read_run, write_comparison, write_report, write_sections
+from shoestring.training.report import page as report_page
+from shoestring.training.report import plots
+from shoestring.training.report.colours import COLOURS, LIGHT
+from shoestring.training.report.plots import megabytes, shorten, smooth, thin
+from shoestring.training.report.write import read_run, write_comparison, write_report, write_sections
 
 
 def report(folder: Path) -> Page:
@@ -439,7 +440,7 @@ def test_templates_are_part_of_the_package() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text()
     [patterns] = re.findall(r"\[tool\.setuptools\.package-data\]\nshoestring = (\[.*\])", text)
     package = REPOSITORY / "python/shoestring"
-    files = [path for path in (package / "training/templates").iterdir() if path.is_file()]
+    files = [path for path in (package / "training/report/templates").iterdir() if path.is_file()]
     assert len(files) >= 4
     for path in files:
         assert any(fnmatch.fnmatch(str(path.relative_to(package)), each) for each in json.loads(patterns)), (

@@ -12,8 +12,8 @@ import torch
 from relative_error import relative_error
 from shoestring.data.batches import IGNORE, Examples
 from shoestring.training.config import FinetuneConfig
-from shoestring.training.loop import Trainer
-from shoestring.training.models import fused_loss, plain_loss
+from shoestring.training.run.loop import Trainer
+from shoestring.training.run.models import fused_loss, plain_loss
 
 FIELDS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
           "num_key_value_heads": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}  # fmt: skip

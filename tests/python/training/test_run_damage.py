@@ -15,7 +15,7 @@ import pytest
 from cli_helpers import TINY, assert_same_weights, losses, refuse, run, succeed, text
 from file_limit import file_limit
 from shoestring.files.atomic import disk_error
-from shoestring.training.checkpoint import CHECKSUMS, checkpoints
+from shoestring.training.run.checkpoint import CHECKSUMS, checkpoints
 
 
 @pytest.fixture(scope="module")

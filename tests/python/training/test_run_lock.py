@@ -24,7 +24,7 @@ STEPS = ["--steps", "6", "--checkpoint-every", "2", "--baseline"]
 # file.
 HOLD = """
 import pathlib, time
-from shoestring.training import loop
+from shoestring.training.run import loop
 fit = loop.Trainer.fit
 def held(self, start=0):
     (self.run / "held").touch()

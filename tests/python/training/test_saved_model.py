@@ -14,8 +14,8 @@ from shoestring import lora
 from shoestring.data.batches import split_blocks
 from shoestring.data.token_file import read_token_file
 from shoestring.training.config import QUANTIZE
-from shoestring.training.models import load_model, plain_loss
 from shoestring.training.optimizers import OPTIMIZERS
+from shoestring.training.run.models import load_model, plain_loss
 
 STEPS = ["--steps", "5", "--eval-every", "2", "--lr", "2e-2", "--eval-batches", "9", "--batch-size", "4"]
 HELD_OUT = ["--val-fraction", "0.05"]

@@ -16,9 +16,9 @@ from file_limit import file_limit
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import atomic_directory, atomic_file
 from shoestring.training import memory
-from shoestring.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from shoestring.training.config import Fingerprint, LoopConfig
-from shoestring.training.metrics import COLUMNS, MetricsLog, read_metrics
+from shoestring.training.report.metrics import COLUMNS, MetricsLog, read_metrics
+from shoestring.training.run.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 
 @pytest.mark.parametrize(

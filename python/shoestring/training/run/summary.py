@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.core.errors import InputError
-from shoestring.training import formulas, memory
+from shoestring.training import memory
 from shoestring.training.config import LoopConfig
-from shoestring.training.device import weight_dtype
+from shoestring.training.estimate import formulas
 from shoestring.training.memory import Part
-from shoestring.training.metrics import read_metrics
-from shoestring.training.offloaded_weights import place_of_weights
+from shoestring.training.report.metrics import read_metrics
+from shoestring.training.run.device import weight_dtype
+from shoestring.training.run.weights import place_of_weights
 
 if TYPE_CHECKING:
-    from shoestring.training.loop import Trainer
+    from shoestring.training.run.loop import Trainer
 
 LAST = 10  # number of last steps over which the final training loss is averaged, since one step is noisy
 

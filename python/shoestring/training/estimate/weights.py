@@ -12,11 +12,11 @@ from shoestring.checkpoint import weights
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
 from shoestring.core.storages import storages
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.offloaded_weights import kept_bytes, trained_leave
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.run.weights import kept_bytes, trained_leave
 
 if TYPE_CHECKING:
-    from shoestring.training.estimate import Estimate
+    from shoestring.training.estimate.step import Estimate
 
 # csrc/offload/weight_store.cpp begins each storage of a block at a multiple of ALIGNMENT bytes, and the frozen
 # ones and the next block at a multiple of PAGE bytes.

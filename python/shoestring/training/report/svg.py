@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 from xml.etree import ElementTree
 
-from shoestring.training.plot_colours import LIGHT
+from shoestring.training.report.colours import LIGHT
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 NUMBER = re.compile(r"-?\d+\.\d+")
@@ -22,12 +22,12 @@ ElementTree.register_namespace("xlink", XLINK)
 def inline_svg(figure: Any, name: str, words: str) -> str:
     """Return a figure as an ``<svg>`` element.
 
-    The page sets a custom property of CSS for each colour of ``plot_colours.COLOURS``; a colour of the light theme
+    The page sets a custom property of CSS for each colour of ``colours.COLOURS``; a colour of the light theme
     becomes a reference to its property. Text takes the font of the page. The element has no script, no style
     sheet and no address.
 
     Args:
-        figure: figure whose colours are light colours of ``plot_colours.COLOURS``.
+        figure: figure whose colours are light colours of ``colours.COLOURS``.
         name: prefix of the ids in the element, unique within the page.
         words: description of the plot for people who do not see it.
     """

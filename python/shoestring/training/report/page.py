@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoestring.files.read_file import is_number
-from shoestring.training.plot_colours import COLOURS
-from shoestring.training.plots import (
+from shoestring.training.report.colours import COLOURS
+from shoestring.training.report.plots import (
     curve_plots,
     loss_plot,
     megabytes,
@@ -23,7 +23,7 @@ from shoestring.training.plots import (
 if TYPE_CHECKING:
     import jinja2
 
-    from shoestring.training.report import Run
+    from shoestring.training.report.write import Run
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -10,9 +10,9 @@ from typing import Any
 from shoestring.core.errors import InputError
 from shoestring.files.atomic import atomic_file
 from shoestring.files.read_file import is_number, read_json
-from shoestring.training.metrics import read_metrics
-from shoestring.training.plots import draw_comparison, draw_run, megabytes
-from shoestring.training.report_page import comparison_page, loss_field, ratio, run_page
+from shoestring.training.report.metrics import read_metrics
+from shoestring.training.report.page import comparison_page, loss_field, ratio, run_page
+from shoestring.training.report.plots import draw_comparison, draw_run, megabytes
 
 # Numeric fields of summary.json that the reports show, and that not every run has.
 OPTIONAL = {

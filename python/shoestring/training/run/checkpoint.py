@@ -23,9 +23,9 @@ from shoestring.files.atomic import PARTIAL, atomic_directory
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.files.write_file import open_to_write, write_text
 from shoestring.optim.sharded import local, piece_of
-from shoestring.training.device import CPU
-from shoestring.training.offloaded_weights import copies_in_host_memory
-from shoestring.training.processes import whole
+from shoestring.training.run.device import CPU
+from shoestring.training.run.processes import whole
+from shoestring.training.run.weights import copies_in_host_memory
 
 KEEP = 2  # number of checkpoints kept: the newest one and the one before it
 # Name of the JSON file that maps every other file of a checkpoint to its CRC-32 in hexadecimal. Checkpoints

@@ -26,9 +26,9 @@ from shoestring.integrations.transformers.load import (
 )
 from shoestring.integrations.transformers.reader import read_config, stored_tensors
 from shoestring.training.config import Preset
-from shoestring.training.device import CPU
-from shoestring.training.offloaded_weights import weights_errors
-from shoestring.training.patch_lines import patch_lines
+from shoestring.training.run.device import CPU
+from shoestring.training.run.patch_lines import patch_lines
+from shoestring.training.run.weights import weights_errors
 
 # function (inputs, labels, items=1, **model_arguments) -> the sum of the losses of all labelled positions divided
 # by ``items``, plus the terms of the model's loss that are no sums over tokens, such as that of a router

@@ -9,10 +9,11 @@ from torch import nn
 
 from shoestring.core.errors import InputError
 from shoestring.optim.offload import BUCKET_BYTES
-from shoestring.training import formulas, memory
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.estimate_weights import away_blocks, away_tables, offloaded_weights
-from shoestring.training.formulas import StateArena
+from shoestring.training import memory
+from shoestring.training.estimate import formulas
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.estimate.formulas import StateArena
+from shoestring.training.estimate.weights import away_blocks, away_tables, offloaded_weights
 from shoestring.training.optimizers import Own, build, described
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one

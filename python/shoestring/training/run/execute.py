@@ -24,19 +24,19 @@ from shoestring.files.atomic import PARTIAL, atomic_directory, remove_partial, w
 from shoestring.files.lock import LOCK, locked
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training import memory
-from shoestring.training.checkpoint import checkpoints, load_checkpoint, step_of
 from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
-from shoestring.training.device import check_precision, find_device
-from shoestring.training.loop import Progress, Trainer
-from shoestring.training.models import Loss
-from shoestring.training.offloaded_weights import let_weights_leave, place_of_weights, weights_errors
 from shoestring.training.optimizers import check_optimizer, make_optimizers
 from shoestring.training.optimizers import conflicts as optimizer_conflicts
 from shoestring.training.options import refuse_together
-from shoestring.training.processes import Processes, connect, parallel
-from shoestring.training.processes import conflicts as parallel_conflicts
-from shoestring.training.signals import Interrupted
-from shoestring.training.summary import summarise
+from shoestring.training.run.checkpoint import checkpoints, load_checkpoint, step_of
+from shoestring.training.run.device import check_precision, find_device
+from shoestring.training.run.loop import Progress, Trainer
+from shoestring.training.run.models import Loss
+from shoestring.training.run.processes import Processes, connect, parallel
+from shoestring.training.run.processes import conflicts as parallel_conflicts
+from shoestring.training.run.signals import Interrupted
+from shoestring.training.run.summary import summarise
+from shoestring.training.run.weights import let_weights_leave, place_of_weights, weights_errors
 
 
 def check_run(config: LoopConfig, out: Path) -> Processes:

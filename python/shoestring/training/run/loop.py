@@ -24,14 +24,15 @@ from shoestring.data.packing import PackedOrder
 from shoestring.data.prefetcher import Prefetcher
 from shoestring.distributed.parallelize import ParallelReport
 from shoestring.optim import ScheduleFreeAdamW
-from shoestring.training import device, memory, signals
-from shoestring.training.checkpoint import checkpoints, save_checkpoint
+from shoestring.training import memory
 from shoestring.training.config import LoopConfig
-from shoestring.training.metrics import MetricsLog
-from shoestring.training.models import Loss
-from shoestring.training.offloaded_weights import trained_leave
-from shoestring.training.processes import Processes, whole
-from shoestring.training.readings import Readings
+from shoestring.training.report.metrics import MetricsLog
+from shoestring.training.run import device, signals
+from shoestring.training.run.checkpoint import checkpoints, save_checkpoint
+from shoestring.training.run.models import Loss
+from shoestring.training.run.processes import Processes, whole
+from shoestring.training.run.readings import Readings
+from shoestring.training.run.weights import trained_leave
 
 LOG_EVERY = 10  # steps between reads from a device other than the CPU
 

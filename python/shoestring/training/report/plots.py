@@ -1,7 +1,7 @@
 """Draw the plots of the reports: curves of a run, memory by part, and speed.
 
 Each plot exists as axes of a PNG, in the light colours, and as an SVG for a page of HTML, whose colours follow
-the page (``plot_svg``).
+the page (``svg``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoestring.training.plot_colours import LIGHT, PARTS, run_colour
-from shoestring.training.plot_svg import inline_svg
+from shoestring.training.report.colours import LIGHT, PARTS, run_colour
+from shoestring.training.report.svg import inline_svg
 
 if TYPE_CHECKING:
-    from shoestring.training.report import Run
+    from shoestring.training.report.write import Run
 
 INK, MUTED, LINE = LIGHT["ink"], LIGHT["muted"], LIGHT["line"]
 WINDOW = 20  # the moving average of the training loss spans about 1/WINDOW of the steps of a run

@@ -13,8 +13,8 @@ from shoestring.checkpoint.weights import OWNER, OffloadedWeights, is_place, off
 from shoestring.core.errors import InputError
 from shoestring.core.presence import weights_present
 from shoestring.training.config import FinetuneConfig, StepConfig, WeightsConfig
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.processes import world_size
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.run.processes import world_size
 
 PLACES = "none | cpu | nvme:DIR"  # values of --offload-weights, for messages
 

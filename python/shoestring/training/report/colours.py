@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Colours by the part that they play, each in a light and in a dark theme. Text has a contrast of at least 4.5
-# with the background, and a line or bar of at least 3. All light colours differ, since plot_svg finds the
+# with the background, and a line or bar of at least 3. All light colours differ, since svg finds the
 # part that a colour plays by its value.
 COLOURS = {
     "paper": ("#ffffff", "#14171c"),

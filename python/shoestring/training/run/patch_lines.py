@@ -22,7 +22,7 @@ def patch_lines(model: nn.Module, report: PatchReport) -> tuple[str, str]:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> from shoestring.training.patch_lines import patch_lines
+        >>> from shoestring.training.run.patch_lines import patch_lines
         >>> config = LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
         >>> model = LlamaForCausalLM(config)
         >>> patch_lines(model, shoestring.patch(model))[1]

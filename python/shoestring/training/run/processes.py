@@ -21,7 +21,7 @@ from shoestring.core.errors import InputError
 from shoestring.distributed.groups import backends, start_group
 from shoestring.distributed.parallelize import ParallelReport, parallelize
 from shoestring.training.config import LoopConfig
-from shoestring.training.estimate_config import EstimateConfig
+from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.options import LOW_RANK, environment_number
 
 

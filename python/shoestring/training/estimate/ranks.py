@@ -13,14 +13,11 @@ from shoestring.core.errors import InputError
 from shoestring.distributed.compress import BITS
 from shoestring.distributed.links import Collective, Link
 from shoestring.distributed.step_program import Program, sent_bytes
-from shoestring.training import formulas, memory, rank_program
-from shoestring.training.estimate import Estimate, add_activations, add_offloaded
-from shoestring.training.estimate_config import EstimateConfig
-from shoestring.training.formulas import StateArena
-from shoestring.training.optimizers import Own, build, decayed, described
-from shoestring.training.options import refuse_together
-from shoestring.training.processes import conflicts
-from shoestring.training.rank_layout import (
+from shoestring.training import memory
+from shoestring.training.estimate import formulas, rank_program
+from shoestring.training.estimate.config import EstimateConfig
+from shoestring.training.estimate.formulas import StateArena
+from shoestring.training.estimate.rank_layout import (
     Range,
     ddp_buckets,
     shard_bytes,
@@ -30,7 +27,11 @@ from shoestring.training.rank_layout import (
     trained_of,
     units,
 )
-from shoestring.training.rank_program import Setting
+from shoestring.training.estimate.rank_program import Setting
+from shoestring.training.estimate.step import Estimate, add_activations, add_offloaded
+from shoestring.training.optimizers import Own, build, decayed, described
+from shoestring.training.options import refuse_together
+from shoestring.training.run.processes import conflicts
 
 ORDER = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 SENT = "sent: "

@@ -14,8 +14,8 @@ from shoestring.distributed.links import Collective
 from shoestring.distributed.shard import BUCKET_BYTES
 from shoestring.distributed.step_program import Program
 from shoestring.quantization.compress_gradient import compressed_gradient_bytes
-from shoestring.training.formulas import tensor_bytes, trained
-from shoestring.training.rank_layout import (
+from shoestring.training.estimate.formulas import tensor_bytes, trained
+from shoestring.training.estimate.rank_layout import (
     Bucket,
     Range,
     Unit,

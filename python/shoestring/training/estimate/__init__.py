@@ -1,0 +1,1 @@
+"""Compute the memory and traffic of a training step without running it."""

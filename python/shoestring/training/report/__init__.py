@@ -1,0 +1,1 @@
+"""Write and read the metrics of runs, and draw and write their reports."""

@@ -1,0 +1,1 @@
+"""Run a training: the loop, its model, checkpoints, processes and signals."""

@@ -37,8 +37,7 @@ from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import remove_partial, write_json
 from shoestring.optim import AdamW
 from shoestring.training.config import PRESETS, Fingerprint, LoopConfig, Preset
-from shoestring.training.estimate.formulas import trained
-from shoestring.training.optimizers import decayed
+from shoestring.training.optimizers import decayed, trained
 from shoestring.training.report.metrics import read_metrics
 from shoestring.training.run.checkpoint import checkpoints, load_checkpoint
 from shoestring.training.run.loop import Trainer

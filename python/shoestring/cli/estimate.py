@@ -17,11 +17,11 @@ from shoestring.data.tokenizer import quiet_transformers
 from shoestring.files.read_file import read_json
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import DENSE, PRESETS, check_double_quant, default_format
+from shoestring.training.conflicts import optimizer_conflicts
 from shoestring.training.estimate.config import EstimateConfig, RanksConfig
 from shoestring.training.estimate.ranks import Choice, RankEstimate, check_ranks, choose
 from shoestring.training.estimate.step import Estimate, estimate
-from shoestring.training.memory import parse_budget
-from shoestring.training.optimizers import conflicts
+from shoestring.training.memory import kept_bytes, parse_budget
 from shoestring.training.options import refuse_together
 from shoestring.training.run.device import (
     base_dtype,
@@ -32,7 +32,7 @@ from shoestring.training.run.device import (
 )
 from shoestring.training.run.models import build_llama, locate_model
 from shoestring.training.run.positions import check_positions
-from shoestring.training.run.weights import check_weights_place, kept_bytes
+from shoestring.training.run.weights import check_weights_place
 
 # In the JSON, these options describe the model. All other options describe the step.
 MODEL_OPTIONS = (
@@ -59,7 +59,7 @@ def check(config: EstimateConfig) -> None:
     )
     parse_budget(config.memory_budget)
     check_weights_place(config, torch.device(config.device))
-    refuse_together(conflicts(config))
+    refuse_together(optimizer_conflicts(config))
     check_ranks(config)
 
 

@@ -41,10 +41,8 @@ from shoestring.training.run.models import (
 from shoestring.training.run.positions import check_positions
 from shoestring.training.run.processes import Processes, disconnect
 from shoestring.training.run.weights import (
-    blocks_place,
     check_weights_folder,
     check_weights_place,
-    kept_bytes,
 )
 
 
@@ -72,7 +70,7 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
         )
-    check_weights_folder(config)
+    check_weights_folder(config.weights_place)
     tokenizer = load_tokenizer(folder, trust)
     files = find_files(source.data, source.glob, say)
     kind = kind_of(files)
@@ -100,8 +98,8 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
             quantize,
             trust,
             device,
-            blocks_place(config),
-            kept_bytes(config),
+            config.blocks_place,
+            memory.kept_bytes(config),
             config.double_quant,
         )
         if vocabulary_size(tokenizer) > model.get_input_embeddings().weight.shape[0]:

@@ -136,6 +136,17 @@ class StepConfig:
         return None if self.offload == "none" else self.offload
 
     @property
+    def weights_place(self) -> str | None:
+        """The value of --offload-weights; None if weights stay on the device, also for commands without the option."""
+        place: str = getattr(self, "offload_weights", "none")
+        return None if place == "none" else place
+
+    @property
+    def trained_leave(self) -> bool:
+        """Whether trained weights are among those that --offload-weights moves."""
+        return False
+
+    @property
     def autocast(self) -> str | None:
         """The 16-bit dtype of matrix products, "bf16" or "fp16"; None if they are not computed in 16 bits."""
         return self.precision if self.precision in ("bf16", "fp16") else None
@@ -210,6 +221,11 @@ class LoopConfig(StepConfig):
     def _processes(self) -> int:
         return 1 if self.parallel == "none" else max(1, environment_number("WORLD_SIZE", 1))
 
+    @property
+    def blocks_place(self) -> str | None:
+        """Where whole weights of blocks lie; None if they stay, or if several processes move their parts."""
+        return None if self._processes() > 1 else self.weights_place
+
     def learning_rates(self) -> Schedule:
         """Return the learning rate as a function of the step."""
         from shoestring.optim.schedules import Schedule
@@ -234,11 +250,6 @@ class WeightsConfig:
 
     offload_weights: OffloadWeights = field(default="none", metadata=MAY_CHANGE)
     keep: Keep = field(default="0", metadata=MAY_CHANGE)
-
-    @property
-    def weights_place(self) -> str | None:
-        """The value of --offload-weights: where weights lie; None if they stay on the device."""
-        return None if self.offload_weights == "none" else self.offload_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +341,10 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     def frozen_format(self) -> str | None:
         """The quantised format of the frozen weights, or None if no weight is quantised."""
         return None if self.full or self.quantize == "none" else self.quantize or FROZEN
+
+    @property
+    def trained_leave(self) -> bool:
+        return self.full and self.blocks_place is not None
 
     @property
     def targets(self) -> str | list[str]:

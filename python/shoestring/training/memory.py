@@ -15,6 +15,7 @@ from shoestring.core.errors import InputError
 from shoestring.core.process_memory import peak_bytes, resident_bytes
 from shoestring.core.storages import storages, tensors_in
 from shoestring.optim.base import LowMemoryOptimizer
+from shoestring.training.config import WeightsConfig
 
 
 def _allocator(device: torch.device) -> dict[str, int]:
@@ -139,3 +140,8 @@ def parse_budget(text: str | None, option: str = "memory-budget") -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise InputError(f"--{option}: {error}") from None
+
+
+def kept_bytes(config: WeightsConfig) -> int:
+    """Return the value of --keep in bytes; raise InputError if it is no size."""
+    return 0 if config.keep.strip() == "0" else parse_budget(config.keep, "keep") or 0

@@ -28,7 +28,6 @@ from shoestring.optim import (
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.low_rank import LowRankOptimizer
 from shoestring.training.config import ROUNDING, LoopConfig, StepConfig
-from shoestring.training.estimate.formulas import trained
 from shoestring.training.options import LOW_RANK
 
 Own = LowMemoryOptimizer | LowRankOptimizer
@@ -51,17 +50,9 @@ OPTIMIZERS: dict[str, type[Own]] = {
 SET_ELSEWHERE = {"params", "lr", "weight_decay", "base_optimizer", "max_grad_norm", "options"}
 
 
-def conflicts(config: StepConfig) -> Iterator[tuple[str, str]]:
-    """Yield pairs of an optimizer, as the option ``--optimizer NAME``, and an option that it cannot have."""
-    name = f"--optimizer {config.optimizer}"
-    if config.optimizer in LOW_RANK:
-        if config.weights not in ("fp32", "bf16"):
-            yield name, f"--weights {config.weights}"
-        if config.place is not None:
-            yield name, f"--offload {config.offload}"
-    # Two optimizers cannot share a gradient norm, and a projection needs the whole gradient.
-    if config.step_in_backward and config.optimizer in ("muon", *LOW_RANK):
-        yield name, "--step-in-backward"
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def classes(model: nn.Module, name: str) -> list[tuple[type[Own], list[Group]]]:

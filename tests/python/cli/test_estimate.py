@@ -24,6 +24,7 @@ from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.step import Estimate, chunk_edges, estimate
 from shoestring.training.optimizers import OPTIMIZERS, build, classes, described
+from shoestring.training.optimizers import trained as trained_of
 from shoestring.training.options import LOW_RANK
 from shoestring.training.run.models import build_llama, fused_loss
 
@@ -127,7 +128,7 @@ def test_state_weights_and_gradients_to_the_byte(optimizer: str, state: str, wei
                               rest_of(model, optimizers))  # fmt: skip
     assert sizes(found, "device") == measured
     assert sum(measured.values()) == sum(memory.optimizer_bytes(opt) for opt in optimizers)
-    trained = formulas.trained(model)
+    trained = trained_of(model)
     assert item(found, "device", "gradients") == sum(p.grad.nbytes for p in trained)
     assert (
         item(found, "device", "weights")
@@ -148,7 +149,7 @@ def test_low_rank_state_to_the_byte(optimizer: str, state: str, dtype: torch.dty
     config = configured(optimizer=optimizer, optimizer_state=state, optimizer_arg=rank, device="cpu")
     model, optimizers, found = made(optimizer, config, dtype)
     assert sum(sizes(found, "device").values()) == sum(memory.optimizer_bytes(opt) for opt in optimizers)
-    assert item(found, "device", "gradients") == sum(p.grad.nbytes for p in formulas.trained(model))
+    assert item(found, "device", "gradients") == sum(p.grad.nbytes for p in trained_of(model))
     dense = estimate(model, configured(optimizer_state=state, device="cpu"))
     assert sum(sizes(found, "device").values()) < 0.1 * sum(sizes(dense, "device").values())
 
@@ -241,7 +242,7 @@ def test_a_step_on_the_host_to_the_byte(optimizer: str, state: str) -> None:
     assert sizes(found, "host") == kept and not sizes(found, "device")
     copies = sum(memory.storage_bytes(arena.weights) for arena in arenas)
     assert item(found, "host", "weights") == item(found, "host", "gradients") == copies
-    whole = sum(p.nbytes for p in formulas.trained(model))
+    whole = sum(p.nbytes for p in trained_of(model))
     assert found.traffic == {"device to host": whole, "host to device": whole}
 
 
@@ -253,7 +254,7 @@ def test_sums_and_steps_in_backward_on_the_host() -> None:
     step(model, optimizers)
     (arena,) = arenas_of(optimizers)
     assert item(found, "host", "sums of gradients") == arena.accumulated.nbytes
-    whole = sum(p.nbytes for p in formulas.trained(model))
+    whole = sum(p.nbytes for p in trained_of(model))
     assert found.traffic == {"device to host": 3 * whole, "host to device": whole}
     alone = estimate(model, configured(offload="cpu", step_in_backward=True))
     assert item(alone, "device", "gradients") == min(whole, 8 << 20)
@@ -263,7 +264,7 @@ def test_sums_of_gradients() -> None:
     # Without --step-in-backward, the gradients themselves are the sums.
     alone = estimate(Net(), configured(accumulate=2, offload="cpu", device="cpu"))
     assert item(alone, "host", "sums of gradients") == 0
-    assert alone.traffic["device to host"] == sum(p.nbytes for p in formulas.trained(Net()))
+    assert alone.traffic["device to host"] == sum(p.nbytes for p in trained_of(Net()))
     config = configured(accumulate=2, step_in_backward=True, device="cpu")
     model, optimizers, found = made("adamw", config, torch.bfloat16)
     with optimizers[0].accumulate():

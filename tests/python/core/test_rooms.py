@@ -50,6 +50,13 @@ APPLICATION: dict[str, tuple[str, ...]] = {
     "cli": (*LIBRARY, "training"),
 }
 ROOMS = LIBRARY | APPLICATION
+# The folders of training, and those that each may use. "" holds the files that the others share.
+TRAINING: dict[str, tuple[str, ...]] = {
+    "": (),
+    "report": (),
+    "estimate": ("",),
+    "run": ("", "estimate", "report"),
+}
 
 # The room (folder such as csrc/gemm) that each installed header belongs to. Installed headers that only
 # include other headers are in COLLECTIONS.
@@ -246,6 +253,22 @@ def test_imports_follow_the_list() -> None:
     ]
     assert not wrong, "\n".join(wrong)
     assert not (found := circle(imports(modules, everywhere=False))), " -> ".join(found)
+
+
+def training_folder(module: str) -> str | None:
+    """Return the folder of a module of training; None for a module of another room."""
+    room, *folder, _ = module.split(".") if "." in module else (module, "")
+    return None if room != "training" else folder[0] if folder else ""
+
+
+def test_folders_of_training_follow_the_list() -> None:
+    used: dict[str, set[str]] = {folder: set() for folder in TRAINING}
+    for module, targets in imports(python_modules(), everywhere=True).items():
+        if (folder := training_folder(module)) is not None:
+            used[folder] |= {to for target in targets if (to := training_folder(target)) is not None}
+    assert {folder: found - {folder} for folder, found in used.items()} == {
+        folder: set(allowed) for folder, allowed in TRAINING.items()
+    }
 
 
 def test_every_arrow_is_used() -> None:

@@ -169,6 +169,10 @@ class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
         return replace(self, rank=self.rank or ADAPTER_RANK, quantize=quantize)
 
     @property
+    def trained_leave(self) -> bool:
+        return self.world is None and self.rank is None and self.weights_place is not None
+
+    @property
     def activation_bytes(self) -> int:
         """Bytes per element of an activation, which has the dtype of the matrix products."""
         return 4 if self.autocast is None else 2

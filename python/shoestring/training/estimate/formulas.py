@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.low_rank import LowRankOptimizer
@@ -181,8 +181,3 @@ def total(*several: dict[str, int]) -> dict[str, int]:
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the total bytes of the elements of ``tensors``."""
     return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require gradients."""
-    return [p for p in model.parameters() if p.requires_grad]

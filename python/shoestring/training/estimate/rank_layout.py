@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shoestring.checkpoint.blocks import find_blocks
 from shoestring.distributed.groups import plain_tensors
 from shoestring.quantization.quantize_8bit import STATE_BLOCK
-from shoestring.training.estimate.formulas import StateArena, trained
+from shoestring.training.estimate.formulas import StateArena
+from shoestring.training.optimizers import trained
 
 # Bytes of the buckets of DistributedDataParallel after its first step.
 DDP_BUCKETS = [1 << 20, 25 << 20]

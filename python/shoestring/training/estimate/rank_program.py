@@ -14,7 +14,7 @@ from shoestring.distributed.links import Collective
 from shoestring.distributed.shard import BUCKET_BYTES
 from shoestring.distributed.step_program import Program
 from shoestring.quantization.compress_gradient import compressed_gradient_bytes
-from shoestring.training.estimate.formulas import tensor_bytes, trained
+from shoestring.training.estimate.formulas import tensor_bytes
 from shoestring.training.estimate.rank_layout import (
     Bucket,
     Range,
@@ -28,6 +28,7 @@ from shoestring.training.estimate.rank_layout import (
     trained_of,
     units,
 )
+from shoestring.training.optimizers import trained
 
 CHUNK = 4 << 20  # bytes that each rank sends at a time after a split step, as in csrc/distributed/shard.cpp
 UNDER_WAY = 4  # buckets of ZeRO-2 that are sent at the same time

@@ -14,6 +14,7 @@ from shoestring.distributed.compress import BITS
 from shoestring.distributed.links import Collective, Link
 from shoestring.distributed.step_program import Program, sent_bytes
 from shoestring.training import memory
+from shoestring.training.conflicts import parallel_conflicts
 from shoestring.training.estimate import formulas, rank_program
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.formulas import StateArena
@@ -29,9 +30,8 @@ from shoestring.training.estimate.rank_layout import (
 )
 from shoestring.training.estimate.rank_program import Setting
 from shoestring.training.estimate.step import Estimate, add_activations, add_offloaded
-from shoestring.training.optimizers import Own, build, decayed, described
+from shoestring.training.optimizers import Own, build, decayed, described, trained
 from shoestring.training.options import refuse_together
-from shoestring.training.run.processes import conflicts
 
 ORDER = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 SENT = "sent: "
@@ -131,7 +131,7 @@ def check_ranks(config: EstimateConfig) -> None:
 def _conflicts(config: EstimateConfig) -> Iterator[tuple[str, str]]:
     """Yield pairs of ``--parallel`` and options that it cannot have."""
     if config.parallel not in ("diloco", "localsgd"):
-        yield from conflicts(config)
+        yield from parallel_conflicts(config, config.parallel, config.compress)
         mesh = _mesh(config)
         if config.parallel == "hsdp" and mesh is not None and mesh[0] == 1 and config.compress != "none":
             yield f"--mesh {config.mesh}", f"--compress {config.compress}"
@@ -185,7 +185,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
         gloo=config.device == "cpu",
         replicas=mesh[0] if mesh is not None and strategy == "hsdp" else 1,
     )
-    params = formulas.trained(model)
+    params = trained(model)
     found = Estimate(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in params))
     ranks = RankEstimate(strategy, found, [])
     average: Program | None = None
@@ -318,7 +318,7 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
 def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: Setting) -> Program:
     """Add the memory of the rank that has the most gradients and state."""
     found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
-    whole = formulas.tensor_bytes(formulas.trained(model))
+    whole = formulas.tensor_bytes(trained(model))
     optimizers = _optimizers(model, config)
     states = [formulas.optimizer_state(o) for o in optimizers]
     arenas = [arena for state in states for arena in state.arenas]

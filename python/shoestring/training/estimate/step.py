@@ -14,7 +14,7 @@ from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.formulas import StateArena
 from shoestring.training.estimate.weights import away_blocks, away_tables, offloaded_weights
-from shoestring.training.optimizers import Own, build, described
+from shoestring.training.optimizers import Own, build, described, trained
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
 # chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
@@ -106,8 +106,8 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
         InputError: the memory budget is too small even if all blocks are recomputed, or --offload-weights needs
             blocks that the model does not have.
     """
-    trained = formulas.trained(model)
-    found = Estimate(_elements(model), sum(p.numel() for p in trained))
+    params = trained(model)
+    found = Estimate(_elements(model), sum(p.numel() for p in params))
     on_host = config.place == "cpu"
     states = [formulas.optimizer_state(optimizer) for optimizer in _optimizers(model, config)]
     arenas = [arena for state in states for arena in state.arenas]
@@ -116,7 +116,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     away = sum(block.weights for block in blocks) + sum(table.weights for table in tables)
     note = "parameters, scales and buffers" + ", of what stays" * (away > 0)
     found.add("device", "weights", memory.weight_bytes(model) - away, note)
-    _gradients(found, trained, config)
+    _gradients(found, params, config)
     if config.place is None or on_host:
         for name, size in formulas.total(*(state.bytes() for state in states)).items():
             found.add(

@@ -13,7 +13,7 @@ from shoestring.checkpoint.blocks import find_blocks
 from shoestring.core.errors import InputError
 from shoestring.core.storages import storages
 from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.run.weights import kept_bytes, trained_leave
+from shoestring.training.memory import kept_bytes
 
 if TYPE_CHECKING:
     from shoestring.training.estimate.step import Estimate
@@ -92,7 +92,7 @@ def away_blocks(model: nn.Module, config: EstimateConfig) -> list[AwayBlock]:
         frozen = storages(t for t in tensors if not t.requires_grad)
         groups = [
             [size for key, size in group.items() if size >= weights.LEAST and owners[key] == {name}]
-            for group in (trained if trained_leave(config) else {}, frozen)
+            for group in (trained if config.trained_leave else {}, frozen)
         ]
         padded = [_up(sum(_up(size, ALIGNMENT) for size in group), PAGE) for group in groups]
         if sum(padded) <= keep:
@@ -134,7 +134,7 @@ def offloaded_weights(
     """
     disk, discrete = config.weights_place != "cpu", config.device != "cpu"
     sizes = [block.size for block in blocks]
-    count = 3 if trained_leave(config) else 2
+    count = 3 if config.trained_leave else 2
     in_flight = sum(heapq.nlargest(count, sizes))
     note = f"of {min(count, len(sizes))} blocks at a time"
     found.add("device", "weights in flight", in_flight, note)

@@ -25,18 +25,17 @@ from shoestring.files.lock import LOCK, locked
 from shoestring.optim.offload import PLACES, is_place
 from shoestring.training import memory
 from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
+from shoestring.training.conflicts import run_conflicts
 from shoestring.training.optimizers import check_optimizer, make_optimizers
-from shoestring.training.optimizers import conflicts as optimizer_conflicts
 from shoestring.training.options import refuse_together
 from shoestring.training.run.checkpoint import checkpoints, load_checkpoint, step_of
 from shoestring.training.run.device import check_precision, find_device
 from shoestring.training.run.loop import Progress, Trainer
 from shoestring.training.run.models import Loss
 from shoestring.training.run.processes import Processes, connect, parallel
-from shoestring.training.run.processes import conflicts as parallel_conflicts
 from shoestring.training.run.signals import Interrupted
 from shoestring.training.run.summary import summarise
-from shoestring.training.run.weights import let_weights_leave, place_of_weights, weights_errors
+from shoestring.training.run.weights import let_weights_leave, weights_errors
 
 
 def check_run(config: LoopConfig, out: Path) -> Processes:
@@ -50,7 +49,7 @@ def check_run(config: LoopConfig, out: Path) -> Processes:
         memory.parse_budget(config.memory_budget)
     if config.offload != "none" and not is_place(config.offload):
         raise InputError(f"--offload: expected {PLACES}, got {config.offload}")
-    refuse_together(_conflicts(config))
+    refuse_together(run_conflicts(config))
     check_precision(config, find_device(config.device))
     check_optimizer(config)
     processes = connect(config)
@@ -66,31 +65,6 @@ def check_run(config: LoopConfig, out: Path) -> Processes:
     except OSError as error:  # raised if a permission is missing, or a name is too long
         raise InputError(f"--out {out}: {error.strerror}") from None
     return processes
-
-
-def _conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of given options that cannot be combined."""
-    weights = f"--offload-weights {place_of_weights(config)}"
-    given_options = {
-        weights: place_of_weights(config) is not None,
-        f"--offload {config.offload}": config.offload != "none",
-        f"--memory-budget {config.memory_budget}": config.memory_budget is not None,
-        f"--activations {config.activations}": config.activations == "offload",
-        f"--weights {config.weights}": config.weights not in ("fp32", "bf16"),
-        f"--optimizer {config.optimizer}": config.optimizer != "adamw",
-        "--optimizer-arg": bool(config.optimizer_arg),
-        "--step-in-backward": config.step_in_backward,
-    }
-    pairs = [(option, "--baseline", given and config.baseline) for option, given in given_options.items()]
-    recomputes = config.memory_budget is not None and config.activations == "recompute"
-    pairs += [(f"--memory-budget {config.memory_budget}", "--activations recompute", recomputes)]
-    # Loss scaling needs all gradients at once.
-    pairs += [
-        ("--precision fp16", "--step-in-backward", config.precision == "fp16" and config.step_in_backward)
-    ]
-    yield from ((option, other) for option, other, both in pairs if both)
-    yield from optimizer_conflicts(config)
-    yield from parallel_conflicts(config)
 
 
 def _check_folder(out: Path, resume: bool) -> None:
@@ -301,7 +275,7 @@ def execute(
     # The plan, the optimizer and a checkpoint may read or change all weights, so weights leave after that.
     trainer.offloaded = let_weights_leave(model, config, trainer.optimizers)
     began = time.time()
-    with weights_errors(place_of_weights(config), trainer.kept):
+    with weights_errors(config.weights_place, trainer.kept):
         trainer.fit(start)
         trainer.finish()
     used = memory.usage(device)
@@ -315,7 +289,7 @@ def execute(
         model.gradient_checkpointing_disable()
     if report is not None:
         report.undo()
-    with weights_errors(place_of_weights(config), trainer.kept), atomic_directory(run / result) as folder:
+    with weights_errors(config.weights_place, trainer.kept), atomic_directory(run / result) as folder:
         save(folder)
     summary = summarise(trainer, baseline, peak, time.time() - began)
     if trainer.parallel is not None:

@@ -32,7 +32,6 @@ from shoestring.training.run.checkpoint import checkpoints, save_checkpoint
 from shoestring.training.run.models import Loss
 from shoestring.training.run.processes import Processes, whole
 from shoestring.training.run.readings import Readings
-from shoestring.training.run.weights import trained_leave
 
 LOG_EVERY = 10  # steps between reads from a device other than the CPU
 
@@ -343,7 +342,7 @@ class Trainer:
         }
         save_checkpoint(
             self.run, step, self.model, self.optimizers, state, scaler=self.scaler, device=self.device,
-            away=trained_leave(self.config), writes=self.processes.is_first,
+            away=self.config.trained_leave, writes=self.processes.is_first,
         )  # fmt: skip
         self.saved = step
 

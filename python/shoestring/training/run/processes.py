@@ -21,8 +21,7 @@ from shoestring.core.errors import InputError
 from shoestring.distributed.groups import backends, start_group
 from shoestring.distributed.parallelize import ParallelReport, parallelize
 from shoestring.training.config import LoopConfig
-from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.options import LOW_RANK, environment_number
+from shoestring.training.options import environment_number
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def connect(config: LoopConfig) -> Processes:
         InputError: there are several processes and no ``--parallel``, or a strategy without torchrun, the
             environment is damaged, or the other processes do not come.
     """
-    count = world_size()
+    count = environment_number("WORLD_SIZE", 1)
     if config.parallel == "none":
         if count > 1:
             raise InputError(
@@ -130,11 +129,6 @@ def connect(config: LoopConfig) -> Processes:
     return Processes(rank, count)
 
 
-def world_size() -> int:
-    """Return the number of processes that torchrun has started; 1 without it."""
-    return environment_number("WORLD_SIZE", 1)
-
-
 def disconnect(processes: Processes) -> None:
     """Leave the process group, after the model is gone.
 
@@ -144,34 +138,6 @@ def disconnect(processes: Processes) -> None:
     if processes.count > 1:
         gc.collect()
         dist.destroy_process_group()
-
-
-def conflicts(config: LoopConfig | EstimateConfig) -> Iterator[tuple[str, str]]:
-    """Yield pairs of ``--parallel`` and options that it cannot have."""
-    name, place = config.parallel, getattr(config, "offload_weights", "none")
-    if name == "none":
-        if config.compress != "none":
-            yield "--parallel none", f"--compress {config.compress}"
-        return
-    splits = name in ("auto", "zero1", "zero2")
-    refused = {
-        "--baseline": getattr(config, "baseline", False),
-        "--compile": getattr(config, "compile", False),
-        f"--offload-weights {place}": name not in ("zero3", "hsdp") and place != "none",
-        f"--keep {getattr(config, 'keep', '')}": getattr(config, "keep", "0") != "0",
-        f"--offload {config.offload}": splits and config.offload == "cpu",
-        "--step-in-backward": name not in ("zero3", "hsdp") and config.step_in_backward,
-        f"--optimizer {config.optimizer}": splits and config.optimizer in LOW_RANK,
-        # the norm of all gradients is known to one optimizer alone
-        "--optimizer muon": name in ("auto", "zero2") and config.optimizer == "muon",
-        "--precision fp16": name in ("auto", "zero2") and config.precision == "fp16",
-    }
-    for option, given in refused.items():
-        if given:
-            yield f"--parallel {name}", option
-    # See parallelize: what nobody can compress is refused before the processes wait for each other.
-    if name in ("zero2", "zero3", "hsdp") and config.compress == "powersgd":
-        yield f"--parallel {name}", "--compress powersgd"
 
 
 def parallel(model: nn.Module, config: LoopConfig, processes: Processes) -> ParallelReport | None:

@@ -15,9 +15,9 @@ from shoestring.training import memory
 from shoestring.training.config import LoopConfig
 from shoestring.training.estimate import formulas
 from shoestring.training.memory import Part
+from shoestring.training.optimizers import trained
 from shoestring.training.report.metrics import read_metrics
 from shoestring.training.run.device import weight_dtype
-from shoestring.training.run.weights import place_of_weights
 
 if TYPE_CHECKING:
     from shoestring.training.run.loop import Trainer
@@ -75,20 +75,20 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     config, model = trainer.config, trainer.model
     # PyTorch's AdamW if config.baseline is set, else optimizers of shoestring
     own: list[Any] = trainer.optimizers
-    trained = formulas.trained(model)
-    count = sum(p.numel() for p in trained)
+    params = trained(model)
+    count = sum(p.numel() for p in params)
     weights, expected_weights, weights_formula = _weights(model)
     if trainer.offloaded is not None:
         figures = trainer.offloaded.statistics()
         away = figures["away"] - figures["device"]
         weights, expected_weights = weights - away, expected_weights - away
-        where = "host memory" if place_of_weights(config) == "cpu" else "a file"
+        where = "host memory" if config.weights_place == "cpu" else "a file"
         weights_formula += f": {away / 1e6:.2f} MB of them in {where}"
     if config.baseline:
         # PyTorch's AdamW keeps two fp32 moments per trained element, and a 4-byte step counter per tensor.
         optimizer_formula, expected_optimizer = (
             "8 B x trained",
-            8 * count + 4 * len(trained),
+            8 * count + 4 * len(params),
         )
     else:
         # By default, AdamW keeps two 8-bit codes per element, and two fp32 scales per block of 256.
@@ -106,7 +106,7 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     ]
     offload = config.place
     if offload == "cpu" and not on_host:
-        copies, taken = sum(2 * p.nbytes for p in trained), sum(each.host_bytes for each in own)
+        copies, taken = sum(2 * p.nbytes for p in params), sum(each.host_bytes for each in own)
         optimizer.append(
             Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken)
         )
@@ -114,7 +114,7 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
         optimizer = [
             Part("optimizer", f"{optimizer_formula}: {expected_optimizer / 1e6:.2f} MB in a file", 0, 0)
         ]
-    gradients = formulas.tensor_bytes(trained)
+    gradients = formulas.tensor_bytes(params)
     activations, activations_formula = _activations(trainer)
     parts = [
         Part("program", "Python, PyTorch, libraries", None, baseline),

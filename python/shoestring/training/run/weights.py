@@ -8,33 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shoestring.checkpoint.model import parse_bytes
 from shoestring.checkpoint.weights import OWNER, OffloadedWeights, is_place, offload_weights
 from shoestring.core.errors import InputError
 from shoestring.core.presence import weights_present
-from shoestring.training.config import FinetuneConfig, StepConfig, WeightsConfig
+from shoestring.training.config import FinetuneConfig, LoopConfig
 from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.run.processes import world_size
+from shoestring.training.memory import kept_bytes
 
 PLACES = "none | cpu | nvme:DIR"  # values of --offload-weights, for messages
-
-
-def place_of_weights(config: StepConfig) -> str | None:
-    """Return the value of --offload-weights; None without it, also for commands that do not have it."""
-    return config.weights_place if isinstance(config, WeightsConfig) else None
-
-
-def blocks_place(config: FinetuneConfig) -> str | None:
-    """Return where whole weights of blocks lie; None if they stay, or if several processes move their parts."""
-    return None if config.parallel != "none" and world_size() > 1 else config.weights_place
-
-
-def kept_bytes(config: WeightsConfig) -> int:
-    """Return the value of --keep in bytes; raise InputError if it is no size."""
-    try:
-        return 0 if config.keep.strip() == "0" else parse_bytes(config.keep)
-    except ValueError as error:
-        raise InputError(f"--keep: {error}") from None
 
 
 def check_weights_place(config: FinetuneConfig | EstimateConfig, device: torch.device) -> None:
@@ -51,7 +32,7 @@ def check_weights_place(config: FinetuneConfig | EstimateConfig, device: torch.d
         raise InputError(
             f"{option}: expected nvme:DIR with --device cpu, whose weights are in host memory already, got cpu"
         )
-    if not trained_leave(config):
+    if not config.trained_leave:
         return
     full = "--full" if isinstance(config, FinetuneConfig) else "no --rank"
     if not config.step_in_backward:
@@ -76,19 +57,11 @@ def check_weights_place(config: FinetuneConfig | EstimateConfig, device: torch.d
         )
 
 
-def trained_leave(config: StepConfig) -> bool:
-    """Return whether trained weights are among those that --offload-weights moves."""
-    if isinstance(config, FinetuneConfig):
-        return config.full and blocks_place(config) is not None
-    alone = isinstance(config, EstimateConfig) and config.world is None and config.rank is None
-    return alone and place_of_weights(config) is not None
-
-
-def check_weights_folder(config: FinetuneConfig) -> None:
+def check_weights_folder(place: str | None) -> None:
     """Raise InputError if no file can be made in the folder of --offload-weights; leaves no file there."""
-    if config.weights_place not in (None, "cpu"):
-        with weights_errors(config.weights_place):
-            folder = str(config.weights_place).partition(":")[2]
+    if place is not None and place != "cpu":
+        with weights_errors(place):
+            folder = place.partition(":")[2]
             torch.classes.shoestring.WeightStore(torch.device("cpu"), folder, 0, False)
 
 
@@ -112,7 +85,7 @@ def weights_errors(place: str | None, then: Callable[[], str] = str) -> Iterator
 
 
 def let_weights_leave(
-    model: nn.Module, config: StepConfig, optimizers: list[torch.optim.Optimizer]
+    model: nn.Module, config: LoopConfig, optimizers: list[torch.optim.Optimizer]
 ) -> OffloadedWeights | None:
     """Let the weights of the model's blocks leave as --offload-weights says, unless loading has done so already.
 
@@ -122,13 +95,13 @@ def let_weights_leave(
     Returns:
         The offloaded weights, or None without the option.
     """
-    if not isinstance(config, FinetuneConfig) or blocks_place(config) is None:
+    if not isinstance(config, FinetuneConfig) or config.blocks_place is None:
         return None
     if hasattr(model, OWNER):
         return OffloadedWeights.of(model)
-    optimizer = optimizers[0] if trained_leave(config) else None
-    with weights_errors(config.weights_place):
-        return offload_weights(model, str(config.weights_place), keep=kept_bytes(config), optimizer=optimizer)
+    optimizer = optimizers[0] if config.trained_leave else None
+    with weights_errors(config.blocks_place):
+        return offload_weights(model, config.blocks_place, keep=kept_bytes(config), optimizer=optimizer)
 
 
 def copies_in_host_memory(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

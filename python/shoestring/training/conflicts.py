@@ -1,0 +1,73 @@
+"""Pairs of options that cannot be combined, as texts such as "--offload cpu"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoestring.training.config import LoopConfig, StepConfig
+from shoestring.training.options import LOW_RANK
+
+
+def run_conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
+    """Yield pairs of options of `train` and `finetune`."""
+    given_options = {
+        f"--offload-weights {config.weights_place}": config.weights_place is not None,
+        f"--offload {config.offload}": config.offload != "none",
+        f"--memory-budget {config.memory_budget}": config.memory_budget is not None,
+        f"--activations {config.activations}": config.activations == "offload",
+        f"--weights {config.weights}": config.weights not in ("fp32", "bf16"),
+        f"--optimizer {config.optimizer}": config.optimizer != "adamw",
+        "--optimizer-arg": bool(config.optimizer_arg),
+        "--step-in-backward": config.step_in_backward,
+    }
+    pairs = [(option, "--baseline", given and config.baseline) for option, given in given_options.items()]
+    recomputes = config.memory_budget is not None and config.activations == "recompute"
+    pairs += [(f"--memory-budget {config.memory_budget}", "--activations recompute", recomputes)]
+    # Loss scaling needs all gradients at once.
+    pairs += [
+        ("--precision fp16", "--step-in-backward", config.precision == "fp16" and config.step_in_backward)
+    ]
+    yield from ((option, other) for option, other, both in pairs if both)
+    yield from optimizer_conflicts(config)
+    yield from parallel_conflicts(config, config.parallel, config.compress)
+
+
+def optimizer_conflicts(config: StepConfig) -> Iterator[tuple[str, str]]:
+    """Yield pairs of ``--optimizer`` and an option that the optimizer cannot have."""
+    name = f"--optimizer {config.optimizer}"
+    if config.optimizer in LOW_RANK:
+        if config.weights not in ("fp32", "bf16"):
+            yield name, f"--weights {config.weights}"
+        if config.place is not None:
+            yield name, f"--offload {config.offload}"
+    # Two optimizers cannot share a gradient norm, and a projection needs the whole gradient.
+    if config.step_in_backward and config.optimizer in ("muon", *LOW_RANK):
+        yield name, "--step-in-backward"
+
+
+def parallel_conflicts(config: StepConfig, name: str, compress: str) -> Iterator[tuple[str, str]]:
+    """Yield pairs of ``--parallel`` with the strategy ``name`` and options that it cannot have."""
+    if name == "none":
+        if compress != "none":
+            yield "--parallel none", f"--compress {compress}"
+        return
+    splits = name in ("auto", "zero1", "zero2")
+    refused = {
+        "--baseline": getattr(config, "baseline", False),
+        "--compile": getattr(config, "compile", False),
+        f"--offload-weights {config.weights_place}": name not in ("zero3", "hsdp")
+        and config.weights_place is not None,
+        f"--keep {getattr(config, 'keep', '')}": getattr(config, "keep", "0") != "0",
+        f"--offload {config.offload}": splits and config.offload == "cpu",
+        "--step-in-backward": name not in ("zero3", "hsdp") and config.step_in_backward,
+        f"--optimizer {config.optimizer}": splits and config.optimizer in LOW_RANK,
+        # the norm of all gradients is known to one optimizer alone
+        "--optimizer muon": name in ("auto", "zero2") and config.optimizer == "muon",
+        "--precision fp16": name in ("auto", "zero2") and config.precision == "fp16",
+    }
+    for option, given in refused.items():
+        if given:
+            yield f"--parallel {name}", option
+    # See parallelize: what nobody can compress is refused before the processes wait for each other.
+    if name in ("zero2", "zero3", "hsdp") and compress == "powersgd":
+        yield f"--parallel {name}", "--compress powersgd"

@@ -49,7 +49,7 @@ def check(config: EstimateConfig) -> None:
         if not good:
             raise InputError(f"--{name}: expected {expected}, got {received}")
 
-    check_precision(config, torch.device(config.device))
+    check_precision(config.precision, config.weights, torch.device(config.device))
     expect(is_place(config.place), "offload", PLACES, config.offload)
     expect(
         config.memory_budget is None or config.activations != "recompute",
@@ -66,7 +66,7 @@ def check(config: EstimateConfig) -> None:
 def build(config: EstimateConfig) -> nn.Module:
     """Build the model on the meta device."""
     quiet_transformers()
-    dtype = weight_dtype(config) if config.rank is None else base_dtype(config)
+    dtype = weight_dtype(config.weights) if config.rank is None else base_dtype(config.autocast)
     with torch.device("meta"):
         if config.model in PRESETS:
             model: nn.Module = build_llama(
@@ -168,7 +168,7 @@ def report(found: Estimate, config: EstimateConfig) -> dict[str, Any]:
         "model": model | {"target_modules": config.targets},
         "options": options
         | {"offload": config.place, "memory_budget": parse_budget(config.memory_budget)}
-        | {"offload_weights": config.weights_place, "keep": kept_bytes(config)},
+        | {"offload_weights": config.weights_place, "keep": kept_bytes(config.keep)},
         "parameters": found.parameters,
         "trained": found.trained,
         "memory": {place: [asdict(item) for item in items] for place, items in found.memory.items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from shoestring.data.encoding import vocabulary_size
 from shoestring.data.examples import Texts, encode_examples, read_segments
 from shoestring.data.records import CHAT, TEXT, kind_of
 from shoestring.data.text import check_text, find_files
-from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import atomic_directory
 from shoestring.integrations.transformers.reader import read_config
@@ -26,9 +24,10 @@ from shoestring.training import memory
 from shoestring.training.config import DENSE, FinetuneConfig, Fingerprint, default_format
 from shoestring.training.report.write import write_report
 from shoestring.training.run.adapters import apply_lora, merge_adapter, save_adapter, trained_to
-from shoestring.training.run.device import find_device, model_dtype, weight_dtype
-from shoestring.training.run.digests import file_list, model_files, require_prepared
-from shoestring.training.run.execute import check_run, execute, run_folder
+from shoestring.training.run.device import base_dtype, weight_dtype
+from shoestring.training.run.digests import file_list, model_files
+from shoestring.training.run.execute import execute
+from shoestring.training.run.folder import Run, check_run, prepare_tokens, run_folder
 from shoestring.training.run.models import (
     can_pack,
     check_model_directory,
@@ -39,7 +38,7 @@ from shoestring.training.run.models import (
     plain_loss,
 )
 from shoestring.training.run.positions import check_positions
-from shoestring.training.run.processes import Processes, disconnect
+from shoestring.training.run.processes import disconnect
 from shoestring.training.run.weights import (
     check_weights_folder,
     check_weights_place,
@@ -48,15 +47,16 @@ from shoestring.training.run.weights import (
 
 def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
     """Fine-tune and return the summary; raise InputError for input that cannot be used."""
-    processes = check_run(config, out)
-    summary = _finetune(config, source, out, processes)
-    disconnect(processes)
+    run = check_run(config, "finetune", out)
+    summary = _finetune(run, source)
+    disconnect(run.processes)
     return summary
 
 
-def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Processes) -> dict[str, Any]:
-    silence(not processes.is_first)
-    check_weights_place(config, find_device(config.device))
+def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
+    config = run.config
+    silence(not run.processes.is_first)
+    check_weights_place(config, run.device)
     trust = config.trust_remote_code
     folder = locate_model(config.model, trust)
     check_model_directory(folder)
@@ -84,12 +84,13 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
     else:
         segments = read_segments(files, kind, tokenizer)
     fingerprint = Fingerprint.of(config, data=file_list(files), model_files=model_files(folder))
-    device, dtype = find_device(config.device), model_dtype(config)
-    with run_folder(config, out, "finetune", fingerprint, processes) as run:
-        with processes.in_turn():
-            rows = _rows(run, files, segments, tokenizer, config)
+    run = replace(run, config=config, fingerprint=fingerprint)
+    dtype = weight_dtype(config.weights) if config.full else base_dtype(config.autocast)
+    with run_folder(run):
+        with run.processes.in_turn():
+            rows = _rows(run, files, segments, tokenizer)
         memory.import_models()
-        baseline = memory.in_use(device)
+        baseline = memory.in_use(run.device)
         torch.manual_seed(config.seed)
         quantize = None if config.baseline else config.frozen_format
         model = load_model(
@@ -97,9 +98,9 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
             dtype,
             quantize,
             trust,
-            device,
+            run.device,
             config.blocks_place,
-            memory.kept_bytes(config),
+            memory.kept_bytes(config.keep),
             config.double_quant,
         )
         if vocabulary_size(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -115,14 +116,15 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
             )
         if not config.full:
             model = apply_lora(model, config)
-            trained_to(model, weight_dtype(config))
+            trained_to(model, weight_dtype(config.weights))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if kind == CHAT:
             own = "shoestring's: a line with each role, then its text; the tokenizer has none"
             say(f"chat format: {'the template of the tokenizer' if tokenizer.chat_template else own}")
         how = "" if kind == TEXT else ", padded" if pack == "none" else ", packed"
         say(
-            f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on {device}"
+            f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on "
+            f"{run.device}"
         )
 
         def save_model(model: Any, target: Path) -> None:
@@ -138,50 +140,30 @@ def _finetune(config: FinetuneConfig, source: Source, out: Path, processes: Proc
                 save_adapter(model, target, config.baseline)
 
         loss = fused or plain_loss(model)
-        result = "model" if config.full else "adapter"
         with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
-            summary = execute(
-                config,
-                run,
-                fingerprint,
-                model,
-                device,
-                lambda: loss,
-                rows,
-                console,
-                baseline,
-                save,
-                result,
-                pack,
-                processes,
-            )
+            summary = execute(run, model, loss, rows, console, baseline, save, pack)
         if config.merge and summary:
             del model
             base = merge_adapter(
-                load_model(folder, dtype, trust_remote_code=trust), run / "adapter", config.baseline
+                load_model(folder, dtype, trust_remote_code=trust),
+                run.folder / config.result,
+                config.baseline,
             )
-            with atomic_directory(run / "model") as partial:
+            with atomic_directory(run.folder / "model") as partial:
                 save_model(base, partial)
         if summary:
-            write_report(run)
+            write_report(run.folder)
     return summary
 
 
 def _rows(
-    run: Path,
-    files: list[Path],
-    segments: Texts | None,
-    tokenizer: Any,
-    config: FinetuneConfig,
+    run: Run[FinetuneConfig], files: list[Path], segments: Texts | None, tokenizer: Any
 ) -> tuple[Rows, Rows]:
+    config = run.config
     if segments is not None:
         encoded = encode_examples(segments, tokenizer, config.seq_len)
         for note in encoded.notes:
             say(note)
         return split_examples(encoded.examples, config.seed, config.val_fraction)
-    if not (run / "tokens.bin").is_file():
-        shuffled = list(files)
-        random.Random(config.seed).shuffle(shuffled)
-        write_token_file(run / "tokens.bin", shuffled, tokenizer)
-    require_prepared(run, ["tokens.bin"])
-    return split_blocks(read_token_file(run / "tokens.bin")[0], config.seq_len, config.val_fraction)
+    tokens, _ = prepare_tokens(run.folder, files, tokenizer, config.seed)
+    return split_blocks(tokens, config.seq_len, config.val_fraction)

@@ -226,6 +226,11 @@ class LoopConfig(StepConfig):
         """Where whole weights of blocks lie; None if they stay, or if several processes move their parts."""
         return None if self._processes() > 1 else self.weights_place
 
+    @property
+    def result(self) -> str:
+        """The name of the folder of a run with what it has trained."""
+        return "model"
+
     def learning_rates(self) -> Schedule:
         """Return the learning rate as a function of the step."""
         from shoestring.optim.schedules import Schedule
@@ -341,6 +346,10 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     def frozen_format(self) -> str | None:
         """The quantised format of the frozen weights, or None if no weight is quantised."""
         return None if self.full or self.quantize == "none" else self.quantize or FROZEN
+
+    @property
+    def result(self) -> str:
+        return "model" if self.full else "adapter"
 
     @property
     def trained_leave(self) -> bool:

@@ -15,7 +15,6 @@ from shoestring.core.errors import InputError
 from shoestring.core.process_memory import peak_bytes, resident_bytes
 from shoestring.core.storages import storages, tensors_in
 from shoestring.optim.base import LowMemoryOptimizer
-from shoestring.training.config import WeightsConfig
 
 
 def _allocator(device: torch.device) -> dict[str, int]:
@@ -142,6 +141,6 @@ def parse_budget(text: str | None, option: str = "memory-budget") -> int | None:
         raise InputError(f"--{option}: {error}") from None
 
 
-def kept_bytes(config: WeightsConfig) -> int:
+def kept_bytes(keep: str) -> int:
     """Return the value of --keep in bytes; raise InputError if it is no size."""
-    return 0 if config.keep.strip() == "0" else parse_budget(config.keep, "keep") or 0
+    return 0 if keep.strip() == "0" else parse_budget(keep, "keep") or 0

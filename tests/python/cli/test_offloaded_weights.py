@@ -199,7 +199,7 @@ def test_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(
-        "shoestring.cli.finetune.check_weights_folder", lambda config: disturb_offload(0, 2, 28)
+        "shoestring.cli.finetune.check_weights_folder", lambda place: disturb_offload(0, 2, 28)
     )
     out, place = tmp_path / "run", f"nvme:{tmp_path}"
     line = refuse(capsys, *command(model, out, *options, "--offload-weights", place))

@@ -19,7 +19,6 @@ from cli_helpers import TINY, TUNE, losses, refuse, succeed, text
 from shoestring.core.errors import InputError
 from shoestring.data.batches import Blocks
 from shoestring.training import memory
-from shoestring.training.config import LoopConfig
 from shoestring.training.report.metrics import read_metrics
 from shoestring.training.report.write import write_report
 from shoestring.training.run import loop
@@ -121,10 +120,10 @@ def test_options_that_do_not_fit_together(
 
 
 def test_tf32_needs_cuda_and_16_bits_fit_every_device() -> None:
-    check_precision(LoopConfig(precision="tf32"), torch.device("cuda:1"))
+    check_precision("tf32", "fp32", torch.device("cuda:1"))
     for weights in ("fp32", "bf16", "bf16-stochastic", "bf16-remainder"):
         for device in ("cpu", "cuda", "mps"):
-            check_precision(LoopConfig(precision="bf16", weights=weights), torch.device(device))
+            check_precision("bf16", weights, torch.device(device))
 
 
 @pytest.fixture(scope="module")

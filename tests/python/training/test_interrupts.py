@@ -196,7 +196,7 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     commands: Commands, data: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     log, mark = tmp_path / "log", tmp_path / "mark"
-    code = pause_before("cli", "train", "write_token_file", mark)
+    code = pause_before("training.run", "folder", "write_token_file", mark)
     process = commands.start(*command("train", data, tmp_path / "deep" / "run"), log=log, code=code)
     wait_for(mark.exists)
     os.kill(process, number)

@@ -85,7 +85,7 @@ def away_blocks(model: nn.Module, config: EstimateConfig) -> list[AwayBlock]:
             f"{type(model).__name__} without one"
         ) from None
     owners = weights.owners_of_storages(model, blocks)
-    keep, found = kept_bytes(config), []
+    keep, found = kept_bytes(config.keep), []
     for name, block in blocks.items():
         tensors = [*block.parameters(), *block.buffers()]
         trained = storages(t for t in tensors if t.requires_grad)

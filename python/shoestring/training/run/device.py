@@ -10,7 +10,6 @@ import torch
 
 from shoestring.core.device import is_cuda
 from shoestring.core.errors import InputError
-from shoestring.training.config import FinetuneConfig, LoopConfig, StepConfig
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,48 +58,39 @@ def parse_device(name: str) -> torch.device:
         ) from None
 
 
-def check_precision(config: StepConfig, device: torch.device) -> None:
+def check_precision(precision: str, weights: str, device: torch.device) -> None:
     """Raise InputError if ``--precision`` and ``--weights`` do not fit together, or do not fit the device."""
-    if config.weights != "fp32" and config.precision != "bf16":
+    if weights != "fp32" and precision != "bf16":
         raise InputError(
-            f"--weights {config.weights}: expected --precision bf16 with bf16 weights, got --precision "
-            f"{config.precision}"
+            f"--weights {weights}: expected --precision bf16 with bf16 weights, got --precision {precision}"
         )
-    if config.precision == "tf32" and not is_cuda(device):
+    if precision == "tf32" and not is_cuda(device):
         raise InputError(
             f"--precision tf32: expected a CUDA device, which computes in TF32, got {device}; take fp32 or bf16"
         )
 
 
-def weight_dtype(config: StepConfig) -> torch.dtype:
-    """Return the dtype in which trained weights are stored."""
-    return torch.float32 if config.weights == "fp32" else torch.bfloat16
+def weight_dtype(weights: str) -> torch.dtype:
+    """Return the dtype in which trained weights are stored, from the value of ``--weights``."""
+    return torch.float32 if weights == "fp32" else torch.bfloat16
 
 
-def base_dtype(config: StepConfig) -> torch.dtype:
+def base_dtype(products: str | None) -> torch.dtype:
     """Return the dtype in which the frozen weights below an adapter are stored, unless they are quantised.
 
-    It is the dtype of the matrix products.
+    It is the dtype of the matrix products, of which ``products`` is the 16-bit one, if there is one.
     """
-    return torch.float32 if config.autocast is None else DTYPES[config.autocast]
+    return torch.float32 if products is None else DTYPES[products]
 
 
-def model_dtype(config: LoopConfig) -> torch.dtype:
-    """Return the dtype in which a model is created or loaded."""
-    adapts = isinstance(config, FinetuneConfig) and not config.full
-    return base_dtype(config) if adapts else weight_dtype(config)
-
-
-def autocast(config: StepConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """Return an autocast context for matrix products in 16 bits, or a null context."""
-    if config.autocast is None:
-        return nullcontext()
-    return torch.autocast(device.type, DTYPES[config.autocast])
+def autocast(products: str | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Return an autocast context for matrix products in 16 bits, "bf16" or "fp16", or else a null context."""
+    return nullcontext() if products is None else torch.autocast(device.type, DTYPES[products])
 
 
 @contextmanager
-def float32_products(config: StepConfig) -> Iterator[None]:
-    """Compute fp32 matrix products and convolutions with TF32 for ``--precision tf32``, and exactly otherwise.
+def float32_products(tf32: bool) -> Iterator[None]:
+    """Compute fp32 matrix products and convolutions with TF32, or exactly.
 
     The settings before are restored. They apply to PyTorch and to shoestring's operators, which multiply with
     PyTorch's products. Attention always multiplies fp32 with 22 bits of precision.
@@ -109,7 +99,7 @@ def float32_products(config: StepConfig) -> Iterator[None]:
     before = [switch.fp32_precision for switch in switches]
     try:
         for switch in switches:
-            switch.fp32_precision = "tf32" if config.precision == "tf32" else "ieee"
+            switch.fp32_precision = "tf32" if tf32 else "ieee"
         yield
     finally:
         for switch, value in zip(switches, before, strict=True):

@@ -72,20 +72,22 @@ class Trainer:
     # "none"; "batch" if a micro-batch is one row of the --batch-size examples, without padding; "fill" if it
     # is a row of as many examples as fit into --batch-size x --seq-len tokens
     pack: str = "none"
-    # context of each forward, which offloads activations for --activations offload
-    offload: AbstractContextManager[Any] = field(default_factory=nullcontext)
-    offloaded: OffloadedWeights | None = None  # the weights that --offload-weights moves
-    # bytes that autograd saved for backward in the first micro-batch of this process
-    saved_activations: int = 0
-    # bytes of saved activations that the plan for --memory-budget predicts
-    planned_activations: int | None = None
-    val_loss: float | None = None  # last validation loss; None before the first validation
-    best_val_loss: float | None = None
-    saved: int | None = None  # step of the last checkpoint that this process saved
-    # the long waits, such as "a step", that have been announced on the terminal
-    told: set[str] = field(default_factory=set)
     processes: Processes = field(default_factory=Processes)
-    parallel: ParallelReport | None = None  # what --parallel has done
+    # context of each forward, which offloads activations for --activations offload
+    offload: AbstractContextManager[Any] = field(init=False, default_factory=nullcontext)
+    # the weights that --offload-weights moves
+    offloaded: OffloadedWeights | None = field(init=False, default=None)
+    parallel: ParallelReport | None = field(init=False, default=None)  # what --parallel has done
+    # bytes that autograd saved for backward in the first micro-batch of this process
+    saved_activations: int = field(init=False, default=0)
+    # bytes of saved activations that the plan for --memory-budget predicts
+    planned_activations: int | None = field(init=False, default=None)
+    # last validation loss; None before the first validation
+    val_loss: float | None = field(init=False, default=None)
+    best_val_loss: float | None = field(init=False, default=None)
+    saved: int | None = field(init=False, default=None)  # step of the last checkpoint that this process saved
+    # the long waits, such as "a step", that have been announced on the terminal
+    told: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         # It scales the loss for fp16, so that small gradients do not become zero; otherwise it does nothing.
@@ -113,7 +115,7 @@ class Trainer:
         with (
             MetricsLog(self._log_path(), keep_through=start) as log,
             signals.deferred(),
-            device.float32_products(config),
+            device.float32_products(config.precision == "tf32"),
             self._feed(start) as feed,
         ):
             if log.lost:
@@ -270,7 +272,7 @@ class Trainer:
             return self.loss(inputs, labels, items=max(1, labelled(batch[1])), **more)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return device.autocast(self.config, self.device)
+        return device.autocast(self.config.autocast, self.device)
 
     def _require_finite(self, step: int, row: dict[str, float]) -> None:
         names = {"loss": "loss", "grad_norm": "gradient norm"}

@@ -146,9 +146,7 @@ def parallel(model: nn.Module, config: LoopConfig, processes: Processes) -> Para
         return None
     compress = None if config.compress == "none" else config.compress
     try:
-        return parallelize(
-            model, config.parallel, compress=compress, offload=getattr(config, "weights_place", None)
-        )
+        return parallelize(model, config.parallel, compress=compress, offload=config.weights_place)
     except (ValueError, RuntimeError) as error:
         raise InputError(f"--parallel {config.parallel}: {str(error).splitlines()[0]}") from None
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shoestring.core.errors import InputError
 from shoestring.training import memory
-from shoestring.training.config import LoopConfig
 from shoestring.training.estimate import formulas
 from shoestring.training.memory import Part
 from shoestring.training.optimizers import trained
@@ -115,11 +114,12 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
             Part("optimizer", f"{optimizer_formula}: {expected_optimizer / 1e6:.2f} MB in a file", 0, 0)
         ]
     gradients = formulas.tensor_bytes(params)
+    width = weight_dtype(config.weights).itemsize  # bytes of a trained weight, and of its gradient
     activations, activations_formula = _activations(trainer)
     parts = [
         Part("program", "Python, PyTorch, libraries", None, baseline),
         Part("weights", weights_formula, expected_weights, weights),
-        Part("gradients", f"{_width(config):g} B x trained", _width(config) * count, gradients),
+        Part("gradients", f"{width:g} B x trained", width * count, gradients),
         *optimizer,
         Part("activations", activations_formula, activations, trainer.saved_activations),
     ]
@@ -168,11 +168,6 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
     return memory.weight_bytes(model), int(sum(size * count for size, count in counts.items())), formula
 
 
-def _width(config: LoopConfig) -> int:
-    """Return the bytes of a trained weight, and of its gradient."""
-    return weight_dtype(config).itemsize
-
-
 def _activations(trainer: Trainer) -> tuple[int | None, str]:
     config = trainer.config
     if config.activations == "offload" and config.memory_budget is None:
@@ -185,6 +180,6 @@ def _activations(trainer: Trainer) -> tuple[int | None, str]:
         tokens,
         baseline=config.baseline,
         gradient_checkpointing=config.activations == "recompute",
-        size=_width(config),
+        size=weight_dtype(config.weights).itemsize,
     )
     return (None, "not known for this architecture") if found is None else (found.bytes, found.formula)

@@ -21,7 +21,7 @@ PLACES = "none | cpu | nvme:DIR"  # values of --offload-weights, for messages
 def check_weights_place(config: FinetuneConfig | EstimateConfig, device: torch.device) -> None:
     """Raise InputError if --offload-weights and --keep do not fit the other options; reads and writes no file."""
     place, option = config.weights_place, f"--offload-weights {config.offload_weights}"
-    kept = kept_bytes(config)
+    kept = kept_bytes(config.keep)
     if place is None:
         if kept:
             raise InputError(f"--keep {config.keep}: expected --offload-weights as well, got none; add it")
@@ -101,7 +101,7 @@ def let_weights_leave(
         return OffloadedWeights.of(model)
     optimizer = optimizers[0] if config.trained_leave else None
     with weights_errors(config.blocks_place):
-        return offload_weights(model, config.blocks_place, keep=kept_bytes(config), optimizer=optimizer)
+        return offload_weights(model, config.blocks_place, keep=kept_bytes(config.keep), optimizer=optimizer)
 
 
 def copies_in_host_memory(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -510,7 +510,7 @@ NOT_READERS = {
     ),
     **dict.fromkeys(
         ("data.records.holds_records", "training.run.positions.check_positions", "data.text.size_of", "files.atomic.exchange_obstacle", "training.run.checkpoint.step_of", "training.run.digests.file_list", "training.run.digests.model_files", "training.run.checkpoint.checkpoints", "files.read_file.check_regular",
-         "integrations.transformers.reader.Stored", "training.report.write.Run"),
+         "integrations.transformers.reader.Stored", "training.report.write.FinishedRun"),
         "looks at names and sizes alone",
     ),
     **dict.fromkeys(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,16 +110,6 @@ class SavedActivations:
     @property
     def bytes(self) -> int:
         return sum(self._seen.values())
-
-
-@dataclass
-class Part:
-    """One bar of the memory chart: a part of the process's memory, with its computed and measured bytes."""
-
-    name: str
-    formula: str
-    expected: int | None  # bytes that the formula gives, or None if there is no formula
-    measured: int  # bytes that were measured
 
 
 def import_models() -> None:

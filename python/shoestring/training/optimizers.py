@@ -87,11 +87,6 @@ def decayed(groups: list[Group], weight_decay: float) -> list[Group]:
     return [group for group in found if group["params"]]
 
 
-def stored_options(config: StepConfig) -> dict[str, Any]:
-    """Return the options of the optimizer classes that decide how state and weights are stored."""
-    return {"state_format": config.optimizer_state, "weight_rounding": ROUNDING[config.weights]}
-
-
 def make_optimizers(
     model: nn.Module, config: LoopConfig, splits_gradients: bool = False
 ) -> list[torch.optim.Optimizer]:
@@ -120,10 +115,11 @@ def make_optimizers(
 
 def described(model: nn.Module, config: StepConfig) -> Iterator[tuple[type[Own], list[Group], Group]]:
     """Yield class, parameter groups and options of each optimizer: those of storage, and ``--optimizer-arg``."""
+    stored = {"state_format": config.optimizer_state, "weight_rounding": ROUNDING[config.weights]}
     for number, (kind, groups) in enumerate(classes(model, config.optimizer)):
         # AdamW beside Muon takes no --optimizer-arg.
         own = _arguments(kind, config) if number == 0 else {}
-        yield kind, groups, stored_options(config) | own
+        yield kind, groups, stored | own
 
 
 def _of_run(kind: type[Own], config: LoopConfig, splits_gradients: bool) -> dict[str, Any]:

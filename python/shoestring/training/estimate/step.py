@@ -14,7 +14,7 @@ from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
 from shoestring.training.estimate.formulas import StateArena
 from shoestring.training.estimate.weights import away_blocks, away_tables, offloaded_weights
-from shoestring.training.optimizers import Own, build, described, trained
+from shoestring.training.optimizers import build, described, trained
 
 # csrc/offload splits optimizer state into chunks of about CHUNK_BYTES bytes; a larger parameter may form one
 # chunk. Chunks begin at multiples of CHUNK_EDGE blocks of 256 elements. At most SLOTS chunks are on the
@@ -91,11 +91,6 @@ def chunk_edges(blocks: list[int], per_block: int, splits: bool) -> list[int]:
     return [*edges, total] if total > edges[-1] else edges
 
 
-def _optimizers(model: nn.Module, config: EstimateConfig) -> list[Own]:
-    """Build the optimizers of the model's trained parameters. Allocates on the parameters' device only."""
-    return [build(kind, groups, options, config) for kind, groups, options in described(model, config)]
-
-
 def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     """Estimate the memory and traffic of one training step of ``model``, which may be on the meta device.
 
@@ -107,9 +102,10 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
             blocks that the model does not have.
     """
     params = trained(model)
-    found = Estimate(_elements(model), sum(p.numel() for p in params))
+    found = Estimate(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in params))
     on_host = config.place == "cpu"
-    states = [formulas.optimizer_state(optimizer) for optimizer in _optimizers(model, config)]
+    optimizers = [build(kind, groups, options, config) for kind, groups, options in described(model, config)]
+    states = [formulas.optimizer_state(optimizer) for optimizer in optimizers]
     arenas = [arena for state in states for arena in state.arenas]
     leaves = config.weights_place is not None
     blocks, tables = (away_blocks(model, config), away_tables(model)) if leaves else ([], [])
@@ -133,10 +129,6 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     if away:
         offloaded_weights(found, blocks, tables, config)
     return found
-
-
-def _elements(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def _gradients(found: Estimate, trained: list[nn.Parameter], config: EstimateConfig) -> None:

@@ -23,7 +23,7 @@ from shoestring.training.report.plots import (
 if TYPE_CHECKING:
     import jinja2
 
-    from shoestring.training.report.write import Run
+    from shoestring.training.report.write import FinishedRun
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -68,16 +68,16 @@ def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(light=themes[0], dark=themes[1], svg=Markup, **values)
 
 
-def title(run: Run) -> str:
+def title(run: FinishedRun) -> str:
     """Return the title of the report of a run."""
     return f"{_how(run)}: {run.name}"
 
 
-def _how(run: Run) -> str:
+def _how(run: FinishedRun) -> str:
     return f"{run.record['command']} with {'plain PyTorch' if run.summary['baseline'] else 'shoestring'}"
 
 
-def run_page(run: Run) -> str:
+def run_page(run: FinishedRun) -> str:
     """Return report.html of one run."""
     return _render(
         "report.html",
@@ -94,7 +94,9 @@ def run_page(run: Run) -> str:
     )
 
 
-def comparison_page(heading: str, groups: dict[str, list[Run]], tables: dict[str, list[list[str]]]) -> str:
+def comparison_page(
+    heading: str, groups: dict[str, list[FinishedRun]], tables: dict[str, list[list[str]]]
+) -> str:
     """Return a page that compares the runs of each group with the first run of the group.
 
     Args:
@@ -110,7 +112,7 @@ def comparison_page(heading: str, groups: dict[str, list[Run]], tables: dict[str
     return _render("compare.html", title=heading, groups=sections)
 
 
-def _group(name: str, runs: list[Run], table: Table, prefix: str) -> dict[str, Any]:
+def _group(name: str, runs: list[FinishedRun], table: Table, prefix: str) -> dict[str, Any]:
     return {
         "name": name,
         "first": runs[0].name,
@@ -128,7 +130,7 @@ def _group(name: str, runs: list[Run], table: Table, prefix: str) -> dict[str, A
     }
 
 
-def _lead(run: Run) -> str:
+def _lead(run: FinishedRun) -> str:
     """Return one line that says how long the run was: steps, tokens, trained parameters and time."""
     summary, words = run.summary, []
     if "steps" in summary:
@@ -142,7 +144,7 @@ def _lead(run: Run) -> str:
     return ", ".join(words)
 
 
-def _stats(run: Run) -> list[Stat]:
+def _stats(run: FinishedRun) -> list[Stat]:
     summary = run.summary
     val, best = summary["val_loss"], summary.get("best_val_loss")
     train = f"{summary['train_loss']:.4f}"
@@ -168,7 +170,7 @@ def _stats(run: Run) -> list[Stat]:
     ]
 
 
-def _parts(run: Run) -> list[dict[str, str]]:
+def _parts(run: FinishedRun) -> list[dict[str, str]]:
     """Return the rows of the memory table: the parts, and below them the peaks."""
     rows = [
         {
@@ -199,7 +201,7 @@ def _peaks(summary: dict[str, Any]) -> list[tuple[str, str, float]]:
     ]
 
 
-def _memory_of(runs: list[Run]) -> Table:
+def _memory_of(runs: list[FinishedRun]) -> Table:
     """Return the table of the memory of each part and run, as measured, with that by formula as a note."""
     rows: list[list[str | tuple[str, str]]]
     rows = [[name, *(_part(run, name) for run in runs)] for name in part_names(runs)]
@@ -207,7 +209,7 @@ def _memory_of(runs: list[Run]) -> Table:
     return Table("MB as measured, and by formula", ["part", *_names(runs)], rows)
 
 
-def _part(run: Run, name: str) -> str | tuple[str, str]:
+def _part(run: FinishedRun, name: str) -> str | tuple[str, str]:
     """Return the cell of a part of memory, or a dash if the run has no such part."""
     part = next((part for part in run.summary["memory"] if part["name"] == name), None)
     if part is None or part["expected"] is None:
@@ -215,22 +217,22 @@ def _part(run: Run, name: str) -> str | tuple[str, str]:
     return megabytes(part["measured"]), f"by formula {megabytes(part['expected'])}"
 
 
-def _names(runs: list[Run]) -> list[str]:
+def _names(runs: list[FinishedRun]) -> list[str]:
     return [run.name for run in runs]
 
 
-def loss_field(runs: list[Run]) -> str:
+def loss_field(runs: list[FinishedRun]) -> str:
     """Return the field of summary.json whose ratio compares runs: val_loss if all runs have it."""
     return "val_loss" if all(run.summary["val_loss"] is not None for run in runs) else "train_loss"
 
 
-def ratio(run: Run, first: Run, field: str, digits: int = 3) -> str:
+def ratio(run: FinishedRun, first: FinishedRun, field: str, digits: int = 3) -> str:
     """Return the ratio of a field of summary.json between two runs, or a dash if it is not finite."""
     divisor = first.summary[field]
     return f"{run.summary[field] / divisor:.{digits}f}" if divisor else "–"
 
 
-def _ratios(run: Run, first: Run, loss: str) -> list[Stat]:
+def _ratios(run: FinishedRun, first: FinishedRun, loss: str) -> list[Stat]:
     name = "Validation loss" if loss == "val_loss" else "Training loss"
 
     def stat(label: str, field: str, digits: int, form: Any, unit: str) -> Stat:
@@ -257,13 +259,13 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def options(run: Run) -> list[tuple[str, str]]:
+def options(run: FinishedRun) -> list[tuple[str, str]]:
     """Return name and value of each recorded option of a run."""
     fingerprint = run.record["fingerprint"]
     return [(key, _value(value)) for key, value in fingerprint.items() if key not in ("data", "model_files")]
 
 
-def _options_of(runs: list[Run]) -> dict[str, Table]:
+def _options_of(runs: list[FinishedRun]) -> dict[str, Table]:
     """Return two tables of options by run: "all" of them, and those that "differ"."""
     rows = _joined([options(run) for run in runs])
     head = ["option", *_names(runs)]
@@ -280,7 +282,7 @@ def _joined(columns: list[list[tuple[str, str]]]) -> list[list[str]]:
     return [[key, *(column.get(key, "–") for column in values)] for key in keys]
 
 
-def environment(run: Run) -> list[tuple[str, str]]:
+def environment(run: FinishedRun) -> list[tuple[str, str]]:
     """Return name and value of what a run ran on: command, version of PyTorch, device, threads and data."""
     record, summary = run.record, run.summary
     rows = [("command", f"shoestring {record['command']}")]

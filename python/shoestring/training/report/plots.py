@@ -16,7 +16,7 @@ from shoestring.training.report.colours import LIGHT, PARTS, run_colour
 from shoestring.training.report.svg import inline_svg
 
 if TYPE_CHECKING:
-    from shoestring.training.report.write import Run
+    from shoestring.training.report.write import FinishedRun
 
 INK, MUTED, LINE = LIGHT["ink"], LIGHT["muted"], LIGHT["line"]
 WINDOW = 20  # the moving average of the training loss spans about 1/WINDOW of the steps of a run
@@ -126,7 +126,7 @@ def _whole_steps(axes: Any) -> None:
     axes.margins(x=0.02)
 
 
-def _series(run: Run, name: str) -> tuple[list[float], list[float]]:
+def _series(run: FinishedRun, name: str) -> tuple[list[float], list[float]]:
     """Return the steps that have a finite value called ``name``, and these values.
 
     The gradient norm of a step that loss scaling skipped is not finite.
@@ -140,7 +140,7 @@ def _text(axes: Any, x: float, y: float, text: str, size: float, colour: str = I
     axes.text(x, y, text, va="center", fontsize=size, color=colour, parse_math=False, **more)
 
 
-def _draw_losses(axes: Any, run: Run, colour: str, label: str = "", dashed: bool = False) -> None:
+def _draw_losses(axes: Any, run: FinishedRun, colour: str, label: str = "", dashed: bool = False) -> None:
     steps, losses = _series(run, "loss")
     over = 3 if dashed else 2  # draw dashed curves on top, so that both of two equal curves are visible
     axes.plot(*thin(steps, losses), color=colour, alpha=0.3, linewidth=0.8)
@@ -172,7 +172,7 @@ def _legend(axes: Any, **more: Any) -> None:
         text.set_parse_math(False)
 
 
-def _draw_parts(axes: Any, run: Run, size: float) -> None:
+def _draw_parts(axes: Any, run: FinishedRun, size: float) -> None:
     """Draw one bar per part for its measured memory, and a mark at the memory that its formula gives."""
     parts = run.summary["memory"]
     values = [part["measured"] / 1e6 for part in parts]
@@ -195,13 +195,13 @@ def _draw_parts(axes: Any, run: Run, size: float) -> None:
     axes.invert_yaxis()
 
 
-def part_names(runs: list[Run]) -> list[str]:
+def part_names(runs: list[FinishedRun]) -> list[str]:
     """Return the names of all parts of memory of some runs, in the order of PARTS, unknown names at the end."""
     found = dict.fromkeys(part["name"] for run in runs for part in run.summary["memory"])
     return [*(name for name in PARTS if name in found), *(name for name in found if name not in PARTS)]
 
 
-def _draw_stacks(axes: Any, runs: list[Run], size: float, above: bool = False) -> None:
+def _draw_stacks(axes: Any, runs: list[FinishedRun], size: float, above: bool = False) -> None:
     """Draw a bar per run, stacked by part; ``above`` writes the name above the bar instead of beside it."""
     starts, colours = [0.0] * len(runs), {}
     for part in part_names(runs):
@@ -225,7 +225,7 @@ def _draw_stacks(axes: Any, runs: list[Run], size: float, above: bool = False) -
     _label_bars(axes, runs, starts, [megabytes(total) for total in totals], size, above)
 
 
-def _draw_speeds(axes: Any, runs: list[Run], size: float, above: bool = False) -> None:
+def _draw_speeds(axes: Any, runs: list[FinishedRun], size: float, above: bool = False) -> None:
     rates = [run.summary["tokens_per_second"] for run in runs]
     colours = [LIGHT[run_colour(number)] for number in range(len(runs))]
     axes.barh(range(len(runs)), rates, 0.4 if above else 0.6, color=colours)
@@ -233,7 +233,7 @@ def _draw_speeds(axes: Any, runs: list[Run], size: float, above: bool = False) -
 
 
 def _label_bars(
-    axes: Any, runs: list[Run], ends: list[float], values: list[str], size: float, above: bool
+    axes: Any, runs: list[FinishedRun], ends: list[float], values: list[str], size: float, above: bool
 ) -> None:
     """Write the value behind each bar, and the name of the run beside the bar or above it."""
     from matplotlib.ticker import MaxNLocator
@@ -262,7 +262,7 @@ def megabytes(count: float | None) -> str:
     return f"{size:,.{digits}f}" if size else "0"
 
 
-def draw_run(run: Run) -> bytes:
+def draw_run(run: FinishedRun) -> bytes:
     """Draw loss curves, and beside them the computed and the measured memory of each part; return a PNG."""
     figure = _figure(11, 4.4)
     left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
@@ -276,7 +276,7 @@ def draw_run(run: Run) -> bytes:
     return _png(figure)
 
 
-def draw_comparison(runs: list[Run]) -> bytes:
+def draw_comparison(runs: list[FinishedRun]) -> bytes:
     """Draw loss curves, memory stacked by part, and speed of all runs; return a PNG."""
     figure = _figure(13, 4.4 + 0.25 * max(0, len(runs) - 3))
     curves, memory, speed = figure.subplots(1, 3, width_ratios=[1.25, 1.15, 0.8])
@@ -307,7 +307,7 @@ def _from_to(name: str, steps: list[float], values: list[float], form: str) -> s
     return f"{name}: {first} at step {steps[0]:g}, {last} at step {steps[-1]:g}, least {low}, largest {high}."
 
 
-def _losses_in_words(run: Run, name: str = "") -> str:
+def _losses_in_words(run: FinishedRun, name: str = "") -> str:
     prefix = f"{name}, " if name else ""
     words = [_from_to(f"{prefix}training loss", *_series(run, "loss"), ".4g")]
     if any("val_loss" in row for row in run.metrics):
@@ -315,7 +315,7 @@ def _losses_in_words(run: Run, name: str = "") -> str:
     return " ".join(words)
 
 
-def loss_plot(runs: list[Run], name: str) -> Plot:
+def loss_plot(runs: list[FinishedRun], name: str) -> Plot:
     """Plot training and validation loss of one or several runs; ``name`` is unique within the page."""
     axes = _axes(260)
     _prepare(axes, "", "step", size=11)
@@ -332,7 +332,7 @@ def loss_plot(runs: list[Run], name: str) -> Plot:
     return Plot("Loss, nats per token", inline_svg(axes.figure, name, " ".join(words)), tuple(legend))
 
 
-def curve_plots(run: Run, name: str) -> list[Plot]:
+def curve_plots(run: FinishedRun, name: str) -> list[Plot]:
     """Plot loss, gradient norm, tokens/s and memory of each step of a run."""
     plots = [loss_plot([run], f"{name}-loss")]
     for key, title, colour, form in (
@@ -352,7 +352,7 @@ def curve_plots(run: Run, name: str) -> list[Plot]:
     return [*plots, _memory_curve(run, f"{name}-memory")]
 
 
-def _memory_curve(run: Run, name: str) -> Plot:
+def _memory_curve(run: FinishedRun, name: str) -> Plot:
     """Plot the memory in use after each step, of the process and of an accelerator."""
     axes = _axes(260)
     _prepare(axes, "", "step", size=11)
@@ -375,7 +375,7 @@ def _memory_curve(run: Run, name: str) -> Plot:
     )
 
 
-def parts_plot(run: Run, name: str) -> Plot:
+def parts_plot(run: FinishedRun, name: str) -> Plot:
     """Plot the measured memory of each part, and that of its formula."""
     parts = run.summary["memory"]
     axes = _axes(40 + 34 * max(1, len(parts)))
@@ -390,7 +390,7 @@ def parts_plot(run: Run, name: str) -> Plot:
     return Plot("Memory at the peak, MB", inline_svg(axes.figure, name, f"Memory by part: {words}."), legend)
 
 
-def speed_plot(runs: list[Run], name: str) -> Plot:
+def speed_plot(runs: list[FinishedRun], name: str) -> Plot:
     """Plot the median of tokens/s of each run as a bar."""
     axes = _axes(34 + 46 * len(runs))
     _prepare(axes, grid="x", size=11)
@@ -399,7 +399,7 @@ def speed_plot(runs: list[Run], name: str) -> Plot:
     return Plot("Tokens/s, median over steps", inline_svg(axes.figure, name, f"Tokens/s: {words}."))
 
 
-def stacked_plot(runs: list[Run], name: str) -> Plot:
+def stacked_plot(runs: list[FinishedRun], name: str) -> Plot:
     """Plot the peak memory of each run as a bar that is stacked by part."""
     axes = _axes(34 + 46 * len(runs))
     _prepare(axes, grid="x", size=11)

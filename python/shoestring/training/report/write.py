@@ -28,7 +28,7 @@ OPTIONAL = {
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """The contents of a finished run folder."""
 
     name: str
@@ -38,7 +38,7 @@ class Run:
     metrics: list[dict[str, Any]]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> FinishedRun:
     """Read the files of a finished run; raise InputError if the folder holds no finished run."""
     try:
         record = read_json(folder / "run.json", "run.json")
@@ -50,7 +50,7 @@ def read_run(folder: Path) -> Run:
     except (ValueError, RecursionError, OSError) as error:
         raise InputError(f"{folder}: not a finished run ({error})") from None
     _check(folder, record, summary, metrics)
-    return Run(folder.resolve().name, folder, record, summary, metrics)
+    return FinishedRun(folder.resolve().name, folder, record, summary, metrics)
 
 
 def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
@@ -92,7 +92,7 @@ def _check(folder: Path, record: Any, summary: Any, metrics: list[Any]) -> None:
         )
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
+def read_runs(folders: list[Path]) -> list[FinishedRun]:
     """Read finished runs. Name each by its folder, with parent folders if the folder's name is not unique."""
     runs = [read_run(folder) for folder in folders]
     ends = [list(run.folder.resolve().parts) for run in runs]
@@ -107,7 +107,7 @@ def read_runs(folders: list[Path]) -> list[Run]:
     return [replace(run, name=name) for run, name in zip(runs, names)]
 
 
-def figures(run: Run) -> dict[str, str]:
+def figures(run: FinishedRun) -> dict[str, str]:
     """Return the figures of a run for the tables: pairs of a label with its unit and the formatted value."""
     summary = run.summary
     val = summary["val_loss"]
@@ -119,7 +119,7 @@ def figures(run: Run) -> dict[str, str]:
     }
 
 
-def comparison(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
+def comparison(runs: list[FinishedRun]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of a table of runs, whose last columns are ratios to the first run.
 
     The loss ratio uses the validation loss if every run has one, and the training loss otherwise.
@@ -163,7 +163,7 @@ def write_sections(out: Path, title: str, groups: dict[str, list[Path]]) -> dict
     return tables
 
 
-def _table(runs: list[Run]) -> list[list[str]]:
+def _table(runs: list[FinishedRun]) -> list[list[str]]:
     head, rows = comparison(runs)
     return [head, *rows]
 

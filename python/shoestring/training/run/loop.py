@@ -106,14 +106,16 @@ class Trainer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         readings = Readings(
             self.device,
-            self._interval(),
+            config.log_every or (1 if self.device.type == "cpu" else LOG_EVERY),
             config.accumulate // self.processes.count,
             not self.scaler.is_enabled(),
             self.processes.total,
         )
+        # The first process alone keeps the metrics.
+        metrics = self.run / "metrics.jsonl" if self.processes.is_first else Path(os.devnull)
         self._set_mode(training=True)
         with (
-            MetricsLog(self._log_path(), keep_through=start) as log,
+            MetricsLog(metrics, keep_through=start) as log,
             signals.deferred(),
             device.float32_products(config.precision == "tf32"),
             self._feed(start) as feed,
@@ -157,10 +159,6 @@ class Trainer:
         """
         self._set_mode(training=False)
 
-    def _log_path(self) -> Path:
-        """Return the file of the metrics, which the first process alone keeps."""
-        return self.run / "metrics.jsonl" if self.processes.is_first else Path(os.devnull)
-
     def _order(self) -> BatchOrder | PackedOrder:
         config = self.config
         if self.pack != "fill":
@@ -182,9 +180,6 @@ class Trainer:
             return StepData(batches, counted, sum(self.train.count(rows) for rows in drawn))
 
         return Prefetcher(read, self.device, start=start, stop=self.config.steps, fills_buffers=True)
-
-    def _interval(self) -> int:
-        return self.config.log_every or (1 if self.device.type == "cpu" else LOG_EVERY)
 
     def _accumulate(self, step: int, data: StepData, readings: Readings, first: bool) -> None:
         """Run forward and backward of all micro-batches of a step.

@@ -143,39 +143,33 @@ def load_model(
     """
     stored = check_model_directory(folder)
     quiet_transformers()
+    quantized = is_quantized(folder)
     with working(f"loading {folder}"), weights_errors(to):
-        return _load(folder, dtype, quantize, trust_remote_code, device, to, keep, stored, double_quant)
-
-
-def _load(
-    folder: Path,
-    dtype: torch.dtype,
-    quantize: str | None,
-    trust_remote_code: bool,
-    device: torch.device,
-    to: str | None,
-    keep: int,
-    stored: dict[str, tuple[int, ...]],
-    double_quant: bool,
-) -> Any:
-    if quantize is not None or is_quantized(folder):
-        try:
-            return load_quantized(
-                folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
-                to=to, keep=keep, double_quant=double_quant,
-            )  # fmt: skip
-        except OtherTensorsError as error:
-            if is_quantized(folder):
+        if quantize is not None or quantized:
+            try:
+                return load_quantized(
+                    folder, quant_type=quantize, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
+                    to=to, keep=keep, double_quant=double_quant,
+                )  # fmt: skip
+            except OtherTensorsError as error:
+                if quantized:
+                    raise InputError(error) from None
+            except ValueError as error:
                 raise InputError(error) from None
-        except ValueError as error:
-            raise InputError(error) from None
-    if device != CPU and not is_quantized(folder):
-        try:
-            return load_dense(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        except OtherTensorsError:
-            pass
-        except ValueError as error:
-            raise InputError(error) from None
+        if device != CPU:
+            try:
+                return load_dense(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+            except OtherTensorsError:
+                pass
+            except ValueError as error:
+                raise InputError(error) from None
+        return _load_with_transformers(folder, dtype, trust_remote_code, stored).to(device)
+
+
+def _load_with_transformers(
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool, stored: dict[str, tuple[int, ...]]
+) -> Any:
+    """Load a model into host memory, whose weights transformers maps; ``stored`` has the shapes in the files."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -209,7 +203,7 @@ def _load(
         raise InputError(
             f"{folder}: {len(missing)} weight(s) of the architecture are missing, the first is {missing[0]}"
         )
-    return model.to(device)
+    return model
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from shoestring.core.errors import InputError
 from shoestring.training import memory
 from shoestring.training.estimate import formulas
-from shoestring.training.memory import Part
 from shoestring.training.optimizers import trained
 from shoestring.training.report.metrics import read_metrics
 from shoestring.training.run.device import weight_dtype
@@ -22,6 +21,16 @@ if TYPE_CHECKING:
     from shoestring.training.run.loop import Trainer
 
 LAST = 10  # number of last steps over which the final training loss is averaged, since one step is noisy
+
+
+@dataclass
+class Part:
+    """One bar of the memory chart: a part of the process's memory, with its computed and measured bytes."""
+
+    name: str
+    formula: str
+    expected: int | None  # bytes that the formula gives, or None if there is no formula
+    measured: int  # bytes that were measured
 
 
 def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dict[str, Any]:

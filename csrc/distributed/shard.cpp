@@ -17,8 +17,8 @@ namespace {
 using at::Tensor;
 using optim::ParameterPart;
 
-// The bytes that each rank sends at a time. All ranks together send 8 MiB, so that the buffers hardly depend on their
-// number, unless these would be messages of less than 256 KiB.
+// The bytes that each rank sends at a time. All ranks together send 8 MiB, so that the buffers hardly depend
+// on their number, unless these would be messages of less than 256 KiB.
 int64_t chunk_of(size_t ranks) {
   return std::max<int64_t>((int64_t{8} << 20) / static_cast<int64_t>(ranks) / 256 * 256, 256 << 10);
 }

@@ -10,8 +10,8 @@ using shoestring::RopeOptions;
 
 namespace {
 
-// Rotates x (..., tokens, head_dim) by angles (tokens, head_dim / 2). Element i of a head is paired with element
-// i + head_dim / 2, or if `interleaved`, element 2 i with the next.
+// Rotates x (..., tokens, head_dim) by angles (tokens, head_dim / 2). Element i of a head is paired with
+// element i + head_dim / 2, or if `interleaved`, element 2 i with the next.
 Tensor plain(const Tensor& x, const Tensor& angles, bool interleaved = false) {
   const auto pairs = interleaved ? x.unflatten(-1, {-1, 2}).unbind(-1) : x.chunk(2, -1);
   const Tensor cos = angles.cos(), sin = angles.sin();

@@ -99,6 +99,7 @@ def results(function: Any, module: Attention, inputs: dict[str, Tensor], upstrea
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], upstream.to(y.dtype))]
 
 
+@pytest.mark.first
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)

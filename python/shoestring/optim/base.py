@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from shoestring.core.dtensors import is_dtensor
 from shoestring.core.one_thread import one_thread
-from shoestring.optim.gradients import GradientHooks
+from shoestring.optim.gradients import GradientHooks, living_gradients
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
 from shoestring.optim.sharded import Aliases, local, shard_gradients, shards, splits_of
@@ -377,7 +377,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
             self._take_changed_state()
         self._consolidated = None
         try:
-            with self._shard_gradients():
+            with self._shard_gradients(), living_gradients(self.param_groups):
                 self._skipped = self._core.step(scale, found_inf)
         finally:
             self._show_state()

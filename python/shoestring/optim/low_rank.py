@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import distinct
+from shoestring.optim.gradients import living_gradients
 from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.parameter_names import by_names
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
@@ -121,7 +122,7 @@ class LowRankOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with Uninterrupted():
+        with Uninterrupted(), living_gradients(self.param_groups):
             self.grad_norm = self._virtual.step(self.param_groups, self.state, self.max_grad_norm)
         return loss
 

@@ -21,9 +21,9 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(64, 64)) for _ in range(6)]
 
 
-def stepping(optimizer: Any, params: list[nn.Parameter]) -> Callable[[], None]:
+def stepping(optimizer: Any, params: list[nn.Parameter], steps: int = STEPS) -> Callable[[], None]:
     def step() -> None:
-        for _ in range(STEPS):
+        for _ in range(steps):
             for p in params:
                 p.grad = torch.ones_like(p)
             optimizer.step()
@@ -38,6 +38,17 @@ def test_threads_step_one_optimizer(offload: str | None) -> None:
     together(stepping(optimizer, params), stepping(optimizer, params))
     assert all(state["step"].item() == 2 * STEPS for state in optimizer.state.values())
     assert all(p.isfinite().all() for p in params)
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize("offload", [None, "cpu", "stream"])
+def test_gradients_are_replaced_during_a_step(offload: str | None) -> None:
+    """A step reads an old or a new gradient. Without the references that it holds, most of these processes end."""
+    torch.set_num_threads(1)
+    params = weights()
+    optimizer = AdamW(params, lr=1e-3, offload=offload)
+    together(*[stepping(optimizer, params, 1000)] * 3)
+    assert all(state["step"].item() == 3000 for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])

@@ -89,7 +89,7 @@ REFERENCE = "fp32"
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: a model, the size of its vocabulary, and the settings of its runs."""
+    """A task is a model, the size of its vocabulary, and the settings of its runs."""
 
     shape: Preset
     vocabulary: int

@@ -54,12 +54,11 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: li
 
     shape = [*SHAPE, "--device", device, "--lr", "4e-3"]
     common = ["train", "--data", text, "--tokenizer", tokenizer, "--preset", "mini", *shape, *_steps(steps)]
-    ours, theirs = allocator, ["--baseline"]
     say(f"2 of 3: training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
     run_in_turns(
         {
-            "baseline": [*common, *theirs, "--out", str(train / "baseline")],
-            "shoestring": [*common, *ours, "--out", str(train / "shoestring")],
+            "baseline": [*common, "--baseline", "--out", str(train / "baseline")],
+            "shoestring": [*common, *allocator, "--out", str(train / "shoestring")],
         },
         train,
         # PEFT takes as long as plain PyTorch for a step, with bitsandbytes and without.
@@ -83,16 +82,16 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: li
     )
     run_in_turns(
         {
-            "peft-lora": [*common, *theirs, "--quantize", "none", "--out", str(tune / "peft-lora")],
+            "peft-lora": [*common, "--baseline", "--quantize", "none", "--out", str(tune / "peft-lora")],
             "peft-bitsandbytes": [
                 *common,
-                *theirs,
+                "--baseline",
                 "--quantize",
                 "nf4",
                 "--out",
                 str(tune / "peft-bitsandbytes"),
             ],
-            "shoestring": [*common, *ours, "--quantize", "nf4", "--out", str(tune / "shoestring")],
+            "shoestring": [*common, *allocator, "--quantize", "nf4", "--out", str(tune / "shoestring")],
         },
         tune,
     )

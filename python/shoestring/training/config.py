@@ -223,7 +223,7 @@ class LoopConfig(StepConfig):
 
     @property
     def blocks_place(self) -> str | None:
-        """Where whole weights of blocks lie; None if they stay, or if several processes move their parts."""
+        """The place where whole weights of blocks lie; None if they stay, or if processes move their parts."""
         return None if self._processes() > 1 else self.weights_place
 
     @property

@@ -264,7 +264,7 @@ for step in range(1, 21):
     minutes, seconds = zip(*(map(int, line.split()[1].split(":")) for line in lines), strict=True)
     times = [60 * m + s - 600 for m, s in zip(minutes, seconds, strict=True)]
     assert len(times) >= 3 and times == sorted(times, reverse=True), lines
-    # What is left of these runs, and once more what they take.
+    # A line says what these runs still need, and adds what all of them take.
     assert times[-1] < times[0] and all(took - 1 <= t <= 2 * took + 1 for t in times), (times, took)
 
 

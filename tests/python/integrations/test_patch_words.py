@@ -48,7 +48,7 @@ EXPERTS: dict[str, Any] = dict(
 def test_two_lines_name_every_part(config: PretrainedConfig, left: str, attends: bool) -> None:
     model = AutoModelForCausalLM.from_config(config)
     before = model.config._attn_implementation
-    # Whose layers linear=None would change depends on the CPU.
+    # The layers that linear=None would change depend on the CPU.
     report = shoestring.patch(model, logits=False, linear=False)
     done, rest = patch_lines(model, report)
     assert rest == f"left to PyTorch: {left}" and done.startswith(

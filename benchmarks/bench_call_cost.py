@@ -65,7 +65,7 @@ def make_steps() -> dict[str, Callable[[], object]]:
             tensors |= {name: torch.zeros(256), f"{name}_scale": None}
         return tensors
 
-    ops = shoestring.ops
+    ops = torch.ops.shoestring
     sgd, muon = state("momentum_buffer"), state("momentum_buffer")
     adamw, lamb = state("exp_avg", "exp_avg_sq"), state("exp_avg", "exp_avg_sq")
     adamw_options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}

@@ -132,7 +132,7 @@ def optimizers() -> Iterator[Case]:
 def composed() -> Iterator[Case]:
     """Yield the optimizers that are composed of several operators. Passes over the whole parameter count.
 
-    LAMB: AdamW on a zeroed update u, two norms, and the step (csrc/optim/lamb.cpp). Adafactor and CAME compute
+    LAMB: AdamW on a zeroed update u, two norms, and the step (csrc/optim/rules/lamb.cpp). Adafactor and CAME compute
     means, products and norms with PyTorch's operators. test_gpu_model.py counts the calls.
     """
     layer, small = 4096 * 4096, 2048 * 2048

@@ -9,7 +9,7 @@
 set(SHOESTRING_READERS
     files/read_file files/safetensors files/safetensors_files files/safetensors_header
     integrations/model_files integrations/quantized_keys adapters/config_digest adapters/load adapters/names
-    adapters/pattern adapters/pattern_syntax adapters/peft_config adapters/virtual_tokens optim/files optim/saved)
+    adapters/pattern adapters/pattern_syntax adapters/peft_config adapters/virtual_tokens optim/core/files optim/core/saved)
 
 # Compiles source files of a target (absolute paths) as one translation unit: build/unity/TARGET/unity_NAME.cpp.
 function(shoestring_unit target name)
@@ -42,7 +42,7 @@ function(shoestring_unity target base)
   set(_units "")
   foreach(_source IN LISTS _given_UNPARSED_ARGUMENTS)
     file(RELATIVE_PATH _file "${PROJECT_SOURCE_DIR}/${base}" "${_source}")
-    get_filename_component(_unit "${_file}" DIRECTORY)
+    string(REGEX REPLACE "/.*" "" _unit "${_file}")
     if(DEFINED _unit_of_${_unit})
       set(_unit ${_unit_of_${_unit}})
     endif()

@@ -58,13 +58,13 @@ class Mutation(Change):
 MUTATIONS = (
     Mutation(
         "optim: AdamW corrects the bias of the second moment with beta1",
-        "csrc/optim/adamw_rule.h",
+        "csrc/optim/rules/adamw_rule.h",
         "bias2 = 1 - pow(beta2, step)",
         "bias2 = 1 - pow(beta1, step)",
     ),
     Mutation(
         "optim: a mean of fewer snapshots than it may have is divided by the number that it may have",
-        "csrc/optim/averages_core.cpp",
+        "csrc/optim/wrappers/averages_core.cpp",
         "sum.div_(static_cast<double>(values_.size()))",
         "sum.div_(static_cast<double>(options_.last()))",
     ),

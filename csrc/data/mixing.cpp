@@ -94,15 +94,15 @@ struct Box {
 
 void check_mix(const char* op, const MixCall& call) {
   const Tensor &inputs = call.inputs, &target = call.target;
-  TORCH_CHECK(std::isfinite(call.alpha) && call.alpha > 0, op,
-              ": alpha: expected a positive number, received ", call.alpha);
-  TORCH_CHECK(call.step >= 0, op, ": step: expected a number of at least 0, received ", call.step);
-  TORCH_CHECK(inputs.dim() >= 1, op, ": inputs: expected shape (rows, ...), received a scalar");
-  TORCH_CHECK(target.dim() >= 1 && target.size(0) == inputs.size(0), op,
-              ": target: expected shape (rows, ...) with ", inputs.size(0), " rows, received ",
-              target.sizes());
-  TORCH_CHECK(target.device() == inputs.device(), op, ": target: expected the device of inputs, ",
-              inputs.device(), ", received ", target.device());
+  TORCH_CHECK_VALUE(std::isfinite(call.alpha) && call.alpha > 0, op,
+                    ": alpha: expected a positive number, received ", call.alpha);
+  TORCH_CHECK_VALUE(call.step >= 0, op, ": step: expected a number of at least 0, received ", call.step);
+  TORCH_CHECK_VALUE(inputs.dim() >= 1, op, ": inputs: expected shape (rows, ...), received a scalar");
+  TORCH_CHECK_VALUE(target.dim() >= 1 && target.size(0) == inputs.size(0), op,
+                    ": target: expected shape (rows, ...) with ", inputs.size(0), " rows, received ",
+                    target.sizes());
+  TORCH_CHECK_VALUE(target.device() == inputs.device(), op, ": target: expected the device of inputs, ",
+                    inputs.device(), ", received ", target.device());
 }
 
 // Returns which row each row is mixed with: row i with row (i + shift) % rows, never itself if there are two.
@@ -133,9 +133,9 @@ MixResult mix_result(const MixCall& call, Tensor inputs, int64_t shift, const st
 MixResult mixup_of(const MixCall& call) {
   check_mix(kMixup, call);
   const Tensor& x = call.inputs;
-  TORCH_CHECK(is_supported_float(x.scalar_type()), kMixup,
-              ": inputs: expected fp32, fp64, bf16 or fp16, received ", x.scalar_type(),
-              "; call inputs.float()");
+  TORCH_CHECK_VALUE(is_supported_float(x.scalar_type()), kMixup,
+                    ": inputs: expected fp32, fp64, bf16 or fp16, received ", x.scalar_type(),
+                    "; call inputs.float()");
   Draws whole(call, 0);
   const int64_t rows = x.size(0), shift = shift_of(whole, rows);
   const Tensor others = partners(x, shift);
@@ -155,11 +155,11 @@ MixResult mixup_of(const MixCall& call) {
 MixResult cutmix_of(const MixCall& call) {
   check_mix(kCutmix, call);
   const Tensor& x = call.inputs;
-  TORCH_CHECK(x.dim() >= 3, kCutmix, ": inputs: expected shape (rows, ..., height, width), received ",
-              x.sizes());
+  TORCH_CHECK_VALUE(x.dim() >= 3, kCutmix, ": inputs: expected shape (rows, ..., height, width), received ",
+                    x.sizes());
   const int64_t rows = x.size(0), height = x.size(-2), width = x.size(-1);
-  TORCH_CHECK(height > 0 && width > 0, kCutmix, ": inputs: expected images with pixels, received shape ",
-              x.sizes());
+  TORCH_CHECK_VALUE(height > 0 && width > 0, kCutmix,
+                    ": inputs: expected images with pixels, received shape ", x.sizes());
   Draws whole(call, 0);
   const int64_t shift = shift_of(whole, rows);
   std::vector<float> shares;

@@ -6,7 +6,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "distributed/diloco.h"
-#include "optim/state_entries.h"
+#include "optim/core/state_entries.h"
 
 namespace shoestring::distributed {
 namespace {

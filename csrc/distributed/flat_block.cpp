@@ -7,7 +7,7 @@
 #include <c10/util/StringUtil.h>
 
 #include "offload/block_runs.h"
-#include "optim/split_params.h"
+#include "optim/split/split_params.h"
 
 namespace shoestring::distributed {
 

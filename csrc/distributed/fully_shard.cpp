@@ -18,7 +18,7 @@
 #include "distributed/compressor.h"
 #include "distributed/flat_block.h"
 #include "offload/block_runs.h"
-#include "optim/split_params.h"
+#include "optim/split/split_params.h"
 
 namespace shoestring::distributed {
 namespace {

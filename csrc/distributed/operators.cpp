@@ -9,7 +9,7 @@
 #include "distributed/backends.h"
 #include "distributed/named_backend.h"
 #include "distributed/split_gradients.h"
-#include "optim/optimizer_holder.h"
+#include "optim/core/optimizer_holder.h"
 
 namespace shoestring::distributed {
 namespace {

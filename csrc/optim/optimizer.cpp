@@ -140,7 +140,7 @@ Call::Call(const torch::jit::Stack& stack, size_t count, LowMemoryOptions& optio
   check_number(op, "grad_scale", grad_scale, device);
   check_number(op, "clip_coef", clip_coef, device);
   check_number(op, "found_inf", found_inf, device);
-  const detail::Reporter reporter{"", op};
+  const detail::Reporter reporter{op, /*is_operator=*/true};
   if (!detail::kLrRange.holds(lr))
     reporter.refuse("lr", c10::str("a number ", detail::kLrRange.expected), lr);
   detail::check_ranges(own, reporter);

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <variant>
@@ -87,15 +88,14 @@ void visit_arguments(const std::vector<Field>& fields, Visitor& visit) {
 
 /// Raises errors about the options of an optimizer class, or about the arguments of an operator.
 struct Reporter {
-  const char* prefix;  // "shoestring::optim::" for a class, "" for an operator
-  const char* name;
-
-  bool is_operator() const { return *prefix == 0; }
+  std::string_view name;  // of the class or of the operator
+  bool is_operator;
 
   template <class Received>
   [[noreturn]] void refuse(const std::string& option, const std::string& expected,
                            const Received& received) const {
-    TORCH_CHECK(false, prefix, name, ": ", option, ": expected ", expected, ", received ", received);
+    TORCH_CHECK(!is_operator, name, ": ", option, ": expected ", expected, ", received ", received);
+    TORCH_CHECK_VALUE(false, name, ": ", option, ": expected ", expected, ", received ", received);
   }
   /// Refuses one element of a tuple option, which an operator takes as an argument of its own. `expected`
   /// continues "a number".
@@ -103,7 +103,7 @@ struct Reporter {
   [[noreturn]] void refuse_element(const char* option, int number, const char* expected,
                                    const Received& received) const {
     constexpr const char* kOrdinals[] = {"first", "second", "third"};
-    if (is_operator()) refuse(numbered(option, number), c10::str("a number ", expected), received);
+    if (is_operator) refuse(numbered(option, number), c10::str("a number ", expected), received);
     refuse(option, c10::str("a ", kOrdinals[number - 1], " number ", expected), received);
   }
 };
@@ -161,9 +161,9 @@ struct Access {
     return const_cast<LowMemoryOptions&>(options).fields();
   }
   static std::vector<Field> fields(const LowMemoryOptions& options);
-  /// Raises c10::Error if an option is out of range.
-  static void check(const LowMemoryOptions& options);
-  /// Raises c10::Error if options do not fit together.
+  /// Raises c10::ValueError if an option is out of range. `name` begins the message.
+  static void check(const LowMemoryOptions& options, std::string_view name);
+  /// Raises an error if options do not fit together.
   static void check_together(const LowMemoryOptions& options, const Reporter& reporter) {
     options.check(reporter);
   }
@@ -184,13 +184,12 @@ struct Access {
 /// Returns the values that an option may have, for messages: "two numbers in [0, 1)".
 std::string expected_of(const Field& field);
 
-/// Raises an error unless `good` is true. The message contains the class, the option, the expected value and
-/// the received value.
+/// Raises c10::ValueError, which is a ValueError in Python, unless `good` is true. The message contains the
+/// class, the option, the expected value and the received value.
 template <class Received>
-void expect(bool good, const char* name, const char* option, const std::string& expected,
+void expect(bool good, std::string_view name, std::string_view option, std::string_view expected,
             const Received& received) {
-  TORCH_CHECK(good, "shoestring::optim::", name, ": ", option, ": expected ", expected, ", received ",
-              received);
+  TORCH_CHECK_VALUE(good, name, ": ", option, ": expected ", expected, ", received ", received);
 }
 
 }  // namespace shoestring::optim::detail

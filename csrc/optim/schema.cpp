@@ -14,29 +14,6 @@ namespace {
 
 // Defines the operator of an optimizer class. Its arguments are those of struct Arguments, with the moments
 // and the options of the class.
-//
-// The operator takes one optimizer step, on every parameter whose gradient (fp32, bf16 or fp16) is given.
-// Parameters without a gradient do not change, nor do their step counters.
-//
-// The state of all parameters is in flat arenas. The parameters are stored in the order of `params`, and
-// each begins at a multiple of 256 elements:
-// - step: (tensors), fp32;
-// - moments: fp32 or bf16 without scales, or uint8 codes with fp32 scales. Codes have 8 bits with one scale
-//   per 256 elements, or 4 bits (see quantize_state_4bit);
-// - accumulated: fp32 or bf16. It is added to the gradients, and then set to zero;
-// - weight_remainder: int16. A bf16 weight and its remainder together store an fp32 exactly. Without
-//   weight_remainder, stochastic_rounding selects the rounding of bf16 weights.
-//
-// Four options are one fp32 element each, in the memory of the device of `params`. lr_tensor replaces lr,
-// grad_scale divides the gradients, and clip_coef multiplies the gradients. If found_inf is not zero, the
-// step is skipped: it only sets `accumulated` to zero.
-//
-// Random bits depend on the seed, the step, the parameter's number (by default its index) and the element's
-// index in the parameter.
-//
-// If `blocks` is given, the arenas hold only that many blocks of 256 elements, from block first_block of
-// the first parameter on. Only these blocks are stepped. The gradient of a parameter of which some blocks are
-// stepped may be flat, with the elements of these blocks alone.
 template <class Options>
 void define(torch::Library& m, const std::string& name) {
   const Options options;
@@ -49,7 +26,31 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Computes the L2 norm of each of n tensors (fp32, bf16 or fp16), as fp32 (n). Gradient clipping uses these
   // norms.
   m.def("foreach_norm(Tensor[] tensors) -> Tensor");
+  // AdamW: one optimizer step, on every parameter whose gradient (fp32, bf16 or fp16) is given. Parameters
+  // without a gradient do not change, nor do their step counters. The arithmetic is fp32, with the moments
+  // before they are quantised. An error changes no tensor.
+  //
+  // The state of all parameters is in flat arenas. The parameters are stored in the order of `params`, and
+  // each begins at a multiple of 256 elements:
+  // - step: (tensors), fp32;
+  // - moments: fp32 or bf16 without scales, or uint8 codes with fp32 scales. Codes have 8 bits with one scale
+  //   per 256 elements, or 4 bits (see quantize_state_4bit);
+  // - accumulated: fp32 or bf16. It is added to the gradients, and then set to zero;
+  // - weight_remainder: int16. A bf16 weight and its remainder together store an fp32 exactly. Without
+  //   weight_remainder, stochastic_rounding selects the rounding of bf16 weights.
+  //
+  // Four options are one fp32 element each, in the memory of the device of `params`. lr_tensor replaces lr,
+  // grad_scale divides the gradients, and clip_coef multiplies the gradients. If found_inf is not zero, the
+  // step is skipped: it only sets `accumulated` to zero.
+  //
+  // Random bits depend on the seed, the step, the parameter's number (by default its index) and the element's
+  // index in the parameter.
+  //
+  // If `blocks` is given, the arenas hold only that many blocks of 256 elements, from block first_block of
+  // the first parameter on. Only these blocks are stepped. The gradient of a parameter of which some blocks
+  // are stepped may be flat, with the elements of these blocks alone.
   define<AdamWOptions>(m, "adamw_");
+  // Lion. The state and the arguments of the step are those of adamw_, as for all optimizers below.
   define<LionOptions>(m, "lion_");
   // SGD with momentum, as in torch.optim.SGD.
   define<SGDOptions>(m, "sgd_");

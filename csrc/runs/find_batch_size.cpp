@@ -8,7 +8,7 @@
 
 #include "core/device.h"
 #include "core/spare_memory.h"
-#include "optim/stored.h"
+#include "optim/core/stored.h"
 #include "runs/batch_sizes.h"
 #include "runs/run_copy.h"
 

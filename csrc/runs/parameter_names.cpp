@@ -10,7 +10,7 @@
 
 #include "files/read_file.h"
 #include "files/safetensors_format.h"
-#include "optim/split_params.h"
+#include "optim/split/split_params.h"
 
 namespace shoestring::runs {
 

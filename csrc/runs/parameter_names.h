@@ -4,7 +4,7 @@
 
 #include <shoestring/training.h>
 
-#include "optim/stored.h"
+#include "optim/core/stored.h"
 
 namespace shoestring::runs {
 

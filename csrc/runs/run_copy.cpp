@@ -4,8 +4,8 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "optim/core.h"
-#include "optim/scaled.h"
+#include "optim/core/core.h"
+#include "optim/core/scaled.h"
 #include "runs/generators.h"
 
 namespace shoestring::runs {
@@ -36,7 +36,7 @@ RunCopy::RunCopy(TrainingRun& run, std::string what)
   for (auto* optimizer : run.optimizers) {
     const auto* own = optim::detail::divides_within_step(*optimizer);
     TORCH_CHECK_VALUE(
-        own == nullptr || !optim::detail::Access::core(*own).has_sums(), what_,
+        own == nullptr || !optim::detail::Access::core(*own).sums.any(), what_,
         ": run: expected gradients in grad(), received sums of accumulate(), which would be lost. "
         "Call step() or zero_grad() before");
   }

@@ -7,7 +7,7 @@
 
 #include <shoestring/training.h>
 
-#include "optim/host_copy.h"
+#include "optim/core/host_copy.h"
 
 namespace shoestring::runs {
 

@@ -1,6 +1,6 @@
 // Format of the safetensors file of a training run. The tensors are called:
 // - "model.<name>";
-// - "optimizer.<number>.<name>", with the names of optim/stored.h;
+// - "optimizer.<number>.<name>", with the names of optim/core/stored.h;
 // - "part.<name of the part>.<name>";
 // - "random.cpu", "random.<type>.<index>" of each accelerator: states of generators. Python adds
 // "random.python" and
@@ -32,9 +32,9 @@
 #include "files/content_checksum.h"
 #include "files/read_file.h"
 #include "files/safetensors_writer.h"
-#include "optim/host_copy.h"
-#include "optim/split_state.h"
-#include "optim/stored.h"
+#include "optim/core/host_copy.h"
+#include "optim/core/split_state.h"
+#include "optim/core/stored.h"
 #include "runs/generators.h"
 #include "runs/parameter_names.h"
 

@@ -1,6 +1,6 @@
 // Instantiates the kernels of cuda/optim/optimizer.h for AdamW.
 
-#include "optim/adamw_rule.h"
+#include "optim/rules/adamw_rule.h"
 
 #include "cuda/optim/optimizer.h"
 

@@ -1,6 +1,6 @@
 // Instantiates the kernels of cuda/optim/optimizer.h for AdEMAMix.
 
-#include "optim/ademamix_rule.h"
+#include "optim/rules/ademamix_rule.h"
 
 #include "cuda/optim/optimizer.h"
 

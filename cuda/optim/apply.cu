@@ -1,7 +1,7 @@
 // Instantiates the kernels of cuda/optim/optimizer.h for the operator apply_, which subtracts an update from
 // the weights.
 
-#include "optim/apply_rule.h"
+#include "optim/rules/apply_rule.h"
 
 #include "cuda/optim/optimizer.h"
 

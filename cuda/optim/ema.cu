@@ -1,7 +1,7 @@
 // Instantiates the kernels of cuda/optim/optimizer.h for the operator ema_, an exponential moving average of
 // weights.
 
-#include "optim/ema_rule.h"
+#include "optim/rules/ema_rule.h"
 
 #include "cuda/optim/optimizer.h"
 

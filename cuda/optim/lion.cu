@@ -1,6 +1,6 @@
 // Instantiates the kernels of cuda/optim/optimizer.h for Lion.
 
-#include "optim/lion_rule.h"
+#include "optim/rules/lion_rule.h"
 
 #include "cuda/optim/optimizer.h"
 

@@ -1,6 +1,6 @@
 // Instantiates the kernels of cuda/optim/optimizer.h for Schedule-Free AdamW.
 
-#include "optim/schedule_free_adamw_rule.h"
+#include "optim/rules/schedule_free_adamw_rule.h"
 
 #include "cuda/optim/optimizer.h"
 

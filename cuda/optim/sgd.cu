@@ -1,6 +1,6 @@
 // Instantiates the kernels of cuda/optim/optimizer.h for SGD.
 
-#include "optim/sgd_rule.h"
+#include "optim/rules/sgd_rule.h"
 
 #include "cuda/optim/optimizer.h"
 

@@ -13,7 +13,6 @@ from public_surface import MODULES
 
 # Keyword arguments of public functions, which are described once, in classes of their own.
 ARGUMENTS = (
-    "shoestring.optim.step_arguments.StepArguments",
     "shoestring.losses.vocab_parallel.ShardOptions",
     "shoestring.losses.vocab_parallel.Shard",
 )

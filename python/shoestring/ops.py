@@ -1,7 +1,7 @@
 """The operators as Python functions: wrappers of torch.ops.shoestring."""
 
-# The modules of operators list their public names in __all__. Those of optimizers hold the classes of
-# shoestring.optim too, so the operator is named here.
+# The modules of operators list their public names in __all__. Optimizer steps are operators without a function:
+# the classes of shoestring.optim call them.
 # ruff: noqa: F403
 from shoestring.adapters.lora_linear import *
 from shoestring.attention.attention import *
@@ -19,16 +19,7 @@ from shoestring.losses.cross_entropy import *
 from shoestring.losses.linear_cross_entropy import *
 from shoestring.losses.linear_distillation import *
 from shoestring.losses.vocab_parallel import *
-from shoestring.optim.adafactor import adafactor_ as adafactor_
-from shoestring.optim.adamw import adamw_ as adamw_
-from shoestring.optim.ademamix import ademamix_ as ademamix_
-from shoestring.optim.came import came_ as came_
 from shoestring.optim.foreach_norm import *
-from shoestring.optim.lamb import lamb_ as lamb_
-from shoestring.optim.lion import lion_ as lion_
-from shoestring.optim.muon import muon_ as muon_
-from shoestring.optim.schedule_free_adamw import schedule_free_adamw_ as schedule_free_adamw_
-from shoestring.optim.sgd import sgd_ as sgd_
 from shoestring.quantization.compress_gradient import *
 from shoestring.quantization.fake_quantize import *
 from shoestring.quantization.quantize_4bit import *

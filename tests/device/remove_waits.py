@@ -35,9 +35,9 @@ COPIES = ["releases", "offload", "optimizers", "command_line"]
 TESTS = {
     "csrc/offload/weight_store.cpp": ["weights", *COPIES],
     "csrc/offload/": COPIES,
-    "csrc/optim/host.cpp": COPIES,
-    "csrc/optim/guard_core.cpp": ["training_loop", "devices"],
-    "csrc/optim/averages_core.cpp": ["training_loop", "devices"],
+    "csrc/optim/core/host_steps.cpp": COPIES,
+    "csrc/optim/wrappers/guard_core.cpp": ["training_loop", "devices"],
+    "csrc/optim/wrappers/averages_core.cpp": ["training_loop", "devices"],
     "csrc/runs/": ["tests/python/runs/test_monitor.py"],
     "python/shoestring/optim/guard.py": ["training_loop"],
     "python/shoestring/optim/sharded.py": ["sharded"],

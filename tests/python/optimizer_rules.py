@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,21 +20,10 @@ from references.optim import (
     schedule_free_adamw_reference,
     sgd_reference,
 )
-from shoestring.ops import (
-    adafactor_,
-    adamw_,
-    ademamix_,
-    came_,
-    dequantize_8bit,
-    dequantize_state_4bit,
-    lamb_,
-    lion_,
-    muon_,
-    schedule_free_adamw_,
-    sgd_,
-)
+from shoestring.ops import dequantize_8bit, dequantize_state_4bit
 from shoestring.quantization.quantize_state_4bit import GROUP_4BIT
 
+OPS = torch.ops.shoestring
 STATE_BLOCK = 256
 
 
@@ -111,26 +101,32 @@ class Rule:
 
 ADAMW = Rule(
     "adamw",
-    adamw_,
+    OPS.adamw_,
     adamw_reference,
     {"exp_avg": True, "exp_avg_sq": False},
     dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1),
 )
 LION = Rule(
-    "lion", lion_, lion_reference, {"exp_avg": True}, dict(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1)
+    "lion",
+    OPS.lion_,
+    lion_reference,
+    {"exp_avg": True},
+    dict(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1),
 )
 SGD = Rule(
     "sgd",
-    sgd_,
+    OPS.sgd_,
     sgd_reference,
     {"momentum_buffer": True},
     dict(lr=1e-2, momentum=0.9, dampening=0.25, weight_decay=0.1),
 )
-NESTEROV = Rule("nesterov", sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True))
-APPLY = Rule("apply", torch.ops.shoestring._apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))
+NESTEROV = Rule(
+    "nesterov", OPS.sgd_, sgd_reference, SGD.moments, SGD.hyper | dict(dampening=0.0, nesterov=True)
+)
+APPLY = Rule("apply", OPS._apply_, apply_reference, {}, dict(lr=1e-2, weight_decay=0.1))
 ADEMAMIX = Rule(
     "ademamix",
-    ademamix_,
+    OPS.ademamix_,
     ademamix_reference,
     {"exp_avg": True, "exp_avg_slow": True, "exp_avg_sq": False},
     dict(
@@ -148,7 +144,7 @@ ADEMAMIX = Rule(
 )
 SCHEDULE_FREE = Rule(
     "schedule_free_adamw",
-    schedule_free_adamw_,
+    OPS.schedule_free_adamw_,
     schedule_free_adamw_reference,
     {"offset": True, "exp_avg_sq": False},
     dict(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, warmup_steps=2),
@@ -156,7 +152,7 @@ SCHEDULE_FREE = Rule(
 )
 EMA = Rule(
     "ema",
-    torch.ops.shoestring._ema_,
+    OPS._ema_,
     ema_reference,
     {"exp_avg": True},
     dict(lr=1e-2, beta=0.9, nesterov=True),
@@ -164,18 +160,25 @@ EMA = Rule(
 
 # The following operators need matrix products or reductions, not only elementwise arithmetic.
 MUON = Rule(
-    "muon", muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1)
+    "muon", OPS.muon_, muon_reference, {"momentum_buffer": True}, dict(lr=0.1, momentum=0.9, weight_decay=0.1)
 )
-LAMB = Rule("lamb", lamb_, lamb_reference, ADAMW.moments, ADAMW.hyper | dict(lr=0.1))
+LAMB = Rule("lamb", OPS.lamb_, lamb_reference, ADAMW.moments, ADAMW.hyper | dict(lr=0.1))
 FACTORED: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "row_var": lambda s: (*s[:-1], 1) if len(s) > 1 else (0,),
     "col_var": lambda s: (*s[:-2], 1, s[-1]) if len(s) > 1 else (0,),
     "variance": lambda s: (0,) if len(s) > 1 else tuple(s),
 }
-ADAFACTOR = Rule("adafactor", adafactor_, adafactor_reference, {}, dict(lr=0.1, weight_decay=0.1), FACTORED)
+ADAFACTOR = Rule(
+    "adafactor",
+    partial(OPS.adafactor_, exp_avg=None, exp_avg_scale=None),
+    adafactor_reference,
+    {},
+    dict(lr=0.1, weight_decay=0.1),
+    FACTORED,
+)
 ADAFACTOR_MEAN = Rule(
     "adafactor",
-    adafactor_,
+    OPS.adafactor_,
     adafactor_reference,
     {"exp_avg": True},
     ADAFACTOR.hyper | dict(beta1=0.9),
@@ -185,7 +188,7 @@ ADAFACTOR_MEAN = Rule(
 # rounding boundary.
 CAME = Rule(
     "came",
-    came_,
+    OPS.came_,
     came_reference,
     {"exp_avg": True},
     dict(lr=1e-3, beta3=0.99, eps1=0.1, weight_decay=0.1),

@@ -1,6 +1,6 @@
 """One step of each optimizer operator in plain PyTorch, one parameter at a time.
 
-Keyword arguments of a reference that it does not name are those of ``StepArguments``. Only whole parameters are
+Keyword arguments of a reference that it does not name are those of the operator (csrc/optim/schema.cpp). Only whole parameters are
 stepped, so ``first_block`` and ``blocks`` are not accepted.
 """
 

@@ -6,8 +6,6 @@ The command line prints the message of an InputError in one line, without a trac
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 LONGEST = 1500  # maximum number of characters of an error message, which may quote a file
 # Characters that a terminal acts on or does not show: control characters, marks of direction, separators of lines,
@@ -57,15 +55,3 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-@contextmanager
-def argument_errors() -> Iterator[None]:
-    """Raise ValueError, without the namespace of C++, if a C++ function refuses an argument."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if not re.match(r"(shoestring::)?[\w:]+: [\w. ]+: expected .*, received", text):
-            raise
-        raise ValueError(re.sub(r"^shoestring::(\w+::)*", "", text)) from None

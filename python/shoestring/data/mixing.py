@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shoestring import _load
-from shoestring.core.errors import argument_errors
 
 _load.load()
 
@@ -114,6 +113,5 @@ def _mixed(
     name: str, inputs: Tensor, target: Tensor, alpha: float, seed: int, step: int, per_row: bool
 ) -> Mixed:
     operator = getattr(torch.ops.shoestring, name)
-    with argument_errors():
-        mixed, target2, mix = operator(inputs, target, alpha, seed=seed, step=step, per_row=per_row)
+    mixed, target2, mix = operator(inputs, target, alpha, seed=seed, step=step, per_row=per_row)
     return Mixed(mixed, target, target2, mix)

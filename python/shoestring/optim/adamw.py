@@ -1,84 +1,13 @@
 """AdamW whose moments are stored quantised."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
-from shoestring.optim.state_layout import Moment
-from shoestring.optim.step_arguments import StepArguments
-
-
-def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    exp_avg: Tensor,
-    exp_avg_scale: Tensor | None,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    **arguments: Unpack[StepArguments],
-) -> None:
-    """Take one AdamW step in place, in one pass over all parameters that have a gradient.
-
-    The state of all parameters lies in flat arenas, in the order of ``params``. The state of each parameter
-    starts at a multiple of 256 elements. ``shoestring.optim.AdamW`` manages the arenas. The update uses the
-    new moments before they are quantised. A NaN or infinite gradient spoils its own weight, as in PyTorch.
-    With 8-bit state it spoils all 256 elements of its block, but no other block.
-
-    Args:
-        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
-        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
-            and its step count unchanged.
-        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        exp_avg, exp_avg_sq: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two
-            4-bit codes per byte.
-        exp_avg_scale, exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is
-            (elements of the arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit
-            codes.
-        lr, beta1, beta2, eps, weight_decay: as in ``torch.optim.AdamW``. The decay is applied before the
-            update.
-        **arguments: see ``StepArguments``.
-
-    Raises:
-        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
-
-    On a GPU, unless the state is fp32, the square root and the reciprocal of the update use hardware
-    approximations. Their error is one or two units in the last place, and eps is at least 1.1e-19.
-
-    Example:
-        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
-        >>> mean, variance = torch.zeros(1024), torch.zeros(1024)  # 1000, rounded up to a multiple of 256
-        >>> rule = dict(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-        >>> shoestring.ops.adamw_([param], [grad], step, mean, None, variance, None, **rule)
-        >>> torch.allclose(param, torch.tensor(0.9))
-        True
-    """
-    torch.ops.shoestring.adamw_(
-        params,
-        grads,
-        step,
-        exp_avg,
-        exp_avg_scale,
-        exp_avg_sq,
-        exp_avg_sq_scale,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        **arguments,
-    )
 
 
 class AdamW(LowMemoryOptimizer):
@@ -136,7 +65,6 @@ class AdamW(LowMemoryOptimizer):
         8324
     """
 
-    _moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
     _core_class = "AdamW"
 
     def __init__(
@@ -156,4 +84,4 @@ class AdamW(LowMemoryOptimizer):
         The moments are fp32 and have the parameters' shapes. PyTorch casts the moments to the parameters'
         dtype when it loads them.
         """
-        return exported(self, self._moments)
+        return exported(self)

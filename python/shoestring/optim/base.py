@@ -1,24 +1,21 @@
 """The base class of the optimizers. It adapts Python's groups, DTensors and state dicts to the C++ core."""
 
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, starmap
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import Optimizer
 from typing_extensions import TypedDict
 
 from shoestring.core.dtensors import is_dtensor
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.gradients import GradientHooks, living_gradients
-from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.offload import is_place
 from shoestring.optim.sharded import Aliases, local, shard_gradients, shards, splits_of
 from shoestring.optim.shown_state import ShownState
@@ -121,18 +118,14 @@ NOTHING: dict[str, tuple[bool | None, ...]] = {
 }
 
 
-class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
+class LowMemoryOptimizer(StateDicts, GradientHooks):
     """The base class of the optimizers. It does everything except the update rule.
 
-    A subclass names its moments (running means) and the C++ class of ``shoestring::optim`` that takes the
-    steps. An option has the same name in the group and in the C++ options.
+    A subclass names the C++ class of ``shoestring::optim`` that takes the steps. An option has the same name in
+    the group and in the C++ options.
     """
 
-    _moments: tuple[Moment, ...]
     _core_class: ClassVar[str]
-    # The values that an option may have, for messages that differ from those of the C++ class.
-    _expected: ClassVar[dict[str, str]] = {}
-    _splits: ClassVar[bool] = True  # whether the optimizer's operator can step a part of a parameter
     # This attribute tells GradScaler.step to set grad_scale and found_inf on the optimizer.
     _step_supports_amp_scaling = True
 
@@ -256,16 +249,16 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         unfinished: bool = self._core.is_unfinished()
         return unfinished
 
-    def _extra(self, param: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    def _moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
+        """Return the moments (running means) that the update rule keeps with the options of a group."""
+        return tuple(starmap(Moment, self._core.moments(self._values(group))))
+
+    def _extra(self, param: Tensor) -> dict[str, tuple[int, ...]]:
         """Return names and shapes of a parameter's fp32 state tensors that are not in flat tensors (arenas).
 
         Moments are not included. The shapes are those of the whole parameter, if it is a DTensor.
         """
-        return {}
-
-    def _expect(self, good: bool, name: str, expected: str, received: object) -> None:
-        if not good:
-            raise ValueError(f"{self._name}: {name}: expected {expected}, received {received!r}")
+        return {name: tuple(shape) for name, shape in self._core.extras(list(param.shape))}
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """Raise ValueError if an option of a group is invalid. The C++ class of the optimizer checks them."""
@@ -276,16 +269,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
         if isinstance(betas, (tuple, list)):
             tensors = sum(isinstance(beta, Tensor) for beta in betas)
             self._expect(tensors in (0, len(betas)), "betas", "either numbers or tensors", betas)
-        try:
-            self._core.check_options(self._values(group))
-        except RuntimeError as error:
-            refused = re.match(r"shoestring::optim::\w+: (\w+): expected (.*), received (.*)", str(error))
-            if refused is None:
-                raise
-            name, expected, received = refused.groups()
-            if received == "another type" and isinstance(group[name], str):
-                raise TypeError(str(error)) from None
-            self._expect(False, name, self._expected.get(name, expected.replace("::", ".")), group[name])
+        self._core.check_options(self._values(group))
 
     @one_thread
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -325,21 +309,6 @@ class LowMemoryOptimizer(StateDicts, GradientHooks, Optimizer):
             self.param_groups.pop()
             raise
         self._watch(self.param_groups[-1]["params"])
-
-    @_disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient.
-
-        Return the result of ``closure``, or None without a closure.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with Uninterrupted():
-            self._step()
-        return loss
 
     @one_thread
     def _step(self) -> None:

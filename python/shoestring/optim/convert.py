@@ -1,17 +1,18 @@
 """Conversion of state dicts: from torch.optim and bitsandbytes to this package, and to torch.optim."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shoestring.core.dtensors import is_dtensor
 from shoestring.optim.sharded import as_dtensor, local
 from shoestring.optim.state_layout import Moment, blocks
 from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
 from shoestring.quantization.quantize_state_4bit import dequantize_state_4bit, quantize_state_4bit
+
+if TYPE_CHECKING:
+    from shoestring.optim.state_dicts import StateDicts
 
 # The key under which bitsandbytes' state dicts hide quantised tensors from FSDP.
 NESTED = "__bnb_optimizer_quant_state__"
@@ -35,13 +36,7 @@ THEIRS += ("alpha", "t_alpha", "t_beta3", "eps")
 MAP_TOLERANCE = 1e-6
 
 
-def imported(
-    optimizer: Optimizer,
-    moments: tuple[Moment, ...],
-    state_dict: dict[str, Any],
-    state_of: Callable[[Tensor, dict[str, Any]], str],
-    extra_of: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]],
-) -> dict[str, Any]:
+def imported(optimizer: "StateDicts", state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert an optimizer's state dict without ``format_version`` to this package's format.
 
     State dicts of ``torch.optim`` and of bitsandbytes have no ``format_version``. This package's own state
@@ -74,10 +69,11 @@ def imported(
         }
         group |= {name: ours[name] for name in OURS if name in ours and name not in theirs}
         groups.append(group)
+        moments = optimizer._moments(group)
         for key, param in zip(theirs["params"], ours["params"], strict=False):
             if entries.get(key):
-                beside = extra_of(param, group)
-                entries[key] = _entry(where, moments, entries[key], param, state_of(param, group), beside)
+                state = optimizer._kind(param, group).state
+                entries[key] = _entry(where, moments, entries[key], param, state, optimizer._extra(param))
                 if group["weight_rounding"] == "remainder" and param.dtype == torch.bfloat16:
                     entries[key].setdefault("weight_remainder", torch.zeros_like(param, dtype=torch.int16))
     # Keep surplus parameter groups of the state dict. load_state_dict raises an error for them.
@@ -196,16 +192,17 @@ def _standard(codes: Tensor, values: Tensor, scale: Tensor, signed: bool) -> tup
     return quantize_8bit(values[codes.int()] * scales, signed=signed)
 
 
-def exported(optimizer: Optimizer, moments: tuple[Moment, ...]) -> dict[str, Any]:
+def exported(optimizer: "StateDicts") -> dict[str, Any]:
     """Return a state dict for the optimizer of ``torch.optim`` with the same update rule.
 
     The moments are fp32. Options that only this package has are left out.
     """
     state_dict = optimizer.state_dict()
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     state = {}
     for key in state_dict["state"]:
-        param, entry = params[key], optimizer.state[params[key]]
+        param, group = params[key]
+        entry, moments = optimizer.state[param], optimizer._moments(group)
         state[key] = {m.name: _plain(m, entry, local(param)) for m in moments}
         if is_dtensor(param):
             state[key] = {

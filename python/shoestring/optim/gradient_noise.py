@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoestring.core.errors import argument_errors
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.foreach_norm import foreach_norm
 from shoestring.optim.state_tensors import state_tensors
@@ -74,8 +73,7 @@ class GradientNoise:
     def __init__(
         self, optimizer: Optimizer, *, decay: float = 0.99, ddp: DistributedDataParallel | None = None
     ) -> None:
-        with argument_errors():
-            self._core: Any = torch.classes.shoestring.GradientNoise(decay)
+        self._core: Any = torch.classes.shoestring.GradientNoise(decay)
         self._optimizer = optimizer
         self._ddp = ddp
         self._norms: list[Tensor] = []  # of the buckets of this process, before they are reduced
@@ -103,16 +101,15 @@ class GradientNoise:
             ValueError: a number is out of range, or there are no gradients to measure.
         """
         optimizer: Any = self._optimizer
-        with argument_errors():
-            if self._ddp is None:
-                count = 1 if micro_batches is None else micro_batches
-                if count >= 2:
-                    optimizer._synchronize()
-                    square = optimizer._core.take_squares() * count
-                    self._core.observe(square, rows, optimizer._core.whole_square(), rows * count)
-                else:
-                    self._core.observe(torch.zeros(()), rows, torch.zeros(()), rows * count)  # raises
-                return
+        if self._ddp is None:
+            count = 1 if micro_batches is None else micro_batches
+            if count >= 2:
+                optimizer._synchronize()
+                square = optimizer._core.take_squares() * count
+                self._core.observe(square, rows, optimizer._core.whole_square(), rows * count)
+            else:
+                self._core.observe(torch.zeros(()), rows, torch.zeros(()), rows * count)  # raises
+            return
         if micro_batches is not None:
             raise ValueError(
                 f"GradientNoise: micro_batches: expected None with ddp, received {micro_batches}: the gradients of "
@@ -129,8 +126,7 @@ class GradientNoise:
         processes = torch.distributed.get_world_size(group)
         gradients = [p.grad for p in self._ddp.parameters() if p.grad is not None]
         whole = foreach_norm(gradients).square().sum()
-        with argument_errors():
-            self._core.observe(square / processes, rows, whole, rows * processes)
+        self._core.observe(square / processes, rows, whole, rows * processes)
 
     @property
     def noise(self) -> float:
@@ -162,8 +158,7 @@ class GradientNoise:
         Raises:
             ValueError: the state does not fit. Nothing has changed then.
         """
-        with argument_errors():
-            self._core.load_state(state_tensors(state_dict))
+        self._core.load_state(state_tensors(state_dict))
 
 
 def _norms_before_all_reduce(state: tuple[list[Tensor], Any], bucket: Any) -> torch.futures.Future[Tensor]:
@@ -210,7 +205,4 @@ def scale_lr(
         >>> shoestring.optim.scale_lr(0.5, base_batch=64, batch=1024, rule="linear", critical_batch=256)
         2.0
     """
-    with argument_errors():
-        return float(
-            torch.classes.shoestring.GradientNoise.scale_lr(lr, base_batch, batch, rule, critical_batch)
-        )
+    return float(torch.classes.shoestring.GradientNoise.scale_lr(lr, base_batch, batch, rule, critical_batch))

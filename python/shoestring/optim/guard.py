@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from shoestring.core.errors import argument_errors
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.gradients import has_sums
 from shoestring.optim.host_copy import HostCopy
@@ -139,10 +138,9 @@ class Guard:
         self._model = model
         if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             group = torch.distributed.group.WORLD
-        with argument_errors():
-            self._core: Any = torch.classes.shoestring.Guard(
-                on, spike, window, every, limit, "" if group is None else group.group_name
-            )
+        self._core: Any = torch.classes.shoestring.Guard(
+            on, spike, window, every, limit, "" if group is None else group.group_name
+        )
         self._copy: HostCopy | None = None
 
     # torch.amp.GradScaler takes the guard for an optimizer, and sets grad_scale and found_inf on it.
@@ -162,8 +160,7 @@ class Guard:
         Raises:
             ValueError: it is another tensor.
         """
-        with argument_errors():
-            self._core.watch(loss)
+        self._core.watch(loss)
 
     @torch.no_grad()
     @one_thread
@@ -188,8 +185,7 @@ class Guard:
             return
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         is_scaled = isinstance(found_inf, Tensor)
-        with argument_errors():
-            bad: Tensor = self._core.judge([] if is_scaled else self._gradients())
+        bad: Tensor = self._core.judge([] if is_scaled else self._gradients())
         if self._core.is_copy_due() and not bad.item():
             tensors = [p for group in self.param_groups for p in group["params"]]
             self._copy = HostCopy(tensors, self.optimizers, [] if self._model is None else [self._model])
@@ -248,8 +244,7 @@ class Guard:
         Raises:
             ValueError: the state does not fit. Nothing has changed then.
         """
-        with argument_errors():
-            self._core.load_state(state_tensors(state_dict))
+        self._core.load_state(state_tensors(state_dict))
         self._copy = None
 
     def _gradients(self) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The base class of GaLore and APOLLO: low-rank steps of a base optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import distinct
 from shoestring.optim.gradients import living_gradients
-from shoestring.optim.interrupts import Uninterrupted
 from shoestring.optim.parameter_names import by_names
 from shoestring.optim.schedule_free_adamw import ScheduleFreeAdamW
 from shoestring.optim.sgd import SGD
 from shoestring.optim.state_dicts import FORMAT_VERSION, AsSaved
+from shoestring.optim.steps import Steps
 from shoestring.optim.virtual import LowRankMethod, VirtualParameters
 from shoestring.optim.whole import expect_rows
 
 
-class LowRankOptimizer(Optimizer):
+class LowRankOptimizer(Steps):
     """The base class of the low-rank optimizers GaLore and APOLLO. Subclasses name the method.
 
     The C++ class ``LowRankCore`` projects a gradient to low rank, and an update back to full size. In
@@ -62,14 +62,6 @@ class LowRankOptimizer(Optimizer):
             )
         super().__init__(params, base | defaults)
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
-
-    def _expect(self, good: bool, name: str, expected: str, received: object) -> None:
-        if not good:
-            raise ValueError(f"{self._name}: {name}: expected {expected}, received {received!r}")
-
     def _check_options(self, group: dict[str, Any]) -> None:
         rank, gap, scale = (group[name] for name in ("rank", "update_proj_gap", "scale"))
         decay = group.get("weight_decay")
@@ -110,21 +102,10 @@ class LowRankOptimizer(Optimizer):
             expect_rows(self._name, i, p)
         self._virtual.add(group)
 
-    @_disable_dynamo
-    @torch.no_grad()
     @one_thread
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient.
-
-        Return the result of ``closure``, or None without a closure.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with Uninterrupted(), living_gradients(self.param_groups):
+    def _step(self) -> None:
+        with living_gradients(self.param_groups):
             self.grad_norm = self._virtual.step(self.param_groups, self.state, self.max_grad_norm)
-        return loss
 
     @one_thread
     def state_dict(self) -> dict[str, Any]:

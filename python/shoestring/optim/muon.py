@@ -1,91 +1,16 @@
 """Muon whose momentum buffer is stored quantised."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptions
 from shoestring.optim.convert import exported
-from shoestring.optim.state_layout import Moment
-from shoestring.optim.step_arguments import StepArguments
 from shoestring.optim.whole import WholeTensorOptimizer
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
-
-
-def muon_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    momentum_buffer: Tensor,
-    momentum_buffer_scale: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool = True,
-    ns_coefficients: Sequence[float] = COEFFICIENTS,
-    eps: float = 1e-7,
-    ns_steps: int = 5,
-    adjust_lr_fn: str = "original",
-    **arguments: Unpack[StepArguments],
-) -> None:
-    """Take one Muon step in place on every matrix that has a gradient, one after another.
-
-    The rule is that of ``torch.optim.Muon``. First the mean m of gradients g becomes ``m = momentum m + (1 -
-    momentum) g``. Newton-Schulz steps bring the singular values of m near 1. With Nesterov's momentum, they
-    do so for ``momentum m + (1 - momentum) g`` instead. The resulting matrix O moves the weight p: ``p = p (1
-    - lr weight_decay) - lr scale O`` (Jordan, "Muon: an optimizer for hidden layers in neural networks",
-    2024). On CUDA, and on CPUs with hardware bf16 products, the products are bf16 with fp32 accumulation;
-    elsewhere they are fp32. Temporary memory: at most 16 bytes per element of one parameter at a time (8 with
-    bf16 products). A NaN or infinite element of a gradient spoils the whole matrix.
-
-    Args:
-        params: fp32, bf16 or fp16 matrices of any size, updated in place.
-        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
-            and its step count unchanged.
-        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        momentum_buffer: m of all parameters in one flat tensor, the arena. Each parameter starts at a
-            multiple of 256 elements. fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit
-            or two 4-bit codes per byte.
-        momentum_buffer_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the
-            arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
-        lr, momentum, weight_decay, nesterov: as in ``torch.optim.Muon``; momentum in [0, 1).
-        ns_coefficients: a, b and c. A Newton-Schulz step replaces X by ``a X + b (X X^T) X + c (X X^T)^2 X``.
-        eps: m is divided by its norm, or by eps if the norm is smaller, before the Newton-Schulz steps.
-        ns_steps: the number of Newton-Schulz steps, 1 to 99.
-        adjust_lr_fn: sets ``scale``. "original" is sqrt(max(1, rows / columns)). "match_rms_adamw" is 0.2
-            sqrt(max(rows, columns)), for which the lr and weight_decay of AdamW are suitable.
-        **arguments: see ``StepArguments``.
-
-    Raises:
-        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
-
-    Example:
-        >>> param, grad, step, mean = torch.ones(4, 8), torch.ones(4, 8), torch.zeros(1), torch.zeros(256)
-        >>> shoestring.ops.muon_([param], [grad], step, mean, None, lr=0.1, momentum=0.95, weight_decay=0.0)
-        >>> step, bool((param < 1).all())
-        (tensor([1.]), True)
-    """
-    torch.ops.shoestring.muon_(
-        params,
-        grads,
-        step,
-        momentum_buffer,
-        momentum_buffer_scale,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        ns_coefficients=ns_coefficients,
-        eps=eps,
-        ns_steps=ns_steps,
-        adjust_lr_fn=adjust_lr_fn,
-        **arguments,
-    )
 
 
 class Muon(WholeTensorOptimizer):
@@ -93,7 +18,8 @@ class Muon(WholeTensorOptimizer):
 
     The rule is that of ``torch.optim.Muon``. First the mean m of gradients g becomes ``m = momentum m + (1 -
     momentum) g``. Newton-Schulz steps bring the singular values of m near 1. With Nesterov's momentum, they
-    do so for ``momentum m + (1 - momentum) g`` instead. The resulting matrix moves the weight. Use Muon for
+    do so for ``momentum m + (1 - momentum) g`` instead. The resulting matrix O moves the weight: ``p = p (1 - lr
+    weight_decay) - lr scale O``. Use Muon for
     the matrices of hidden layers, and ``shoestring.optim.AdamW`` for embeddings, heads, biases and norms.
     Products are bf16 on CUDA and on CPUs with hardware bf16 products, else fp32.
 
@@ -108,7 +34,7 @@ class Muon(WholeTensorOptimizer):
         weight_decay: decoupled weight decay, applied before the update.
         momentum: the weight of the old mean of gradients in the new mean, in [0, 1).
         nesterov: use Nesterov's momentum.
-        ns_coefficients: the three coefficients of the Newton-Schulz polynomial.
+        ns_coefficients: a, b and c. A Newton-Schulz step replaces X by ``a X + b (X X^T) X + c (X X^T)^2 X``.
         eps: m is divided by its norm, or by eps if the norm is smaller, before the Newton-Schulz steps.
         ns_steps: the number of Newton-Schulz steps, 1 to 99.
         adjust_lr_fn: sets the factor of lr. "original" or None is sqrt(max(1, rows / columns)).
@@ -132,12 +58,7 @@ class Muon(WholeTensorOptimizer):
         4164
     """
 
-    _moments = (Moment("momentum_buffer", signed=True),)
     _core_class = "Muon"
-    _expected: ClassVar[dict[str, str]] = {
-        "ns_coefficients": "three numbers",
-    }
-    _splits = False
 
     def __init__(
         self,
@@ -169,4 +90,4 @@ class Muon(WholeTensorOptimizer):
 
         The momentum buffers are fp32 and have the parameters' shapes.
         """
-        return exported(self, self._moments)
+        return exported(self)

@@ -1,7 +1,7 @@
 """Schedule-Free AdamW whose second moment is stored quantised."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,88 +11,6 @@ from typing_extensions import Unpack
 from shoestring.core.one_thread import one_thread
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.interrupts import Uninterrupted
-from shoestring.optim.state_layout import Moment
-from shoestring.optim.step_arguments import StepArguments
-
-
-def schedule_free_adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    offset: Tensor,
-    exp_avg_sq: Tensor,
-    exp_avg_sq_scale: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    warmup_steps: int = 0,
-    **arguments: Unpack[StepArguments],
-) -> None:
-    """Take one Schedule-Free AdamW step in place, in one pass over all parameters that have a gradient.
-
-    "The Road Less Scheduled" (arXiv 2405.15682) has three sequences of weights: z takes the steps, x is the
-    average of z, and gradients are computed at y, between x and z. Here y is the parameter, and ``offset`` is
-    z - y. Let g be the gradient in step t, and v the running mean of squared gradients. Let ``u = g / (sqrt(v
-    / (1 - beta2^t)) + eps) + weight_decay y``. With c, the weight of this step in the average x, the step is
-
-        y <- y + c offset + lr (beta1 (1 - c) - 1) u,    offset <- (1 - c) (offset - lr beta1 u).
-
-    This equals ``z <- z - lr u``, ``x <- (1 - c) x + c z``, ``y = beta1 x + (1 - beta1) z``. The weights for
-    evaluation are ``x = y - offset (1 - beta1) / beta1``. In step t up to ``warmup_steps`` = W, the learning
-    rate is t / W times lr. A step's weight in the average is the square of t / W, so ``c = 6 t / ((t + 1) (2
-    t + 1))``. After the warm-up every step has the same weight as the last step of the warm-up, also if lr
-    changes. Without a warm-up, c is 1 / t.
-
-    The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or infinite gradient spoils its
-    own weight. With quantised state it spoils all 256 elements of its block, but no other block.
-
-    Args:
-        params: y: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
-        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
-            and its step count unchanged.
-        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        offset: (elements of the arena): fp32 if ``exp_avg_sq`` is fp32, else bf16 with stochastic rounding.
-            The offset moves less per step than one quantisation level, so 8-bit or 4-bit codes of it would
-            never change.
-        exp_avg_sq: v: fp32 or bf16 values, (elements of the arena); or uint8 codes, one 8-bit or two 4-bit
-            codes per byte.
-        exp_avg_sq_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the arena
-            / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
-        lr, beta2, eps: as for ``adamw_``.
-        beta1: the weight of x in y, above 0 and below 1.
-        weight_decay: factor of y in u, at least 0.
-        warmup_steps: the number of warm-up steps, at least 0.
-        **arguments: see ``StepArguments``.
-
-    Raises:
-        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
-
-    Example:
-        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
-        >>> offset, variance = torch.zeros(1024), torch.zeros(1024)
-        >>> rule = dict(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
-        >>> shoestring.ops.schedule_free_adamw_([param], [grad], step, offset, variance, None, **rule)
-        >>> torch.allclose(param, torch.tensor(0.9))
-        True
-    """
-    torch.ops.shoestring.schedule_free_adamw_(
-        params,
-        grads,
-        step,
-        offset,
-        exp_avg_sq,
-        exp_avg_sq_scale,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        warmup_steps=warmup_steps,
-        **arguments,
-    )
 
 
 class ScheduleFreeAdamW(LowMemoryOptimizer):
@@ -113,8 +31,16 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     weights. Batch norm collects its running statistics with the weights y. To get the statistics for x, run a
     few batches through the model in training mode before evaluation.
 
-    The paper's third sequence of weights, z, is stored as the difference z - y. This difference moves less
-    per step than one quantisation level. If the second moment is quantised, the difference is therefore bf16
+    The paper's third sequence of weights, z, takes the steps. It is stored as the ``offset``, z - y. Let g be the
+    gradient in step t, and v the running mean of squared gradients. Let ``u = g / (sqrt(v / (1 - beta2^t)) + eps)
+    + weight_decay y``. With c, the weight of this step in the average x, the step is
+
+        y <- y + c offset + lr (beta1 (1 - c) - 1) u,    offset <- (1 - c) (offset - lr beta1 u).
+
+    This equals ``z <- z - lr u``, ``x <- (1 - c) x + c z``, ``y = beta1 x + (1 - beta1) z``, so ``x = y - offset
+    (1 - beta1) / beta1``. In step t up to ``warmup_steps`` = W, the learning rate is t / W times lr, and ``c = 6 t
+    / ((t + 1) (2 t + 1))``. After the warm-up every step has the weight of the last step of the warm-up. Without a
+    warm-up, c is 1 / t. The offset moves less per step than one quantisation level. If the second moment is quantised, the difference is therefore bf16
     with stochastic rounding, which is exact on average.
 
     Memory: ``sum(ceil(n / 256) * 772 + 4)`` bytes, summed over the parameters that have had a gradient; n is
@@ -154,11 +80,7 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
         False
     """
 
-    _moments = (Moment("offset", signed=True, long=True), Moment("exp_avg_sq", signed=False))
     _core_class = "ScheduleFreeAdamW"
-    _expected: ClassVar[dict[str, str]] = {
-        "betas": "two numbers in [0, 1), the first above 0",
-    }
 
     def __init__(
         self,

@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoestring.core.errors import argument_errors
-
 __all__ = [
     "ReduceOnPlateau",
     "Schedule",
@@ -64,8 +62,7 @@ class Schedule:
                 raise ValueError(f"{name}: {key}: expected a whole number, received {value!r}")
         wholes = {key: int(value) for key, value in self.options.items() if key in WHOLE}
         numbers = {key: float(value) for key, value in self.options.items() if key not in (*WHOLE, "shape")}
-        with argument_errors():
-            self._core = torch.classes.shoestring.Schedule(name, numbers, wholes, shape)
+        self._core = torch.classes.shoestring.Schedule(name, numbers, wholes, shape)
 
     @property
     def is_absolute(self) -> bool:
@@ -78,8 +75,7 @@ class Schedule:
         Raises:
             ValueError: the step is negative.
         """
-        with argument_errors():
-            value: float = self._core.value(step)
+        value: float = self._core.value(step)
         return value
 
     def whole(self, step: int, multiple_of: int = 1) -> int:
@@ -93,8 +89,7 @@ class Schedule:
             >>> [batch_size.whole(step, multiple_of=32) for step in (0, 50, 100)]
             [32, 128, 256]
         """
-        with argument_errors():
-            value: int = self._core.whole(step, multiple_of)
+        value: int = self._core.whole(step, multiple_of)
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,84 +1,22 @@
 """SGD whose momentum buffer is stored quantised."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from shoestring.optim.base import LowMemoryOptimizer, LowMemoryOptions
 from shoestring.optim.convert import exported
-from shoestring.optim.state_layout import Moment
-from shoestring.optim.step_arguments import StepArguments
-
-
-def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    step: Tensor,
-    momentum_buffer: Tensor,
-    momentum_buffer_scale: Tensor | None,
-    *,
-    lr: float,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool = False,
-    **arguments: Unpack[StepArguments],
-) -> None:
-    """Take one step of SGD with momentum in place, in one pass over all parameters that have a gradient.
-
-    The rule is that of ``torch.optim.SGD``. First the gradient of the parameter p becomes ``g = g +
-    weight_decay p``. In a parameter's first step (``step`` is 0) the buffer becomes g; later it becomes
-    ``momentum buffer + (1 - dampening) g``. Then ``p = p - lr buffer``, or with Nesterov's momentum ``p = p -
-    lr (g + momentum buffer)``. The state of all parameters lies in flat arenas as for ``adamw_``. A NaN or
-    infinite gradient spoils its own weight. With 8-bit state it spoils all 256 elements of its block, but no
-    other block.
-
-    Args:
-        params: fp32, bf16 or fp16 tensors of any shape, updated in place. The arithmetic is fp32.
-        grads: one gradient for each parameter, of its shape, in fp32, bf16 or fp16. None leaves the parameter
-            and its step count unchanged.
-        step: (number of parameters), fp32: the steps that each parameter has taken; incremented in place.
-        momentum_buffer: the momentum buffers: fp32 or bf16 values, (elements of the arena); or uint8 codes,
-            one 8-bit or two 4-bit codes per byte.
-        momentum_buffer_scale: fp32 scales of the codes, or None without codes. The shape is (elements of the
-            arena / 256) for 8-bit codes, and that of ``quantize_state_4bit`` for 4-bit codes.
-        lr, momentum, dampening, weight_decay, nesterov: as in ``torch.optim.SGD``. momentum must be above 0,
-            since SGD without momentum has no state. nesterov requires dampening 0.
-        **arguments: see ``StepArguments``.
-
-    Raises:
-        RuntimeError: a shape, dtype, device or option does not fit. No tensor has changed then.
-
-    Example:
-        >>> param, grad, step = torch.ones(1000), torch.ones(1000), torch.zeros(1)
-        >>> rule = dict(lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0)
-        >>> shoestring.ops.sgd_([param], [grad], step, torch.zeros(1024), None, **rule)
-        >>> torch.allclose(param, torch.tensor(0.9))
-        True
-    """
-    torch.ops.shoestring.sgd_(
-        params,
-        grads,
-        step,
-        momentum_buffer,
-        momentum_buffer_scale,
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        **arguments,
-    )
 
 
 class SGD(LowMemoryOptimizer):
     """SGD with an 8-bit momentum buffer: 1.02 bytes per parameter instead of 4.
 
-    The rule is that of ``torch.optim.SGD``. For SGD without momentum, which has no state, use
-    ``torch.optim.SGD``.
+    The rule is that of ``torch.optim.SGD``. First the gradient of the parameter p becomes ``g = g + weight_decay
+    p``. In a parameter's first step the buffer becomes g; later it becomes ``momentum buffer + (1 - dampening)
+    g``. Then ``p = p - lr buffer``, or with Nesterov's momentum ``p = p - lr (g + momentum buffer)``. For SGD
+    without momentum, which has no state, use ``torch.optim.SGD``.
 
     Memory: ``sum(ceil(n / 256) * 260 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 260 bytes per block of 256 elements become 160 with 4-bit
@@ -110,7 +48,6 @@ class SGD(LowMemoryOptimizer):
         4164
     """
 
-    _moments = (Moment("momentum_buffer", signed=True),)
     _core_class = "SGD"
 
     def __init__(
@@ -134,4 +71,4 @@ class SGD(LowMemoryOptimizer):
         The momentum buffers are fp32 and have the parameters' shapes. PyTorch casts the buffers to the
         parameters' dtype when it loads them.
         """
-        return exported(self, self._moments)
+        return exported(self)

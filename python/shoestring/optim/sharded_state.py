@@ -38,13 +38,11 @@ def save_dtensors(optimizer: "StateDicts", state_dict: dict[str, Any]) -> None:
         for param, key in zip(group["params"], packed["params"], strict=True):
             if is_dtensor(param) and state_dict["state"].get(key):
                 entry = state_dict["state"][key]
-                elementwise = optimizer._elementwise(param, group)
+                elementwise = optimizer._elementwise(param)
                 state_dict["state"][key] = _saved(entry, param, optimizer._parts(param, group), elementwise)
 
 
-def owned_entries(
-    optimizer: "StateDicts", moments: tuple[Moment, ...], state_dict: dict[str, Any]
-) -> dict[Any, dict[str, Any]]:
+def owned_entries(optimizer: "StateDicts", state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
     """Return the state in a state dict, reduced to this process's shards where parameters are DTensors.
 
     Raises:
@@ -57,11 +55,12 @@ def owned_entries(
         # Skip an invalid option here; _check_options raises an error for it later.
         if group["state_format"] not in STATES:
             continue
+        moments = optimizer._moments(group)
         for param, key in zip(ours["params"], theirs["params"], strict=False):
             parts = optimizer._parts(param, group)
             if entries.get(key) and _needs_owning(entries[key], param, parts):
                 state = optimizer._kind(param, group).state
-                elementwise = optimizer._elementwise(param, group)
+                elementwise = optimizer._elementwise(param)
                 entries[key] = _owned(where, entries[key], param, parts, moments, state, elementwise)
     return entries
 
@@ -75,7 +74,7 @@ def gathered_entries(
     optimizer: "StateDicts", param: "DTensor", group: dict[str, Any]
 ) -> dict[str, Tensor | Gathered]:
     """Return the state of a DTensor, each tensor of which is gathered, when it is asked for, as one process has it."""
-    parts, elementwise = optimizer._parts(param, group), optimizer._elementwise(param, group)
+    parts, elementwise = optimizer._parts(param, group), optimizer._elementwise(param)
     entry: dict[str, Any] = dict(optimizer.state[param])
     saved, state = _saved(entry, param, parts, elementwise), optimizer._kind(param, group).state
     like = torch.empty(param.shape, dtype=param.dtype, device="meta")
@@ -86,7 +85,7 @@ def gathered_entries(
         if are_blocks:
             alone: Tensor = saved[name].full_tensor()
             return alone.reshape(shape)
-        again = _owned(where, saved, like, parts, optimizer._moments, state, elementwise)
+        again = _owned(where, saved, like, parts, optimizer._moments(group), state, elementwise)
         result: Tensor = again[name]
         return result.reshape(shape)
 

@@ -21,6 +21,7 @@ from shoestring.optim.sharded import local
 from shoestring.optim.sharded_state import owned_entries, save_dtensors
 from shoestring.optim.shown_state import ShownState
 from shoestring.optim.state_layout import Kind, Moment, Part
+from shoestring.optim.steps import Steps
 
 FORMAT_VERSION = 1
 # Settings of an optimizer that copies and pickles hold, beside state and groups.
@@ -54,7 +55,7 @@ class RanksTogether(Protocol):
     def wait(self, what: str, remedy: str) -> None: ...
 
 
-class StateDicts(Optimizer):
+class StateDicts(Steps):
     """Mixin of the optimizers. It saves and loads the optimizer state."""
 
     # This mixin uses the following attributes and methods of the optimizer.
@@ -62,7 +63,7 @@ class StateDicts(Optimizer):
     step_in_backward: bool
     max_grad_norm: float | None
     accumulate_dtype: torch.dtype
-    _moments: tuple[Moment, ...]
+    _moments: Callable[[dict[str, Any]], tuple[Moment, ...]]
     _core: Any
     _all_ranks: RanksTogether | None  # the processes that have split the state
     # The rank with the state that consolidate_state_dict has gathered, and that state; it is empty on other ranks.
@@ -72,17 +73,13 @@ class StateDicts(Optimizer):
     _shown_state: ShownState
     _kind: Callable[[Tensor, dict[str, Any]], Kind]
     _parts: Callable[[Tensor, dict[str, Any]], list[Part]]
-    _extra: Callable[[Tensor, dict[str, Any]], dict[str, tuple[int, ...]]]
+    _extra: Callable[[Tensor], dict[str, tuple[int, ...]]]
     _check_options: Callable[[dict[str, Any]], None]
     _make_core: Callable[..., None]
     _add_to_core: Callable[[dict[str, Any]], None]
     _synchronize: Callable[[], None]
     _show_state: Callable[[], None]
     _watch: Callable[..., None]
-
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
 
     @one_thread
     def state_dict(self) -> dict[str, Any]:
@@ -169,11 +166,10 @@ class StateDicts(Optimizer):
         def keep(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             loaded = by_names(self, loaded)
             if "format_version" not in loaded:
-                state_of = lambda p, group: self._kind(p, group).state  # noqa: E731
-                loaded = imported(self, self._moments, loaded, state_of, self._extra)
+                loaded = imported(self, loaded)
             entries = {
                 key: {k: AsSaved(v) if isinstance(v, Tensor) else v for k, v in numbered(entry).items()}
-                for key, entry in owned_entries(self, self._moments, loaded).items()
+                for key, entry in owned_entries(self, loaded).items()
             }
             return {**loaded, "state": entries}
 
@@ -291,14 +287,14 @@ class StateDicts(Optimizer):
         self._shown = -1
         self._show_state()
 
-    def _elementwise(self, param: Tensor, group: dict[str, Any]) -> set[str]:
+    def _elementwise(self, param: Tensor) -> set[str]:
         """Return the names in ``_extra`` of tensors with an element for each one of the parameter.
 
         Processes that split the parameter split these tensors, too. Each process has the others in full.
         """
         if param.ndim > 1:
             return set()
-        return {name for name, shape in self._extra(param, group).items() if shape == tuple(param.shape)}
+        return {name for name, shape in self._extra(param).items() if shape == tuple(param.shape)}
 
     def _check_entry(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any], what: str = "load_state_dict"
@@ -306,8 +302,8 @@ class StateDicts(Optimizer):
         kind, own = self._kind(param, group), local(param)
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
         expected |= {p.name: (p.dtype, p.shape(own)) for p in self._parts(param, group)}
-        elementwise = self._elementwise(param, group)
-        for name, shape in self._extra(param, group).items():
+        elementwise = self._elementwise(param)
+        for name, shape in self._extra(param).items():
             expected[name] = torch.float32, tuple(own.shape) if name in elementwise else shape
         where = f"{self._name}: {what}"
         if entry.keys() != expected.keys():

@@ -53,14 +53,3 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
             if isinstance(param, Tensor):
                 self._check_param(i, param)
         super().add_param_group(param_group)
-
-
-def factored(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the row means, the column means and the full second moment of a parameter.
-
-    Matrices have row and column means, and parameters with fewer than two dimensions the full second moment.
-    The shape of an unused tensor is (0,).
-    """
-    if len(shape) < 2:
-        return (0,), (0,), shape
-    return (*shape[:-1], 1), (*shape[:-2], 1, shape[-1]), (0,)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoestring.core.device import is_asynchronous
-from shoestring.core.errors import argument_errors
 from shoestring.core.process_memory import peak_bytes, reset_peak, resident_bytes, spare_bytes
 from shoestring.core.storages import storages, tensors_in
 from shoestring.optim.several import several
@@ -111,8 +110,7 @@ def find_batch_size(
         64
     """
     every = several(optimizers)
-    with argument_errors():
-        sizes: Any = torch.classes.shoestring.BatchSizes(at_most, at_least, multiple_of, memory)
+    sizes: Any = torch.classes.shoestring.BatchSizes(at_most, at_least, multiple_of, memory)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     copy = RunCopy("find_batch_size", model, every, parts)
     trials: list[BatchTrial] = []

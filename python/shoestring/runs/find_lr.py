@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoestring.core.errors import argument_errors
 from shoestring.files.write_file import naming
 from shoestring.optim.host_copy import call_all
 from shoestring.optim.several import several
@@ -199,8 +198,7 @@ def _one_pass(
         losses.append(float(loss.detach()) if isinstance(loss, Tensor) else float(loss))
         if torch.classes.shoestring.LrPass.diverges(losses):
             break
-    with argument_errors():
-        judged = torch.classes.shoestring.LrPass(lrs, losses)
+    judged = torch.classes.shoestring.LrPass(lrs, losses)
     return LrPass(tuple(lrs), tuple(losses), judged.steepest(), judged.tenth())
 
 

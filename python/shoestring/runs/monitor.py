@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 
 from shoestring import _load
-from shoestring.core.errors import argument_errors
 from shoestring.runs.monitor_report import MonitorReport
 
 _load.load()
@@ -48,8 +47,7 @@ class Monitor:
 
     def __init__(self, interval: float = 0.5, *, device: torch.device | str | None = None) -> None:
         place = None if device is None else torch.device(device)
-        with argument_errors():
-            self._core: Any = torch.classes.shoestring.Monitor(float(interval), place)
+        self._core: Any = torch.classes.shoestring.Monitor(float(interval), place)
         self._last: MonitorReport | None = None
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -218,8 +218,7 @@ TEST_CASE("GaLore refuses what does not fit, and changes nothing", "[galore]") {
                     Contains("AdamW: lr: expected a number of at least 0"));
   Groups foreign;
   foreign.emplace_back(params, std::make_unique<LionOptions>());
-  CHECK_THROWS_WITH(GaLore<AdamW>(foreign),
-                    Contains("expected shoestring::optim::AdamWOptions in every group"));
+  CHECK_THROWS_WITH(GaLore<AdamW>(foreign), Contains("expected AdamWOptions in every group"));
   std::vector<Tensor> doubles{at::zeros({200, 200}, at::kDouble).requires_grad_()};
   CHECK_THROWS_WITH(GaLore<AdamW>(doubles), Contains("params: expected fp32, bf16 or fp16, received Double"));
 

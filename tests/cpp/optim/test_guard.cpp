@@ -237,7 +237,7 @@ TEST_CASE("A guard refuses wrong arguments", "[guard]") {
   const auto weight = at::zeros({2}).requires_grad_();
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
   CHECK_THROWS_WITH(Guard(optimizer, GuardOptions("halt")),
-                    Contains("shoestring::optim::Guard: on: expected skip, stop or rollback, received halt"));
+                    Contains("Guard: on: expected skip, stop or rollback, received halt"));
   CHECK_THROWS_WITH(Guard(optimizer, GuardOptions().spike(-1)), Contains("spike: expected none or a finite"));
   CHECK_THROWS_WITH(Guard(optimizer, GuardOptions("stop").limit(2)),
                     Contains("limit: expected none with on="));

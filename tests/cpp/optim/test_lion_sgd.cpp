@@ -181,7 +181,5 @@ TEST_CASE("Lion and SGD refuse what does not fit, and change nothing", "[lion][s
 
   Groups foreign;
   foreign.emplace_back(params, std::make_unique<torch::optim::SGDOptions>(0.1));
-  CHECK_THROWS_WITH(
-      SGD(foreign),
-      Contains("expected shoestring::optim::SGDOptions in every group, received the options of"));
+  CHECK_THROWS_WITH(SGD(foreign), Contains("expected SGDOptions in every group, received the options of"));
 }

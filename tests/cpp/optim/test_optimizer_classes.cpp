@@ -147,8 +147,7 @@ TEST_CASE("options that no operator takes are refused at once", "[optim]") {
                     Contains("Muon: ns_steps: expected a whole number from 1 to 99"));
   CHECK_THROWS_WITH(Muon(params, MuonOptions().adjust_lr_fn("none")),
                     Contains("Muon: adjust_lr_fn: expected None, \"original\" or"));
-  CHECK_THROWS_WITH(
-      Muon({params[0], at::ones({300})}),
-      Contains("Muon: params[1]: expected a matrix (use shoestring::optim::AdamW for parameters of other "
-               "shapes), received shape [300]"));
+  CHECK_THROWS_WITH(Muon({params[0], at::ones({300})}),
+                    Contains("Muon: params[1]: expected a matrix (use AdamW for parameters of other "
+                             "shapes), received shape [300]"));
 }

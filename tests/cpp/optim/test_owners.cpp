@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "optim/owners.h"
+#include "optim/split/owners.h"
 
 using shoestring::optim::detail::matrix_cost;
 using shoestring::optim::detail::owners_of;

@@ -82,7 +82,7 @@ TEST_CASE("no steps are taken in eval mode", "[optim]") {
   opt.eval();
   const auto x = clones(params);
   const std::string message =
-      "shoestring::optim::ScheduleFreeAdamW: step: expected train mode, received eval mode; call train() "
+      "ScheduleFreeAdamW: step: expected train mode, received eval mode; call train() "
       "before "
       "backward";
   CHECK_THROWS_WITH(opt.step(), Contains(message));

@@ -57,6 +57,14 @@ TRAINING: dict[str, tuple[str, ...]] = {
     "estimate": ("",),
     "run": ("", "estimate", "report"),
 }
+# The folders of csrc/optim, and those that each may use. "" holds what the operators of all rules share.
+OPTIM: dict[str, tuple[str, ...]] = {
+    "split": (),
+    "": (),
+    "core": ("", "split"),
+    "rules": ("", "core", "split"),
+    "wrappers": ("", "core", "split"),
+}
 
 # The room (folder such as csrc/gemm) that each installed header belongs to. Installed headers that only
 # include other headers are in COLLECTIONS.
@@ -269,6 +277,22 @@ def test_folders_of_training_follow_the_list() -> None:
     assert {folder: found - {folder} for folder, found in used.items()} == {
         folder: set(allowed) for folder, allowed in TRAINING.items()
     }
+
+
+def test_folders_of_optim_follow_the_list() -> None:
+    used: dict[str, set[str]] = {folder: set() for folder in OPTIM}
+    for file, targets in includes(cpp_files()).items():
+        if (folder := optim_folder(file)) is not None:
+            used[folder] |= {to for target in targets if (to := optim_folder(target)) is not None}
+    assert {folder: found - {folder} for folder, found in used.items()} == {
+        folder: set(allowed) for folder, allowed in OPTIM.items()
+    }
+
+
+def optim_folder(file: str) -> str | None:
+    """Return the folder of a file of csrc/optim; None for another file."""
+    inside = file.removeprefix("csrc/optim/")
+    return None if inside == file else inside.rpartition("/")[0]
 
 
 def test_every_arrow_is_used() -> None:

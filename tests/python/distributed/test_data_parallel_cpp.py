@@ -146,7 +146,7 @@ def test_split_steps_exclude_what_needs_whole_state() -> None:
     state = (
         "expected an optimizer whose state is in this process, received one whose state processes have split"
     )
-    assert [line.removeprefix("shoestring::optim::AdamW: ") for line in out.splitlines()[:-1]] == [
+    assert [line.removeprefix("AdamW: ") for line in out.splitlines()[:-1]] == [
         "set_shard: expected an optimizer before its first step, received one that has a state",
         'set_shard: expected offload="stream" or "nvme:DIR", received "cpu"',
         "set_shard: expected contiguous parameters, received one that is not contiguous",

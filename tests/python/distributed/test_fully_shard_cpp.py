@@ -208,17 +208,17 @@ def test_refusals() -> None:
             "FullyShard: block: expected one of 1 blocks, received 3",
             "FullyShard: parameter: expected a trained parameter of a block, received another tensor of "
             f"[{rank + 4}]",
-            "shoestring::optim::AdamW: set_shard: expected whole parameters, received parts of FullyShard, whose steps are "
+            "AdamW: set_shard: expected whole parameters, received parts of FullyShard, whose steps are "
             "split",
             "FullyShard: block 0: expected a backward that computes the gradients of all parameters of the block, received "
             "one that does not use parameter 1 of shape [3]; freeze it before add(), or pass find_unused",
             "FullyShard: block 0: expected weights that stay frozen, received one of [5] that was frozen at add() and is "
             "trained now; add it trained, with find_unused(true), and freeze it afterwards",
-            "shoestring::optim::Muon: params[1]: expected a matrix (use shoestring::optim::AdamW for parameters of other "
+            "Muon: params[1]: expected a matrix (use AdamW for parameters of other "
             "shapes), received shape [3]",
-            "shoestring::optim::CAME: offload: expected none where processes have split the parameters, since the rule needs "
+            "CAME: offload: expected none where processes have split the parameters, since the rule needs "
             'whole ones, received "stream"; use AdamW, Lion or SGD',
-            "shoestring::optim::LAMB: set_step_in_backward: expected none where processes have split the parameters, since "
+            "LAMB: set_step_in_backward: expected none where processes have split the parameters, since "
             "the rule needs whole ones, received true; use AdamW, Lion or SGD",
             'FullyShard: offload: expected "none", "cpu" or "nvme:DIR", received "disk"',
             f"FullyShard: offload: /missing/shoestring-swap-{pid}-0: cannot create the file: No such file or directory",

@@ -62,7 +62,7 @@ def test_an_option_out_of_range_stops_the_step() -> None:
     opt = AdamW(params)
     before = stepped(opt, params, 0)
     opt.param_groups[0]["betas"] = (0.9, 1.5)
-    with pytest.raises(RuntimeError, match=r"AdamW: betas: expected two numbers in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"AdamW: betas: expected two numbers in \[0, 1\)"):
         stepped(opt, params, 1)
     assert torch.equal(params[0], before[0]) and opt.state[params[0]]["step"] == 1
     opt.param_groups[0]["betas"] = (0.9, 0.999)

@@ -232,8 +232,8 @@ def test_steps_in_backward_and_in_between(weights: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(betas=(0.0, 0.9)), r"betas: expected two numbers in \[0, 1\), the first above 0"),
-        (dict(betas=(0.9, 1.0)), r"betas: expected two numbers in \[0, 1\), the first above 0"),
+        (dict(betas=(0.0, 0.9)), "betas: expected a first number above 0, received 0"),
+        (dict(betas=(0.9, 1.0)), r"betas: expected two numbers in \[0, 1\), received 0.9 and 1"),
         (dict(eps=-1.0), "eps: expected a number of at least 0"),
         (dict(weight_decay=-1.0), "weight_decay: expected a number of at least 0"),
         (dict(warmup_steps=-1), "warmup_steps: expected a whole number of at least 0, received -1"),

@@ -112,7 +112,7 @@ class State:
 
 
 def _cost(param: Tensor, optimizer: LowMemoryOptimizer) -> float:
-    """Return the work of a parameter's step, as csrc/optim/arena.cpp does."""
+    """Return the work of a parameter's step, as csrc/optim/core/arena.cpp does."""
     if not isinstance(optimizer, Muon):
         return float(param.numel())
     least = min(param.shape)
@@ -136,22 +136,20 @@ def optimizer_state(
             if p.requires_grad:
                 members.setdefault(optimizer._kind(p, group), []).append(p)
                 rest.append({"step": 4})
-                rest.append(_extras(optimizer, p, group, numel))
+                rest.append(_extras(optimizer, p, numel))
         for params in members.values():
             found = optimizer._parts(params[0], group)
             sizes = [blocks(numel(p)) for p in params]
             costs = [_cost(p, optimizer) for p in params]
-            extras = [sum(_extras(optimizer, p, group, numel).values()) for p in params]
-            arenas.append(StateArena(found, sizes, optimizer._splits, params, costs, extras))
+            extras = [sum(_extras(optimizer, p, numel).values()) for p in params]
+            arenas.append(StateArena(found, sizes, optimizer._core.takes_parts(), params, costs, extras))
     return State(arenas, total(*rest))
 
 
-def _extras(
-    optimizer: LowMemoryOptimizer, param: Tensor, group: dict[str, Any], numel: Callable[[Tensor], int]
-) -> dict[str, int]:
+def _extras(optimizer: LowMemoryOptimizer, param: Tensor, numel: Callable[[Tensor], int]) -> dict[str, int]:
     """Return the bytes of a parameter's state outside of the arenas, of which processes split some tensors."""
-    split = optimizer._elementwise(param, group)
-    shapes = optimizer._extra(param, group).items()
+    split = optimizer._elementwise(param)
+    shapes = optimizer._extra(param).items()
     return {name: 4 * (numel(param) if name in split else math.prod(shape)) for name, shape in shapes}
 
 

@@ -140,7 +140,7 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
 def split_arena(arena: StateArena, ranks: int, on_cpu: bool) -> tuple[list[int], list[list[Range]]]:
     """Return each rank's blocks of state of an arena, and the ranges of parameters that it steps.
 
-    As csrc/optim/arena.cpp, it splits whole blocks of 256 elements evenly on the CPU. On other devices, and for
+    As csrc/optim/core/arena.cpp, it splits whole blocks of 256 elements evenly on the CPU. On other devices, and for
     optimizers that step whole parameters, it splits parameters.
     """
     counts: list[int] = [0] * ranks

@@ -1,0 +1,39 @@
+"""The public ``step`` of the optimizers, and the words of their errors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from shoestring.optim.interrupts import Uninterrupted
+
+
+class Steps(Optimizer):
+    """An optimizer whose class takes the step in ``_step``."""
+
+    _step: Callable[[], None]
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient.
+
+        Return the result of ``closure``, or None without a closure.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with Uninterrupted():
+            self._step()
+        return loss
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _expect(self, good: bool, name: str, expected: str, received: object) -> None:
+        if not good:
+            raise ValueError(f"{self._name}: {name}: expected {expected}, received {received!r}")

@@ -35,7 +35,20 @@ struct Arguments {
     visit("q", self.q);
     visit("k", self.k);
     visit("v", self.v);
-    detail::Fields::attention(self.options, visit);
+    auto& o = self.options;
+    visit("bias", o.bias());
+    visit("sinks", o.sinks());
+    visit.keywords();
+    visit("causal", o.causal());
+    visit("window_size", o.window_size());
+    visit("softcap", o.softcap());
+    visit("scale", o.scale());
+    visit("alibi_slopes", o.alibi_slopes());
+    visit("cu_seqlens_q", o.cu_seqlens_q());
+    visit("cu_seqlens_k", o.cu_seqlens_k());
+    visit("dropout_p", o.dropout_p());
+    visit("seed", o.seed());
+    visit("deterministic", o.deterministic());
   }
   /// Returns the inputs in the order of the enum Input.
   std::array<OptionalTensor, kInputs> inputs() const { return {q, k, v, options.bias(), options.sinks()}; }

@@ -8,10 +8,9 @@
 // is the member's value in a new struct; visit.required() for a number, string or list without a default;
 // visit.changed() for a tensor that the operator changes in place; visit.state() for such a tensor that may
 // be None but has no default; visit.keywords() before the arguments that Python passes by name only. A tensor
-// that is not optional has no default. Structs compose: `fields` may call the `fields` of a member, and lists
-// of options (shoestring::detail::Fields). An object whose arguments depend on its members, such as the
-// moments of an optimizer (optim/optimizer.h), is passed to schema_of(), push_fields() and read_fields()
-// itself.
+// that is not optional has no default. Structs compose: `fields` may call the `fields` of a member, or a
+// function that lists some options. An object whose arguments depend on its members, such as the moments of
+// an optimizer (optim/optimizer.h), is passed to schema_of(), push_fields() and read_fields() itself.
 //
 // From `fields` this file derives the text of the schema, and how the arguments are put on a stack, read from
 // it and saved for backward. All of these go by position, so no name is looked up in a call.

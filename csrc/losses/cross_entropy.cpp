@@ -90,9 +90,9 @@ CrossEntropyCall::CrossEntropyCall(const torch::jit::Stack& stack, bool stats) {
   input = std::move(given.logits);
   target = std::move(given.target);
   const int64_t dims = std::max<int64_t>(input.dim(), 1);
-  const int64_t dim = given.options.dim_ < 0 ? given.options.dim_ + dims : given.options.dim_;
+  const int64_t dim = given.options.dim() < 0 ? given.options.dim() + dims : given.options.dim();
   TORCH_CHECK(dim >= 0 && dim < dims, kCrossEntropyOp, ": dim: expected a dimension of the logits, ", -dims,
-              " to ", dims - 1, ", received ", given.options.dim_);
+              " to ", dims - 1, ", received ", given.options.dim());
   if (dim != dims - 1) {
     const Tensor logits = input;
     input = logits.movedim(dim, -1);

@@ -22,6 +22,37 @@ namespace shoestring::losses {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+/// Lists the options that are numbers of the formulas. `each` takes the name, the value, the member of
+/// CrossEntropyFormula, a text that says what is expected, and whether the value is as expected.
+template <class Options, class Each>
+void each_number(Options& o, Each each) {
+  using Formula = kernels::CrossEntropyFormula;
+  each("label_smoothing", o.label_smoothing(), &Formula::label_smoothing, "a number in [0, 1)",
+       o.label_smoothing() >= 0 && o.label_smoothing() < 1);
+  each("softcap", o.softcap(), &Formula::softcap, "0 (none) or a positive number", o.softcap() >= 0);
+  each("logit_scale", o.logit_scale(), &Formula::logit_scale, "a number that is not 0", o.logit_scale() != 0);
+  each("z_loss", o.z_loss(), &Formula::z_loss, "a number of at least 0", o.z_loss() >= 0);
+}
+
+/// Lists the options of the loss of a token, as arguments of an operator (core/arguments.h).
+template <class Options, class Visitor>
+void visit_token_loss(Options& o, Visitor& visit) {
+  visit("class_weights", o.class_weights());
+  visit("ignore_index", o.ignore_index());
+  each_number(o, [&](const char* name, auto& x, auto...) { visit(name, x); });
+  visit("target2", o.target2());
+  visit("mix", o.mix());
+}
+
+/// Lists the options that select the tokens and reduce their losses.
+template <class Options, class Visitor>
+void visit_reduction(Options& o, Visitor& visit) {
+  visit("reduction", o.reduction());
+  visit("token_weights", o.token_weights());
+  visit("shift", o.shift());
+  visit("hard_fraction", o.hard_fraction());
+}
+
 /// Argument checks. check_tokens() expects `input` of shape (..., `last`) and floating dtype, and an int64
 /// target of shape (...). check_weights() expects a floating tensor of the given shape, with one weight per
 /// class or token. check_number() expects a finite number for which `holds` is true.
@@ -266,7 +297,7 @@ struct CrossEntropyRowsCall : RowsCall {
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
     visit_logits<kInPlace>(self.input, self.target, visit);
-    detail::Fields::token_loss(self.options, visit);
+    visit_token_loss(self.options, visit);
     upstream(self, visit);
     visit("stats", self.stats);
     if constexpr (!kInPlace) visit("gradient", self.gradient);
@@ -305,13 +336,15 @@ struct CrossEntropyArguments {
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
     visit_logits<kInPlace>(self.logits, self.target, visit);
-    detail::Fields::cross_entropy(self.options, visit);
+    visit_token_loss(self.options, visit);
+    visit_reduction(self.options, visit);
+    visit("dim", self.options.dim());
   }
 };
 
 /// The options that both operators have, and the dimension of the classes, which only cross_entropy has.
 struct LogitsOptions : LinearCrossEntropyOptions {
-  int64_t dim_ = -1;
+  TORCH_ARG(int64_t, dim) = -1;
 };
 
 /// One call of cross_entropy. The classes are the last dimension of `input`.

@@ -118,7 +118,7 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     template <class Self, class Visitor>
     static void fields(Self& self, Visitor& visit) {
       visit("target", self.target);
-      detail::Fields::token_loss(self.options, visit);
+      visit_token_loss(self.options, visit);
       visit("factor", self.factor);
       visit("share", self.share);
       visit("slope", self.slope);

@@ -99,16 +99,10 @@ RowsProblem::RowsProblem(const char* op, const RowsCall& call, c10::SymInt vocab
       grad_lse(call.grad_lse), grad_entropy(call.grad_entropy), target2(call.options.target2()),
       mix(call.options.mix()), ignore_index(call.options.ignore_index()), stats(call.stats),
       classes(std::move(vocab)) {
-  const LinearCrossEntropyOptions& o = call.options;
-  label_smoothing = o.label_smoothing();
-  softcap = o.softcap();
-  logit_scale = o.logit_scale();
-  z_loss = o.z_loss();
-  check_number(op, "label_smoothing", "a number in [0, 1)", label_smoothing,
-               label_smoothing >= 0 && label_smoothing < 1);
-  check_number(op, "softcap", "0 (none) or a positive number", softcap, softcap >= 0);
-  check_number(op, "logit_scale", "a number that is not 0", logit_scale, logit_scale != 0);
-  check_number(op, "z_loss", "a number of at least 0", z_loss, z_loss >= 0);
+  each_number(call.options, [&](const char* name, double x, auto member, const char* expected, bool holds) {
+    this->*member = x;
+    check_number(op, name, expected, x, holds);
+  });
   check_weights(op, "class_weights", class_weights, {this->classes}, call.input);
   targets().check(op);
   check_token_factor(op, "mix", mix, target);

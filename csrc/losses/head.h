@@ -33,6 +33,17 @@ inline Mask require_grad(const Tensor& hidden, const Tensor& weight, const Optio
 }
 inline bool any(const Mask& mask) { return std::find(mask.begin(), mask.end(), true) != mask.end(); }
 
+/// Lists the options of a layer over the vocabulary, as arguments of an operator (core/arguments.h).
+template <class Options, class Visitor>
+void visit_head(Options& o, Visitor& visit) {
+  visit("absmax", o.absmax());
+  visit("nested", o.nested());
+  visit("quant_type", o.quant_type());
+  visit("block_size", o.block_size());
+  visit("lora_hidden", o.lora_hidden());
+  visit("lora_B", o.lora_B());
+}
+
 /// Returns the number of classes of a (vocab, features) weight. If `packed`, `weight` holds the packed codes
 /// of a quantised weight, and the number follows from hidden's features.
 c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed);

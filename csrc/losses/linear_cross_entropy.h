@@ -35,7 +35,19 @@ struct LinearCrossEntropyCall : TokenCall {
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
     visit_tensors(self.input, self, visit);
-    detail::Fields::linear_cross_entropy(self.options, visit);
+    visit_rows(self.options, visit);
+    visit_reduction(self.options, visit);
+    visit("upstream_grad", self.options.upstream_grad());
+  }
+
+  /// Lists the options that the operator for the rows has, too.
+  template <class Options, class Visitor>
+  static void visit_rows(Options& o, Visitor& visit) {
+    visit_head(o, visit);
+    visit_token_loss(o, visit);
+    visit("filter_eps", o.filter_eps());
+    visit.changed("weight_grad", o.weight_grad());
+    visit("workspace_mb", o.workspace_mb());
   }
 
   /// Reads and checks the arguments of an operator.
@@ -58,7 +70,12 @@ struct LinearCrossEntropyShardCall {
   static void fields(Self& self, Visitor& visit) {
     visit_tensors(self.hidden, self, visit);
     visit.required("first_class", self.first_class);
-    detail::Fields::linear_cross_entropy_shard(self.options, visit);
+    visit_head(self.options, visit);
+    visit("ignore_index", self.options.ignore_index());
+    visit("softcap", self.options.softcap());
+    visit("logit_scale", self.options.logit_scale());
+    visit.changed("weight_grad", self.options.weight_grad());
+    visit("workspace_mb", self.options.workspace_mb());
   }
 };
 
@@ -91,7 +108,7 @@ struct LinearCrossEntropyRowsCall : RowsCall {
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
     visit_tensors(self.input, self, visit);
-    detail::Fields::linear_cross_entropy_rows(self.options, visit);
+    LinearCrossEntropyCall::visit_rows(self.options, visit);
     upstream(self, visit);
     visit("averaged", self.averaged);
     visit("stats", self.stats);

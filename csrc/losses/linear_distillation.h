@@ -35,7 +35,7 @@ struct DistillationHeads {
   LinearDistillationOptions options;
 
   template <class Self, class Visitor>
-  static void tensors(Self& self, Visitor& visit) {
+  static void heads(Self& self, Visitor& visit) {
     visit("hidden", self.hidden);
     visit("weight", self.weight);
     visit("teacher_hidden", self.teacher_hidden);
@@ -43,6 +43,17 @@ struct DistillationHeads {
     visit("bias", self.bias);
     visit("teacher_bias", self.teacher_bias);
     visit.keywords();
+    visit_head(self.options, visit);
+    visit("teacher_absmax", self.options.teacher_absmax());
+    visit("teacher_nested", self.options.teacher_nested());
+    visit("teacher_quant_type", self.options.teacher_quant_type());
+    visit("teacher_block_size", self.options.teacher_block_size());
+    visit("target", self.options.target());
+    visit("ignore_index", self.options.ignore_index());
+    visit("divergence", self.options.divergence());
+    visit("beta", self.options.beta());
+    visit("temperature", self.options.temperature());
+    visit("workspace_mb", self.options.workspace_mb());
   }
   Head student() const { return {hidden, weight, bias, options}; }
   Head teacher() const;
@@ -54,8 +65,8 @@ struct DistillationHeads {
 struct DistillationCall : DistillationHeads {
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    tensors(self, visit);
-    detail::Fields::linear_distillation(self.options, visit);
+    heads(self, visit);
+    visit("reduction", self.options.reduction());
   }
 
   /// Reads and checks the arguments of the operator.
@@ -78,8 +89,7 @@ struct DistillationRowsCall : DistillationHeads {
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    tensors(self, visit);
-    detail::Fields::linear_distillation_rows(self.options, visit);
+    heads(self, visit);
     visit("grad_loss", self.grad_loss);
     visit("averaged", self.averaged);
     visit("output_mask", self.mask);

@@ -15,10 +15,6 @@
 
 namespace shoestring {
 
-namespace detail {
-struct Fields;
-}
-
 /// Returns the CPU kernels in use: "plain", "avx2", "avx512" or "amx". "amx" means those for AVX-512, and
 /// AMX tiles for products of bf16 matrices. The default is the best that this machine supports. The
 /// environment variable SHOESTRING_CPU selects another one when the library is loaded.
@@ -56,8 +52,6 @@ struct CrossEntropyOptions {
   /// The dimension of the classes in the logits; target has the other dimensions. dim(1) serves logits
   /// (batch, classes, ...), as those of torch::nn::functional::cross_entropy.
   TORCH_ARG(int64_t, dim) = -1;
-
-  friend struct detail::Fields;
 };
 
 /// Computes the cross-entropy of logits (..., vocab) with target (...), int64, in one pass over the logits.
@@ -149,8 +143,6 @@ struct LinearCrossEntropyOptions {
   /// gradient covers all tokens if there are at most 2 * features tokens. Otherwise it covers max(2048,
   /// features) tokens, and an fp32 accumulator in the shape of weight is needed.
   TORCH_ARG(int64_t, workspace_mb) = 0;
-
-  friend struct detail::Fields;
 };
 
 /// Computes the cross-entropy of `hidden @ weight.T + bias` with `target` without storing the (tokens, vocab)
@@ -207,8 +199,6 @@ struct LinearDistillationOptions {
   TORCH_ARG(std::string, reduction) = "mean";
   /// Upper bound in MiB on the logits of student and teacher in memory. 0 selects the device's default.
   TORCH_ARG(int64_t, workspace_mb) = 0;
-
-  friend struct detail::Fields;
 };
 
 /// Computes the divergence between a student's and a teacher's distribution over the vocabulary without
@@ -259,8 +249,6 @@ struct AttentionOptions {
   /// attention operators, whose backward sums in no fixed order. The default is
   /// at::globalContext().deterministicAlgorithms().
   TORCH_ARG(std::optional<bool>, deterministic) = std::nullopt;
-
-  friend struct detail::Fields;
 };
 
 /// Computes softmax(scale q k^T) v for every head, block by block, so that memory is linear in the number of
@@ -515,118 +503,5 @@ SHOESTRING_API std::vector<at::Tensor> lora_linear_group(const at::Tensor& x,
 /// (arXiv 2402.09353) divides its magnitudes by these norms. Allocates no temporary of W's size. Not
 /// differentiable.
 SHOESTRING_API at::Tensor lora_weight_norm(const LoraWeight& layer);
-
-namespace detail {
-
-/// Lists the options that are arguments of an operator, in the order of its schema. A list calls `visit` with
-/// the name and the value of each option. From these lists the library derives the schema, and how arguments
-/// are passed to the operator, read there and saved for backward. A type of options may have more members
-/// than a list.
-struct Fields {
-  template <class Options, class Visitor>
-  static void weight(Options& o, Visitor& visit) {
-    visit("absmax", o.absmax_);
-    visit("nested", o.nested_);
-    visit("quant_type", o.quant_type_);
-    visit("block_size", o.block_size_);
-    visit("lora_hidden", o.lora_hidden_);
-    visit("lora_B", o.lora_B_);
-  }
-
-  /// Options of the loss of one token. The private operators that compute the rows have them, too.
-  template <class Options, class Visitor>
-  static void token_loss(Options& o, Visitor& visit) {
-    visit("class_weights", o.class_weights_);
-    visit("ignore_index", o.ignore_index_);
-    visit("label_smoothing", o.label_smoothing_);
-    visit("softcap", o.softcap_);
-    visit("logit_scale", o.logit_scale_);
-    visit("z_loss", o.z_loss_);
-    visit("target2", o.target2_);
-    visit("mix", o.mix_);
-  }
-
-  /// Options that select the tokens and reduce their losses.
-  template <class Options, class Visitor>
-  static void reduction(Options& o, Visitor& visit) {
-    visit("reduction", o.reduction_);
-    visit("token_weights", o.token_weights_);
-    visit("shift", o.shift_);
-    visit("hard_fraction", o.hard_fraction_);
-  }
-
-  template <class Options, class Visitor>
-  static void cross_entropy(Options& o, Visitor& visit) {
-    token_loss(o, visit);
-    reduction(o, visit);
-    visit("dim", o.dim_);
-  }
-
-  template <class Options, class Visitor>
-  static void linear_cross_entropy_rows(Options& o, Visitor& visit) {
-    weight(o, visit);
-    token_loss(o, visit);
-    visit("filter_eps", o.filter_eps_);
-    visit.changed("weight_grad", o.weight_grad_);
-    visit("workspace_mb", o.workspace_mb_);
-  }
-
-  template <class Options, class Visitor>
-  static void linear_cross_entropy(Options& o, Visitor& visit) {
-    linear_cross_entropy_rows(o, visit);
-    reduction(o, visit);
-    visit("upstream_grad", o.upstream_grad_);
-  }
-
-  template <class Options, class Visitor>
-  static void linear_cross_entropy_shard(Options& o, Visitor& visit) {
-    weight(o, visit);
-    visit("ignore_index", o.ignore_index_);
-    visit("softcap", o.softcap_);
-    visit("logit_scale", o.logit_scale_);
-    visit.changed("weight_grad", o.weight_grad_);
-    visit("workspace_mb", o.workspace_mb_);
-  }
-
-  template <class Options, class Visitor>
-  static void linear_distillation_rows(Options& o, Visitor& visit) {
-    weight(o, visit);
-    visit("teacher_absmax", o.teacher_absmax_);
-    visit("teacher_nested", o.teacher_nested_);
-    visit("teacher_quant_type", o.teacher_quant_type_);
-    visit("teacher_block_size", o.teacher_block_size_);
-    visit("target", o.target_);
-    visit("ignore_index", o.ignore_index_);
-    visit("divergence", o.divergence_);
-    visit("beta", o.beta_);
-    visit("temperature", o.temperature_);
-    visit("workspace_mb", o.workspace_mb_);
-  }
-
-  template <class Options, class Visitor>
-  static void linear_distillation(Options& o, Visitor& visit) {
-    linear_distillation_rows(o, visit);
-    visit("reduction", o.reduction_);
-  }
-
-  template <class Options, class Visitor>
-  static void attention(Options& o, Visitor& visit) {
-    visit("bias", o.bias_);
-    visit("sinks", o.sinks_);
-    visit.keywords();
-    visit("causal", o.causal_);
-    visit("window_size", o.window_size_);
-    visit("softcap", o.softcap_);
-    visit("scale", o.scale_);
-    visit("alibi_slopes", o.alibi_slopes_);
-    visit("cu_seqlens_q", o.cu_seqlens_q_);
-    visit("cu_seqlens_k", o.cu_seqlens_k_);
-    visit("dropout_p", o.dropout_p_);
-    visit("seed", o.seed_);
-    visit("deterministic", o.deterministic_);
-  }
-};
-
-}  // namespace detail
 
 }  // namespace shoestring

@@ -13,10 +13,6 @@
 
 namespace shoestring {
 
-namespace detail {
-struct Fields;
-}
-
 /// Options of linear_cross_entropy_shard. All shards use the same values, except for the tensors that belong
 /// to the shard's own classes.
 struct LinearCrossEntropyShardOptions {
@@ -42,8 +38,6 @@ struct LinearCrossEntropyShardOptions {
   TORCH_ARG(std::optional<at::Tensor>, weight_grad) = std::nullopt;
   /// Upper bound on the logits that exist at a time, in MiB. 0 selects the device's default.
   TORCH_ARG(int64_t, workspace_mb) = 0;
-
-  friend struct detail::Fields;
 };
 
 /// Result of one shard for each token. lse and target_logit have the shape of target (fp32 for 16-bit

@@ -58,11 +58,11 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
  public:
   // `alias` holds a detached alias of the logits. Only autograd refers to the alias, so its reference count
   // does not include the caller's references.
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, CrossEntropyCall call,
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, CrossEntropyProblem p,
                                const Alias& alias) {
     at::AutoDispatchBelowADInplaceOrView below;
-    const Reduction reduction(call);
-    reduction.balance(call);
+    const Reduction reduction(p);
+    reduction.balance(p);
     const bool early = alias.replace && reduction.scalar;
     Tensor factor = reduction.factor(compute_type(logits));
     ctx->set_materialize_grads(false);
@@ -72,25 +72,22 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     saved.logits = alias.logits;
     CrossEntropyResult r;
     if (early) {
-      saved.known = enlargement(call);
+      saved.known = enlargement(p);
       factor = factor.defined() ? factor * saved.known
                                 : at::full({}, saved.known, logits.options().dtype(compute_type(logits)));
-      r = cross_entropy_rows(call, {factor}, LogitsGradient::kInPlace);
+      r = p.rows({factor}, LogitsGradient::kInPlace);
       torch::autograd::impl::bump_version(logits);
     } else {
-      r = cross_entropy_rows(call, {}, LogitsGradient::kNone);
-      const bool balanced = reduction.share.defined() && call.stats;
-      saved.again = {call.target, call.options, factor, balanced ? reduction.share : Tensor(),
-                     balanced ? reduction.slope_of_z(r.lse) : Tensor()};
+      r = p.rows({}, LogitsGradient::kNone);
+      saved.again = {p.target, p.options, reduction.upstream(factor, p.stats ? r.lse : Tensor())};
     }
     save_fields(ctx, saved);
-    const Tensor loss = reduction.apply(r.loss);
-    if (!call.stats) return {loss};
-    r.loss = reduction.original(r.loss, r.lse);
-    const Tensor correct = count_correct(r.argmax, call.target);
-    ctx->mark_non_differentiable(early ? variable_list{r.loss, r.lse, r.entropy, r.argmax, correct}
-                                       : variable_list{r.argmax, correct});
-    return {loss, r.loss, r.lse, r.entropy, r.argmax, correct};
+    variable_list results = reduction.results(p, r);
+    if (p.stats) {
+      ctx->mark_non_differentiable(early ? variable_list(results.begin() + 1, results.end())
+                                         : variable_list{results[4], results[5]});
+    }
+    return results;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
@@ -113,15 +110,13 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
   struct Again {
     Tensor target;
     LinearCrossEntropyOptions options;
-    Tensor factor, share, slope;
+    TokenUpstream upstream;
 
     template <class Self, class Visitor>
     static void fields(Self& self, Visitor& visit) {
       visit("target", self.target);
       visit_token_loss(self.options, visit);
-      visit("factor", self.factor);
-      visit("share", self.share);
-      visit("slope", self.slope);
+      TokenUpstream::fields(self.upstream, visit);
     }
   };
   struct Saved {
@@ -145,10 +140,10 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
   // Returns the factor by which forward multiplies the gradient of the logits, and by which backward divides
   // it again. In fp16 the gradients of a mean, about 1 / tokens, would be too small. For them the factor is a
   // power of two near the number of tokens, otherwise 1.
-  static double enlargement(const CrossEntropyCall& call) {
+  static double enlargement(const CrossEntropyProblem& p) {
     double known = 1;
-    if (call.input.scalar_type() != at::kHalf || call.options.reduction() != "mean") return known;
-    for (int64_t n = call.target.numel(); n > 1 && known < 0x1p15; n /= 2) known *= 2;
+    if (p.input.scalar_type() != at::kHalf || p.options.reduction() != "mean") return known;
+    for (int64_t n = p.target.numel(); n > 1 && known < 0x1p15; n /= 2) known *= 2;
     return known;
   }
 
@@ -158,71 +153,53 @@ class CrossEntropy : public torch::autograd::Function<CrossEntropy> {
     const bool replace = given != upstream.end() && used_once(*given) && !is_traced(saved.logits) &&
                          (saved.replace || is_unshared(saved.logits));
     at::AutoDispatchBelowADInplaceOrView below;
-    CrossEntropyCall call;
-    call.input = saved.logits;
-    call.target = saved.again->target;
-    call.options = saved.again->options;
-    const auto balanced =
-        balanced_upstream(upstream, saved.again->share, saved.again->slope, call.options.z_loss());
-    const auto gradient = upstream_of_tokens(balanced, saved.again->factor, compute_type(call.input));
-    const auto r =
-        cross_entropy_rows(call, gradient, replace ? LogitsGradient::kInPlace : LogitsGradient::kNew);
+    CrossEntropyProblem p;
+    p.input = saved.logits;
+    p.target = saved.again->target;
+    p.options = saved.again->options;
+    const auto r = p.rows(saved.again->upstream.of_tokens(upstream, compute_type(p.input)),
+                          replace ? LogitsGradient::kInPlace : LogitsGradient::kNew);
     if (replace) torch::autograd::impl::bump_version(saved.logits);
     return replace ? saved.logits : r.gradient;
   }
 };
 
-template <bool kStats>
 void cross_entropy_autograd(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  CrossEntropyCall call(*stack, kStats);
-  LinearCrossEntropyOptions& o = call.options;
-  const bool weighted = o.token_weights() && needs_grad(*o.token_weights());
-  const bool in_place = op.schema().name().back() == '_';
-  if (!weighted && !needs_grad(call.input)) {
+  auto p = CrossEntropyProblem::read(op, *stack);
+  const auto& token_weights = p.options.token_weights();
+  if (!needs_grad(p.input) && !(token_weights && needs_grad(*token_weights))) {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(stack);
     return;
   }
-  call.make_readable();
+  p.make_readable();
   {
     at::AutoDispatchBelowADInplaceOrView below;
-    keep_hardest(call);
+    keep_hardest(p);
   }
-  std::optional<Reduction> reduction;
-  // Token weights that require a gradient are applied by plain autograd operations. The autograd function is
-  // therefore called without them and with reduction='none'. These operations also need each token's lse if
-  // Reduction::share is defined, i.e. for a mean with class weights and z_loss.
-  if (weighted) {
-    reduction.emplace(call);
-    o.token_weights(std::nullopt).reduction("none");
-    call.stats |= reduction->share.defined();
-  }
-  const Tensor logits = call.input;
-  const Alias alias{logits.detach(), in_place && is_replaceable(logits)};
-  // The gradient edge of the logits must be read before the in-place change, because a changed view gets a
-  // new grad_fn.
-  const auto history = torch::autograd::impl::gradient_edge(logits);
-  variable_list out = CrossEntropy::apply(logits, call, alias);
-  if (alias.replace && o.reduction() != "none") {
+  const Tensor logits = p.input;
+  const Alias alias{logits.detach(), op.schema().name().back() == '_' && is_replaceable(logits)};
+  variable_list results = p.record([&] {
+    // The gradient edge of the logits must be read before the in-place change, because a changed view gets a
+    // new grad_fn.
+    const auto history = torch::autograd::impl::gradient_edge(logits);
+    variable_list out = CrossEntropy::apply(logits, p, alias);
+    if (!alias.replace || p.options.reduction() == "none") return out;
     auto refusal = make_node<torch::autograd::Error>(
         "cross_entropy: logits: inplace=True has replaced them by their gradient; use them before, or leave "
         "inplace out",
         torch::autograd::edge_list{history});
     refusal->add_input_metadata(logits);
     torch::autograd::impl::rebase_history(logits, {std::move(refusal), 0});
-  }
-  if (reduction) out[0] = reduction->apply(call.stats ? reduction->balanced(out[0], out[2]) : out[0]);
-  if (!kStats) out.resize(1);
-  torch::jit::drop(*stack, count_of<CrossEntropyArguments<CrossEntropyOptions>>());
-  for (Tensor& t : out) torch::jit::push(*stack, std::move(t));
+    return out;
+  });
+  replace_arguments<CrossEntropyProblem>(stack, std::move(results));
 }
 
 TORCH_LIBRARY_IMPL(shoestring, Autograd, m) {
-  for (const char* name : {"cross_entropy", "cross_entropy_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cross_entropy_autograd<false>>());
-  }
-  for (const char* name : {"cross_entropy_with_stats", "cross_entropy_with_stats_"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cross_entropy_autograd<true>>());
+  for (const char* name :
+       {"cross_entropy", "cross_entropy_", "cross_entropy_with_stats", "cross_entropy_with_stats_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&cross_entropy_autograd>());
   }
 }
 

@@ -1,52 +1,32 @@
-#include "losses/cross_entropy_cpu.h"
-
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <type_traits>
+#include <vector>
 
-#include "core/tensors.h"
 #include "core/threads.h"
-#include "losses/head.h"
+#include "losses/cross_entropy.h"
 
 namespace shoestring::losses {
-
-std::vector<int64_t> rows_that_count(const RowsProblem& p, const TargetsOnCpu& targets) {
-  const int64_t count = p.target.numel(), vocab = p.classes.expect_int();
-  auto rows = rows_that_count(p.op, count, p.target, p.ignore_index, vocab);
-  if (!p.target2) return rows;
-  rows_that_count(p.op, count, *p.target2, p.ignore_index, vocab, "target2");
-  rows.clear();
-  for (int64_t i = 0; i < count; ++i) {
-    if (targets[i].part != 0) rows.push_back(i);
-  }
-  return rows;
-}
-
 namespace {
 
 using at::Tensor;
 
 template <class X, class T>
 RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::CrossEntropyLogits<X, T> row) {
-  const auto compute = p.logits.options().dtype(c10::CppTypeToScalarType<T>::value);
   const TargetsOnCpu targets(p.targets());
   // rows_that_count() checks the targets, before any result is written
-  const auto rows = rows_that_count(p, targets);
-  const Tensor class_weights = p.class_weights ? p.class_weights->to(compute.dtype()).contiguous() : Tensor();
+  const auto rows = p.rows_that_count(targets);
+  const OptionalTensor& given = p.options.class_weights();
+  const Tensor class_weights = given ? given->to(c10::CppTypeToScalarType<T>::value).contiguous() : Tensor();
   auto rule = rule_of<T>(p, Tensor(), class_weights,
                          class_weights.defined() ? class_weights.sum(at::kDouble).item<double>() : 0);
-  rule.logit_scale = p.logit_scale;
-  const Factor<T> u(p.grad_loss, compute.dtype().toScalarType()),
-      v(p.grad_lse, compute.dtype().toScalarType()), h(p.grad_entropy, compute.dtype().toScalarType());
-  // The kernel skips rows with an ignored target, so their results must start at zero.
-  RowsResult out{at::zeros(p.target.sizes(), compute), at::zeros(p.target.sizes(), compute), {}, {}};
-  if (p.stats) {
-    out.entropy = at::zeros(p.target.sizes(), compute);
-    out.argmax = at::full(p.target.sizes(), -1, compute.dtype(at::kLong));
-  }
-  const X* from = static_cast<const X*>(p.logits.const_data_ptr());
+  const Factor<T> u(p.grad_loss), v(p.grad_lse), h(p.grad_entropy);
+  // The kernel skips rows with an ignored target.
+  const RowsResult out = p.allocate(/*zeros=*/true);
+  const X* from = static_cast<const X*>(p.input.const_data_ptr());
   X* to = p.gradient.defined() ? static_cast<X*>(p.gradient.mutable_data_ptr()) : nullptr;
   T *loss = out.loss.template mutable_data_ptr<T>(), *lse = out.lse.template mutable_data_ptr<T>();
   T* entropy = p.stats ? out.entropy.template mutable_data_ptr<T>() : nullptr;
@@ -78,9 +58,10 @@ RowsResult cross_entropy_rows_by_type(const CrossEntropyProblem& p, kernels::Cro
   return out;
 }
 
-RowsResult cross_entropy_rows_cpu(const CrossEntropyProblem& p) {
+RowsResult cross_entropy_rows_cpu(CrossEntropyProblem& p) {
+  p.place();
   const auto& kernels = cpu::cross_entropy();
-  switch (p.logits.scalar_type()) {
+  switch (p.input.scalar_type()) {
     case at::kDouble:
       return cross_entropy_rows_by_type(p, kernels.row_double);
     case at::kFloat:
@@ -92,12 +73,7 @@ RowsResult cross_entropy_rows_cpu(const CrossEntropyProblem& p) {
   }
 }
 
-TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("_cross_entropy_rows",
-         torch::CppFunction::makeFromBoxedFunction<&boxed_cross_entropy_rows<cross_entropy_rows_cpu>>());
-  m.impl("_cross_entropy_rows_", torch::CppFunction::makeFromBoxedFunction<
-                                     &boxed_cross_entropy_rows_in_place<cross_entropy_rows_cpu>>());
-}
+TORCH_LIBRARY_IMPL(shoestring, CPU, m) { register_cross_entropy_rows<cross_entropy_rows_cpu>(m); }
 
 }  // namespace
 }  // namespace shoestring::losses

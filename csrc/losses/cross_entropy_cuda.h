@@ -2,65 +2,61 @@
 
 // Shared parts of the CUDA implementations of cross_entropy and linear_cross_entropy.
 
-#include <ATen/core/Tensor.h>
+#include <utility>
 
-#include <array>
-
-#include "losses/cross_entropy.h"
-#include "losses/cross_entropy_table.h"
+#include "core/tensors.h"
+#include "losses/logit_waves.h"
+#include "losses/token_loss.h"
 
 namespace shoestring::losses {
 
-/// Converts the upstream gradients grad_loss, grad_lse and grad_entropy to contiguous tensors of dtype
-/// `compute`. Gradients that were not given stay undefined.
-inline std::array<Tensor, 3> factors_of(const RowsProblem& p, at::ScalarType compute) {
-  std::array<Tensor, 3> found;
-  const OptionalTensor* given[] = {&p.grad_loss, &p.grad_lse, &p.grad_entropy};
-  for (int i = 0; i < 3; ++i) {
-    if (*given[i]) found[i] = (*given[i])->to(compute).contiguous();
-  }
-  return found;
-}
-
-/// The second targets of a call, contiguous, and the parts of the first ones in dtype `compute`. Both are
-/// undefined if each row has one target. They must outlive the launches.
-struct SecondTargets {
-  SecondTargets(const RowsProblem& p, at::ScalarType compute)
-      : target2(p.target2 ? p.target2->contiguous() : Tensor()),
-        mix(p.mix ? p.mix->to(compute).contiguous() : Tensor()) {}
-
-  /// Passes them to a launch whose first row is row number `begin`.
-  void add_to(kernels::CrossEntropyRows& rows, int64_t begin) const {
-    if (!target2.defined()) return;
-    rows.target2 = target2.const_data_ptr<int64_t>() + begin;
-    rows.mix_stride = mix.dim() != 0;
-    rows.mix = static_cast<const char*>(mix.const_data_ptr()) + begin * rows.mix_stride * mix.element_size();
+/// The tensors of a problem that the row kernel reads, in the dtypes that it reads. They must outlive the
+/// launches.
+class RowsOnCuda {
+ public:
+  /// class_weights is contiguous and of the compute dtype (fp32, or fp64 for fp64 inputs), or undefined.
+  RowsOnCuda(const TokenProblem& p, Tensor class_weights)
+      : p_(p), target_(p.target.contiguous()),
+        target2_(p.options.target2() ? p.options.target2()->contiguous() : Tensor()),
+        mix_(computed(p.options.mix())), grad_loss_(computed(p.grad_loss)), grad_lse_(computed(p.grad_lse)),
+        grad_entropy_(computed(p.grad_entropy)), class_weights_(std::move(class_weights)) {
+    if (class_weights_.defined())
+      total_weight_ = class_weights_.sum(at::kDouble).to(class_weights_.scalar_type());
   }
 
-  Tensor target2, mix;
+  /// Returns the parameters of a launch for `tokens` rows from row `begin` on, except for logits, bias and
+  /// gradient. The launch writes to `out`.
+  kernels::CrossEntropyRows launch(int64_t begin, int64_t tokens, const RowsResult& out) const {
+    kernels::CrossEntropyRows rows{};
+    static_cast<kernels::CrossEntropyFormula&>(rows) = p_.formula();
+    rows.tokens = tokens;
+    rows.vocab = p_.classes.expect_int();
+    rows.target = static_cast<const int64_t*>(element_of(target_, begin));
+    rows.target2 = static_cast<const int64_t*>(element_of(target2_, begin));
+    rows.mix = factor_from(mix_, begin, rows.mix_stride);
+    rows.ignore_index = p_.options.ignore_index();
+    rows.class_weights = pointer_to(class_weights_);
+    rows.total_weight = pointer_to(total_weight_);
+    rows.grad_loss = factor_from(grad_loss_, begin, rows.grad_loss_stride);
+    rows.grad_lse = factor_from(grad_lse_, begin, rows.grad_lse_stride);
+    rows.grad_entropy = factor_from(grad_entropy_, begin, rows.grad_entropy_stride);
+    rows.loss = result_from(out.loss, begin);
+    rows.lse = result_from(out.lse, begin);
+    rows.entropy = result_from(out.entropy, begin);
+    rows.argmax = static_cast<int64_t*>(result_from(out.argmax, begin));
+    return rows;
+  }
+
+ private:
+  Tensor computed(const OptionalTensor& t) const {
+    return t ? t->to(compute_type(p_.input)).contiguous() : Tensor();
+  }
+  static void* result_from(const Tensor& t, int64_t begin) {
+    return t.defined() ? static_cast<char*>(t.mutable_data_ptr()) + begin * t.element_size() : nullptr;
+  }
+
+  const TokenProblem& p_;
+  Tensor target_, target2_, mix_, grad_loss_, grad_lse_, grad_entropy_, class_weights_, total_weight_;
 };
-
-/// Fills the parameters of a CUDA launch, except for the pointers to logits and results. The tensors are
-/// undefined or of the compute dtype (fp32, or fp64 for fp64 inputs), and must outlive the launch.
-inline kernels::CrossEntropyRows launch_of(const RowsProblem& p, const std::array<Tensor, 3>& factors,
-                                           const Tensor& class_weights, const Tensor& total_weight) {
-  const auto pointer = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
-  const auto stride = [](const Tensor& t) { return static_cast<int64_t>(t.defined() && t.dim() != 0); };
-  kernels::CrossEntropyRows rows{};
-  static_cast<kernels::CrossEntropyFormula&>(rows) = p.formula();
-  rows.vocab = p.classes.expect_int();
-  rows.logit_scale = 1;
-  rows.factor = 1;
-  rows.ignore_index = p.ignore_index;
-  rows.class_weights = pointer(class_weights);
-  rows.total_weight = pointer(total_weight);
-  rows.grad_loss = pointer(factors[0]);
-  rows.grad_lse = pointer(factors[1]);
-  rows.grad_entropy = pointer(factors[2]);
-  rows.grad_loss_stride = stride(factors[0]);
-  rows.grad_lse_stride = stride(factors[1]);
-  rows.grad_entropy_stride = stride(factors[2]);
-  return rows;
-}
 
 }  // namespace shoestring::losses

@@ -92,6 +92,7 @@ struct CrossEntropyTable {
 /// * inner_stride elements after the first row.
 struct CrossEntropyLayout {
   int64_t inner, outer_stride, inner_stride;
+  int64_t operator()(int64_t r) const { return r / inner * outer_stride + r % inner * inner_stride; }
 };
 
 /// The arguments of a CUDA kernel that processes rows of logits. T is double for rows_double, and float

@@ -124,6 +124,14 @@ Tensor flat(const Tensor& hidden, const Tensor& t) {
   return t.reshape_symint({count(hidden.sym_sizes().slice(0, hidden.dim() - 1))});
 }
 
+Gradients empty_gradients(const Inputs& inputs, const Mask& mask) {
+  Gradients gradients;
+  for (int i = 0; i < kInputs; ++i) {
+    if (mask[i]) gradients[i] = at::empty_symint(inputs[i]->sym_sizes(), inputs[i]->options());
+  }
+  return gradients;
+}
+
 void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden,
                     const OptionalTensor& lora_hidden) {
   for (int i = 0; i < kInputs; ++i) {

@@ -25,11 +25,18 @@ enum Input { kHidden, kWeight, kBias, kLoraHidden, kLoraB, kInputs };
 using Mask = std::array<bool, kInputs>;
 using Gradients = std::array<Tensor, kInputs>;  // one gradient per input; undefined if not requested
 
+using Inputs = std::array<OptionalTensor, kInputs>;
+
+/// Returns the inputs of the layer of a problem, in the order of the enum Input.
+template <class Problem>
+Inputs inputs_of(const Problem& p) {
+  return {p.input, p.weight, p.bias, p.options.lora_hidden(), p.options.lora_B()};
+}
 /// Returns a mask of the inputs that require a gradient.
-inline Mask require_grad(const Tensor& hidden, const Tensor& weight, const OptionalTensor& bias,
-                         const OptionalTensor& lora_hidden, const OptionalTensor& lora_B) {
-  const auto wants = [](const OptionalTensor& t) { return t && t->requires_grad(); };
-  return {hidden.requires_grad(), weight.requires_grad(), wants(bias), wants(lora_hidden), wants(lora_B)};
+inline Mask require_grad(const Inputs& inputs) {
+  Mask mask{};
+  for (int i = 0; i < kInputs; ++i) mask[i] = inputs[i] && inputs[i]->requires_grad();
+  return mask;
 }
 inline bool any(const Mask& mask) { return std::find(mask.begin(), mask.end(), true) != mask.end(); }
 
@@ -51,12 +58,13 @@ c10::SymInt vocab_of(const Tensor& hidden, const Tensor& weight, bool packed);
 /// The output layer of a model: its input, its weight and, for LoRA, the low-rank pair.
 struct Head {
   Head() = default;
-  template <class Options>
-  Head(Tensor hidden, Tensor weight, OptionalTensor bias, const Options& o)
-      : hidden(std::move(hidden)), weight(std::move(weight)), bias(std::move(bias)), absmax(o.absmax()),
-        nested(o.nested()), quant_type(o.quant_type()), block_size(o.block_size()),
-        lora_hidden(o.lora_hidden()), lora_B(o.lora_B()),
-        vocab(vocab_of(this->hidden, this->weight, absmax.has_value())) {}
+  /// The layer of the problem `p`.
+  template <class Problem>
+  explicit Head(const Problem& p)
+      : hidden(p.input), weight(p.weight), bias(p.bias), absmax(p.options.absmax()),
+        nested(p.options.nested()), quant_type(p.options.quant_type()), block_size(p.options.block_size()),
+        lora_hidden(p.options.lora_hidden()), lora_B(p.options.lora_B()),
+        vocab(vocab_of(hidden, weight, absmax.has_value())) {}
 
   // hidden (..., features); weight (vocab, features), or packed codes of a quantised weight
   Tensor hidden, weight;
@@ -79,8 +87,6 @@ struct Head {
   /// Returns the weight, dense or quantised, as a BaseWeight, which provides it in the dtype `product` for
   /// matrix products.
   quantization::BaseWeight base(Backend backend, const char* op, at::ScalarType product) const;
-  /// Returns the inputs in the order of the enum Input. A gradient has the shape and the dtype of its input.
-  std::array<OptionalTensor, kInputs> inputs() const { return {hidden, weight, bias, lora_hidden, lora_B}; }
 };
 
 void check_target(const char* op, const Head& head, const Tensor& target);
@@ -106,6 +112,8 @@ void visit_gradients(Self& gradients, Visitor& visit) {
   visit("grad_lora_hidden", gradients[kLoraHidden]);
   visit("grad_lora_B", gradients[kLoraB]);
 }
+/// Returns uninitialised gradients, which have the shapes and dtypes of their inputs.
+Gradients empty_gradients(const Inputs& inputs, const Mask& mask);
 /// Keeps the gradients in `mask` only, and gives those of hidden and lora_hidden the shapes of these inputs.
 void view_gradients(Gradients& gradients, const Mask& mask, const Tensor& hidden,
                     const OptionalTensor& lora_hidden);

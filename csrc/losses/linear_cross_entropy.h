@@ -4,19 +4,34 @@
 
 #include <array>
 #include <optional>
-#include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <shoestring/vocab_parallel.h>
 
-#include "losses/cross_entropy.h"
 #include "losses/head.h"
+#include "losses/token_loss.h"
 
 namespace shoestring::losses {
 
 constexpr const char* kLinearCrossEntropyOp = "linear_cross_entropy";
 
-/// Visits the first arguments of the operators of linear_cross_entropy, of which `call` holds all but hidden.
+/// The loss and statistics of each token, and the requested gradients of the inputs.
+struct LinearCrossEntropyResult : RowsResult {
+  Gradients gradients;
+
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    RowsResult::fields(self, visit);
+    visit_gradients(self.gradients, visit);
+  }
+  void fill(const Tensor& like) {
+    RowsResult::fill(like);
+    fill_gradients(gradients, like);
+  }
+};
+
+/// Lists the first arguments of the operators of linear_cross_entropy, of which `call` holds all but hidden.
 template <class Hidden, class Call, class Visitor>
 void visit_tensors(Hidden& hidden, Call& call, Visitor& visit) {
   visit("hidden", hidden);
@@ -26,37 +41,79 @@ void visit_tensors(Hidden& hidden, Call& call, Visitor& visit) {
   visit.keywords();
 }
 
-/// The arguments of one call of linear_cross_entropy. The member `input` of TokenCall holds the argument
-/// `hidden`.
-struct LinearCrossEntropyCall : TokenCall {
+/// A call of linear_cross_entropy, or of the operator that computes its rows. The member `input` holds the
+/// argument `hidden`.
+struct LinearCrossEntropyProblem : TokenProblem {
+  static constexpr const char* kOp = kLinearCrossEntropyOp;
+
+  LinearCrossEntropyProblem() : TokenProblem(kOp, "hidden", "features") {}
+  LinearCrossEntropyProblem(const Tensor& hidden, const Tensor& weight, const Tensor& target,
+                            const OptionalTensor& bias, const LinearCrossEntropyOptions& options);
+
   Tensor weight;
   OptionalTensor bias;
+  // For the rows: whether the upstream gradients are about 1 / tokens, and the requested gradients.
+  bool averaged = false;
+  Mask mask{};
 
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    visit_tensors(self.input, self, visit);
-    visit_rows(self.options, visit);
+    visit_rows(self, visit);
     visit_reduction(self.options, visit);
     visit("upstream_grad", self.options.upstream_grad());
   }
-
-  /// Lists the options that the operator for the rows has, too.
-  template <class Options, class Visitor>
-  static void visit_rows(Options& o, Visitor& visit) {
-    visit_head(o, visit);
-    visit_token_loss(o, visit);
-    visit("filter_eps", o.filter_eps());
-    visit.changed("weight_grad", o.weight_grad());
-    visit("workspace_mb", o.workspace_mb());
+  /// Lists the arguments that the operator for the rows has, too.
+  template <class Self, class Visitor>
+  static void visit_rows(Self& self, Visitor& visit) {
+    visit_tensors(self.input, self, visit);
+    visit_head(self.options, visit);
+    visit_token_loss(self.options, visit);
+    visit("filter_eps", self.options.filter_eps());
+    visit.changed("weight_grad", self.options.weight_grad());
+    visit("workspace_mb", self.options.workspace_mb());
   }
-
   /// Reads and checks the arguments of an operator.
-  static LinearCrossEntropyCall read(const torch::jit::Stack& stack, bool stats);
-  Head head() const { return {input, weight, bias, options}; }
-  Mask require_grad() const {
-    return losses::require_grad(input, weight, bias, options.lora_hidden(), options.lora_B());
+  static LinearCrossEntropyProblem read(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+
+  const OptionalTensor& weight_grad() const { return options.weight_grad(); }
+  const std::optional<double>& upstream_grad() const { return options.upstream_grad(); }
+  Reduction take_reduction() {
+    Reduction reduction(*this);
+    reduction.balance(*this);
+    return reduction;
+  }
+  /// Calls _linear_cross_entropy_rows through the dispatcher. Returns the losses and statistics in target's
+  /// shape, and the gradients in the shapes of their inputs. `upstream` holds the gradients of each token's
+  /// loss, lse and entropy: shape (), target's shape, or undefined for no gradient.
+  LinearCrossEntropyResult rows(const std::array<Tensor, 3>& upstream, const Mask& mask) const;
+  RowsResult losses() const { return rows({}, {}); }
+  std::vector<Tensor> results(const Reduction& reduction, const RowsResult& rows) const {
+    return reduction.results(*this, rows);
   }
 };
+
+/// The same as arguments of _linear_cross_entropy_rows.
+struct LinearCrossEntropyRowsArguments : LinearCrossEntropyProblem {
+  template <class Self, class Visitor>
+  static void fields(Self& self, Visitor& visit) {
+    visit_rows(self, visit);
+    visit_upstream(self, visit);
+    visit("averaged", self.averaged);
+    visit("stats", self.stats);
+    visit("output_mask", self.mask);
+  }
+  /// Checks all arguments except for the values of the targets.
+  void check();
+};
+
+/// Returns whether linear_cross_entropy_by_tiles() computes the rows of this problem on this CPU. `tokens` is
+/// the number of tokens that are not ignored.
+bool fits_tiles(const LinearCrossEntropyProblem& p, int64_t tokens);
+
+/// Computes the rows for bf16 hidden states on a CPU with AMX. `rows` holds the numbers of the tokens that
+/// are not ignored. The weight is bf16, or fp32 and rounded to bf16 while it is packed.
+LinearCrossEntropyResult linear_cross_entropy_by_tiles(const LinearCrossEntropyProblem& p,
+                                                       const std::vector<int64_t>& rows);
 
 /// The arguments of linear_cross_entropy_shard.
 template <class Options>
@@ -97,69 +154,5 @@ struct ShardLoss {
     visit("target_loss", self.target_loss);
   }
 };
-
-/// The arguments of _linear_cross_entropy_rows.
-struct LinearCrossEntropyRowsCall : RowsCall {
-  Tensor weight;
-  OptionalTensor bias;
-  bool averaged = false;
-  Mask mask{};
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor& visit) {
-    visit_tensors(self.input, self, visit);
-    LinearCrossEntropyCall::visit_rows(self.options, visit);
-    upstream(self, visit);
-    visit("averaged", self.averaged);
-    visit("stats", self.stats);
-    visit("output_mask", self.mask);
-  }
-};
-
-/// The checked arguments of _linear_cross_entropy_rows. The constructor checks all of them except for the
-/// values of the targets.
-struct LinearCrossEntropyProblem : Head, RowsProblem {
-  explicit LinearCrossEntropyProblem(const LinearCrossEntropyRowsCall& call);
-
-  OptionalTensor weight_grad;  // fp32 tensor to which the gradient of the weight is added
-  double filter_eps;
-  bool averaged;
-  int64_t workspace_mb;
-  Mask mask;
-};
-
-/// The loss and statistics of each token, and the requested gradients of the inputs.
-struct LinearCrossEntropyResult : RowsResult {
-  Gradients gradients;
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor& visit) {
-    RowsResult::fields(self, visit);
-    visit_gradients(self.gradients, visit);
-  }
-};
-
-/// Boxed kernel of the operator _linear_cross_entropy_rows. The argument `run` is the function that computes
-/// all rows on the CPU or on CUDA.
-using LinearCrossEntropyRun = LinearCrossEntropyResult (*)(const LinearCrossEntropyProblem&);
-void run_linear_cross_entropy_rows(torch::jit::Stack* stack, LinearCrossEntropyRun run);
-template <LinearCrossEntropyRun run>
-void boxed_linear_cross_entropy_rows(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  run_linear_cross_entropy_rows(stack, run);
-}
-
-/// Calls _linear_cross_entropy_rows through the dispatcher. Returns the losses and statistics in target's
-/// shape, and the gradients in the shapes of their inputs. `upstream` holds the gradients of each token's
-/// loss, lse and entropy: shape (), target's shape, or undefined for no gradient.
-LinearCrossEntropyResult linear_cross_entropy_rows(const LinearCrossEntropyCall& call,
-                                                   const std::array<Tensor, 3>& upstream, const Mask& mask);
-
-/// Computes linear_cross_entropy, and with kStats linear_cross_entropy_with_stats, for a call that needs no
-/// gradient. Replaces the arguments on the stack by the results. It serves every device.
-template <bool kStats>
-void linear_cross_entropy_without_gradients(LinearCrossEntropyCall call, torch::jit::Stack* stack);
-inline void keep_hardest(LinearCrossEntropyCall& call) {
-  keep_hardest(call, [&] { return linear_cross_entropy_rows(call, {}, {}).loss; });
-}
 
 }  // namespace shoestring::losses

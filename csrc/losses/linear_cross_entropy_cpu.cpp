@@ -11,10 +11,8 @@
 
 #include "core/huge_pages.h"
 #include "gemm/gemm.h"
-#include "losses/cross_entropy_cpu.h"
 #include "losses/linear_cross_entropy.h"
 #include "losses/linear_cross_entropy_table.h"
-#include "losses/linear_cross_entropy_tiles.h"
 #include "quantization/base_weight.h"
 
 namespace shoestring::losses {
@@ -38,9 +36,9 @@ class LinearCrossEntropyOnCpu {
       if (!p_.mask[i] || wide.scalar_type() == type) return;
       gradient(i) = in_huge_pages(at::empty(wide.sizes(), wide.options().dtype(type))).copy_(wide);
     };
-    if (!p_.weight_grad) narrow(kWeight, weight_type);
+    if (!o_.weight_grad()) narrow(kWeight, weight_type);
     if (p_.bias) narrow(kBias, p_.bias->scalar_type());
-    if (p_.lora_B) narrow(kLoraB, p_.lora_B->scalar_type());
+    if (o_.lora_B()) narrow(kLoraB, o_.lora_B()->scalar_type());
     return out_;
   }
 
@@ -77,9 +75,11 @@ class LinearCrossEntropyOnCpu {
   Tensor& gradient(int i) { return out_.gradients[i]; }
 
   const LinearCrossEntropyProblem& p_;
+  const LinearCrossEntropyOptions& o_;
   const at::TensorOptions compute_;
   const std::vector<int64_t> rows_;
   const TargetsOnCpu targets_;
+  const double logit_scale_;
   // bias and class weights, contiguous, in the compute dtype (fp32 or fp64)
   const Tensor bias_, class_weights_;
   const Factor<T> grad_loss_, grad_lse_, grad_entropy_;
@@ -107,19 +107,19 @@ class LinearCrossEntropyOnCpu {
 template <class T>
 LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProblem& problem,
                                                     const TargetsOnCpu& targets, std::vector<int64_t> rows)
-    : p_(problem), compute_(p_.hidden.options().dtype(c10::CppTypeToScalarType<T>::value)),
-      rows_(std::move(rows)), targets_(targets), bias_(computed(p_.bias, p_.logit_scale)),
-      class_weights_(computed(p_.class_weights, 1)), grad_loss_(p_.grad_loss, type()),
-      grad_lse_(p_.grad_lse, type()), grad_entropy_(p_.grad_entropy, type()), features_(p_.hidden.size(1)),
-      vocab_(p_.vocab.expect_int()), count_(rows_.size()), gradient_(any(p_.mask)),
-      lora_hidden_(computed(p_.lora_hidden, 1)), lora_B_(computed(p_.lora_B, 1)),
-      weight_(p_.base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
+    : p_(problem), o_(p_.options), compute_(p_.input.options().dtype(c10::CppTypeToScalarType<T>::value)),
+      rows_(std::move(rows)), targets_(targets), logit_scale_(o_.logit_scale()),
+      bias_(computed(p_.bias, logit_scale_)), class_weights_(computed(o_.class_weights(), 1)),
+      grad_loss_(p_.grad_loss), grad_lse_(p_.grad_lse), grad_entropy_(p_.grad_entropy),
+      features_(p_.input.size(1)), vocab_(p_.classes.expect_int()), count_(rows_.size()),
+      gradient_(any(p_.mask)), lora_hidden_(computed(o_.lora_hidden(), 1)), lora_B_(computed(o_.lora_B(), 1)),
+      weight_(Head(p_).base(Backend::kCpu, kLinearCrossEntropyOp, type())) {
   // On a CPU with bf16 instructions, the matrix products that compute gradients take bf16 operands. The
   // logits are always fp32.
-  narrow_ = gradient_ && !p_.absmax && p_.hidden.scalar_type() == at::kBFloat16 &&
-            gemm::product_type(p_.hidden) == at::kBFloat16 && p_.filter_eps == 0;
-  const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
-  const int64_t workspace = given - std::min(gemm::gemm_workspace(p_.hidden.scalar_type()), given / 2);
+  narrow_ = gradient_ && !o_.absmax() && p_.input.scalar_type() == at::kBFloat16 &&
+            gemm::product_type(p_.input) == at::kBFloat16 && o_.filter_eps() == 0;
+  const int64_t given = (o_.workspace_mb() == 0 ? kDefaultWorkspaceMb : o_.workspace_mb()) << 20;
+  const int64_t workspace = given - std::min(gemm::gemm_workspace(p_.input.scalar_type()), given / 2);
   const int64_t bytes_per_token = std::max<int64_t>(1, vocab_ * static_cast<int64_t>(sizeof(T)));
   const int64_t fit = std::max<int64_t>(1, workspace / bytes_per_token);
   // Chunks have about equal sizes, because a small last chunk would read all weights for few tokens.
@@ -127,31 +127,26 @@ LinearCrossEntropyOnCpu<T>::LinearCrossEntropyOnCpu(const LinearCrossEntropyProb
   const int64_t even = gemm::parts_of(count_, std::max<int64_t>(1, gemm::parts_of(count_, most)));
   chunk_ = std::min({most, gemm::parts_of(even, 16) * 16, count_});
   logits_ = in_huge_pages(at::empty({chunk_, vocab_}, compute_));
-  if (gradient_ && p_.filter_eps > 0)
+  if (gradient_ && o_.filter_eps() > 0)
     live_ = at::empty({at::get_num_threads(), vocab_}, compute_.dtype(at::kByte));
 
-  // The row kernel never visits ignored tokens, so their results must start at zero.
-  const auto each = [&](at::TensorOptions options) { return at::zeros({p_.target.size(0)}, options); };
   if (class_weights_.defined()) total_weight_ = class_weights_.sum(at::kDouble).template item<double>();
-  out_.loss = each(compute_);
-  out_.lse = each(compute_);
-  if (p_.stats) {
-    out_.entropy = each(compute_);
-    out_.argmax = each(compute_.dtype(at::kLong)).fill_(-1);
-  }
+  // The row kernel never visits ignored tokens.
+  static_cast<RowsResult&>(out_) = p_.allocate(/*zeros=*/true);
   const auto like = [&](const Tensor& t) {
-    return count_ == p_.hidden.size(0) ? at::empty_like(t, at::MemoryFormat::Contiguous)
-                                       : at::zeros_like(t, at::MemoryFormat::Contiguous);
+    return count_ == p_.input.size(0) ? at::empty_like(t, at::MemoryFormat::Contiguous)
+                                      : at::zeros_like(t, at::MemoryFormat::Contiguous);
   };
-  if (p_.mask[kHidden]) gradient(kHidden) = like(p_.hidden);
+  if (p_.mask[kHidden]) gradient(kHidden) = like(p_.input);
   if (p_.mask[kWeight]) {
-    grad_weight_ = p_.weight_grad ? *p_.weight_grad : in_huge_pages(at::empty({vocab_, features_}, compute_));
-    if (!p_.weight_grad) gradient(kWeight) = grad_weight_;
-    fresh_ = !p_.weight_grad && count_ > 0 && !live_.defined();
-    if (!p_.weight_grad && !fresh_) grad_weight_.zero_();
+    grad_weight_ =
+        o_.weight_grad() ? *o_.weight_grad() : in_huge_pages(at::empty({vocab_, features_}, compute_));
+    if (!o_.weight_grad()) gradient(kWeight) = grad_weight_;
+    fresh_ = !o_.weight_grad() && count_ > 0 && !live_.defined();
+    if (!o_.weight_grad() && !fresh_) grad_weight_.zero_();
   }
   if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, compute_.dtype(at::kDouble));
-  if (p_.mask[kLoraHidden]) gradient(kLoraHidden) = like(*p_.lora_hidden);
+  if (p_.mask[kLoraHidden]) gradient(kLoraHidden) = like(*o_.lora_hidden());
   if (p_.mask[kLoraB]) gradient(kLoraB) = at::zeros({vocab_, lora_B_.size(1)}, compute_);
 }
 
@@ -159,7 +154,7 @@ template <class T>
 void LinearCrossEntropyOnCpu<T>::add_chunk(int64_t begin) {
   const int64_t tokens = std::min(chunk_, count_ - begin);
   Tensor index = at::from_blob(const_cast<int64_t*>(rows_.data() + begin), {tokens}, at::kLong);
-  Tensor gathered = p_.hidden.index_select(0, index);  // shape (tokens, features)
+  Tensor gathered = p_.input.index_select(0, index);  // shape (tokens, features)
   Tensor z = logits_.narrow(0, 0, tokens);
   Tensor lora_hidden = lora_hidden_.defined() ? lora_hidden_.index_select(0, index) : Tensor();
   make_logits(gathered, lora_hidden, z);
@@ -178,9 +173,9 @@ void LinearCrossEntropyOnCpu<T>::add_chunk(int64_t begin) {
 template <class T>
 void LinearCrossEntropyOnCpu<T>::make_logits(const Tensor& x, const Tensor& lora_hidden, Tensor& z) const {
   weight_.for_each_panel([&](int64_t v, const Tensor& panel) {
-    gemm::gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/p_.logit_scale);
+    gemm::gemm(z.narrow(1, v, panel.size(0)), x, panel.t(), /*beta=*/0, /*alpha=*/logit_scale_);
   });
-  if (lora_hidden.defined()) gemm::gemm(z, lora_hidden, lora_B_.t(), /*beta=*/1, /*alpha=*/p_.logit_scale);
+  if (lora_hidden.defined()) gemm::gemm(z, lora_hidden, lora_B_.t(), /*beta=*/1, /*alpha=*/logit_scale_);
 }
 
 template <class T>
@@ -188,7 +183,8 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
   const auto& kernels = cpu::linear_cross_entropy();
   const int64_t tokens = z.size(0);
   Tensor scale = at::empty({tokens, 1}, compute_);
-  const auto rule = rule_of<T>(p_, bias_, class_weights_, total_weight_);
+  auto rule = rule_of<T>(p_, bias_, class_weights_, total_weight_);
+  rule.logit_scale = 1;  // the matrix product has applied it
   T *losses = out_.loss.template data_ptr<T>(), *lses = out_.lse.template data_ptr<T>();
   T *scales = scale.template data_ptr<T>(), *rows = z.template data_ptr<T>();
   T* entropies = p_.stats ? out_.entropy.template data_ptr<T>() : nullptr;
@@ -211,10 +207,10 @@ Tensor LinearCrossEntropyOnCpu<T>::reduce_rows(Tensor& z, int64_t begin) {
         entropies[token] = static_cast<T>(r.entropy);
         classes[token] = r.argmax;
       }
-      scales[i] = static_cast<T>(r.scale * p_.logit_scale);
+      scales[i] = static_cast<T>(r.scale * logit_scale_);
       if (live_.defined() && r.scale != 0) {
         const double size = std::abs(factors.loss) + std::abs(factors.lse) + std::abs(factors.entropy);
-        mark(rows + i * vocab_, vocab_, p_.filter_eps * size / std::abs(r.scale),
+        mark(rows + i * vocab_, vocab_, o_.filter_eps() * size / std::abs(r.scale),
              live + at::get_thread_num() * vocab_);
       }
       if constexpr (std::is_same_v<T, float>) {
@@ -289,14 +285,14 @@ void LinearCrossEntropyOnCpu<T>::add_live_gradients(const Tensor& z, const Tenso
 
 LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyProblem& given) {
   const TargetsOnCpu targets(given.targets());
-  std::vector<int64_t> rows = rows_that_count(given, targets);
+  std::vector<int64_t> rows = given.rows_that_count(targets);
   const bool away = row_source_of(given.weight) != nullptr;
   if (!away && fits_tiles(given, static_cast<int64_t>(rows.size())))
     return linear_cross_entropy_by_tiles(given, rows);
   const auto type = given.weight.scalar_type();
   LinearCrossEntropyProblem p = given;
-  if (!p.absmax && !away) p.weight = p.weight.to(p.hidden.scalar_type());
-  return compute_type(p.hidden) == at::kDouble
+  if (!p.options.absmax() && !away) p.weight = p.weight.to(p.input.scalar_type());
+  return compute_type(p.input) == at::kDouble
              ? LinearCrossEntropyOnCpu<double>(p, targets, std::move(rows))(type)
              : LinearCrossEntropyOnCpu<float>(p, targets, std::move(rows))(type);
 }
@@ -304,7 +300,7 @@ LinearCrossEntropyResult linear_cross_entropy_rows_cpu(const LinearCrossEntropyP
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("_linear_cross_entropy_rows",
          torch::CppFunction::makeFromBoxedFunction<
-             &boxed_linear_cross_entropy_rows<linear_cross_entropy_rows_cpu>>());
+             &boxed_rows<LinearCrossEntropyRowsArguments, linear_cross_entropy_rows_cpu>>());
 }
 
 }  // namespace

@@ -8,8 +8,6 @@
 // Threads divide the segments among them. Sizes do not depend on the number of threads, and sums over
 // segments have a fixed order, so neither does the result.
 
-#include "losses/linear_cross_entropy_tiles.h"
-
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -24,7 +22,7 @@
 #include "gemm/gemm.h"
 #include "gemm/gemm_table.h"
 #include "gemm/products.h"
-#include "losses/cross_entropy_cpu.h"
+#include "losses/linear_cross_entropy.h"
 #include "losses/linear_cross_entropy_tiles_table.h"
 
 namespace shoestring::losses {
@@ -62,7 +60,7 @@ class LinearCrossEntropyByTiles {
       gradient(i) =
           in_huge_pages(at::empty(gradient(i).sizes(), gradient(i).options().dtype(type))).copy_(gradient(i));
     };
-    if (!p_.weight_grad) narrow(kWeight, p_.weight.scalar_type());
+    if (!p_.options.weight_grad()) narrow(kWeight, p_.weight.scalar_type());
     if (p_.bias) narrow(kBias, p_.bias->scalar_type());
     return out_;
   }
@@ -114,7 +112,7 @@ class LinearCrossEntropyByTiles {
   }
   static int64_t whole(int64_t lines) { return parts_of(lines, kLines) * kLines; }
   Tensor floats(at::IntArrayRef shape) const {
-    return in_huge_pages(at::empty(shape, p_.hidden.options().dtype(at::kFloat)));
+    return in_huge_pages(at::empty(shape, p_.input.options().dtype(at::kFloat)));
   }
   // Returns the logits of a segment, whose weights are packed, for the tokens of panel number `panel`.
   kernels::LogitBlock block_of(const Chunk& chunk, int64_t panel, Classes segment, const float* weight) const;
@@ -123,7 +121,9 @@ class LinearCrossEntropyByTiles {
   const std::vector<int64_t>& rows_;
   const kernels::GemmProduct& product_ = cpu::gemm_amx();
   const kernels::LinearCrossEntropyTiles& kernels_ = cpu::linear_cross_entropy_tiles();
-  const Tensor target_, bias_;
+  const Tensor target_;
+  const kernels::CrossEntropyFormula formula_;
+  const Tensor bias_;
   const Factor<float> grad_loss_, grad_lse_;
   const int64_t features_, vocab_;
   const bool gradient_;
@@ -136,36 +136,34 @@ class LinearCrossEntropyByTiles {
 
 LinearCrossEntropyByTiles::LinearCrossEntropyByTiles(const LinearCrossEntropyProblem& problem,
                                                      const std::vector<int64_t>& rows)
-    : p_(problem), rows_(rows), target_(p_.target.contiguous()),
-      bias_(p_.bias ? p_.bias->to(at::kFloat).mul(p_.logit_scale) : Tensor()),
-      grad_loss_(p_.grad_loss, at::kFloat), grad_lse_(p_.grad_lse, at::kFloat), features_(p_.hidden.size(1)),
-      vocab_(p_.vocab.expect_int()), gradient_(any(p_.mask)) {
+    : p_(problem), rows_(rows), target_(p_.target.contiguous()), formula_(p_.formula()),
+      bias_(p_.bias ? p_.bias->to(at::kFloat).mul(formula_.logit_scale) : Tensor()), grad_loss_(p_.grad_loss),
+      grad_lse_(p_.grad_lse), features_(p_.input.size(1)), vocab_(p_.classes.expect_int()),
+      gradient_(any(p_.mask)) {
   segment_ = segment_size(kGradientSegmentBytes);
   segments_ = parts_of(vocab_, segment_);
   // The packed hidden states and the sums of their gradient take 8 bytes for each feature.
-  const int64_t given = (p_.workspace_mb == 0 ? kDefaultWorkspaceMb : p_.workspace_mb) << 20;
+  const int64_t given = (p_.options.workspace_mb() == 0 ? kDefaultWorkspaceMb : p_.options.workspace_mb())
+                        << 20;
   const int64_t most = std::max<int64_t>(1, given / 2 / (8 * features_) / kTokenDepth) * kTokenDepth;
   chunk_ = parts_of(parts_of(count(), parts_of(count(), most)), kTileTokens) * kTileTokens;
 
-  const auto each = [&] { return at::zeros({p_.target.size(0)}, p_.hidden.options().dtype(at::kFloat)); };
-  out_.loss = each();
-  out_.lse = each();
+  static_cast<RowsResult&>(out_) = p_.allocate(/*zeros=*/true);
   if (p_.mask[kHidden]) {
-    gradient(kHidden) = count() == p_.hidden.size(0)
-                            ? at::empty_like(p_.hidden, at::MemoryFormat::Contiguous)
-                            : at::zeros_like(p_.hidden, at::MemoryFormat::Contiguous);
+    gradient(kHidden) = count() == p_.input.size(0) ? at::empty_like(p_.input, at::MemoryFormat::Contiguous)
+                                                    : at::zeros_like(p_.input, at::MemoryFormat::Contiguous);
   }
   // A single chunk gives the whole gradient of the weight, which is then rounded once, a segment at a time.
-  rounds_ =
-      p_.mask[kWeight] && !p_.weight_grad && count() <= chunk_ && p_.weight.scalar_type() == at::kBFloat16;
+  rounds_ = p_.mask[kWeight] && !p_.options.weight_grad() && count() <= chunk_ &&
+            p_.weight.scalar_type() == at::kBFloat16;
   if (rounds_) {
     gradient(kWeight) = in_huge_pages(at::empty({vocab_, features_}, p_.weight.options()));
   } else if (p_.mask[kWeight]) {
-    grad_weight_ = p_.weight_grad ? *p_.weight_grad : floats({vocab_, features_});
-    if (!p_.weight_grad) gradient(kWeight) = grad_weight_;
-    fresh_ = !p_.weight_grad;
+    grad_weight_ = p_.options.weight_grad() ? *p_.options.weight_grad() : floats({vocab_, features_});
+    if (!p_.options.weight_grad()) gradient(kWeight) = grad_weight_;
+    fresh_ = !p_.options.weight_grad();
   }
-  if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, p_.hidden.options().dtype(at::kDouble));
+  if (p_.mask[kBias]) gradient(kBias) = at::zeros({vocab_}, p_.input.options().dtype(at::kDouble));
 }
 
 void LinearCrossEntropyByTiles::add_chunk(int64_t begin) {
@@ -181,8 +179,8 @@ void LinearCrossEntropyByTiles::add_chunk(int64_t begin) {
 void LinearCrossEntropyByTiles::pack_hidden(Chunk& chunk) const {
   const int64_t padded = chunk.panels * kTileTokens;
   chunk.index = at::from_blob(const_cast<int64_t*>(rows_.data() + chunk.begin), {chunk.tokens}, at::kLong);
-  const Tensor x = count() == p_.hidden.size(0) ? p_.hidden.narrow(0, chunk.begin, chunk.tokens).contiguous()
-                                                : p_.hidden.index_select(0, chunk.index);
+  const Tensor x = count() == p_.input.size(0) ? p_.input.narrow(0, chunk.begin, chunk.tokens).contiguous()
+                                               : p_.input.index_select(0, chunk.index);
   const auto* from = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
   chunk.columns = floats({chunk.panels, packed(features_)});
   float* columns = chunk.columns.mutable_data_ptr<float>();
@@ -238,7 +236,7 @@ kernels::LogitBlock LinearCrossEntropyByTiles::block_of(const Chunk& chunk, int6
           chunk.columns.const_data_ptr<float>() + panel * size,
           whole(features_),
           segment.count,
-          static_cast<float>(p_.logit_scale),
+          static_cast<float>(formula_.logit_scale),
           bias_.defined() ? bias_.const_data_ptr<float>() + segment.first : nullptr,
           chunk.target.const_data_ptr<int32_t>() + panel * kTileTokens,
           static_cast<int32_t>(segment.first)};
@@ -247,7 +245,7 @@ kernels::LogitBlock LinearCrossEntropyByTiles::block_of(const Chunk& chunk, int6
 void LinearCrossEntropyByTiles::reduce(Chunk& chunk) {
   const int64_t padded = chunk.panels * kTileTokens;
   const int64_t segment = segment_size(kSegmentBytes), segments = parts_of(vocab_, segment);
-  const Tensor largest = at::full({segments, padded}, -FLT_MAX, p_.hidden.options().dtype(at::kFloat));
+  const Tensor largest = at::full({segments, padded}, -FLT_MAX, p_.input.options().dtype(at::kFloat));
   const Tensor sum = at::zeros_like(largest), at_target = at::zeros({padded}, largest.options());
   float *largests = largest.mutable_data_ptr<float>(), *sums = sum.mutable_data_ptr<float>();
   float* at_targets = at_target.mutable_data_ptr<float>();
@@ -279,9 +277,10 @@ void LinearCrossEntropyByTiles::reduce(Chunk& chunk) {
     const int64_t token = rows_[chunk.begin + i];
     const double sum = sums[i], log_sum = std::log(sum), x = largests[i] + log_sum, u = grad_loss_[token];
     lses[token] = static_cast<float>(x);
-    losses[token] = static_cast<float>(log_sum + (largests[i] - at_targets[i]) + p_.z_loss * x * x);
-    factor[i] = static_cast<float>((u * (1 + 2 * p_.z_loss * x) + grad_lse_[token]) * p_.logit_scale / sum);
-    less[i] = static_cast<float>(u * p_.logit_scale);
+    losses[token] = static_cast<float>(log_sum + (largests[i] - at_targets[i]) + formula_.z_loss * x * x);
+    factor[i] = static_cast<float>((u * (1 + 2 * formula_.z_loss * x) + grad_lse_[token]) *
+                                   formula_.logit_scale / sum);
+    less[i] = static_cast<float>(u * formula_.logit_scale);
   }
 }
 
@@ -401,21 +400,23 @@ void LinearCrossEntropyByTiles::write_hidden(const Chunk& chunk) {
 
 bool fits_tiles(const LinearCrossEntropyProblem& p, int64_t tokens) {
   const auto weight = p.weight.scalar_type();
+  const LinearCrossEntropyOptions& o = p.options;
   // The kernels have no other option of the formula than these two.
+  const kernels::CrossEntropyFormula formula = p.formula();
   kernels::CrossEntropyFormula supported;
-  supported.logit_scale = p.logit_scale;
-  supported.z_loss = p.z_loss;
-  return gemm::multiplies_by_tiles() && tokens >= kLeastTokens && p.hidden.scalar_type() == at::kBFloat16 &&
-         !p.absmax && (weight == at::kBFloat16 || weight == at::kFloat) && p.weight.stride(1) == 1 &&
-         !p.lora_hidden && !p.class_weights && !p.target2 &&
-         std::memcmp(&p.formula(), &supported, sizeof supported) == 0 && !p.stats && !p.grad_entropy &&
-         p.filter_eps == 0 && (!p.weight_grad || p.weight_grad->is_contiguous()) &&
-         p.hidden.size(1) >= kLines && p.hidden.size(1) <= kMostFeatures && p.weight.size(0) >= kLines;
+  supported.logit_scale = formula.logit_scale;
+  supported.z_loss = formula.z_loss;
+  return gemm::multiplies_by_tiles() && tokens >= kLeastTokens && p.input.scalar_type() == at::kBFloat16 &&
+         !o.absmax() && (weight == at::kBFloat16 || weight == at::kFloat) && p.weight.stride(1) == 1 &&
+         !o.lora_hidden() && !o.class_weights() && !o.target2() &&
+         std::memcmp(&formula, &supported, sizeof supported) == 0 && !p.stats && !p.grad_entropy &&
+         o.filter_eps() == 0 && (!o.weight_grad() || o.weight_grad()->is_contiguous()) &&
+         p.input.size(1) >= kLines && p.input.size(1) <= kMostFeatures && p.weight.size(0) >= kLines;
 }
 
-LinearCrossEntropyResult linear_cross_entropy_by_tiles(const LinearCrossEntropyProblem& problem,
+LinearCrossEntropyResult linear_cross_entropy_by_tiles(const LinearCrossEntropyProblem& p,
                                                        const std::vector<int64_t>& rows) {
-  return LinearCrossEntropyByTiles(problem, rows)();
+  return LinearCrossEntropyByTiles(p, rows)();
 }
 
 }  // namespace shoestring::losses

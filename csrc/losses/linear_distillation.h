@@ -2,16 +2,17 @@
 
 // Shared declarations of the CPU, CUDA and autograd implementations of linear_distillation.
 
+#include <array>
 #include <optional>
-#include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include <shoestring/ops.h>
 
-#include "core/arguments.h"
 #include "losses/head.h"
 #include "losses/linear_distillation_table.h"
+#include "losses/token_loss.h"
 
 namespace shoestring::losses {
 
@@ -26,17 +27,35 @@ struct DistillationResult {
     visit("loss", self.loss);
     visit_gradients(self.gradients, visit);
   }
+  void fill(const Tensor& like) { fill_gradients(gradients, like); }
 };
 
-/// The tensors of student and teacher, and the options, of linear_distillation and _linear_distillation_rows.
-struct DistillationHeads {
-  Tensor hidden, weight, teacher_hidden, teacher_weight;
+/// A call of linear_distillation, or of the operator that computes its rows. The member `input` holds the
+/// argument `hidden`.
+struct DistillationProblem {
+  static constexpr const char* kOp = kDistillationOp;
+
+  Tensor input, weight, teacher_hidden, teacher_weight;
   OptionalTensor bias, teacher_bias;
   LinearDistillationOptions options;
+  // For the rows: the upstream gradient of the losses, shape () or (tokens), whether it is about 1 / tokens,
+  // and the requested gradients.
+  OptionalTensor grad_loss;
+  bool averaged = false;
+  Mask mask{};
+  // For the rows, from check_rows().
+  kernels::Divergence divergence{};
+  c10::SymInt vocab = 0;
 
   template <class Self, class Visitor>
-  static void heads(Self& self, Visitor& visit) {
-    visit("hidden", self.hidden);
+  static void fields(Self& self, Visitor& visit) {
+    visit_rows(self, visit);
+    visit("reduction", self.options.reduction());
+  }
+  /// Lists the arguments that the operator for the rows has, too.
+  template <class Self, class Visitor>
+  static void visit_rows(Self& self, Visitor& visit) {
+    visit("hidden", self.input);
     visit("weight", self.weight);
     visit("teacher_hidden", self.teacher_hidden);
     visit("teacher_weight", self.teacher_weight);
@@ -55,77 +74,36 @@ struct DistillationHeads {
     visit("temperature", self.options.temperature());
     visit("workspace_mb", self.options.workspace_mb());
   }
-  Head student() const { return {hidden, weight, bias, options}; }
+  /// Returns the output layer of the teacher.
   Head teacher() const;
   /// Checks that the heads and the target match.
-  void check() const;
+  void check_heads() const;
+  bool wants_gradient() const { return any(mask); }
+
+  // linear_distillation has neither of these options.
+  static OptionalTensor weight_grad() { return {}; }
+  static std::optional<double> upstream_grad() { return {}; }
+  /// Returns the mean over the tokens that are not ignored, the sum or no reduction.
+  Reduction take_reduction() const;
+  /// Calls _linear_distillation_rows through the dispatcher. Returns the losses in the shape of the tokens,
+  /// and the gradients in the shapes of their inputs. upstream[0] is the gradient of the tokens' losses: a
+  /// scalar for all tokens, or one number per token. It is undefined if no gradients are requested.
+  DistillationResult rows(const std::array<Tensor, 3>& upstream, const Mask& mask) const;
+  static std::vector<Tensor> results(const Reduction& reduction, const DistillationResult& rows) {
+    return {reduction.apply(rows.loss)};
+  }
 };
 
-/// The arguments of one call of linear_distillation.
-struct DistillationCall : DistillationHeads {
+/// The same as arguments of _linear_distillation_rows.
+struct DistillationRowsArguments : DistillationProblem {
   template <class Self, class Visitor>
   static void fields(Self& self, Visitor& visit) {
-    heads(self, visit);
-    visit("reduction", self.options.reduction());
-  }
-
-  /// Reads and checks the arguments of the operator.
-  static DistillationCall read(const torch::jit::Stack& stack);
-  bool scalar() const { return options.reduction() != "none"; }
-  Mask require_grad() const {
-    return losses::require_grad(hidden, weight, bias, options.lora_hidden(), options.lora_B());
-  }
-  /// Returns the number of tokens that are not ignored, as a tensor of shape (), fp64.
-  Tensor count() const;
-  /// Reduces the tokens' losses to their mean or sum. With reduction='none' it returns them unchanged.
-  Tensor reduce(const Tensor& loss) const;
-};
-
-/// The arguments of _linear_distillation_rows.
-struct DistillationRowsCall : DistillationHeads {
-  OptionalTensor grad_loss;
-  bool averaged = false;
-  Mask mask{};
-
-  template <class Self, class Visitor>
-  static void fields(Self& self, Visitor& visit) {
-    heads(self, visit);
+    visit_rows(self, visit);
     visit("grad_loss", self.grad_loss);
     visit("averaged", self.averaged);
     visit("output_mask", self.mask);
   }
+  void check();
 };
-
-/// The arguments of _linear_distillation_rows, checked by the constructor. The base class Head is the
-/// student's output layer.
-struct DistillationProblem : Head {
-  explicit DistillationProblem(const DistillationRowsCall& call);
-
-  bool wants_gradient() const { return any(mask); }
-
-  Head teacher;
-  OptionalTensor target;     // target classes, shape (tokens)
-  OptionalTensor grad_loss;  // upstream gradient of the loss, shape () or (tokens)
-  int64_t ignore_index;
-  kernels::Divergence divergence;
-  double beta, temperature;
-  bool averaged;
-  int64_t workspace_mb;
-  Mask mask;
-};
-
-/// Boxed kernel of the operator _linear_distillation_rows. The argument `run` is the function that computes
-/// all rows on the CPU or on CUDA.
-using DistillationRun = DistillationResult (*)(const DistillationProblem&);
-void run_distillation_rows(torch::jit::Stack* stack, DistillationRun run);
-template <DistillationRun run>
-void boxed_distillation_rows(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  run_distillation_rows(stack, run);
-}
-
-/// Calls _linear_distillation_rows through the dispatcher. Returns the losses in the shape of the tokens, and
-/// the gradients in the shapes of their inputs. `upstream` is the gradient of the tokens' losses: a scalar
-/// for all tokens, or one number per token. It is undefined if no gradients are requested.
-DistillationResult distillation_rows(const DistillationCall& call, const Tensor& upstream, const Mask& mask);
 
 }  // namespace shoestring::losses

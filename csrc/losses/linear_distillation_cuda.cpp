@@ -2,88 +2,66 @@
 #include <torch/library.h>
 
 #include "core/cuda.h"
+#include "core/tensors.h"
 #include "losses/linear_distillation.h"
 #include "losses/logit_waves.h"
 
 namespace shoestring::losses {
 namespace {
 
-using at::Tensor;
-
-// The arguments of one call of _linear_distillation_rows, with the tensors that its CUDA kernels need on the
-// device.
-struct DistillationOnCuda : DistillationProblem {
-  explicit DistillationOnCuda(const DistillationProblem& problem)
-      : DistillationProblem(problem), ignored(target ? target->eq(ignore_index).unsqueeze(1) : Tensor()),
-        waves(kDistillationOp, *this, ignored, mask,
-              {.logit_scale = 1 / temperature,
-               .averaged = averaged,
-               .workspace_mb = workspace_mb,
-               .buffers = 2}),
-        padded_bias(divided(bias)), padded_teacher_bias(divided(teacher.bias)) {
-    if (target) target = target->contiguous();
-    if (grad_loss) factors = grad_loss->to(compute_type(hidden)).contiguous();
-  }
-
-  Tensor ignored;
-  LogitWaves waves;
-  // Biases in the compute dtype (fp32 or fp64), padded with zeros and divided by the temperature. Undefined
-  // without a bias.
-  Tensor padded_bias, padded_teacher_bias;
-  Tensor factors;  // upstream gradient of the loss in the compute dtype, or undefined
-
- private:
-  Tensor divided(const OptionalTensor& t) const {
+DistillationResult distillation_rows_cuda(const DistillationProblem& p) {
+  const c10::OptionalDeviceGuard guard(p.input.device());
+  const LinearDistillationOptions& o = p.options;
+  const auto compute = compute_type(p.input);
+  const Tensor ignored = o.target() ? o.target()->eq(o.ignore_index()).unsqueeze(1) : Tensor();
+  const LogitWaves waves(kDistillationOp, Head(p), ignored, p.mask,
+                         {.logit_scale = 1 / o.temperature(),
+                          .averaged = p.averaged,
+                          .workspace_mb = o.workspace_mb(),
+                          .buffers = 2});
+  // biases in the compute dtype (fp32 or fp64), padded with zeros and divided by the temperature
+  const auto divided = [&](const OptionalTensor& t) {
     const Tensor padded = waves.padded(t);
-    return padded.defined() ? padded.div(temperature) : padded;
-  }
-};
-
-// Launches the row kernel on the logits of student and teacher; their first row belongs to token number
-// `begin`.
-void start_distillation_rows(const DistillationOnCuda& p, const Tensor& student, const Tensor& teacher,
-                             const Tensor& gradient, int64_t begin, const Tensor& loss) {
-  kernels::DistillationRows rows{};
-  rows.student = student.const_data_ptr();
-  rows.teacher = teacher.const_data_ptr();
-  rows.tokens = student.size(0);
-  rows.vocab = p.waves.vocab();
-  rows.stride = p.waves.stride();
-  rows.target = p.target ? p.target->const_data_ptr<int64_t>() + begin : nullptr;
-  rows.ignore_index = p.ignore_index;
-  rows.student_bias = pointer_to(p.padded_bias);
-  rows.teacher_bias = pointer_to(p.padded_teacher_bias);
-  rows.divergence = p.divergence;
-  rows.beta = p.beta;
-  rows.grad_loss = factor_from(p.factors, begin, rows.grad_loss_stride);
-  rows.factor = p.waves.factor();
-  rows.gradient = gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
-  rows.loss = loss.narrow(0, begin, student.size(0)).mutable_data_ptr();
-  const auto run =
-      rows_of(cuda::table<kernels::LinearDistillationCuda>(kDistillationOp), p.hidden.scalar_type());
-  check_launch(kDistillationOp, run(rows, stream_of(p.hidden)));
-}
-
-DistillationResult distillation_rows_cuda(const DistillationProblem& problem) {
-  const c10::OptionalDeviceGuard guard(problem.hidden.device());
-  const DistillationOnCuda p(problem);
+    return padded.defined() ? padded.div(o.temperature()) : padded;
+  };
+  const Tensor bias = divided(p.bias), teacher_bias = divided(p.teacher_bias);
+  const Tensor target = o.target() ? o.target()->contiguous() : Tensor();
+  const Tensor factors = p.grad_loss ? p.grad_loss->to(compute).contiguous() : Tensor();
   const quantization::BaseWeight teacher_weight =
-      p.teacher.base(Backend::kCuda, kDistillationOp, p.teacher.hidden.scalar_type());
-  const Tensor teacher_logits = p.waves.buffer();
+      p.teacher().base(Backend::kCuda, kDistillationOp, p.teacher_hidden.scalar_type());
+  const Tensor teacher_logits = waves.buffer();
+  const auto run =
+      rows_of(cuda::table<kernels::LinearDistillationCuda>(kDistillationOp), p.input.scalar_type());
   DistillationResult out;
-  out.loss = at::empty({p.waves.tokens()}, p.waves.compute());
-  out.gradients = p.waves.run([&](const Tensor& student, const Tensor& gradient, int64_t begin) {
+  out.loss = at::empty({waves.tokens()}, waves.compute());
+  out.gradients = waves.run([&](const Tensor& student, const Tensor& gradient, int64_t begin) {
     const int64_t tokens = student.size(0);
     const Tensor teacher = teacher_logits.narrow(0, 0, tokens);
-    p.waves.write_logits(teacher, p.waves.counted(p.teacher.hidden, begin, tokens), teacher_weight);
-    start_distillation_rows(p, student, teacher, gradient, begin, out.loss);
+    waves.write_logits(teacher, waves.counted(p.teacher_hidden, begin, tokens), teacher_weight);
+    kernels::DistillationRows rows{};
+    rows.student = student.const_data_ptr();
+    rows.teacher = teacher.const_data_ptr();
+    rows.tokens = tokens;
+    rows.vocab = waves.vocab();
+    rows.stride = waves.stride();
+    rows.target = static_cast<const int64_t*>(element_of(target, begin));
+    rows.ignore_index = o.ignore_index();
+    rows.student_bias = pointer_to(bias);
+    rows.teacher_bias = pointer_to(teacher_bias);
+    rows.divergence = p.divergence;
+    rows.beta = o.beta();
+    rows.grad_loss = factor_from(factors, begin, rows.grad_loss_stride);
+    rows.factor = waves.factor();
+    rows.gradient = gradient.defined() ? gradient.mutable_data_ptr() : nullptr;
+    rows.loss = out.loss.narrow(0, begin, tokens).mutable_data_ptr();
+    check_launch(kDistillationOp, run(rows, stream_of(p.input)));
   });
   return out;
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("_linear_distillation_rows",
-         torch::CppFunction::makeFromBoxedFunction<&boxed_distillation_rows<distillation_rows_cuda>>());
+  m.impl("_linear_distillation_rows", torch::CppFunction::makeFromBoxedFunction<
+                                          &boxed_rows<DistillationRowsArguments, distillation_rows_cuda>>());
 }
 
 }  // namespace

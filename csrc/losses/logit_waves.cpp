@@ -25,10 +25,9 @@ int64_t even_part(int64_t total, int64_t most) {
 
 }  // namespace
 
-LogitWaves::LogitWaves(const char* op, const Head& head, const Tensor& ignored, const Mask& mask,
-                       Options options)
-    : op_(op), head_(head), ignored_(ignored), mask_(mask), options_(std::move(options)),
-      vocab_(head.vocab.expect_int()) {
+LogitWaves::LogitWaves(const char* op, Head head, const Tensor& ignored, const Mask& mask, Options options)
+    : op_(op), head_(std::move(head)), ignored_(ignored), mask_(mask), options_(std::move(options)),
+      vocab_(head_.vocab.expect_int()) {
   TORCH_CHECK(vocab_ <= (int64_t{1} << 31) - 16, op_,
               ": weight: expected fewer than 2^31 - 16 classes on CUDA, received ", vocab_);
   // scale_ is a power of two near 1 / tokens, the factor of a mean. The gradient of the logits is stored
@@ -36,7 +35,7 @@ LogitWaves::LogitWaves(const char* op, const Head& head, const Tensor& ignored, 
   // so that the largest stored element, 1 / scale_, is finite in fp16.
   for (int64_t n = tokens(); options_.averaged && n > 1 && scale_ > 0x1p-15; n /= 2) scale_ /= 2;
   plan();
-  if (options_.filter && any(mask)) live_ = at::empty({stride()}, head.hidden.options().dtype(at::kByte));
+  if (options_.filter && any(mask)) live_ = at::empty({stride()}, head_.hidden.options().dtype(at::kByte));
 }
 
 int64_t LogitWaves::stride() const { return std::max<int64_t>(8, (vocab_ + 7) / 8 * 8); }
@@ -203,11 +202,13 @@ Gradients LogitWaves::run(const StartRows& start_rows) const {
       add_gradients(chunk, weight, lora_B, gradients);
     }
   }
-  const auto inputs = head_.inputs();
-  for (int i : {kWeight, kBias, kLoraHidden, kLoraB}) {
-    if (mask_[i] && !(i == kWeight && options_.weight_grad))
-      gradients[i] = gradients[i].to(inputs[i]->scalar_type());
-  }
+  const auto round_to = [&](int i, const OptionalTensor& like) {
+    if (mask_[i]) gradients[i] = gradients[i].to(like->scalar_type());
+  };
+  if (!options_.weight_grad) round_to(kWeight, head_.weight);
+  round_to(kBias, head_.bias);
+  round_to(kLoraHidden, head_.lora_hidden);
+  round_to(kLoraB, head_.lora_B);
   return gradients;
 }
 

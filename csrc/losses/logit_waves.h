@@ -32,7 +32,7 @@ class LogitWaves {
 
   /// `head` must have been checked, with hidden of shape (tokens, features). ignored (tokens, 1) bool marks
   /// the tokens whose values must not affect any result; it may be undefined.
-  LogitWaves(const char* op, const Head& head, const at::Tensor& ignored, const Mask& mask, Options options);
+  LogitWaves(const char* op, Head head, const at::Tensor& ignored, const Mask& mask, Options options);
 
   int64_t tokens() const { return head_.hidden.size(0); }
   int64_t vocab() const { return vocab_; }
@@ -83,7 +83,7 @@ class LogitWaves {
                           Gradients& sums) const;
 
   const char* op_;
-  const Head& head_;
+  const Head head_;
   const at::Tensor ignored_;
   const Mask mask_;
   const Options options_;
@@ -106,11 +106,15 @@ auto rows_of(const Table& table, at::ScalarType dtype) {
 
 /// Returns the address of t's data, or null if t is undefined.
 inline const void* pointer_to(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-/// Returns the address of the upstream gradient of token number `begin`. Sets `stride` to 1 if t has one
-/// value per token, and to 0 if it is a scalar.
+/// Returns the address of element number `i` of a contiguous tensor, or null if t is undefined.
+inline const void* element_of(const at::Tensor& t, int64_t i) {
+  return t.defined() ? static_cast<const char*>(t.const_data_ptr()) + i * t.element_size() : nullptr;
+}
+/// Returns the address of the value for token number `begin`. t has a value for each token, contiguous, or is
+/// a scalar. Sets `stride` to 1 if t has one value per token, and to 0 otherwise.
 inline const void* factor_from(const at::Tensor& t, int64_t begin, int64_t& stride) {
-  stride = t.defined() && t.dim() == 1;
-  return pointer_to(stride != 0 ? t.narrow(0, begin, t.size(0) - begin) : t);
+  stride = t.defined() && t.dim() != 0;
+  return element_of(t, stride * begin);
 }
 
 }  // namespace shoestring::losses

@@ -5,6 +5,7 @@
 
 #include <torch/library.h>
 
+#include "losses/cross_entropy.h"
 #include "losses/linear_cross_entropy.h"
 #include "losses/linear_distillation.h"
 
@@ -29,7 +30,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // If weight_grad, fp32 (vocab, features), is given, the gradient of the weight is added to it. This happens
   // in backward; or in forward, if upstream_grad gives the upstream gradient that backward is going to get.
   const std::string stats = " -> (" + schema_of<StatsResult>() + ")";
-  const std::string linear = "(" + schema_of<LinearCrossEntropyCall>() + ")";
+  const std::string linear = "(" + schema_of<LinearCrossEntropyProblem>() + ")";
   m.def(("linear_cross_entropy" + linear + " -> Tensor").c_str());
   // Like linear_cross_entropy, but also returns each token's loss, log-sum-exp, entropy and most likely
   // class, and the number of tokens whose most likely class is their target. Loss, log-sum-exp and entropy
@@ -46,7 +47,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   //
   // averaged tells that the upstream gradients are about 1 / tokens. The 16-bit gradient of the logits is
   // then stored multiplied by about the number of tokens.
-  define<LinearCrossEntropyRowsCall, LinearCrossEntropyResult>(m, "_linear_cross_entropy_rows");
+  define<LinearCrossEntropyRowsArguments, LinearCrossEntropyResult>(m, "_linear_cross_entropy_rows");
   // Computes the part of a cross-entropy that belongs to one shard of the classes, whose first class is
   // first_class. Returns for each token, in target's shape, the log-sum-exp of its logits in this shard and
   // the logit of its target. This logit is 0 if the target is in another shard. weight, bias and lora_B
@@ -62,8 +63,9 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // fp32 for 16-bit logits. The variants with _ replace the logits by their gradient. If the result is a
   // scalar, forward does so, and the statistics have no gradients. Otherwise backward does so. The logits
   // stay unchanged if they need no gradient, or if autograd does not allow changing them.
-  const std::string logits = "(" + schema_of<CrossEntropyArguments<CrossEntropyOptions>>() + ")";
-  const std::string changed = "(" + schema_of<CrossEntropyArguments<CrossEntropyOptions, true>>() + ")";
+  const std::string logits = "(" + schema_of<CrossEntropyProblem>() + ")";
+  std::string changed = logits;
+  changed.replace(changed.find("Tensor logits"), 6, "Tensor(a!)");
   m.def(("cross_entropy" + logits + " -> Tensor").c_str());
   m.def(("cross_entropy_" + changed + " -> Tensor").c_str());
   m.def(("cross_entropy_with_stats" + logits + stats).c_str());
@@ -73,8 +75,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // * loss + grad_lse * lse + grad_entropy * entropy). The upstream gradients grad_loss, grad_lse and
   // grad_entropy have the shape () or target's shape. _cross_entropy_rows returns the gradient as a new
   // tensor, if `gradient` is set. _cross_entropy_rows_ writes it into the logits.
-  define<CrossEntropyRowsCall<false>, CrossEntropyResult>(m, "_cross_entropy_rows");
-  define<CrossEntropyRowsCall<true>, RowsResult>(m, "_cross_entropy_rows_");
+  define<CrossEntropyRowsArguments<false>, CrossEntropyResult>(m, "_cross_entropy_rows");
+  define<CrossEntropyRowsArguments<true>, RowsResult>(m, "_cross_entropy_rows_");
   // Computes for each token the divergence between two softmax distributions, a teacher's and a student's.
   // The student's is the softmax of (hidden W^T + bias) / temperature. Logits exist for one chunk of tokens
   // at a time.
@@ -84,12 +86,12 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // The student's layer has the same arguments as in linear_cross_entropy. The teacher's layer has its own
   // number of features, no LoRA pair (lora_hidden, lora_B), and no gradient. Tokens whose target (...) int64
   // is ignore_index are ignored.
-  m.def(("linear_distillation(" + schema_of<DistillationCall>() + ") -> Tensor").c_str());
+  m.def(("linear_distillation(" + schema_of<DistillationProblem>() + ") -> Tensor").c_str());
   // Computes the loss of each token for linear_distillation; hidden has the shape (tokens, features).
   // output_mask requests gradients of sum(grad_loss * loss), where grad_loss has the shape () or (tokens). A
   // gradient that is not requested is returned empty. averaged tells that grad_loss is about 1 / tokens, as
   // in _linear_cross_entropy_rows.
-  define<DistillationRowsCall, DistillationResult>(m, "_linear_distillation_rows");
+  define<DistillationRowsArguments, DistillationResult>(m, "_linear_distillation_rows");
   // Returns the Min-SNR weights of timesteps (...), fp32 (...); see shoestring/diffusion.h.
   m.def(
       R"(_min_snr_weights(Tensor alphas_cumprod, Tensor timesteps, float gamma, str prediction) -> Tensor)");

@@ -57,7 +57,7 @@ class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
         total time on an H200.
 
     Example:
-        >>> options = shoestring.ops.LinearCrossEntropyOptions(softcap=30.0, z_loss=1e-4, workspace_mb=16)
+        >>> options = shoestring.ops.LinearCrossEntropyOptions(softcap=30.0, workspace_mb=16)
         >>> hidden, weight, target = torch.randn(4, 64), torch.randn(1000, 64), torch.tensor([3, 1, 4, 1])
         >>> shoestring.linear_cross_entropy(hidden, weight, target, **options).shape
         torch.Size([])

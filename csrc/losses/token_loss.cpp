@@ -1,4 +1,4 @@
-// Checks the arguments of cross_entropy and linear_cross_entropy, and reduces the tokens' losses to a result.
+#include "losses/token_loss.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -9,7 +9,6 @@
 
 #include "core/autograd.h"
 #include "core/tensors.h"
-#include "losses/cross_entropy.h"
 #include "losses/head.h"
 
 namespace shoestring::losses {
@@ -25,14 +24,23 @@ void check_token_factor(const char* op, const char* name, const OptionalTensor& 
               ": expected shape () or ", target.sym_sizes(), ", received ", factor->sym_sizes());
 }
 
+// Expects a floating tensor of the given shape, with one weight per class or token.
+void check_weights(const TokenProblem& p, const char* name, const OptionalTensor& weights,
+                   c10::SymIntArrayRef shape) {
+  if (!weights) return;
+  TORCH_CHECK(weights->sym_sizes() == shape && is_supported_float(weights->scalar_type()) &&
+                  weights->device() == p.input.device(),
+              p.op, ": ", name, ": expected a floating tensor of shape ", shape, " on ", p.input.device(),
+              ", received ", weights->scalar_type(), " ", weights->sym_sizes(), " on ", weights->device());
+}
+
 }  // namespace
 
 void check_number(const char* op, const char* name, const char* expected, double x, bool holds) {
   TORCH_CHECK(std::isfinite(x) && holds, op, ": ", name, ": expected ", expected, ", received ", x);
 }
 
-void check_tokens(const char* op, const char* name, const char* last, const Tensor& input,
-                  const Tensor& target) {
+void TokenProblem::check_tokens() const {
   TORCH_CHECK(input.dim() >= 1, op, ": ", name, ": expected shape (..., ", last, "), received a scalar");
   const auto tokens = input.sym_sizes().slice(0, input.dim() - 1);
   TORCH_CHECK(target.sym_sizes() == tokens, op, ": target: expected ", name,
@@ -41,15 +49,6 @@ void check_tokens(const char* op, const char* name, const char* last, const Tens
               target.scalar_type(), "; call target.long()");
   TORCH_CHECK(is_supported_float(input.scalar_type()), op, ": ", name,
               ": expected fp32, fp64, bf16 or fp16, received ", input.scalar_type());
-}
-
-void check_weights(const char* op, const char* name, const OptionalTensor& weights, c10::SymIntArrayRef shape,
-                   const Tensor& input) {
-  if (!weights) return;
-  TORCH_CHECK(weights->sym_sizes() == shape && is_supported_float(weights->scalar_type()) &&
-                  weights->device() == input.device(),
-              op, ": ", name, ": expected a floating tensor of shape ", shape, " on ", input.device(),
-              ", received ", weights->scalar_type(), " ", weights->sym_sizes(), " on ", weights->device());
 }
 
 void Targets::check(const char* op) const {
@@ -94,23 +93,60 @@ TargetsOnCpu::TargetsOnCpu(const Targets& targets)
   stride_ = values_.dim() != 0;
 }
 
-RowsProblem::RowsProblem(const char* op, const RowsCall& call, c10::SymInt vocab)
-    : op(op), target(call.target), class_weights(call.options.class_weights()), grad_loss(call.grad_loss),
-      grad_lse(call.grad_lse), grad_entropy(call.grad_entropy), target2(call.options.target2()),
-      mix(call.options.mix()), ignore_index(call.options.ignore_index()), stats(call.stats),
-      classes(std::move(vocab)) {
-  each_number(call.options, [&](const char* name, double x, auto member, const char* expected, bool holds) {
-    this->*member = x;
+void TokenProblem::set_upstream(const std::array<Tensor, 3>& gradients) {
+  grad_loss = as_optional(gradients[0]);
+  grad_lse = as_optional(gradients[1]);
+  grad_entropy = as_optional(gradients[2]);
+}
+
+void TokenProblem::check_rows() const {
+  each_number(options, [&](const char* name, double x, auto, const char* expected, bool holds) {
     check_number(op, name, expected, x, holds);
   });
-  check_weights(op, "class_weights", class_weights, {this->classes}, call.input);
+  check_weights(*this, "class_weights", options.class_weights(), {classes});
   targets().check(op);
-  check_token_factor(op, "mix", mix, target);
+  check_token_factor(op, "mix", options.mix(), target);
   check_token_factor(op, "grad_loss", grad_loss, target);
   check_token_factor(op, "grad_lse", grad_lse, target);
   check_token_factor(op, "grad_entropy", grad_entropy, target);
 }
 
+kernels::CrossEntropyFormula TokenProblem::formula() const {
+  kernels::CrossEntropyFormula formula;
+  each_number(options, [&](const char*, double x, auto member, auto...) { formula.*member = x; });
+  return formula;
+}
+
+RowsResult TokenProblem::allocate(bool zeros) const {
+  const auto compute = input.options().dtype(compute_type(input));
+  const auto each = [&] {
+    return zeros ? at::zeros_symint(target.sym_sizes(), compute)
+                 : at::empty_symint(target.sym_sizes(), compute);
+  };
+  RowsResult out{each(), each(), {}, {}};
+  if (!stats) return out;
+  out.entropy = each();
+  out.argmax = at::empty_symint(target.sym_sizes(), compute.dtype(at::kLong));
+  if (zeros) out.argmax.fill_(-1);
+  return out;
+}
+
+std::vector<int64_t> TokenProblem::rows_that_count(const TargetsOnCpu& targets) const {
+  const int64_t count = target.numel(), vocab = classes.expect_int(), ignored = options.ignore_index();
+  auto rows = losses::rows_that_count(op, count, target, ignored, vocab);
+  if (!options.target2()) return rows;
+  losses::rows_that_count(op, count, *options.target2(), ignored, vocab, "target2");
+  rows.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    if (targets[i].part != 0) rows.push_back(i);
+  }
+  return rows;
+}
+
+namespace {
+
+// Returns the number of tokens whose most likely class is their target, as int64 of shape (). argmax is -1
+// for ignored tokens.
 Tensor count_correct(const Tensor& argmax, const Tensor& target) {
   // ignore_index may be -1 as well
   if (!target.is_cpu() || !target.is_contiguous() || !argmax.is_contiguous() || is_traced(target))
@@ -121,6 +157,8 @@ Tensor count_correct(const Tensor& argmax, const Tensor& target) {
   for (int64_t i = 0; i < target.numel(); ++i) count += found[i] == classes[i] && found[i] >= 0;
   return at::full({}, count, target.options());
 }
+
+}  // namespace
 
 void RowsResult::fill(const Tensor& like) {
   const auto options = like.options().dtype(compute_type(like));
@@ -136,20 +174,17 @@ void RowsResult::view(const Tensor& target, bool stats) {
   }
 }
 
-void TokenCall::prepare(const char* op, const char* name, const char* last, c10::SymInt vocab,
-                        bool with_stats) {
-  stats = with_stats;
-  classes = std::move(vocab);
+void TokenProblem::prepare() {
   const std::string& reduction = options.reduction();
   const double hard_fraction = options.hard_fraction();
-  check_tokens(op, name, last, input, target);
-  check_weights(op, "class_weights", options.class_weights(), {classes}, input);
-  check_weights(op, "token_weights", options.token_weights(), target.sym_sizes(), input);
+  check_tokens();
+  check_weights(*this, "class_weights", options.class_weights(), {classes});
+  check_weights(*this, "token_weights", options.token_weights(), target.sym_sizes());
   TORCH_CHECK(hard_fraction > 0 && hard_fraction <= 1, op,
               ": hard_fraction: expected a number in (0, 1], received ", hard_fraction);
   check_reduction(op, reduction);
   targets().check(op);
-  if (options.mix()) prepare_mix(op);
+  if (options.mix()) prepare_mix();
   if (!options.shift()) return;
   TORCH_CHECK(target.dim() >= 1, op,
               ": shift: expected a sequence of tokens, received a single token without a sequence dimension");
@@ -165,7 +200,7 @@ void TokenCall::prepare(const char* op, const char* name, const char* last, c10:
   if (options.target2()) options.target2(shifted(*options.target2()));
 }
 
-void TokenCall::prepare_mix(const char* op) {
+void TokenProblem::prepare_mix() {
   Tensor mix = *options.mix();
   TORCH_CHECK(!needs_grad(mix), op,
               ": mix: expected a tensor that does not require a gradient; call mix.detach()");
@@ -194,29 +229,28 @@ void TokenCall::prepare_mix(const char* op) {
 // Keeps the tokens with the largest losses. The number of tokens that are not ignored is known on the device
 // only. To avoid waiting for the device, the losses are sorted, and the smallest loss to keep is looked up on
 // the device. All tokens whose loss equals the smallest one are kept, too.
-void keep_largest(TokenCall& call, Tensor loss) {
-  const c10::Scalar ignore_index = call.options.ignore_index();
-  const Tensor ignored = call.targets().ignored();
-  if (call.options.token_weights()) loss = loss * *call.options.token_weights();
+void keep_largest(TokenProblem& p, Tensor loss) {
+  const c10::Scalar ignore_index = p.options.ignore_index();
+  const Tensor ignored = p.targets().ignored();
+  if (p.options.token_weights()) loss = loss * *p.options.token_weights();
   loss = loss.masked_fill(ignored, -std::numeric_limits<double>::infinity());
   const Tensor sorted =
       std::get<0>(loss.reshape_symint({loss.sym_numel()}).sort(/*dim=*/0, /*descending=*/true));
   const Tensor kept =
-      ignored.logical_not().sum(at::kDouble).mul(call.options.hard_fraction()).ceil().sub(1).clamp_min(0);
+      ignored.logical_not().sum(at::kDouble).mul(p.options.hard_fraction()).ceil().sub(1).clamp_min(0);
   const Tensor least = sorted.index_select(0, kept.to(at::kLong).reshape({1}));
   const Tensor dropped = loss.ge(least.squeeze(0)).logical_not();
-  call.target = call.target.masked_fill(dropped, ignore_index);
-  if (call.options.target2())
-    call.options.target2(call.options.target2()->masked_fill(dropped, ignore_index));
+  p.target = p.target.masked_fill(dropped, ignore_index);
+  if (p.options.target2()) p.options.target2(p.options.target2()->masked_fill(dropped, ignore_index));
 }
 
 namespace {
 
 // Returns the number of tokens that are not ignored, as a tensor of shape (), fp64. Of tokens with two
 // targets it adds the parts. On the CPU a loop over the targets takes less time than PyTorch's operators.
-Tensor count_tokens(const TokenCall& call) {
-  const Tensor& target = call.target;
-  const Targets all = call.targets();
+Tensor count_tokens(const TokenProblem& p) {
+  const Tensor& target = p.target;
+  const Targets all = p.targets();
   if (!target.is_cpu() || !target.is_contiguous() || is_traced(target))
     return (all.target2 ? all.parts() : all.counted()).sum(at::kDouble);
   if (all.target2) {
@@ -226,23 +260,23 @@ Tensor count_tokens(const TokenCall& call) {
     return at::full({}, sum, target.options().dtype(at::kDouble));
   }
   const int64_t* classes = target.const_data_ptr<int64_t>();
-  const int64_t ignored = std::count(classes, classes + target.numel(), call.options.ignore_index());
+  const int64_t ignored = std::count(classes, classes + target.numel(), p.options.ignore_index());
   return at::full({}, static_cast<double>(target.numel() - ignored), target.options().dtype(at::kDouble));
 }
 
 }  // namespace
 
-Reduction::Reduction(const TokenCall& call) : scalar(call.options.reduction() != "none"), copies(call.stats) {
-  const LinearCrossEntropyOptions& o = call.options;
+Reduction::Reduction(const TokenProblem& p) : scalar(p.options.reduction() != "none"), copies(p.stats) {
+  const LinearCrossEntropyOptions& o = p.options;
   const bool mean = o.reduction() == "mean";
   if (!o.token_weights() && (!mean || !o.class_weights())) {
-    if (mean) total = count_tokens(call);
+    if (mean) total = count_tokens(p);
     return;
   }
-  const Targets targets = call.targets();
+  const Targets targets = p.targets();
   const Tensor counted = targets.counted();
   if (o.token_weights())
-    weights = as(*o.token_weights(), compute_type(call.input)).masked_fill(counted.logical_not(), 0);
+    weights = as(*o.token_weights(), compute_type(p.input)).masked_fill(counted.logical_not(), 0);
   if (!mean) return;
   // Returns x, which each token has, times the token weights in their dtype.
   const auto weighted = [&](const Tensor& x) {
@@ -254,7 +288,7 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.options.reduction() !=
   // them
   const auto weight_of = [&](const Tensor& classes) {
     const Tensor index = classes.clamp_min(0);
-    const Tensor within = at::minimum(index, at::scalar_tensor(call.classes - 1, index.options()));
+    const Tensor within = at::minimum(index, at::scalar_tensor(p.classes - 1, index.options()));
     return at::take(*o.class_weights(), within);
   };
   if (!o.class_weights()) {
@@ -262,7 +296,7 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.options.reduction() !=
   } else if (targets.target2) {
     total = weighted(as(targets.sum(weight_of), o.class_weights()->scalar_type())).sum(at::kDouble);
   } else {
-    total = (each * weight_of(call.target.masked_fill(counted.logical_not(), 0))).sum(at::kDouble);
+    total = (each * weight_of(p.target.masked_fill(counted.logical_not(), 0))).sum(at::kDouble);
   }
   if (!o.class_weights() || o.z_loss() == 0) return;
   z_loss = o.z_loss();
@@ -271,22 +305,15 @@ Reduction::Reduction(const TokenCall& call) : scalar(call.options.reduction() !=
   total = tokens.masked_fill(nothing, std::numeric_limits<double>::quiet_NaN());
 }
 
-void Reduction::balance(TokenCall& call) const {
-  if (!share.defined()) return;
-  const auto compute = compute_type(call.input);
-  call.options.class_weights(as(*call.options.class_weights(), compute) / share);
+void Reduction::balance(TokenProblem& p) const {
+  p.options.token_weights(std::nullopt);
+  if (share.defined()) p.options.class_weights(as(*p.options.class_weights(), compute_type(p.input)) / share);
 }
 
 Tensor Reduction::balanced(const Tensor& loss, const Tensor& lse) const {
   if (!share.defined()) return loss;
   const Tensor z = z_loss * (lse * slope_of_z(lse));
   return (loss - z) / share + z;
-}
-
-Tensor Reduction::original(const Tensor& loss, const Tensor& lse) const {
-  if (!share.defined()) return loss;
-  const Tensor z = z_loss * (lse * slope_of_z(lse));
-  return (loss - z) * share + z;
 }
 
 Tensor Reduction::apply(const Tensor& loss) const {
@@ -305,17 +332,30 @@ Tensor Reduction::factor(at::ScalarType dtype) const {
   return as(weights * share, dtype).masked_fill(weights.eq(0), 0);
 }
 
-std::vector<Tensor> balanced_upstream(std::vector<Tensor> upstream, const Tensor& share, const Tensor& slope,
-                                      double z_loss) {
-  if (!share.defined() || upstream.size() < 3 || !upstream[1].defined()) return upstream;
-  const Tensor by_lse = upstream[1] * slope * (2 * z_loss * (1 - share));
-  upstream[2] = upstream[2].defined() ? upstream[2] + by_lse : by_lse;
-  upstream[1] = upstream[1] * share;
-  return upstream;
+std::vector<Tensor> Reduction::results(const TokenProblem& p, const RowsResult& rows) const {
+  const Tensor loss = apply(rows.loss);
+  if (!p.stats) return {loss};
+  Tensor each = rows.loss;  // with the caller's class weights
+  if (share.defined()) {
+    const Tensor z = z_loss * (rows.lse * slope_of_z(rows.lse));
+    each = (each - z) * share + z;
+  }
+  return {loss, each, rows.lse, rows.entropy, rows.argmax, count_correct(rows.argmax, p.target)};
 }
 
-std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, const Tensor& factor,
-                                         at::ScalarType compute) {
+TokenUpstream Reduction::upstream(Tensor factor, const Tensor& lse) const {
+  if (!share.defined() || !lse.defined()) return {std::move(factor), {}, {}, 0};
+  return {std::move(factor), share, slope_of_z(lse), z_loss};
+}
+
+std::array<Tensor, 3> TokenUpstream::of_tokens(std::vector<Tensor> upstream, at::ScalarType compute) const {
+  // The gradient of a token's loss with the caller's class weights becomes two gradients: of the loss with
+  // the class weights divided by `share`, and of the lse.
+  if (share.defined() && upstream[1].defined()) {
+    const Tensor by_lse = upstream[1] * slope * (2 * z_loss * (1 - share));
+    upstream[2] = upstream[2].defined() ? upstream[2] + by_lse : by_lse;
+    upstream[1] = upstream[1] * share;
+  }
   std::array<Tensor, 3> gradient;
   if (upstream[0].defined()) {
     const Tensor u = upstream[0].to(compute);
@@ -327,6 +367,20 @@ std::array<Tensor, 3> upstream_of_tokens(const std::vector<Tensor>& upstream, co
     gradient[i - 1] = gradient[i - 1].defined() ? gradient[i - 1] + u : u;
   }
   return gradient;
+}
+
+// With such token weights, `apply` records a call without them and with reduction='none'. The operations on
+// its results also need each token's lse if Reduction::share is defined, i.e. for a mean with class weights
+// and z_loss.
+std::vector<Tensor> TokenProblem::record(c10::function_ref<std::vector<Tensor>()> apply) {
+  if (!options.token_weights() || !needs_grad(*options.token_weights())) return apply();
+  const Reduction reduction(*this);
+  options.token_weights(std::nullopt).reduction("none");
+  const bool given = std::exchange(stats, stats || reduction.share.defined());
+  std::vector<Tensor> results = apply();
+  results[0] = reduction.apply(stats ? reduction.balanced(results[0], results[2]) : results[0]);
+  if (!given) results.resize(1);
+  return results;
 }
 
 }  // namespace shoestring::losses

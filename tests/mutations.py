@@ -100,7 +100,7 @@ MUTATIONS = (
     ),
     Mutation(
         "losses: the gradient of z_loss lacks a factor of 2",
-        "csrc/losses/cross_entropy_row_simd.h",
+        "csrc/losses/cross_entropy_simd.cpp",
         "2 * z_loss * lse) + upstream->lse;\n  result.scale = 1;\n  if (keep)",
         "z_loss * lse) + upstream->lse;\n  result.scale = 1;\n  if (keep)",
     ),

@@ -12,7 +12,6 @@
 #include "core/huge_pages.h"
 #include "gemm/gemm.h"
 #include "losses/linear_cross_entropy.h"
-#include "losses/linear_cross_entropy_table.h"
 #include "quantization/base_weight.h"
 
 namespace shoestring::losses {

@@ -3,7 +3,6 @@
 #include "core/cuda.h"
 #include "losses/cross_entropy_cuda.h"
 #include "losses/linear_cross_entropy.h"
-#include "losses/linear_cross_entropy_table.h"
 
 namespace shoestring::losses {
 namespace {

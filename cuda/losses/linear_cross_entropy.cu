@@ -7,7 +7,6 @@
 
 #include "core/cuda_tables.h"
 #include "cuda/losses/cross_entropy.h"
-#include "losses/linear_cross_entropy_table.h"
 
 namespace shoestring::cuda {
 namespace {

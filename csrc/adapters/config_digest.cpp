@@ -15,8 +15,6 @@
 namespace shoestring::lora {
 namespace {
 
-using Json = nlohmann::json;
-
 bool is_unset(const Json& value) {
   return value.is_null() || value == false || (!value.is_primitive() && value.empty()) || value == "";
 }

@@ -1,20 +1,44 @@
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
+#include <nlohmann/json.hpp>
+
 namespace shoestring::lora {
 
-/// The fields of one method's adapter_config.json.
-struct ConfigFields {
-  std::vector<std::string> known;    // every field whose meaning for the adapter is known
-  std::vector<std::string> refused;  // the known fields that must be off, because nothing here supports them
+using Json = nlohmann::json;
+
+/// The content of an adapter_config.json, of which every value was checked.
+class AdapterConfig {
+ public:
+  /// Parses `text`, which may come from an untrusted source. `place` begins error messages. Raises ValueError
+  /// if the method is none of `methods`, or if a field is on that PEFT does not write for the method, that
+  /// nothing here supports, or whose value has a wrong type or range. The message names the field.
+  AdapterConfig(const std::string& place, const std::string& text, const std::vector<std::string>& methods);
+
+  /// Returns the value of a field; null if the file lacks it.
+  const Json& operator[](const char* name) const;
+  /// Raises ValueError, whose message ends with `hint`, unless a field has the expected value.
+  void expect(bool good, const char* name, const std::string& expected, const char* hint = "") const;
+  /// Returns config_digest() of the file.
+  std::string digest() const;
+
+  std::string method;  // the field peft_type
+  /// The values of the fields that are read and not null, by the names of Python's options, such as "rank".
+  /// The keys of an object are in the order of the file. A field of LoRA that is missing has PEFT's default.
+  nlohmann::ordered_json options = nlohmann::ordered_json::object();
+
+ private:
+  std::string place_;
+  Json fields_;
 };
 
-/// Returns the fields that PEFT writes for a method, such as "LORA". A method that is not supported has none.
-ConfigFields config_fields(const std::string& method);
+/// Returns whether a value is off. PEFT writes its new fields into every file, with such values by default.
+bool is_off(const Json& value);
 
 /// Returns the fields that change what an adapter of any method computes.
-const std::vector<std::string>& computing_fields();
+const std::set<std::string>& computing_fields();
 
 }  // namespace shoestring::lora

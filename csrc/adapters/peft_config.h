@@ -5,13 +5,11 @@
 #include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include <shoestring/nn/adapter.h>
 
-namespace shoestring::lora {
+#include "adapters/config_fields.h"
 
-using Json = nlohmann::json;
+namespace shoestring::lora {
 
 constexpr const char* kConfig = "adapter_config.json";
 constexpr const char* kWeights = "adapter_model.safetensors";

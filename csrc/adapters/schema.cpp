@@ -17,9 +17,12 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def("_match_patterns(str caller, str[] patterns, str name, int rule) -> (int, str)");
   // Returns config_digest of csrc/adapters/config_digest.h for the text of an adapter_config.json.
   m.def("_adapter_config_digest(str config) -> str");
-  // Returns the fields of the adapter_config.json of a method, and those of them that must be off. See
-  // csrc/adapters/config_fields.h.
-  m.def("_adapter_config_fields(str method) -> (str[] known, str[] refused)");
+  // Returns the fields of the adapter_config.json of a method, each with the name of Python's option ("" if
+  // the field is not read).
+  m.def("_adapter_config_fields(str method) -> Dict(str, str)");
+  // Returns the method, the options in JSON and the digest of the text of an adapter_config.json. See
+  // AdapterConfig in csrc/adapters/config_fields.h.
+  m.def("_read_adapter_config(str place, str text, str[] methods) -> (str method, str options, str digest)");
   // Returns gain * (x W^T + scaling * low B^T) + bias, where low = low_scale * dropped(x) A^T. The frozen
   // weight W is dense (out_features, in_features) in x's dtype or, if absmax is given, a quantised weight.
   // lora_A = A (rank, in_features), lora_B = B (out_features, rank), bias and gain (out_features) and

@@ -68,15 +68,18 @@ nlohmann::json parse_json(const std::string& place, const std::string& text, con
   return json;
 }
 
-nlohmann::json read_json(const std::string& caller, const std::string& path, int64_t most,
-                         const KeyVisitor& visit) {
+std::string read_text(const std::string& caller, const std::string& path, int64_t most) {
   int64_t size = 0;
   const Closer file{open_regular(caller, path, size)};
   TORCH_CHECK_VALUE(size <= most, caller, ": ", path, ": expected a file of at most ", most,
                     " bytes, received ", size);
   std::string text(static_cast<size_t>(size), '\0');
   read_at(caller, path, file.fd, text.data(), size, 0);
-  return parse_json(caller + ": " + path, text, visit);
+  return text;
+}
+
+nlohmann::json read_json(const std::string& caller, const std::string& path, int64_t most) {
+  return parse_json(caller + ": " + path, read_text(caller, path, most));
 }
 
 }  // namespace shoestring::files

@@ -18,6 +18,9 @@ int open_regular(const std::string& caller, const std::string& path, int64_t& si
 void read_at(const std::string& caller, const std::string& path, int fd, void* out, int64_t size,
              int64_t offset);
 
+/// Reads a file of at most `most` bytes. Raises an error if the file is larger or cannot be read.
+std::string read_text(const std::string& caller, const std::string& path, int64_t most);
+
 /// Function that the JSON parser calls with each key of an object, and with the number of objects and lists
 /// around the key.
 using KeyVisitor = std::function<void(int depth, const std::string& key)>;
@@ -27,9 +30,7 @@ using KeyVisitor = std::function<void(int depth, const std::string& key)>;
 /// once per level of nesting. `place` begins the error message.
 nlohmann::json parse_json(const std::string& place, const std::string& text, const KeyVisitor& visit = {});
 
-/// Reads and parses a JSON file. Raises an error if the file has more than `most` bytes or exceeds a limit of
-/// parse_json().
-nlohmann::json read_json(const std::string& caller, const std::string& path, int64_t most,
-                         const KeyVisitor& visit = {});
+/// Reads and parses a JSON file. Raises the errors of read_text() and parse_json().
+nlohmann::json read_json(const std::string& caller, const std::string& path, int64_t most);
 
 }  // namespace shoestring::files

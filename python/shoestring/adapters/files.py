@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer
 from shoestring.adapters.base_record import KEY as BASE
 from shoestring.adapters.base_record import base_record, is_resized
-from shoestring.adapters.config_digest import KEY, check_pair, config_digest
+from shoestring.adapters.config_digest import KEY, config_digest
 from shoestring.adapters.conv1d import TransposedLinear
 from shoestring.adapters.experts import LoraExperts, parameter_options
 from shoestring.adapters.linear import LoraLinear
@@ -25,7 +25,7 @@ from shoestring.adapters.options import (
     VeraOptions,
     VirtualOptions,
 )
-from shoestring.adapters.peft_config import to_file
+from shoestring.adapters.peft_config import FileConfig, from_file, to_file
 from shoestring.adapters.switch import adapter_names as names_of
 from shoestring.adapters.switch import base_biases, check_known, members
 from shoestring.adapters.targets import shortest_names
@@ -35,9 +35,10 @@ from shoestring.adapters.values import whole
 from shoestring.adapters.vera import VeraLinear
 from shoestring.adapters.virtual_tokens import VirtualTokens, token_sizes
 from shoestring.core.dtensors import is_dtensor
+from shoestring.core.errors import printable
 from shoestring.core.module_argument import check_module
 from shoestring.files.atomic import atomic_file
-from shoestring.files.read_file import is_name, read_json, shown
+from shoestring.files.read_file import MAX_JSON, is_name, read_regular, shown
 from shoestring.files.safetensors_file import open_safetensors, save_safetensors
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
@@ -110,7 +111,7 @@ def save_adapter(
             continue
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(config, indent=2, sort_keys=True)
-        metadata = {"format": "pt", KEY: config_digest(json.loads(text)), BASE: record}
+        metadata = {"format": "pt", KEY: config_digest(config), BASE: record}
         save_safetensors(folder / WEIGHTS, tensors, metadata)
         with atomic_file(folder / CONFIG) as file:
             file.write((text + "\n").encode())
@@ -212,7 +213,7 @@ def _describe_model(model: nn.Module, task: str | None) -> dict[str, Any]:
     base = getattr(getattr(model, "config", None), "_name_or_path", None)
     if task is None and type(model).__name__.endswith("ForCausalLM"):
         task = "CAUSAL_LM"
-    return {"base_model_name_or_path": base or None, "task_type": task}
+    return {"base_model_name_or_path": printable(base) if base else None, "task_type": task}
 
 
 def _describe_tokens(model: Any, options: VirtualOptions) -> dict[str, Any]:
@@ -239,30 +240,31 @@ def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
     return held | changed, replace(own, rank=rank, alpha=alpha, init="default")
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> FileConfig:
     """Read adapter_config.json.
 
     Raises:
-        ValueError: the file is not a JSON object.
+        ValueError: the file cannot be read, or :func:`from_file` refuses its content.
     """
     where = f"lora.load_adapter: {path}"
-    config = read_json(path, where)
-    if not isinstance(config, dict):
-        raise ValueError(f"{where}: expected a JSON object, received {shown(config)}")
-    return config
+    return from_file(read_regular(path, where, MAX_JSON), where)
 
 
-def read_weights(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+def read_weights(path: Path, digest: str) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """Read adapter_model.safetensors; return its tensors by key, without PEFT's prefix, and its metadata.
 
     Raises:
-        ValueError: the file is damaged, or was not saved together with ``config``, the content of
-            adapter_config.json.
+        ValueError: the file is damaged, or holds another digest of its configuration than ``digest``. A file of PEFT
+            has none.
     """
     where = f"lora.load_adapter: {path}"
     file = open_safetensors(path, f"{where}: expected a safetensors file, received a damaged one")
     metadata = file.metadata()
-    check_pair(path, metadata, path.with_name(CONFIG), config)
+    if metadata.get(KEY, digest) != digest:
+        raise ValueError(
+            f"{where}: expected the weights that were saved with {path.with_name(CONFIG)}, received weights of another "
+            "save, which was interrupted, or a changed configuration; save the adapter again"
+        )
     tensors = {key: file.load(key) for key in file.tensors()}
     for key in tensors:
         if not is_name(key):

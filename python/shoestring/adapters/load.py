@@ -25,7 +25,6 @@ from shoestring.adapters.options import (
     VirtualOptions,
     check_name,
 )
-from shoestring.adapters.peft_config import from_file
 from shoestring.adapters.switch import base_biases, members, set_adapter
 from shoestring.adapters.targets import former_class, selected
 from shoestring.adapters.tied import own_weight, tie_copies, tied_modules
@@ -113,19 +112,19 @@ def load_adapter(
     if adapter_name != DEFAULT and os.path.lexists(folder / adapter_name / CONFIG):
         folder = folder / adapter_name
     config = read_config(folder / CONFIG)
-    options = from_file(config, f"lora.load_adapter: {folder / CONFIG}")
+    options = config.options
     place = f"lora.load_adapter: {folder / WEIGHTS}"
-    tensors, metadata = read_weights(folder / WEIGHTS, config)
+    tensors, metadata = read_weights(folder / WEIGHTS, config.digest)
     if isinstance(options, VirtualOptions):
         if not any_base:
-            _check_base(model, folder, config, tensors, metadata)
-        _check_sizes(model, config, options, f"lora.load_adapter: {folder / CONFIG}")
+            _check_base(model, folder, config.fields, tensors, metadata)
+        _check_sizes(model, config.fields, options, f"lora.load_adapter: {folder / CONFIG}")
         _load_tokens(model, tensors, options, adapter_name, place)
         return model
     content = _sort(model, tensors, options, place)
     plan = _plan(model, content, options, place)
     if not any_base:
-        _check_base(model, folder, config, tensors, metadata)
+        _check_base(model, folder, config.fields, tensors, metadata)
         kinds = _kinds(model, options)
         missing = [name for name in selected(model, options) if name in kinds and name not in plan]
         if missing:

@@ -321,7 +321,7 @@ def test_initialisations_that_change_the_base(init: str, more: dict[str, Any], t
     expected = logits(model)
     model.save_pretrained(str(tmp_path / "plain"))
     if init not in ("pissa", "olora"):
-        with pytest.raises(ValueError, match=f"init_lora_weights: .* received '{init}'"):
+        with pytest.raises(ValueError, match=f'init_lora_weights: .* received "{init}"'):
             lora.load_adapter(llama(), tmp_path / "plain")
     model.save_pretrained(
         str(tmp_path / "converted"), path_initial_model_for_weight_conversion=str(tmp_path / "first")

@@ -141,10 +141,10 @@ def test_a_configuration_that_peft_wrote_again_still_fits(run: Run, tmp_path: Pa
     "changes",
     [
         {"lora_alpha": 1e-5, "lora_dropout": 0.1},
-        {"lora_alpha": 1.7976931348623157e308, "r": -0.0, "rank_pattern": {"a": 2**63 + 1}},
-        {"lora_alpha": 5e-324, "rank_pattern": {"a": -(2**53) - 1}, "layers_to_transform": [3, 1, 2], "r": 2.5},
+        {"lora_alpha": 1.7976931348623157e308, "alpha_pattern": {"a": 2**63 + 1}},
+        {"lora_alpha": 5e-324, "rank_pattern": {"a": 2**31 - 1}, "layers_to_transform": [3, 1, 2]},
         {"alpha_pattern": {"Grüße": 1, "日本\n\"": 2, "a": 0.1}, "rank_pattern": {"\u0000": 3}},
-        {"r": 10**25, "exclude_modules": "a.*b", "layers_pattern": [[1, [2]], {"a": [3]}]},
+        {"exclude_modules": "a.*b", "layers_pattern": ["b", "a"], "layers_to_transform": 0},
     ],
     ids=range(5),
 )  # fmt: skip
@@ -155,6 +155,31 @@ def test_both_languages_read_every_value_alike(changes: dict[str, Any], run: Run
     edit(tmp_path, **changes)
     digest = config_digest(json.loads((tmp_path / CONFIG).read_text()))
     save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS, metadata={"format": "pt", KEY: digest})
-    run(f"load={tmp_path}")  # C++ refuses weights whose digest is not that of the configuration
+    # Both languages refuse weights whose digest is not that of the configuration.
+    run(f"load={tmp_path}")
+    lora.load_adapter(Model(), tmp_path, any_base=True)
     (tmp_path / CONFIG).write_text(saved)
     refused(tmp_path, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("r", -0.0),
+        ("r", 2.5),
+        ("r", 10**25),
+        ("rank_pattern", {"a": 2**63 + 1}),
+        ("rank_pattern", {"a": -(2**53) - 1}),
+        ("layers_pattern", [[1, [2]], {"a": [3]}]),
+    ],
+    ids=range(6),
+)
+@pytest.mark.sample(3)
+def test_both_languages_refuse_the_same_values(name: str, value: Any, run: Run, tmp_path: Path) -> None:
+    lora.save_adapter(adapted(), tmp_path)
+    edit(tmp_path, **{name: value})
+    message = f"{CONFIG}: {name}: expected an? .*, received "
+    with pytest.raises(ValueError, match=message):
+        lora.load_adapter(Model(), tmp_path)
+    with pytest.raises(AssertionError, match=message):
+        run(f"load={tmp_path}")

@@ -3,13 +3,16 @@
 #include "adapters/initialize.h"
 
 #include <cmath>
+#include <optional>
 #include <string>
 #include <tuple>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
+#include <torch/library.h>
 
 #include "adapters/low_rank.h"
+#include "quantization/without_weight.h"
 
 namespace shoestring::lora {
 namespace {
@@ -40,19 +43,18 @@ std::pair<Tensor, Tensor> halves(const Tensor& matrix, const nn::LoraOptions& op
 }
 
 // Quantises a dense weight and returns it dequantised, i.e. with its quantisation error.
-Tensor quantized(const nn::AdaptableLinearImpl& layer, const Tensor& dense, const QuantizeOptions& quantize,
-                 bool double_quant) {
-  nn::QuantizedLinear form = nn::without_weight(layer.options, quantize, double_quant);
+Tensor quantized(const Tensor& dense, const QuantizeOptions& quantize, bool double_quant) {
+  nn::QuantizedLinear form = quantization::without_weight(
+      nn::QuantizedLinearOptions(dense.size(1), dense.size(0)).quantize(quantize).double_quant(double_quant));
   form->set_weight(dense);
   return form->dequantize(at::kFloat).to(dense.scalar_type());
 }
 
-}  // namespace
-
-nn::AdapterImpl::Tensors take_out(nn::AdaptableLinearImpl& layer, const nn::LoraOptions& options,
-                                  const QuantizeOptions* quantize, bool double_quant) {
-  const torch::NoGradGuard no_grad;
-  const Tensor dense = layer.dense_weight();
+// Returns dense - scaling * lora_B lora_A, lora_A and lora_B. quantize, double_quant: how the caller will
+// quantise the difference; null if it will not.
+std::tuple<Tensor, Tensor, Tensor> take_out_of(const std::string& caller, const Tensor& dense,
+                                               const nn::LoraOptions& options,
+                                               const QuantizeOptions* quantize, bool double_quant) {
   const std::string& init = options.init();
   Tensor A, B;
   if (init == "olora") {
@@ -60,24 +62,34 @@ nn::AdapterImpl::Tensors take_out(nn::AdaptableLinearImpl& layer, const nn::Lora
     A = R.narrow(0, 0, options.rank());
     B = Q.narrow(1, 0, options.rank());
   } else if (init == "loftq") {
-    TORCH_CHECK_VALUE(layer.is_quantized() || quantize != nullptr,
-                      "lora::apply: init: expected quantize with 'loftq', which fits the adapter to the "
-                      "quantisation error; received quantize 'none'");
-    const auto form = layer.is_quantized() ? layer.base->options.quantize() : *quantize;
-    const bool two = layer.is_quantized() ? layer.base->options.double_quant() : double_quant;
+    TORCH_CHECK_VALUE(quantize != nullptr, caller,
+                      ": init: expected quantize with 'loftq', which fits the adapter to the quantisation "
+                      "error; received none");
     Tensor rest = dense;
     for (int64_t i = 0; i < options.loftq_iterations(); ++i) {
-      std::tie(A, B) = halves(dense - quantized(layer, rest, form, two), options, 0);
+      std::tie(A, B) = halves(dense - quantized(rest, *quantize, double_quant), options, 0);
       rest = at::addmm(dense, B, A, 1, -options.scaling());
     }
   } else {
     const auto at = init.find("_niter_");
     std::tie(A, B) = halves(dense, options, at == std::string::npos ? 0 : std::stoll(init.substr(at + 7)));
   }
-  layer.set_weight(at::addmm(dense, B, A, 1, -options.scaling()));
+  return {at::addmm(dense, B, A, 1, -options.scaling()), A.contiguous(), B.contiguous()};
+}
+
+}  // namespace
+
+nn::AdapterImpl::Tensors take_out(nn::AdaptableLinearImpl& layer, const nn::LoraOptions& options,
+                                  const QuantizeOptions* quantize, bool double_quant) {
+  const torch::NoGradGuard no_grad;
+  const bool again = layer.is_quantized();
+  const auto [rest, A, B] = take_out_of("lora::apply", layer.dense_weight(), options,
+                                        again ? &layer.base->options.quantize() : quantize,
+                                        again ? layer.base->options.double_quant() : double_quant);
+  layer.set_weight(rest);
   nn::AdapterImpl::Tensors taken;
-  taken.insert("lora_A", A.contiguous());
-  taken.insert("lora_B", B.contiguous());
+  taken.insert("lora_A", A);
+  taken.insert("lora_B", B);
   return taken;
 }
 
@@ -92,6 +104,17 @@ nn::AdapterImpl::Tensors projection(const nn::VeraOptions& options, int64_t in_f
   matrices.insert("vera_A", drawn(options.rank(), in_features));
   matrices.insert("vera_B", drawn(out_features, options.rank()));
   return matrices;
+}
+
+TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
+  m.impl("_lora_take_out", [](const Tensor& dense, const std::string& init, int64_t rank, double alpha,
+                              bool rslora, int64_t iterations, const std::optional<std::string>& quantize,
+                              int64_t block_size, bool double_quant) {
+    const auto form = QuantizeOptions().quant_type(quantize.value_or("nf4")).block_size(block_size);
+    auto options = nn::LoraOptions().rank(rank).alpha(alpha).rslora(rslora).init(init);
+    return take_out_of("lora.apply", dense, options.loftq_iterations(iterations),
+                       quantize.has_value() ? &form : nullptr, double_quant);
+  });
 }
 
 }  // namespace shoestring::lora

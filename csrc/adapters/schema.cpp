@@ -23,6 +23,10 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // Returns the method, the options in JSON and the digest of the text of an adapter_config.json. See
   // AdapterConfig in csrc/adapters/config_fields.h.
   m.def("_read_adapter_config(str place, str text, str[] methods) -> (str method, str options, str digest)");
+  // Returns the initial lora_A and lora_B of a LoRA adapter that changes its base weight `dense`, and that
+  // weight without their product. quantize, block_size, double_quant: how the caller will quantise the rest.
+  m.def(R"(_lora_take_out(Tensor dense, str init, int rank, float alpha, bool rslora, int loftq_iterations,
+      str? quantize, int block_size, bool double_quant) -> (Tensor rest, Tensor lora_A, Tensor lora_B))");
   // Returns gain * (x W^T + scaling * low B^T) + bias, where low = low_scale * dropped(x) A^T. The frozen
   // weight W is dense (out_features, in_features) in x's dtype or, if absmax is given, a quantised weight.
   // lora_A = A (rank, in_features), lora_B = B (out_features, rank), bias and gain (out_features) and

@@ -1,14 +1,14 @@
 """Add adapters to the layers of a model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
 from shoestring.adapters.experts import LoraExperts
-from shoestring.adapters.initialize import take_out
+from shoestring.adapters.initialize import Form, take_out
 from shoestring.adapters.kinds import expert_classes, layer_class, refusal
 from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.moe import with_experts
@@ -49,7 +49,7 @@ from shoestring.quantization.quantized_linear_module import (
     check_form,
     quantize_weight,
 )
-from shoestring.quantization.quantized_tensor import QuantizedTensor, quantize_parts
+from shoestring.quantization.quantized_tensor import QuantizedTensor
 
 
 def apply(
@@ -144,7 +144,7 @@ def apply(
         # is quantised.
         if isinstance(own, LoraOptions) and own.changes_base:
             own_weight(model, name)
-            taken[name] = take_out(layer, own, _quantizer(layer, quantize, block_size, double_quant))
+            taken[name] = take_out(layer, own, _form(layer, quantize, block_size, double_quant))
             quantized(layer)
     for name, layer in all_linear(model).items():
         # The modules in modules_to_save stay dense, because they are trained. So do the weights with adapters of
@@ -348,20 +348,12 @@ def check_together(module: Any, own: Options, name: str) -> None:
         )
 
 
-def _quantizer(
-    layer: Any, quantize: str | None, block_size: int | None, double_quant: bool
-) -> Callable[[Tensor], QuantizedTensor] | None:
-    """Return the function that will quantise a layer's weight, or None if the weight stays dense.
-
-    For a weight that is quantised already, the function quantises to the same format again.
-    """
+def _form(layer: Any, quantize: str | None, block_size: int | None, double_quant: bool) -> Form:
+    """Return the form that a layer's weight will have; a weight that is quantised keeps its form."""
     own = layer.weight
     if isinstance(own, QuantizedTensor):
-        return lambda x: quantize_parts(x, own.quant_type, own.block_size, own.nested is not None)
-    if quantize is None:
-        return None
-    size = own.shape[1] if quantize == "int8" else block_size or 64
-    return lambda x: quantize_parts(x, quantize, size, double_quant)
+        return own.quant_type, own.block_size, own.nested is not None
+    return quantize, own.shape[1] if quantize == "int8" else block_size or 64, double_quant
 
 
 def _check_quantize(

@@ -13,11 +13,12 @@ from shoestring.adapters.linear import LoraLinear
 from shoestring.adapters.options import LoraOptions
 from shoestring.quantization.quantized_tensor import QuantizedTensor
 
-Quantize = Callable[[Tensor], QuantizedTensor]
+# The form of a weight: quant_type, None if it is dense, block_size and double_quant.
+Form = tuple[str | None, int, bool]
 
 
 @torch.no_grad()
-def take_out(layer: nn.Module, options: LoraOptions, quantize: Quantize | None) -> dict[str, Tensor]:
+def take_out(layer: nn.Module, options: LoraOptions, form: Form = (None, 64, False)) -> dict[str, Tensor]:
     """Compute initial values for an adapter and subtract their product from the layer's weight, in place.
 
     The weight becomes ``weight - scaling * lora_B @ lora_A``. A quantised weight is dequantised first, and
@@ -26,52 +27,21 @@ def take_out(layer: nn.Module, options: LoraOptions, quantize: Quantize | None) 
     Args:
         layer: the linear layer or Conv1D, whose weight changes.
         options: the options of the adapter, with init "pissa", "olora" or "loftq".
-        quantize: the function that will quantise the remainder; required for "loftq".
+        form: how the remainder will be quantised.
 
     Returns:
         lora_A and lora_B.
 
     Raises:
-        ValueError: init is "loftq" and quantize is None.
+        ValueError: init is "loftq" and the remainder will not be quantised.
     """
     w = former_matrix(layer)
     dense = w.dequantize(torch.float32) if isinstance(w, QuantizedTensor) else w.detach().to(wide(w.dtype))
-    if options.init == "olora":
-        q, r = torch.linalg.qr(dense)
-        lora_A, lora_B = r[: options.rank], q[:, : options.rank]
-    elif options.init == "loftq":
-        if quantize is None:
-            raise ValueError(
-                "lora.apply: init: expected quantize with 'loftq', which fits the adapter to the "
-                "quantisation error; received quantize=None"
-            )
-        rest = dense
-        for _ in range(options.loftq_iterations):
-            error = dense - quantize(rest).dequantize(dense.dtype)
-            lora_A, lora_B = halves(error, options, None)
-            rest = torch.addmm(dense, lora_B, lora_A, alpha=-options.scaling)
-    else:
-        iterations = options.init.partition("_niter_")[2]
-        lora_A, lora_B = halves(dense, options, int(iterations) if iterations else None)
-    rest = torch.addmm(dense, lora_B, lora_A, alpha=-options.scaling)
+    rest, lora_A, lora_B = torch.ops.shoestring._lora_take_out(
+        dense, options.init, options.rank, options.alpha, options.rslora, options.loftq_iterations, *form
+    )  # fmt: skip
     w.copy_(rest.to(w.dtype))
-    return {"lora_A": lora_A.contiguous(), "lora_B": lora_B.contiguous()}
-
-
-def halves(matrix: Tensor, options: LoraOptions, iterations: int | None) -> tuple[Tensor, Tensor]:
-    """Return lora_A and lora_B such that ``scaling * lora_B @ lora_A`` is the best approximation of a matrix.
-
-    The factors are computed by an SVD. Each factor gets the square roots of the singular values.
-    ``iterations`` is the number of iterations of a randomised SVD; None selects an exact SVD.
-    """
-    if iterations is None:
-        u, values, v = torch.linalg.svd(matrix, full_matrices=False)
-        u, values, v = u[:, : options.rank], values[: options.rank], v[: options.rank]
-    else:
-        u, values, v = torch.svd_lowrank(matrix, options.rank, niter=iterations)
-        v = v.T
-    roots = (values / options.scaling).sqrt()
-    return roots[:, None] * v, u * roots
+    return {"lora_A": lora_A, "lora_B": lora_B}
 
 
 class Directions:

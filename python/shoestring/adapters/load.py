@@ -157,7 +157,7 @@ def load_adapter(
         taken = None
         if changes_base(own):
             own_weight(model, name)
-            taken = take_out(layer, own, None)
+            taken = take_out(layer, own)
         adapted = attach(layer, kind)
         if taken is not None:
             assert isinstance(adapted, LoraLinear)

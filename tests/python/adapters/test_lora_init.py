@@ -204,7 +204,7 @@ def test_eva_follows_what_the_layers_read(
 
 def test_errors() -> None:
     for options, message in [
-        ({"init": "loftq"}, "init: expected quantize with 'loftq', .* received quantize=None"),
+        ({"init": "loftq"}, "init: expected quantize with 'loftq', .* received none"),
         (
             {"init": "pissa", "rank": 65},
             r"rank: expected at most 24 for 'pissa', the smaller side of 0; received 65",

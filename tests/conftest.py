@@ -22,6 +22,8 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent / "python"), str(Path(__file__).parent)]
 import tiers  # noqa: E402
 
+pytest.register_assert_rewrite("operator_tests")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=1234, help="the seed of all random tests")

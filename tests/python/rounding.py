@@ -6,6 +6,7 @@ estimates the error that an implementation has without luck. It repeats the comp
 roundings of the narrower dtype, which is known as Monte Carlo arithmetic.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -94,14 +95,16 @@ def assert_no_worse(
 ) -> None:
     """Assert that errors are at most ``factor`` times those of eager PyTorch plus ``slack``, apart from luck.
 
-    Greater errors pass if :func:`rounding_errors` expects them of results that are computed in fp32.
-    ``compute`` returns all results in fp64. It runs only if some error is greater than the first bound.
+    Greater errors pass if :func:`rounding_errors` expects them of results that are computed in fp32, or in fp64 if a
+    result is fp64. ``compute`` returns all results in fp64. It runs only if some error is greater than the first
+    bound.
     """
     expected: list[float] | None = None
+    computed = functools.reduce(torch.promote_types, (t.dtype for t in ours), torch.float32)
     for i, (name, a, b, exact) in enumerate(zip(names, ours, eagers, exacts, strict=True)):
         error, theirs = relative_error(a, exact), relative_error(b, exact)
         bound = factor * theirs + slack
         if error > bound:
-            expected = expected or rounding_errors(compute, exacts, torch.float32)
+            expected = expected or rounding_errors(compute, exacts, computed)
             bound = max(bound, expected[i])
         assert error <= bound, f"{name} in {a.dtype}: {error:.2e}, eager {theirs:.2e}, bound {bound:.2e}"

@@ -1,0 +1,156 @@
+"""The table of cases: the calls with which the tests of all operators run an operator.
+
+The test of an operator declares an :class:`Operator`: its arguments for a number of rows and features, its reference
+in plain PyTorch, and the source of its tolerance.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Arguments = dict[str, Any]  # by the names of the schema: draws of tensors, and other values
+Values = Callable[[tuple[int, ...], torch.Generator], Tensor]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# (rows, features) of an operator without rows: no element, less than one SIMD vector, several vectors and a
+# remainder, and enough elements for two threads.
+ELEMENTWISE = ((1, 0), (1, 3), (7, 11), (3, 11000))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A tensor argument that a seed determines.
+
+    Args:
+        shape: shape of the tensor.
+        values: returns the values on the CPU, fp32 or integers, from the shape and a generator.
+        dtype: dtype of the tensor; None is that of the case for floats, and that of the values for integers.
+        gradient: whether the operator has a gradient of this argument.
+    """
+
+    shape: tuple[int, ...]
+    values: Values
+    dtype: torch.dtype | None = None
+    gradient: bool = True
+
+    def tensor(self, seed: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        # A GPU must get the values of the CPU, and tests may have set another default device.
+        values = self.values(self.shape, torch.Generator().manual_seed(zlib.crc32(seed.encode())))
+        return values.to(device, self.dtype or (dtype if values.is_floating_point() else values.dtype))
+
+
+def normal(*shape: int, scale: float = 1.0, **more: Any) -> Draw:
+    """Draw normal values with the standard deviation ``scale``."""
+    return Draw(shape, lambda s, g: torch.randn(s, generator=g, device="cpu") * scale, **more)
+
+
+def uniform(*shape: int, low: float = 0.0, high: float = 1.0, **more: Any) -> Draw:
+    """Draw uniform values in [low, high)."""
+    return Draw(shape, lambda s, g: torch.rand(s, generator=g, device="cpu") * (high - low) + low, **more)
+
+
+def label(part: tuple[int, int] | torch.dtype | Arguments) -> str:
+    """Return the name of a size, a dtype or options in the name of a case."""
+    if isinstance(part, dict):
+        return (
+            " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in part.items()) or "plain"
+        )
+    return f"{part[0]}x{part[1]}" if isinstance(part, tuple) else str(part).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of ``torch.ops.shoestring``, and how it is tested.
+
+    A result passes if its error against the reference in fp64 is at most ``factor`` times the error of the reference
+    in the dtype of the case, plus ``slack``, or if random roundings explain it (``rounding.py``). The slack of 2e-7
+    is that of three roundings to fp32, each of at most 6e-8: the reference may round exactly by luck.
+
+    Args:
+        name: name of the operator.
+        reference: the operator in plain PyTorch, with the arguments of the schema.
+        arguments: returns the arguments for a number of rows and features.
+        sizes: (rows, features) of the cases.
+        options: further arguments; each case exists once with each of them.
+        dtypes: dtypes of the cases.
+        factor, slack: bound of the error, see above.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    arguments: Callable[[int, int], Arguments]
+    sizes: Sequence[tuple[int, int]]
+    options: Sequence[Arguments] = ({},)
+    dtypes: Sequence[torch.dtype] = FLOATS
+    factor: float = 1.1
+    slack: float = 2e-7
+
+    @property
+    def call(self) -> Any:
+        return getattr(torch.ops.shoestring, self.name)
+
+    def case(
+        self, rows: int, features: int, dtype: torch.dtype = torch.float32, options: Arguments | None = None
+    ) -> Case:
+        """Return the case of a size, with the first options unless others are given."""
+        options = self.options[0] if options is None else options
+        name = " ".join(map(label, ((rows, features), dtype, options)))
+        return Case(self, self.arguments(rows, features) | options, dtype, name)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an operator: its arguments, in one dtype."""
+
+    operator: Operator
+    arguments: Arguments
+    dtype: torch.dtype
+    name: str
+
+    def given(self, seed: int, device: torch.device | str | None = None) -> Arguments:
+        """Return the arguments with their tensors, on ``device`` or the default device. Leaves require gradients."""
+        device = torch.get_default_device() if device is None else device
+        found = dict(self.arguments)
+        for name, draw in found.items():
+            if isinstance(draw, Draw):
+                tensor = draw.tensor(f"{seed} {self.name} {name}", self.dtype, device)
+                found[name] = tensor.requires_grad_(draw.gradient and tensor.is_floating_point())
+        return found
+
+    def results(
+        self, function: Callable[..., Any], given: Arguments, seed: int, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Return the results of a function and the gradients of its leaves, computed in ``dtype`` if that is given."""
+        given = {name: _leaf(value, dtype) for name, value in given.items()}
+        made = function(**given)
+        results = [made] if isinstance(made, Tensor) else list(made)
+        found = {f"result {i}": t.detach() for i, t in enumerate(results)}
+        leaves = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
+        if leaves:
+            roots = {i: t for i, t in enumerate(results) if t.requires_grad}
+            # The narrowest dtype of a result, so that the reference in fp64 gets the same upstream gradients.
+            dtypes = [
+                self.dtype,
+                *(value for value in self.arguments.values() if isinstance(value, torch.dtype)),
+            ]
+            narrow = min(dtypes, key=lambda d: d.itemsize)
+            upstream = [
+                normal(*t.shape).tensor(f"{seed} {self.name} {i}", narrow, t.device).to(t.dtype)
+                for i, t in roots.items()
+            ]
+            gradients = torch.autograd.grad(list(roots.values()), list(leaves.values()), upstream)
+            found |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
+        return found
+
+
+def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a tensor as a new leaf, and floats and dtypes as ``dtype`` if that is given."""
+    if isinstance(value, Tensor):
+        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return value.detach().to(wanted).requires_grad_(value.requires_grad)
+    return dtype if dtype is not None and isinstance(value, torch.dtype) else value

@@ -1,14 +1,18 @@
 """The table of cases: the calls with which the tests of all operators run an operator.
 
 The test of an operator declares an :class:`Operator`: its arguments for a number of rows and features, its reference
-in plain PyTorch, and the source of its tolerance.
+in plain PyTorch, and the source of its tolerance. ``operators()`` returns the operators of all tests.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,3 +158,15 @@ def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
         wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return value.detach().to(wanted).requires_grad_(value.requires_grad)
     return dtype if dtype is not None and isinstance(value, torch.dtype) else value
+
+
+@functools.cache
+def operators() -> dict[str, Operator]:
+    """Return the operators that the tests declare, by name."""
+    from operator_tests import OperatorTests
+
+    for path in sorted(Path(__file__).parent.glob("*/test_*.py")):
+        if "(OperatorTests)" in path.read_text():
+            sys.path.append(str(path.parent))
+            importlib.import_module(path.stem)
+    return {tests.operator.name: tests.operator for tests in OperatorTests.__subclasses__()}

@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_map
 import shoestring
 from operator_cases import Arguments, Operator, label
 from rounding import assert_no_worse
+from thread_counts import assert_same_bits
+
+FLOAT8 = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith("float8_")]
 
 
 def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -107,6 +110,17 @@ class OperatorTests:
         with torch.autocast(plain["result 0"].device.type, torch.bfloat16):
             assert equal(case.results(self.operator.call, given, seed), plain)
 
+    @pytest.mark.parametrize("rows", [256, 4096])
+    def test_bits_do_not_depend_on_the_number_of_threads(self, backend: str, rows: int, seed: int) -> None:
+        """A small input stays on one thread, a large one is divided among up to 64. On a GPU, calls are repeated."""
+        case = self.operator.case(rows // 32 if backend == "simt" else rows, 256)
+        given = case.given(seed)
+
+        def run() -> list[Tensor]:
+            return list(case.results(self.operator.call, given, seed).values())
+
+        assert_same_bits(run, (1, 2, 3, 7, 16, 64) if backend == "cpu" else (1, 2))
+
     def test_backward_is_not_differentiable(self, seed: int) -> None:
         given = self.operator.case(3, 5).given(seed)
         leaf = next(t for t in tensors_of(given).values() if t.requires_grad)
@@ -122,3 +136,27 @@ class OperatorTests:
         given = case.given(seed)
         function = getattr(shoestring.ops, self.operator.name)
         assert equal(case.results(function, given, seed), case.results(self.operator.call, given, seed))
+
+    @pytest.mark.parametrize("float8", FLOAT8, ids=label)
+    def test_8_bit_floats_are_refused(self, float8: torch.dtype, seed: int) -> None:
+        """Elements of 8 bits are smaller than those that any kernel reads."""
+        given = self.operator.case(8, 64).given(seed)
+        floats = [name for name, t in tensors_of(given).items() if t.is_floating_point()]
+        for names in (floats, *([name] for name in floats)):
+            wrong = {name: torch.ones_like(given[name]).detach().to(float8) for name in names}
+            with pytest.raises((RuntimeError, TypeError), match="(?i)float8"):
+                self.operator.call(**given | wrong)
+
+    @pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "cpu")], ids="-".join)
+    def test_tensors_on_different_devices_are_refused(self, devices: tuple[str, str], seed: int) -> None:
+        """An error of one line names the operator, an argument and both devices."""
+        case = self.operator.case(3, 16)
+        here, there = (case.given(seed, device) for device in devices)
+        tensors = tensors_of(there)
+        for name, moved in tensors.items() if len(tensors) > 1 else ():
+            with pytest.raises(RuntimeError, match=r"^\w+: \w+: expected .* received ") as caught:
+                self.operator.call(**here | {name: moved})
+            message = str(caught.value).splitlines()[0]
+            operator, argument, _ = message.split(": ", 2)
+            assert self.operator.name.endswith(operator) and argument in tensors, message
+            assert all(device in message for device in devices), message

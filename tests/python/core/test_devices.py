@@ -28,8 +28,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "linear_cross_entropy: target": lambda x, w: shoestring.linear_cross_entropy(x, x, IDS.to(w.device)),
     "cross_entropy: target": lambda x, w: shoestring.cross_entropy(x, IDS.to(w.device)),
     "attention: k": lambda x, w: shoestring.attention(Q.to(x.device), Q.to(w.device), Q.to(x.device)),
-    "rms_norm: weight": lambda x, w: shoestring.rms_norm(x, w[0], eps=1e-5),
-    "swiglu: gate": lambda x, w: shoestring.swiglu(w[:3], x),
     "geglu: gate": lambda x, w: shoestring.geglu(w[:3], x),
     "foreach_norm: tensors": lambda x, w: shoestring.ops.foreach_norm([x, w]),
     "lora_linear: lora_A": of_lora(None),

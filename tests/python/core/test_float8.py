@@ -21,8 +21,6 @@ def heads(x: Tensor) -> Tensor:
 
 # Calls by operator, and by the argument that has 8 bits. x has 8 bits, w is fp32, and both are (8, 64).
 CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "swiglu gate, up": lambda x, w: ops.swiglu(x, x),
-    "swiglu gate": lambda x, w: ops.swiglu(x, w),
     "swiglu_backward": lambda x, w: torch.ops.shoestring._swiglu_backward(x, x, x),
     "swiglu_backward grad": lambda x, w: torch.ops.shoestring._swiglu_backward(x, w, w),
     "geglu": lambda x, w: ops.geglu(x, x),
@@ -30,9 +28,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "gelu": lambda x, w: ops.gelu(x),
     "gelu_backward": lambda x, w: torch.ops.shoestring._gelu_backward(x, x, "none"),
     "add_layer_norm": lambda x, w: ops.add_layer_norm(w, x, w[0], eps=1e-5),
-    "rms_norm x": lambda x, w: ops.rms_norm(x, w[0], eps=1e-6),
-    "rms_norm weight": lambda x, w: ops.rms_norm(w, x[0], eps=1e-6),
-    "add_rms_norm": lambda x, w: ops.add_rms_norm(w, x, w[0], eps=1e-6),
     "layer_norm x": lambda x, w: ops.layer_norm(x, w[0], w[0], eps=1e-5),
     "layer_norm weight": lambda x, w: ops.layer_norm(w, x[0], w[0], eps=1e-5),
     "rope q": lambda x, w: ops.rope(heads(x), heads(x), w, w),

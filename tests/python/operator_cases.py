@@ -48,9 +48,9 @@ class Draw:
         return values.to(device, self.dtype or (dtype if values.is_floating_point() else values.dtype))
 
 
-def normal(*shape: int, scale: float = 1.0, **more: Any) -> Draw:
+def normal(*shape: int, scale: float = 1.0, mean: float = 0.0, **more: Any) -> Draw:
     """Draw normal values with the standard deviation ``scale``."""
-    return Draw(shape, lambda s, g: torch.randn(s, generator=g, device="cpu") * scale, **more)
+    return Draw(shape, lambda s, g: torch.randn(s, generator=g, device="cpu") * scale + mean, **more)
 
 
 def uniform(*shape: int, low: float = 0.0, high: float = 1.0, **more: Any) -> Draw:

@@ -28,7 +28,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "linear_cross_entropy: target": lambda x, w: shoestring.linear_cross_entropy(x, x, IDS.to(w.device)),
     "cross_entropy: target": lambda x, w: shoestring.cross_entropy(x, IDS.to(w.device)),
     "attention: k": lambda x, w: shoestring.attention(Q.to(x.device), Q.to(w.device), Q.to(x.device)),
-    "geglu: gate": lambda x, w: shoestring.geglu(w[:3], x),
     "foreach_norm: tensors": lambda x, w: shoestring.ops.foreach_norm([x, w]),
     "lora_linear: lora_A": of_lora(None),
     "lora_linear: lora_A of nf4": of_lora("nf4"),

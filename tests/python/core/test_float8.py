@@ -23,13 +23,8 @@ def heads(x: Tensor) -> Tensor:
 CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "swiglu_backward": lambda x, w: torch.ops.shoestring._swiglu_backward(x, x, x),
     "swiglu_backward grad": lambda x, w: torch.ops.shoestring._swiglu_backward(x, w, w),
-    "geglu": lambda x, w: ops.geglu(x, x),
     "geglu_backward": lambda x, w: torch.ops.shoestring._geglu_backward(x, x, x, "none"),
-    "gelu": lambda x, w: ops.gelu(x),
     "gelu_backward": lambda x, w: torch.ops.shoestring._gelu_backward(x, x, "none"),
-    "add_layer_norm": lambda x, w: ops.add_layer_norm(w, x, w[0], eps=1e-5),
-    "layer_norm x": lambda x, w: ops.layer_norm(x, w[0], w[0], eps=1e-5),
-    "layer_norm weight": lambda x, w: ops.layer_norm(w, x[0], w[0], eps=1e-5),
     "rope q": lambda x, w: ops.rope(heads(x), heads(x), w, w),
     "rope cos": lambda x, w: ops.rope(heads(w), heads(w), x, x),
     "seeded_dropout": lambda x, w: ops.seeded_dropout(x, 0.5),

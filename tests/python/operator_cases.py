@@ -67,6 +67,11 @@ def label(part: tuple[int, int] | torch.dtype | Arguments) -> str:
     return f"{part[0]}x{part[1]}" if isinstance(part, tuple) else str(part).removeprefix("torch.")
 
 
+def integers(*shape: int, low: int = 0, high: int) -> Draw:
+    """Draw uniform int64 values in [low, high)."""
+    return Draw(shape, lambda s, g: torch.randint(low, high, s, generator=g, device="cpu"))
+
+
 @dataclass(frozen=True)
 class Operator:
     """An operator of ``torch.ops.shoestring``, and how it is tested.
@@ -83,6 +88,7 @@ class Operator:
         options: further arguments; each case exists once with each of them.
         dtypes: dtypes of the cases.
         factor, slack: bound of the error, see above.
+        twice_differentiable: whether the gradient is differentiable.
     """
 
     name: str
@@ -93,6 +99,7 @@ class Operator:
     dtypes: Sequence[torch.dtype] = FLOATS
     factor: float = 1.1
     slack: float = 2e-7
+    twice_differentiable: bool = False
 
     @property
     def call(self) -> Any:

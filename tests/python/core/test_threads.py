@@ -40,7 +40,6 @@ def linear_loss(x: Tensor) -> list[Tensor]:
 
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor | list[Tensor]]] = {
-    "seeded_dropout": lambda x: shoestring.seeded_dropout(x, 0.1, seed=torch.tensor(1)),
     "cross_entropy": lambda x: shoestring.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
     "linear_cross_entropy": linear_loss,
     "quantize_4bit": lambda x: shoestring.quantize_4bit(x).dequantize(),

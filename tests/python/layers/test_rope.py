@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 import shoestring
+from operator_cases import Arguments, Operator, normal, uniform
+from operator_tests import OperatorTests
 from references.layers import rope_reference
 from relative_error import relative_error
-from thread_counts import assert_same_bits
 
 pytestmark = pytest.mark.device
 
@@ -23,6 +24,34 @@ SHAPES = [
     (1, 1, 1, 3, 544, 528),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def arguments(tokens: int, head_dim: int) -> Arguments:
+    """Return two heads of q and one of k with weights of norms; an odd head is rotated but for its last element."""
+    width = head_dim // 2
+    return {
+        "q": normal(1, 2, tokens, head_dim),
+        "k": normal(1, 1, tokens, head_dim),
+        "cos": uniform(tokens, width, low=-1.0, gradient=False),
+        "sin": uniform(tokens, width, low=-1.0, gradient=False),
+        "rotary_dim": 2 * width,
+        "q_weight": uniform(head_dim, low=0.5, high=1.5),
+        "k_weight": uniform(head_dim, low=0.5, high=1.5),
+    }
+
+
+class TestRope(OperatorTests):
+    operator = Operator(
+        "rope",
+        rope_reference,
+        arguments,
+        sizes=[(3, 10), (7, 64)],
+        options=[
+            {"interleaved": interleaved} | norms
+            for interleaved in (False, True)
+            for norms in ({}, {"q_weight": None, "k_weight": None})
+        ],
+    )
 
 
 def tables(tokens: int, width: int, interleaved: bool = False, twice: bool = True) -> tuple[Tensor, Tensor]:
@@ -147,14 +176,6 @@ def test_positions_out_of_range(backend: str) -> None:
             assert new[:, :, 1].isnan().all() and not new[:, :, [0, 2]].isnan().any()
 
 
-def test_repeatable_on_any_number_of_threads() -> None:
-    leaves = [heads(2, 3, 70, 16), heads(2, 1, 70, 16), torch.rand(16), torch.rand(16)]
-    grads, angles = [torch.randn_like(t) for t in leaves[:2]], tables(70, 16)
-    assert_same_bits(
-        lambda: results(shoestring.rope, leaves, angles, grads, None), (torch.get_num_threads(), 1, 2, 3)
-    )
-
-
 def test_weights_of_other_dtypes_and_offsets(capability: str) -> None:
     leaves = [heads(2, 3, 7, 64).bfloat16(), heads(2, 1, 7, 64).bfloat16(), torch.rand(64), torch.rand(64)]
     grads, angles = [torch.randn_like(t) for t in leaves[:2]], tables(7, 64)
@@ -180,52 +201,6 @@ def test_weights_of_other_dtypes_and_offsets(capability: str) -> None:
         eps=1e-3,
     )
     assert torch.equal(torch.autograd.grad(frozen[0], leaves[0], grads[0])[0], ours[2])
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_gradcheck_and_opcheck(interleaved: bool) -> None:
-    q, k = (torch.randn(1, n, 3, 10, dtype=torch.float64, requires_grad=True) for n in (2, 1))
-    weights = [torch.rand(10, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    cos, sin = (t.double() for t in tables(3, 6, interleaved))
-    options: dict[str, Any] = {"rotary_dim": 6, "interleaved": interleaved}
-    assert torch.autograd.gradcheck(lambda a, b: shoestring.rope(a, b, cos, sin, **options), (q, k))
-    assert torch.autograd.gradcheck(
-        lambda a, b, c, d: shoestring.rope(a, b, cos, sin, q_weight=c, k_weight=d, **options),
-        (q, k, *weights),
-    )
-    small = [heads(2, n, 3, 10).requires_grad_() for n in (2, 1)]
-    torch.library.opcheck(torch.ops.shoestring.rope.default, (*small, cos.float(), sin.float()), options)
-    norms = {
-        "q_weight": weights[0].detach().float().requires_grad_(),
-        "k_weight": weights[1].detach().float().requires_grad_(),
-    }
-    torch.library.opcheck(
-        torch.ops.shoestring.rope.default, (*small, cos.float(), sin.float()), options | norms
-    )
-    new, _ = shoestring.rope(*small, cos.float(), sin.float(), **options, **norms)
-    with pytest.raises(RuntimeError, match="rope: the backward pass is not differentiable"):
-        torch.autograd.grad(new.square().sum(), small[0], create_graph=True)[0].sum().backward()
-
-
-def test_compiled() -> None:
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def turned(*t: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = shoestring.rope(*t)
-        return q * 2, k * 2
-
-    for tokens in (3, 9):
-        q, k = (heads(2, n, tokens, 16).requires_grad_() for n in (2, 1))
-        angles = tables(tokens, 16)
-        ours, expected = turned(q, k, *angles), [2 * t for t in rope_reference(q, k, *angles)]
-        for a, b in zip(ours, expected, strict=True):
-            torch.testing.assert_close(a, b)
-        grads = [torch.randn_like(t) for t in (q, k)]
-        for a, b in zip(
-            torch.autograd.grad(ours, (q, k), grads),
-            torch.autograd.grad(expected, (q, k), grads),
-            strict=True,
-        ):
-            torch.testing.assert_close(a, b)
 
 
 def test_errors() -> None:

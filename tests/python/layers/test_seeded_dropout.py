@@ -3,12 +3,28 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import shoestring
+from operator_cases import Operator, integers, normal
+from operator_tests import OperatorTests
 from references.layers import seeded_dropout_reference
 
 pytestmark = pytest.mark.device
 
 # Element counts: one, just below and above a SIMD vector and a block of 256, and several blocks.
 SIZES = [1, 7, 255, 256, 259, 5000]
+
+
+class TestSeededDropout(OperatorTests):
+    operator = Operator(
+        "seeded_dropout",
+        seeded_dropout_reference,
+        lambda rows, features: {
+            "x": normal(rows, features),
+            "seed": integers(1, low=-(2**63), high=2**63 - 1),
+        },
+        sizes=[(0, 3), (5, 77)],
+        options=[{"p": 0.4}],
+        twice_differentiable=True,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -36,18 +52,7 @@ def test_share_and_mean() -> None:
     assert torch.equal(shoestring.seeded_dropout(x, 0.0, seed=torch.tensor([1])), x)
 
 
-def test_gradients_strides_and_checkpoints() -> None:
-    seed = torch.tensor([3])
-    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: shoestring.seeded_dropout(t, 0.4, seed=seed), (x,))
-    assert torch.autograd.gradgradcheck(lambda t: shoestring.seeded_dropout(t, 0.4, seed=seed), (x,))
-    strided = torch.randn(9, 6).t()
-    assert torch.equal(
-        shoestring.seeded_dropout(strided, 0.5, seed=seed),
-        shoestring.seeded_dropout(strided.contiguous(), 0.5, seed=seed),
-    )
-    assert shoestring.seeded_dropout(torch.empty(0, 3), 0.5).shape == (0, 3)
-
+def test_a_checkpoint_draws_the_same_seed_again() -> None:
     def block(t: torch.Tensor) -> torch.Tensor:
         return shoestring.seeded_dropout(t.sin(), 0.5).exp()
 
@@ -59,11 +64,6 @@ def test_gradients_strides_and_checkpoints() -> None:
     torch.manual_seed(5)
     again = torch.autograd.grad(checkpoint(block, values, use_reentrant=False).sum(), values)[0]
     assert torch.equal(plain, again)
-
-
-def test_opcheck() -> None:
-    x = torch.randn(4, 70, requires_grad=True)
-    torch.library.opcheck(torch.ops.shoestring.seeded_dropout.default, (x, torch.tensor([1]), 0.5))
 
 
 def test_errors() -> None:

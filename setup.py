@@ -29,7 +29,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent.resolve()
 BUILD = Path(os.environ.get("SHOESTRING_BUILD_DIR", ROOT / "build"))
-VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/version.h").read_text())[1]
+VERSION = re.search(r'VERSION "(.+)"', (ROOT / "csrc/include/shoestring/core/version.h").read_text())[1]
 # The commands that make something of a build. The others (sdist, egg_info) need neither CMake nor PyTorch.
 COMMANDS = {"dist_info", "bdist_wheel", "editable_wheel", "build", "build_py", "install", "develop"}
 # Advice for errors of CMake whose own text does not say what to do.

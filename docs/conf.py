@@ -15,7 +15,7 @@ sys.path[:0] = [str(DOCS / "_ext"), str(REPOSITORY / "python")]
 project = "shoestring"
 author = "the shoestring authors"
 copyright = author
-_header = (REPOSITORY / "csrc/include/shoestring/version.h").read_text()
+_header = (REPOSITORY / "csrc/include/shoestring/core/version.h").read_text()
 _version = re.search(r'SHOESTRING_VERSION "(.+)"', _header)
 assert _version is not None
 version = release = _version[1]

@@ -31,7 +31,7 @@ def git(root: Path, *arguments: str) -> str:
 def problems(root: Path) -> list[str]:
     """Return why the tree is no release, one line for each reason."""
     found = []
-    version = read(root, "csrc/include/shoestring/version.h", r'VERSION "(.+)"')
+    version = read(root, "csrc/include/shoestring/core/version.h", r'VERSION "(.+)"')
     cited = read(root, "CITATION.cff", r"^version: (\S+)$")
     if cited != version:
         found.append(
@@ -101,7 +101,7 @@ def main() -> None:
     html = ROOT / "build-docs/html"
     if not html.is_dir():
         sys.exit(f"release.py: `make docs` did not write {html.relative_to(ROOT)}")
-    version = read(ROOT, "csrc/include/shoestring/version.h", r'VERSION "(.+)"')
+    version = read(ROOT, "csrc/include/shoestring/core/version.h", r'VERSION "(.+)"')
     with tarfile.open(out / f"shoestring-{version}-docs.tar.gz", "w:gz") as archive:
         archive.add(html, f"shoestring-{version}-docs")
     files = sorted(path for path in out.iterdir() if path.is_file())

@@ -3,8 +3,8 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/linear.h>
-#include <shoestring/nn/linear.h>
+#include <shoestring/adapters/adaptable_linear.h>
+#include <shoestring/gemm/ops.h>
 
 #include "adapters/initialize.h"
 #include "adapters/low_rank.h"

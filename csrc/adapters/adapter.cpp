@@ -3,7 +3,7 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/nn/adapter.h>
+#include <shoestring/adapters/adapter.h>
 
 #include "adapters/names.h"
 

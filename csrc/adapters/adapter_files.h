@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include "adapters/peft_config.h"
 

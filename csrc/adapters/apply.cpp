@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <map>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 #include "adapters/initialize.h"
 #include "adapters/names.h"

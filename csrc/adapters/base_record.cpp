@@ -8,7 +8,7 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/nn/linear.h>
+#include <shoestring/adapters/adaptable_linear.h>
 
 #include "adapters/names.h"
 #include "adapters/peft_config.h"

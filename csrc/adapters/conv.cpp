@@ -6,7 +6,7 @@
 #include <torch/nn/functional/padding.h>
 #include <torch/nn/init.h>
 
-#include <shoestring/nn/conv.h>
+#include <shoestring/adapters/conv.h>
 
 #include "adapters/low_rank.h"
 

@@ -3,9 +3,9 @@
 #include <ATen/Functions.h>
 #include <torch/nn/init.h>
 
-#include <shoestring/embedding.h>
-#include <shoestring/nn/embedding.h>
-#include <shoestring/placeholder.h>
+#include <shoestring/adapters/embedding.h>
+#include <shoestring/core/placeholder.h>
+#include <shoestring/layers/embedding.h>
 
 #include "adapters/low_rank.h"
 

@@ -3,7 +3,7 @@
 
 #include <torch/nn/modules/embedding.h>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 #include "adapters/names.h"
 

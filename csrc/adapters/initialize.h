@@ -1,6 +1,6 @@
 #pragma once
 
-#include <shoestring/nn/linear.h>
+#include <shoestring/adapters/adaptable_linear.h>
 
 namespace shoestring::lora {
 

@@ -3,8 +3,8 @@
 
 #include <torch/nn/init.h>
 
-#include <shoestring/nn/linear.h>
-#include <shoestring/placeholder.h>
+#include <shoestring/adapters/adaptable_linear.h>
+#include <shoestring/core/placeholder.h>
 
 #include "adapters/low_rank.h"
 #include "quantization/without_weight.h"

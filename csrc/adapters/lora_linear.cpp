@@ -9,7 +9,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/adapters/ops.h>
 
 #include "adapters/column_dots_table.h"
 #include "adapters/lora_layers.h"

@@ -15,7 +15,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/adapters/ops.h>
 
 #include "adapters/weight_norm_table.h"
 #include "core/call.h"

@@ -3,7 +3,7 @@
 #include <optional>
 #include <vector>
 
-#include <shoestring/nn/linear.h>
+#include <shoestring/adapters/adaptable_linear.h>
 
 namespace shoestring::nn {
 

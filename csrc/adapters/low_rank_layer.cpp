@@ -3,7 +3,7 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/nn/adapter.h>
+#include <shoestring/adapters/adapter.h>
 
 #include "adapters/low_rank.h"
 

@@ -1,7 +1,7 @@
 #include <array>
 #include <cmath>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 #include "adapters/names.h"
 #include "adapters/trained_copy.h"

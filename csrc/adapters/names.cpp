@@ -5,7 +5,7 @@
 #include <regex>
 #include <set>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 #include "files/safetensors_format.h"
 #include "quantization/packed.h"

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <shoestring/nn/adapter.h>
+#include <shoestring/adapters/adapter.h>
 
 #include "adapters/config_fields.h"
 

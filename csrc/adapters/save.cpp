@@ -3,7 +3,7 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 #include "adapters/adapter_files.h"
 #include "adapters/base_record.h"

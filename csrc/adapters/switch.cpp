@@ -3,7 +3,7 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 #include "adapters/names.h"
 #include "adapters/trained_copy.h"

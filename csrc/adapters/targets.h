@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 namespace shoestring::lora {
 

@@ -2,8 +2,8 @@
 // dense_linear_group if all of them are trainable.
 #include <algorithm>
 
-#include <shoestring/linear.h>
-#include <shoestring/nn/linear.h>
+#include <shoestring/adapters/adaptable_linear.h>
+#include <shoestring/gemm/ops.h>
 
 #include "adapters/low_rank.h"
 

@@ -5,8 +5,8 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/nn/linear.h>
-#include <shoestring/nn/quantized_linear.h>
+#include <shoestring/adapters/adaptable_linear.h>
+#include <shoestring/quantization/quantized_linear.h>
 
 #include "adapters/names.h"
 

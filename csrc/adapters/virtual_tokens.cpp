@@ -4,7 +4,7 @@
 #include <ATen/Functions.h>
 #include <torch/nn/init.h>
 
-#include <shoestring/nn/virtual_tokens.h>
+#include <shoestring/adapters/virtual_tokens.h>
 
 #include "adapters/adapter_files.h"
 

@@ -9,7 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/attention/ops.h>
 
 #include "attention/attention_table.h"
 #include "core/arguments.h"

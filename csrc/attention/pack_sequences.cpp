@@ -5,7 +5,7 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/attention/ops.h>
 
 #include "core/call.h"
 

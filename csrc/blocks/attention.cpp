@@ -1,4 +1,4 @@
-#include <shoestring/nn/attention.h>
+#include <shoestring/blocks/attention.h>
 
 #include <torch/csrc/autograd/generated/variable_factories.h>
 

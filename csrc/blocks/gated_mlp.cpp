@@ -1,4 +1,4 @@
-#include <shoestring/nn/gated_mlp.h>
+#include <shoestring/blocks/gated_mlp.h>
 
 namespace shoestring::nn {
 

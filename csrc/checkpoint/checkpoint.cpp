@@ -3,8 +3,8 @@
 // Runs a checkpointed function in forward, and again in backward, with the help of hooks on the tensors that
 // autograd saves.
 
-#include <shoestring/amp.h>
-#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/core/amp.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable.h>
 

@@ -6,7 +6,7 @@
 
 #include <torch/library.h>
 
-#include <shoestring/checkpoint_plan.h>
+#include <shoestring/checkpoint/checkpoint_plan.h>
 
 #include "checkpoint/choices.h"
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <shoestring/autograd.h>
+#include <shoestring/checkpoint/autograd.h>
 
 #include "checkpoint/operator_tape.h"
 

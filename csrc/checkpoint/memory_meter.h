@@ -2,7 +2,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 #include <torch/custom_class.h>
 
 #include <atomic>

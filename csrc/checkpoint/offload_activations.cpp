@@ -1,6 +1,6 @@
 // The C++ interface of activation offloading: saved-tensor hooks that move tensors into an ActivationStore.
 
-#include <shoestring/offload_activations.h>
+#include <shoestring/checkpoint/offload_activations.h>
 
 #include <utility>
 

@@ -1,6 +1,6 @@
 // The C++ interface of weight offloading, over a WeightStore.
 
-#include <shoestring/offload_weights.h>
+#include <shoestring/checkpoint/offload_weights.h>
 
 #include <utility>
 

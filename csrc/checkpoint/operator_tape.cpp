@@ -6,7 +6,7 @@
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include <shoestring/checkpoint_plan.h>
+#include <shoestring/checkpoint/checkpoint_plan.h>
 
 namespace shoestring::plan {
 

@@ -19,8 +19,8 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // - offloaded: whether saved tensors are offloaded.
   m.def("_checkpoint_choices() -> (str[] names, bool[] recomputed, str[][] keep, bool[] offloaded)");
   // Plans a sequence of blocks. For each block, finds the choice that minimises the time of forward and
-  // backward within a memory budget in bytes. shoestring/checkpoint_plan.h describes the cost model and the
-  // results.
+  // backward within a memory budget in bytes. shoestring/checkpoint/checkpoint_plan.h describes the cost
+  // model and the results.
   // - choices: the number of choices of each block; `bytes` and the lists after it concatenate the choices of
   //   all blocks.
   // - result pending: for each block, how many bytes of earlier blocks may still wait for their copy to the

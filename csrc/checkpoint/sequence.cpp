@@ -1,10 +1,11 @@
-// Measures, plans and runs a sequence of functions within a memory budget (shoestring/checkpoint_sequence.h).
+// Measures, plans and runs a sequence of functions within a memory budget
+// (shoestring/checkpoint/checkpoint_sequence.h).
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
-#include <shoestring/checkpoint.h>
-#include <shoestring/checkpoint_sequence.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint_sequence.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>

@@ -1,6 +1,6 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/cat.h>
-#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint.h>
 
 using at::Tensor;
 

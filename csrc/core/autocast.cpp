@@ -2,7 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 
-#include <shoestring/amp.h>
+#include <shoestring/core/amp.h>
 
 namespace shoestring {
 namespace detail {

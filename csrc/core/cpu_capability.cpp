@@ -2,7 +2,7 @@
 
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/core/ops.h>
 
 #include "core/capability.h"
 

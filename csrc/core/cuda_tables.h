@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <typeinfo>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring::cuda {
 

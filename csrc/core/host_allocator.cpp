@@ -1,7 +1,7 @@
 // The allocator of CPU tensors for training. Small storages come from the C library, large ones from a heap
 // in huge pages.
 
-#include <shoestring/host_allocator.h>
+#include <shoestring/core/host_allocator.h>
 
 #include <algorithm>
 #include <atomic>

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring {
 

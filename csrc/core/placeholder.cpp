@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/placeholder.h>
+#include <shoestring/core/placeholder.h>
 
 namespace shoestring {
 

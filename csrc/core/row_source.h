@@ -7,7 +7,7 @@
 #include <memory>
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring {
 

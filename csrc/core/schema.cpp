@@ -8,8 +8,8 @@ TORCH_LIBRARY(shoestring, m) {
   // that build.
   m.def("_cpu_capability() -> str");
   m.def("_set_cpu_capability(str name) -> bool");
-  // The allocator of CPU tensors (shoestring/host_allocator.h). _host_allocator_stats returns the members of
-  // HostAllocatorStats in their order.
+  // The allocator of CPU tensors (shoestring/core/host_allocator.h). _host_allocator_stats returns the
+  // members of HostAllocatorStats in their order.
   m.def("_host_allocator_enable(int? limit=None) -> ()");
   m.def("_host_allocator_disable() -> ()");
   m.def("_host_allocator_is_enabled() -> bool");

@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring {
 

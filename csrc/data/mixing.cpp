@@ -12,7 +12,7 @@
 #include <ATen/TensorIndexing.h>
 #include <torch/library.h>
 
-#include <shoestring/data.h>
+#include <shoestring/data/data.h>
 
 #include "core/arguments.h"
 #include "core/philox.h"

@@ -6,7 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <shoestring/data.h>
+#include <shoestring/data/data.h>
 
 namespace shoestring::data {
 

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include <shoestring/data.h>
+#include <shoestring/data/data.h>
 
 #include "offload/copy_lane.h"
 #include "offload/host_memory.h"

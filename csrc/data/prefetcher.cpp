@@ -1,7 +1,7 @@
 #include <thread>
 #include <utility>
 
-#include <shoestring/data.h>
+#include <shoestring/data/data.h>
 
 #include "data/prefetch_ring.h"
 

@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 namespace shoestring::distributed {
 

@@ -11,7 +11,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/quantization/ops.h>
 
 #include "distributed/backends.h"
 

@@ -13,7 +13,7 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 namespace shoestring::distributed {
 

@@ -12,8 +12,8 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include <shoestring/distributed.h>
-#include <shoestring/training.h>
+#include <shoestring/distributed/distributed.h>
+#include <shoestring/runs/training.h>
 
 #include "distributed/backends.h"
 #include "distributed/compressor.h"

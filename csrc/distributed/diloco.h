@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 #include "distributed/compressor.h"
 

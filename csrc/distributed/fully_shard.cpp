@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 #include "distributed/backends.h"
 #include "distributed/compressor.h"

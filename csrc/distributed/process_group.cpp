@@ -13,7 +13,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 #include "core/cuda.h"
 #include "distributed/backends.h"

@@ -6,7 +6,7 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 #include "distributed/backends.h"
 #include "distributed/split_gradients.h"

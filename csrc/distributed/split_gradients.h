@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 #include "distributed/compressor.h"
 

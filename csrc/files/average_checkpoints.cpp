@@ -1,4 +1,4 @@
-#include <shoestring/average_checkpoints.h>
+#include <shoestring/files/average_checkpoints.h>
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>

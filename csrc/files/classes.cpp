@@ -3,7 +3,7 @@
 #include <utility>
 
 #include <ATen/Functions.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include <functional>
 #include <string>

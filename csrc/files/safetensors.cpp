@@ -1,7 +1,7 @@
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 namespace shoestring::files {
 

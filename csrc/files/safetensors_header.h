@@ -1,6 +1,6 @@
 #pragma once
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include <string>
 #include <string_view>

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include "files/atomic_file.h"
 

@@ -17,7 +17,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
-#include <shoestring/linear.h>
+#include <shoestring/gemm/ops.h>
 
 #include "core/call.h"
 #include "gemm/linear.h"

@@ -3,7 +3,7 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
 
-#include <shoestring/nn/plain_linear.h>
+#include <shoestring/gemm/linear.h>
 
 namespace shoestring::nn {
 

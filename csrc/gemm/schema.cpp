@@ -8,7 +8,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   m.def("addmm_(Tensor(a!) self, Tensor mat1, Tensor mat2, *, float beta=1., float alpha=1.) -> ()");
   // linear returns x W^T + bias + residual, in the dtype of x. With `dtype`, the operands are rounded to that
   // dtype, which is also the dtype of the result; x, W and the bias may then have other dtypes. A residual
-  // has the shape of the result, and may widen its dtype. library: see shoestring/linear.h.
+  // has the shape of the result, and may widen its dtype. library: see shoestring/gemm/ops.h.
   m.def(
       R"(linear(Tensor x, Tensor weight, Tensor? bias=None, *, Tensor? residual=None, ScalarType? dtype=None,
       int library=0) -> Tensor)");
@@ -22,7 +22,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // and has the dtype of the products. x_dtype is the dtype of the gradient of x.
   m.def(R"(_linear_group_backward(Tensor?[] grad_outputs, Tensor? x, Tensor[] weights, ScalarType dtype,
       ScalarType x_dtype, int library, bool[] output_mask) -> Tensor[])");
-  // The function dense_linear_group of shoestring/linear.h.
+  // The function dense_linear_group of shoestring/gemm/ops.h.
   m.def("_dense_linear_group(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
   // Returns whether linear_group computes trainable layers that read the same input faster on this CPU than
   // PyTorch's linear, and the seconds that a measurement took. dtype is that of the weights.

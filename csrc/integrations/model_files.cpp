@@ -8,8 +8,8 @@
 
 #include <ATen/Functions.h>
 
-#include <shoestring/lora.h>
-#include <shoestring/model_files.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/integrations/model_files.h>
 #include <shoestring/nn.h>
 
 #include "adapters/names.h"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/nn/quantized_linear.h>
+#include <shoestring/quantization/quantized_linear.h>
 
 #include "files/safetensors_files.h"
 

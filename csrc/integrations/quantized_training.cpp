@@ -1,5 +1,5 @@
-#include <shoestring/nn/linear.h>
-#include <shoestring/quantized_training.h>
+#include <shoestring/adapters/adaptable_linear.h>
+#include <shoestring/integrations/quantized_training.h>
 
 #include "adapters/names.h"
 

@@ -13,7 +13,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <shoestring/embedding.h>
+#include <shoestring/layers/embedding.h>
 
 #include "core/call.h"
 #include "core/huge_pages.h"

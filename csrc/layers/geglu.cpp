@@ -1,7 +1,7 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/layers/ops.h>
 
 #include "core/call.h"
 #include "core/cuda.h"

@@ -1,4 +1,4 @@
-#include <shoestring/nn/init.h>
+#include <shoestring/layers/init.h>
 
 #include <cmath>
 #include <numbers>

@@ -6,7 +6,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
-#include <shoestring/nn/init.h>
+#include <shoestring/layers/init.h>
 
 #include "layers/mup_rule.h"
 

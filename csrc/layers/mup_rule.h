@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/nn/init.h>
+#include <shoestring/layers/init.h>
 
 namespace shoestring::nn::init {
 

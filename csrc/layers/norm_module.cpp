@@ -1,6 +1,6 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
-#include <shoestring/nn/norm.h>
+#include <shoestring/layers/norm.h>
 
 namespace shoestring::nn {
 

@@ -1,7 +1,7 @@
 #include <torch/library.h>
 
 #include <ATen/Functions.h>
-#include <shoestring/ops.h>
+#include <shoestring/layers/ops.h>
 
 #include "core/call.h"
 #include "layers/norm.h"

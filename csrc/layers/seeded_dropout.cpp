@@ -6,7 +6,7 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/layers/ops.h>
 
 #include "core/call.h"
 #include "core/cuda.h"

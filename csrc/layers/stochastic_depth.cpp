@@ -1,4 +1,4 @@
-#include <shoestring/stochastic_depth.h>
+#include <shoestring/layers/stochastic_depth.h>
 
 #include <algorithm>
 #include <utility>

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include <ATen/Functions.h>
-#include <shoestring/ops.h>
+#include <shoestring/losses/ops.h>
 #include <torch/library.h>
 
 #include "core/autograd.h"

@@ -6,7 +6,7 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/losses/ops.h>
 
 #include "core/autograd.h"
 #include "core/device.h"

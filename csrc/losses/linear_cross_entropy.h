@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/vocab_parallel.h>
+#include <shoestring/losses/vocab_parallel.h>
 
 #include "losses/head.h"
 #include "losses/token_loss.h"

@@ -2,7 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
-#include <shoestring/ops.h>
+#include <shoestring/losses/ops.h>
 #include <torch/library.h>
 
 #include <cmath>

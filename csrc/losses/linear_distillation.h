@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/losses/ops.h>
 
 #include "losses/head.h"
 #include "losses/linear_distillation_table.h"

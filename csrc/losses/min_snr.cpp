@@ -1,4 +1,4 @@
-#include <shoestring/diffusion.h>
+#include <shoestring/losses/diffusion.h>
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

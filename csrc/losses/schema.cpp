@@ -92,7 +92,7 @@ TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // gradient that is not requested is returned empty. averaged tells that grad_loss is about 1 / tokens, as
   // in _linear_cross_entropy_rows.
   define<DistillationRowsArguments, DistillationResult>(m, "_linear_distillation_rows");
-  // Returns the Min-SNR weights of timesteps (...), fp32 (...); see shoestring/diffusion.h.
+  // Returns the Min-SNR weights of timesteps (...), fp32 (...); see shoestring/losses/diffusion.h.
   m.def(
       R"(_min_snr_weights(Tensor alphas_cumprod, Tensor timesteps, float gamma, str prediction) -> Tensor)");
 }

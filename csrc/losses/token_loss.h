@@ -10,7 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
-#include <shoestring/ops.h>
+#include <shoestring/losses/ops.h>
 
 #include "core/arguments.h"
 #include "losses/cross_entropy_table.h"

@@ -2,7 +2,7 @@
 // linear_cross_entropy_with_stats on its shard, with targets counted from the shard's first class.
 // Elementwise arithmetic over the tokens combines the log-sum-exps and target logits of the shards.
 
-#include <shoestring/vocab_parallel.h>
+#include <shoestring/losses/vocab_parallel.h>
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>

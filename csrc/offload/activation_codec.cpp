@@ -5,7 +5,7 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/quantization/ops.h>
 
 #include "quantization/quantize_8bit_table.h"
 

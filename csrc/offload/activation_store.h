@@ -1,6 +1,7 @@
 #pragma once
 
-// Activation offloading as custom classes and operators. shoestring/offload_activations.h wraps it for C++.
+// Activation offloading as custom classes and operators. shoestring/checkpoint/offload_activations.h wraps it
+// for C++.
 
 #include <cstdint>
 #include <map>

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring::offload {
 

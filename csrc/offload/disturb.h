@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring::offload::io {
 

@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 #include "offload/swap_file.h"
 

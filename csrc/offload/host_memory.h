@@ -10,7 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring::offload {
 

@@ -8,7 +8,7 @@
 TORCH_LIBRARY_FRAGMENT(shoestring, m) {
   // _store_activation moves a tensor x that autograd saves to host memory or to a disk, and
   // _reload_activation returns it for backward. Python code uses torch.classes.shoestring.ActivationStore,
-  // C++ code shoestring/offload_activations.h.
+  // C++ code shoestring/checkpoint/offload_activations.h.
   shoestring::offload::register_activation_store(m);
   m.def(R"(_store_activation(__torch__.torch.classes.shoestring.ActivationStore store,
       Tensor x) -> __torch__.torch.classes.shoestring.StoredActivation)");

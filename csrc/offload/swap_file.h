@@ -7,7 +7,7 @@
 #include <string>
 #include <unordered_map>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 #include "offload/extents.h"
 #include "offload/own_process.h"

@@ -1,7 +1,7 @@
 #pragma once
 
-// Weights of a model's blocks in host memory or in a file. shoestring/offload_weights.h wraps it for C++, and
-// shoestring.offload_weights for Python.
+// Weights of a model's blocks in host memory or in a file. shoestring/checkpoint/offload_weights.h wraps it
+// for C++, and shoestring.offload_weights for Python.
 
 #include <cstdint>
 #include <memory>

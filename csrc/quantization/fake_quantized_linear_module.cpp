@@ -3,8 +3,8 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
 
-#include <shoestring/linear.h>
-#include <shoestring/nn/fake_quantized_linear.h>
+#include <shoestring/gemm/ops.h>
+#include <shoestring/quantization/fake_quantized_linear.h>
 
 #include "quantization/without_weight.h"
 

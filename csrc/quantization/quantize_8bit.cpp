@@ -3,7 +3,7 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/quantization/ops.h>
 
 #include "core/call.h"
 #include "core/cuda.h"

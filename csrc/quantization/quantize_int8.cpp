@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/quantization/ops.h>
 
 #include "core/call.h"
 #include "core/cuda.h"

@@ -2,7 +2,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <shoestring/ops.h>
+#include <shoestring/quantization/ops.h>
 
 #include "core/call.h"
 #include "core/tensors.h"

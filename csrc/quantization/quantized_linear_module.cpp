@@ -3,7 +3,7 @@
 
 #include <torch/nn/init.h>
 
-#include <shoestring/nn/quantized_linear.h>
+#include <shoestring/quantization/quantized_linear.h>
 
 #include "quantization/packed.h"
 #include "quantization/without_weight.h"

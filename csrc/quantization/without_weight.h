@@ -1,6 +1,6 @@
 #pragma once
 
-#include <shoestring/nn/quantized_linear.h>
+#include <shoestring/quantization/quantized_linear.h>
 
 namespace shoestring::quantization {
 

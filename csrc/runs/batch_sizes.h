@@ -2,7 +2,7 @@
 
 // The decisions of the search for a batch size, in both languages. The caller runs the trials.
 
-#include <shoestring/find_batch_size.h>
+#include <shoestring/runs/find_batch_size.h>
 
 namespace shoestring::runs {
 

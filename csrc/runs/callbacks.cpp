@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include <shoestring/callbacks.h>
+#include <shoestring/runs/callbacks.h>
 
 namespace shoestring::callbacks {
 

@@ -1,6 +1,6 @@
 // Registers the monitor that Python's Monitor drives.
 
-#include <shoestring/monitor.h>
+#include <shoestring/runs/monitor.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 

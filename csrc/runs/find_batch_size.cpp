@@ -4,7 +4,7 @@
 #include <unordered_set>
 
 #include <c10/core/CachingDeviceAllocator.h>
-#include <shoestring/find_batch_size.h>
+#include <shoestring/runs/find_batch_size.h>
 
 #include "core/device.h"
 #include "core/spare_memory.h"

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include <ATen/Context.h>
-#include <shoestring/find_lr.h>
+#include <shoestring/runs/find_lr.h>
 
 #include "runs/generators.h"
 #include "runs/run_copy.h"

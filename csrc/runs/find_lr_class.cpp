@@ -1,6 +1,6 @@
 // Registers the class LrPass, with which Python judges the losses of learning rates.
 
-#include <shoestring/find_lr.h>
+#include <shoestring/runs/find_lr.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 

@@ -1,7 +1,7 @@
 // The monitor of the program that it runs in. It measures on the device how long waits for data leave the
 // device without work.
 
-#include <shoestring/monitor.h>
+#include <shoestring/runs/monitor.h>
 
 #include <unistd.h>
 

@@ -6,7 +6,7 @@
 #include <exception>
 #include <string>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 #include "runs/monitor_fields.h"
 #include "runs/monitor_sampler.h"

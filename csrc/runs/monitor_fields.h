@@ -2,7 +2,7 @@
 
 // Lists the members of the samples of a monitor, for sums, JSON and tests.
 
-#include <shoestring/monitor.h>
+#include <shoestring/runs/monitor.h>
 
 namespace shoestring::runs {
 

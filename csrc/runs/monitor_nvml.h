@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/monitor.h>
+#include <shoestring/runs/monitor.h>
 
 namespace shoestring::runs {
 

@@ -10,7 +10,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include <shoestring/monitor.h>
+#include <shoestring/runs/monitor.h>
 
 namespace shoestring::runs {
 

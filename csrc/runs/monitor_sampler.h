@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include <shoestring/monitor.h>
+#include <shoestring/runs/monitor.h>
 
 #include "runs/monitor_nvml.h"
 #include "runs/monitor_proc.h"

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 
 #include "optim/core/stored.h"
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 
 #include "optim/core/host_copy.h"
 

@@ -25,7 +25,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <nlohmann/json.hpp>
 

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/nn/modules/linear.h>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 // Tests data parallelism as another project would use it, in as many processes as the environment says. A
 // library that was built without Gloo's headers says so, which is no failure.

@@ -11,10 +11,10 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
-#include <shoestring/lora.h>
-#include <shoestring/model_files.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/files/safetensors.h>
+#include <shoestring/integrations/model_files.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

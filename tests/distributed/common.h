@@ -16,7 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 #include <shoestring/optim.h>
 
 using at::Tensor;

@@ -14,7 +14,7 @@
 #include <torch/utils.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <shoestring/autograd.h>
+#include <shoestring/checkpoint/autograd.h>
 
 #include "common.h"
 

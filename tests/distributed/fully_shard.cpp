@@ -15,10 +15,10 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
-#include <shoestring/autograd.h>
-#include <shoestring/checkpoint.h>
-#include <shoestring/lora.h>
-#include <shoestring/training.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/checkpoint/autograd.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/runs/training.h>
 
 #include "common.h"
 

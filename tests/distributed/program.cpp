@@ -22,9 +22,9 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
-#include <shoestring/autograd.h>
-#include <shoestring/checkpoint.h>
-#include <shoestring/distributed.h>
+#include <shoestring/checkpoint/autograd.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/distributed/distributed.h>
 #include <shoestring/optim.h>
 
 #include "common.h"

@@ -25,12 +25,12 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 
-#include <shoestring/lora.h>
-#include <shoestring/model_files.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/files/safetensors.h>
+#include <shoestring/integrations/model_files.h>
 #include <shoestring/nn.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 
 #include "common/data.h"
 #include "common/input_error.h"

@@ -20,7 +20,7 @@ def git(tree: Path, *arguments: str) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """Return a repository that is a release of version 2.3.4."""
-    header = tmp_path / "csrc/include/shoestring/version.h"
+    header = tmp_path / "csrc/include/shoestring/core/version.h"
     header.parent.mkdir(parents=True)
     header.write_text('#define SHOESTRING_VERSION "2.3.4"\n')
     (tmp_path / "CITATION.cff").write_text("title: x\nversion: 2.3.4\n")

@@ -19,7 +19,7 @@ from build_folder import BUILD, REPOSITORY
 pytestmark = pytest.mark.skipif(
     not (BUILD / "build.ninja").exists(), reason="no build folder that ninja made"
 )
-VERSION = re.search(r'VERSION "(.+)"', (REPOSITORY / "csrc/include/shoestring/version.h").read_text())[1]
+VERSION = re.search(r'VERSION "(.+)"', (REPOSITORY / "csrc/include/shoestring/core/version.h").read_text())[1]
 
 
 def without_pythonpath() -> dict[str, str]:
@@ -74,7 +74,7 @@ def opened_by_the_build() -> set[str]:
 
 def test_it_has_every_file_that_the_build_opens(files: set[str]) -> None:
     opened = opened_by_the_build()
-    assert {"CMakeLists.txt", "cmake/LibTorch.cmake", "csrc/include/shoestring/version.h"} <= opened
+    assert {"CMakeLists.txt", "cmake/LibTorch.cmake", "csrc/include/shoestring/core/version.h"} <= opened
     assert len([path for path in opened if path.startswith("csrc/")]) > 200
     assert opened <= files, sorted(opened - files)
 

@@ -1,14 +1,14 @@
 #pragma once
 
-#include <shoestring/nn/adapter.h>
-#include <shoestring/nn/attention.h>
-#include <shoestring/nn/conv.h>
-#include <shoestring/nn/embedding.h>
-#include <shoestring/nn/fake_quantized_linear.h>
-#include <shoestring/nn/gated_mlp.h>
-#include <shoestring/nn/init.h>
-#include <shoestring/nn/linear.h>
-#include <shoestring/nn/norm.h>
-#include <shoestring/nn/plain_linear.h>
-#include <shoestring/nn/quantized_linear.h>
-#include <shoestring/nn/virtual_tokens.h>
+#include <shoestring/adapters/adaptable_linear.h>
+#include <shoestring/adapters/adapter.h>
+#include <shoestring/adapters/conv.h>
+#include <shoestring/adapters/embedding.h>
+#include <shoestring/adapters/virtual_tokens.h>
+#include <shoestring/blocks/attention.h>
+#include <shoestring/blocks/gated_mlp.h>
+#include <shoestring/gemm/linear.h>
+#include <shoestring/layers/init.h>
+#include <shoestring/layers/norm.h>
+#include <shoestring/quantization/fake_quantized_linear.h>
+#include <shoestring/quantization/quantized_linear.h>

@@ -10,4 +10,4 @@
 #include <shoestring/optim/rules.h>
 #include <shoestring/optim/schedules.h>
 #include <shoestring/optim/unfreezing.h>
-#include <shoestring/optim_wrappers.h>
+#include <shoestring/optim/wrappers.h>

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include <ATen/Functions.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 #include <nlohmann/json.hpp>
 
 #include "files/read_file.h"

@@ -2,7 +2,7 @@
 
 // Steps with the gradients of a scaled loss, for optimizers of every class.
 
-#include <shoestring/optim_wrappers.h>
+#include <shoestring/optim/wrappers.h>
 
 #include "optim/rule.h"
 

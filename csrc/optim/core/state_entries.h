@@ -3,7 +3,7 @@
 #include <string>
 
 #include <ATen/core/Dict.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 namespace shoestring::optim::detail {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include "optim/rule.h"
 

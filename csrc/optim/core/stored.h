@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 #include <torch/optim/optimizer.h>
 
 #include "files/safetensors_writer.h"

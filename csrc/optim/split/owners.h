@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 #include "optim/split/split_params.h"
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring::optim {
 

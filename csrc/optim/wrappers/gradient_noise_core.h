@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 namespace shoestring::optim::detail {
 

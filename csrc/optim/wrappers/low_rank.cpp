@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/serialize/archive.h>
 
-#include <shoestring/optim_wrappers.h>
+#include <shoestring/optim/wrappers.h>
 
 #include "optim/core/core.h"
 #include "optim/split/split_params.h"

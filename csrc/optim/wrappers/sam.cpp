@@ -1,5 +1,5 @@
 #include <ATen/Functions.h>
-#include <shoestring/optim_wrappers.h>
+#include <shoestring/optim/wrappers.h>
 #include <torch/serialize/archive.h>
 
 #include "optim/core/moved_weights.h"

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <shoestring/amp.h>
+#include <shoestring/core/amp.h>
 
 #include <map>
 #include <optional>

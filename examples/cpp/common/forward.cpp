@@ -5,7 +5,7 @@
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint.h>
 #include <shoestring/ops.h>
 
 #include <algorithm>

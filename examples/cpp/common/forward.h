@@ -1,8 +1,8 @@
 #pragma once
 
-#include <shoestring/checkpoint_sequence.h>
-#include <shoestring/offload_activations.h>
-#include <shoestring/offload_weights.h>
+#include <shoestring/checkpoint/checkpoint_sequence.h>
+#include <shoestring/checkpoint/offload_activations.h>
+#include <shoestring/checkpoint/offload_weights.h>
 
 #include <memory>
 #include <optional>

@@ -8,7 +8,7 @@
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <c10/util/StringUtil.h>
-#include <shoestring/model_files.h>
+#include <shoestring/integrations/model_files.h>
 #include <shoestring/ops.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>

@@ -2,7 +2,7 @@
 
 // A Llama-style decoder with the parameter names of Hugging Face.
 
-#include <shoestring/checkpoint_sequence.h>
+#include <shoestring/checkpoint/checkpoint_sequence.h>
 #include <shoestring/nn.h>
 #include <shoestring/ops.h>
 #include <torch/nn/module.h>

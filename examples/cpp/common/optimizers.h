@@ -1,6 +1,6 @@
 #pragma once
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 #include <shoestring/optim/grad_scaler.h>
 #include <shoestring/optim/schedules.h>
 #include <torch/optim/optimizer.h>

@@ -2,7 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <shoestring/distributed.h>
+#include <shoestring/distributed/distributed.h>
 
 #include <charconv>
 #include <chrono>

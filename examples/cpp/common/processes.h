@@ -3,7 +3,7 @@
 // The processes of a training run, which torchrun has started.
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/checkpoint_sequence.h>
+#include <shoestring/checkpoint/checkpoint_sequence.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 

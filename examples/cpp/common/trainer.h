@@ -1,6 +1,6 @@
 #pragma once
 
-#include <shoestring/data.h>
+#include <shoestring/data/data.h>
 
 #include <functional>
 #include <optional>

@@ -3,7 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 #include <fstream>
 #include <nlohmann/json.hpp>
 

@@ -5,12 +5,12 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/StringUtil.h>
 #include <malloc.h>
-#include <shoestring/autograd.h>
-#include <shoestring/host_allocator.h>
-#include <shoestring/lora.h>
-#include <shoestring/model_files.h>
-#include <shoestring/offload_weights.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/checkpoint/autograd.h>
+#include <shoestring/checkpoint/offload_weights.h>
+#include <shoestring/core/host_allocator.h>
+#include <shoestring/files/safetensors.h>
+#include <shoestring/integrations/model_files.h>
 #include <torch/utils.h>
 
 #include <cerrno>

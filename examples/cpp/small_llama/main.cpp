@@ -3,7 +3,7 @@
 // the same steps with the same options, and each continues the runs of the other.
 
 #include <ATen/Parallel.h>
-#include <shoestring/autograd.h>
+#include <shoestring/checkpoint/autograd.h>
 #include <torch/utils.h>
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <shoestring/callbacks.h>
 #include <shoestring/optim.h>
-#include <shoestring/training.h>
+#include <shoestring/runs/callbacks.h>
+#include <shoestring/runs/training.h>
 
 #include <map>
 #include <string>

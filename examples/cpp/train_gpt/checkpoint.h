@@ -2,7 +2,7 @@
 
 // Checkpoints of a training run in a folder, as files of shoestring::save_training.
 
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 #include <torch/nn/module.h>
 
 #include <string>

@@ -3,8 +3,8 @@
 // --baseline, LibTorch's own loss and optimizer are used instead.
 
 #include <ATen/Parallel.h>
-#include <shoestring/autograd.h>
-#include <shoestring/host_allocator.h>
+#include <shoestring/checkpoint/autograd.h>
+#include <shoestring/core/host_allocator.h>
 #include <torch/utils.h>
 
 #include <algorithm>

@@ -18,10 +18,10 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
-#include <shoestring/lora.h>
-#include <shoestring/model_files.h>
-#include <shoestring/nn/virtual_tokens.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/adapters/virtual_tokens.h>
+#include <shoestring/files/safetensors.h>
+#include <shoestring/integrations/model_files.h>
 
 namespace adapter_file {
 

@@ -4,7 +4,7 @@
 
 #include <torch/nn/modules/linear.h>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 using at::Tensor;
 using shoestring::lora::ApplyOptions;

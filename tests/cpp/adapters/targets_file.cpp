@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 namespace targets_file {
 

@@ -8,8 +8,8 @@
 
 #include <ATen/ATen.h>
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/nn.h>
-#include <shoestring/safetensors.h>
 
 #include "adapters/lora_model.h"
 #include "folder.h"

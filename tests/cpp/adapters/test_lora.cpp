@@ -8,7 +8,7 @@
 #include <torch/serialize.h>
 #include <torch/utils.h>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include "adapters/lora_model.h"
 #include "folder.h"

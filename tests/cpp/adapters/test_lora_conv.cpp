@@ -7,7 +7,7 @@
 
 #include <ATen/ATen.h>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 
 using at::Tensor;
 using Catch::Matchers::Contains;

@@ -9,8 +9,8 @@
 
 #include <ATen/ATen.h>
 
-#include <shoestring/model_files.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
+#include <shoestring/integrations/model_files.h>
 
 #include "adapters/lora_model.h"
 #include "folder.h"

@@ -15,9 +15,9 @@
 
 #include <ATen/ATen.h>
 
-#include <shoestring/model_files.h>
+#include <shoestring/files/safetensors.h>
+#include <shoestring/integrations/model_files.h>
 #include <shoestring/nn.h>
-#include <shoestring/safetensors.h>
 
 namespace layer_file {
 

@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include <shoestring/lora.h>
+#include <shoestring/adapters/lora.h>
 #include <shoestring/nn.h>
 
 using at::Tensor;

@@ -9,8 +9,8 @@
 #include <torch/library.h>
 #include <torch/nn/modules/linear.h>
 
-#include <shoestring/autograd.h>
-#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint/autograd.h>
+#include <shoestring/checkpoint/checkpoint.h>
 #include <shoestring/ops.h>
 
 using at::Tensor;

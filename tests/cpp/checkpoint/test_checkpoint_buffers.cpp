@@ -6,8 +6,8 @@
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/linear.h>
 
-#include <shoestring/checkpoint.h>
-#include <shoestring/checkpoint_sequence.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint_sequence.h>
 
 #include "emulated.h"
 

@@ -6,7 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
-#include <shoestring/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint.h>
 
 using at::Tensor;
 using shoestring::checkpoint;

@@ -1,7 +1,7 @@
 // Compares the plans of the checkpoint planner with an exhaustive search that uses the planner's own cost
 // model. The Python tests compare that cost model with an independent one.
 
-#include <shoestring/checkpoint_plan.h>
+#include <shoestring/checkpoint/checkpoint_plan.h>
 
 #include <algorithm>
 #include <limits>

@@ -6,8 +6,8 @@
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
-#include <shoestring/checkpoint.h>
-#include <shoestring/checkpoint_sequence.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/checkpoint/checkpoint_sequence.h>
 #include <shoestring/ops.h>
 
 #include "checkpoint/memory_meter.h"

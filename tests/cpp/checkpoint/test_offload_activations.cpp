@@ -15,8 +15,8 @@
 #include "folder.h"
 #include "offload/disturbed.h"
 
-#include <shoestring/checkpoint.h>
-#include <shoestring/offload_activations.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/checkpoint/offload_activations.h>
 
 using at::Tensor;
 using Catch::Contains;

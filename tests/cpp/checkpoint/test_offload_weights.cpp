@@ -9,7 +9,7 @@
 #include "emulated.h"
 #include "folder.h"
 
-#include <shoestring/offload_weights.h>
+#include <shoestring/checkpoint/offload_weights.h>
 #include <shoestring/ops.h>
 #include <shoestring/optim.h>
 

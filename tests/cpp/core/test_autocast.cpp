@@ -1,6 +1,6 @@
 // Tests AutocastGuard against the semantics of torch.autocast.
 
-#include <shoestring/amp.h>
+#include <shoestring/core/amp.h>
 
 #include <thread>
 

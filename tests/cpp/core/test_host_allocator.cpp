@@ -1,6 +1,6 @@
 // Tests the allocator of CPU tensors: what tensors may rely on, exact counts, threads, forks and errors.
 
-#include <shoestring/host_allocator.h>
+#include <shoestring/core/host_allocator.h>
 
 #include <condition_variable>
 #include <deque>

@@ -4,7 +4,7 @@
 // memory of the host. Each stream is a thread with a queue of work.
 
 #include <ATen/core/Tensor.h>
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace queue_device {
 

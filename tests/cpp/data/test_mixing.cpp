@@ -1,7 +1,7 @@
 #include "catch.h"
 
 #include <ATen/ATen.h>
-#include <shoestring/data.h>
+#include <shoestring/data/data.h>
 #include <shoestring/ops.h>
 #include <torch/csrc/autograd/autograd.h>
 

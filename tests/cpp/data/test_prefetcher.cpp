@@ -13,7 +13,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
-#include <shoestring/data.h>
+#include <shoestring/data/data.h>
 
 #include "child.h"
 #include "data/queue_device.h"

@@ -4,8 +4,8 @@
 
 #include <ATen/ATen.h>
 
-#include <shoestring/average_checkpoints.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/average_checkpoints.h>
+#include <shoestring/files/safetensors.h>
 
 #include "folder.h"
 

@@ -1,5 +1,5 @@
 #include <ATen/ATen.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include "files/safetensors_files.h"
 

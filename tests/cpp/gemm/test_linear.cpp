@@ -8,10 +8,10 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/serialize.h>
 
-#include <shoestring/amp.h>
-#include <shoestring/linear.h>
-#include <shoestring/nn/linear.h>
-#include <shoestring/nn/plain_linear.h>
+#include <shoestring/adapters/adaptable_linear.h>
+#include <shoestring/core/amp.h>
+#include <shoestring/gemm/linear.h>
+#include <shoestring/gemm/ops.h>
 
 #include "capabilities.h"
 #include "gemm/choice.h"

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include <shoestring/model_files.h>
+#include <shoestring/integrations/model_files.h>
 #include <shoestring/nn.h>
 
 namespace model_file {

@@ -1,10 +1,10 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/utils.h>
 
-#include <shoestring/lora.h>
-#include <shoestring/model_files.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/files/safetensors.h>
+#include <shoestring/integrations/model_files.h>
 #include <shoestring/nn.h>
-#include <shoestring/safetensors.h>
 
 #include "files/safetensors_files.h"
 

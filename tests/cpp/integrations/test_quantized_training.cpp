@@ -6,11 +6,11 @@
 
 #include <torch/utils.h>
 
-#include <shoestring/lora.h>
-#include <shoestring/model_files.h>
+#include <shoestring/adapters/lora.h>
+#include <shoestring/integrations/model_files.h>
+#include <shoestring/integrations/quantized_training.h>
 #include <shoestring/nn.h>
 #include <shoestring/optim.h>
-#include <shoestring/quantized_training.h>
 
 using at::Tensor;
 using Catch::Matchers::Contains;

@@ -4,8 +4,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
-#include <shoestring/embedding.h>
-#include <shoestring/nn/embedding.h>
+#include <shoestring/adapters/embedding.h>
+#include <shoestring/layers/embedding.h>
 
 using at::Tensor;
 using shoestring::EmbeddingOptions;

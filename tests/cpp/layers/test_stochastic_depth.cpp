@@ -6,8 +6,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
-#include <shoestring/checkpoint.h>
-#include <shoestring/stochastic_depth.h>
+#include <shoestring/checkpoint/checkpoint.h>
+#include <shoestring/layers/stochastic_depth.h>
 
 using at::Tensor;
 using shoestring::stochastic_depth;

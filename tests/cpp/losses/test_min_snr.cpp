@@ -4,7 +4,7 @@
 
 #include <torch/csrc/autograd/generated/variable_factories.h>
 
-#include <shoestring/diffusion.h>
+#include <shoestring/losses/diffusion.h>
 
 using at::Tensor;
 using shoestring::diffusion::min_snr_weights;

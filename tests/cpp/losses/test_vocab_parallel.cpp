@@ -2,8 +2,8 @@
 // the classes is computed in a thread of its own, which stands for a process.
 
 #include <ATen/ATen.h>
+#include <shoestring/losses/vocab_parallel.h>
 #include <shoestring/ops.h>
-#include <shoestring/vocab_parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <chrono>

@@ -12,8 +12,8 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
 
 namespace averages_file {
 

@@ -19,8 +19,8 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/sgd.h>
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
 
 namespace grad_scaler_file {
 

@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
 
 namespace optimizer_file {
 

@@ -9,8 +9,8 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
 
 #include "data/queue_device.h"
 #include "folder.h"

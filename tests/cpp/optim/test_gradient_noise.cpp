@@ -5,8 +5,8 @@
 
 #include <ATen/ATen.h>
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
 
 #include "folder.h"
 

@@ -12,8 +12,8 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim.h>
-#include <shoestring/safetensors.h>
 
 #include "folder.h"
 

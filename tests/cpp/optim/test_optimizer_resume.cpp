@@ -6,7 +6,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/serialize.h>
 
-#include <shoestring/safetensors.h>
+#include <shoestring/files/safetensors.h>
 
 #include "folder.h"
 #include "optim/optimizers.h"

@@ -6,7 +6,7 @@
 #include <torch/nn/modules.h>
 
 #include <shoestring/optim.h>
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 
 #include "folder.h"
 

@@ -9,7 +9,7 @@
 #include <torch/serialize.h>
 #include <torch/utils.h>
 
-#include <shoestring/linear.h>
+#include <shoestring/gemm/ops.h>
 #include <shoestring/nn.h>
 
 using at::Tensor;

@@ -6,8 +6,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
-#include <shoestring/callbacks.h>
 #include <shoestring/optim.h>
+#include <shoestring/runs/callbacks.h>
 
 #include "folder.h"
 

@@ -8,8 +8,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
-#include <shoestring/find_batch_size.h>
 #include <shoestring/optim.h>
+#include <shoestring/runs/find_batch_size.h>
 
 using namespace shoestring;
 using at::Tensor;

@@ -9,8 +9,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
-#include <shoestring/find_lr.h>
 #include <shoestring/optim.h>
+#include <shoestring/runs/find_lr.h>
 
 using at::Tensor;
 using Catch::Contains;

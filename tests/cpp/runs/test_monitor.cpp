@@ -1,4 +1,4 @@
-// Tests shoestring/monitor.h with real work, and with a stand-in for NVML.
+// Tests shoestring/runs/monitor.h with real work, and with a stand-in for NVML.
 // tests/python/runs/test_monitor_rules.py tests the rules on made-up samples.
 
 #include "catch.h"
@@ -14,7 +14,7 @@
 #include <set>
 #include <thread>
 
-#include <shoestring/monitor.h>
+#include <shoestring/runs/monitor.h>
 
 using Catch::Contains;
 using shoestring::Monitor;

@@ -16,7 +16,7 @@
 #include <torch/optim/adam.h>
 
 #include <shoestring/optim.h>
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 
 #include "folder.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 
 #include <shoestring/optim.h>
-#include <shoestring/training.h>
+#include <shoestring/runs/training.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/dropout.h>

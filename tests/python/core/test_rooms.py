@@ -41,7 +41,7 @@ LIBRARY: dict[str, tuple[str, ...]] = {
     ),
     "data": ("core", "files", "offload"),
     "runs": ("core", "files", "optim"),
-    "distributed": ("checkpoint", "core", "files", "offload", "optim", "runs"),
+    "distributed": ("checkpoint", "core", "files", "offload", "optim", "quantization", "runs"),
 }
 # Rooms (source folders) of the command-line application. They may use every room of the library, and no room
 # of the library uses them.
@@ -66,61 +66,7 @@ OPTIM: dict[str, tuple[str, ...]] = {
     "wrappers": ("", "core", "split"),
 }
 
-# The room (folder such as csrc/gemm) that each installed header belongs to. Installed headers that only
-# include other headers are in COLLECTIONS.
-HEADERS = {
-    "amp.h": "core",
-    "export.h": "core",
-    "host_allocator.h": "core",
-    "placeholder.h": "core",
-    "version.h": "core",
-    "average_checkpoints.h": "files",
-    "safetensors.h": "files",
-    "embedding.h": "layers",
-    "stochastic_depth.h": "layers",
-    "linear.h": "gemm",
-    "nn/plain_linear.h": "gemm",
-    "nn/quantized_linear.h": "quantization",
-    "nn/fake_quantized_linear.h": "quantization",
-    "nn/init.h": "layers",
-    "nn/norm.h": "layers",
-    "nn/adapter.h": "adapters",
-    "nn/conv.h": "adapters",
-    "nn/virtual_tokens.h": "adapters",
-    "nn/embedding.h": "adapters",
-    "nn/linear.h": "adapters",
-    "lora.h": "adapters",
-    "diffusion.h": "losses",
-    "vocab_parallel.h": "losses",
-    "nn/attention.h": "blocks",
-    "nn/gated_mlp.h": "blocks",
-    "optim/averages.h": "optim",
-    "optim/base.h": "optim",
-    "optim/batch_norm.h": "optim",
-    "optim/grad_scaler.h": "optim",
-    "optim/gradient_noise.h": "optim",
-    "optim/guard.h": "optim",
-    "optim/low_rank.h": "optim",
-    "optim/rules.h": "optim",
-    "optim/schedules.h": "optim",
-    "optim/unfreezing.h": "optim",
-    "optim_wrappers.h": "optim",
-    "autograd.h": "checkpoint",
-    "checkpoint.h": "checkpoint",
-    "checkpoint_plan.h": "checkpoint",
-    "checkpoint_sequence.h": "checkpoint",
-    "offload_activations.h": "checkpoint",
-    "offload_weights.h": "checkpoint",
-    "model_files.h": "integrations",
-    "quantized_training.h": "integrations",
-    "data.h": "data",
-    "distributed.h": "distributed",
-    "monitor.h": "runs",
-    "training.h": "runs",
-    "callbacks.h": "runs",
-    "find_batch_size.h": "runs",
-    "find_lr.h": "runs",
-}
+# Installed headers that only include others. All other headers are in the folders of their rooms.
 COLLECTIONS = {"nn.h", "ops.h", "optim.h", "shoestring.h"}
 # Python modules that belong to no room (folder such as python/shoestring/gemm). PUBLIC modules only collect
 # public names, and _load loads the C++ libraries.
@@ -154,7 +100,7 @@ def cpp_room(file: str) -> str | None:
     header = file.removeprefix("csrc/include/shoestring/")
     if header == file:
         return file.split("/")[1]
-    return None if header in COLLECTIONS else HEADERS[header]
+    return None if header in COLLECTIONS else header.split("/")[0]
 
 
 def python_modules() -> dict[str, Path]:

@@ -13,7 +13,7 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring::optim {
 
@@ -129,8 +129,8 @@ struct ParameterPart {
 using GatherWeights = std::function<void(const std::vector<std::vector<ParameterPart>>&)>;
 
 /// Gradients of which each process keeps only the parts that it steps (ZeRO-2). An optimizer gives every
-/// gradient to this interface as soon as it is complete on this process; shoestring/distributed.h implements
-/// it over a process group.
+/// gradient to this interface as soon as it is complete on this process; shoestring/distributed/distributed.h
+/// implements it over a process group.
 class SHOESTRING_API SplitGradients {
  public:
   virtual ~SplitGradients() = default;
@@ -236,7 +236,7 @@ class SHOESTRING_API LowMemoryOptimizer : public torch::optim::Optimizer {
   void set_offload(const std::optional<std::string>& where);
 
   /// Splits the steps over processes (ZeRO-1): each has the state of its part of the parameters alone, and
-  /// steps this part. shoestring/distributed.h has a function that does so over a process group.
+  /// steps this part. shoestring/distributed/distributed.h has a function that does so over a process group.
   ///
   /// `gather` is called at the end of each step with the parts of each process, and must copy the weights of
   /// each part from the process that has stepped it to the others. The parts are whole blocks of 256 elements

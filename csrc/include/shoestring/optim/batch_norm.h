@@ -6,7 +6,7 @@
 
 #include <torch/nn/module.h>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 
 namespace shoestring::optim {
 

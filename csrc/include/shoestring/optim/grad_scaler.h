@@ -8,8 +8,8 @@
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
-#include <shoestring/export.h>
-#include <shoestring/safetensors.h>
+#include <shoestring/core/export.h>
+#include <shoestring/files/safetensors.h>
 
 namespace shoestring::optim {
 

@@ -10,9 +10,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim/base.h>
-#include <shoestring/safetensors.h>
 
 namespace shoestring::optim {
 

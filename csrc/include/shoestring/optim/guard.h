@@ -15,9 +15,9 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
+#include <shoestring/files/safetensors.h>
 #include <shoestring/optim/grad_scaler.h>
-#include <shoestring/safetensors.h>
 
 namespace shoestring::optim {
 

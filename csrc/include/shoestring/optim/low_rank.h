@@ -13,7 +13,7 @@
 
 #include <torch/optim/optimizer.h>
 
-#include <shoestring/export.h>
+#include <shoestring/core/export.h>
 #include <shoestring/optim/rules.h>
 
 namespace shoestring::optim::detail {

@@ -8,7 +8,6 @@
 
 #include "core/autograd.h"
 #include "core/huge_pages.h"
-#include "core/tensors.h"
 
 namespace shoestring::losses {
 namespace {

@@ -39,8 +39,9 @@ Head DistillationProblem::teacher() const {
   return head;
 }
 
-void DistillationProblem::check_heads() const {
-  const Head of_student(*this), of_teacher = teacher();
+Head DistillationProblem::check_heads() const {
+  Head of_student(*this);
+  const Head of_teacher = teacher();
   of_student.check(kDistillationOp);
   TORCH_CHECK(teacher_hidden.dim() == input.dim() && of_teacher.tokens() == of_student.tokens(),
               kDistillationOp, ": teacher_hidden: expected hidden's shape except for the last dimension, ",
@@ -53,13 +54,13 @@ void DistillationProblem::check_heads() const {
               teacher_hidden.device());
   of_teacher.check(kDistillationOp);
   if (options.target()) check_target(kDistillationOp, of_student, *options.target());
+  return of_student;
 }
 
 void DistillationRowsArguments::check() {
   const double beta = options.beta(), temperature = options.temperature();
   divergence = divergence_of(options.divergence());
-  check_heads();
-  const Head head(*this);
+  const Head head = check_heads();
   vocab = head.vocab;
   head.check_mask(kDistillationOp, mask);
   TORCH_CHECK(input.dim() == 2, kDistillationOp,

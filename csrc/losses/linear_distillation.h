@@ -76,8 +76,8 @@ struct DistillationProblem {
   }
   /// Returns the output layer of the teacher.
   Head teacher() const;
-  /// Checks that the heads and the target match.
-  void check_heads() const;
+  /// Checks that the heads and the target match, and returns the head of the student.
+  Head check_heads() const;
   bool wants_gradient() const { return any(mask); }
 
   // linear_distillation has neither of these options.

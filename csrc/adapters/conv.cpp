@@ -7,6 +7,7 @@
 #include <torch/nn/init.h>
 
 #include <shoestring/adapters/conv.h>
+#include <shoestring/layers/ops.h>
 
 #include "adapters/low_rank.h"
 

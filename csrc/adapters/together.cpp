@@ -4,6 +4,7 @@
 
 #include <shoestring/adapters/adaptable_linear.h>
 #include <shoestring/gemm/ops.h>
+#include <shoestring/layers/ops.h>
 
 #include "adapters/low_rank.h"
 

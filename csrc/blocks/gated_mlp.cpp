@@ -1,4 +1,5 @@
 #include <shoestring/blocks/gated_mlp.h>
+#include <shoestring/layers/ops.h>
 
 namespace shoestring::nn {
 

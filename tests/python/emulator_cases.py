@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # the folder of the references
 import shoestring
 from build_folder import EMULATOR
 from emulator_attention import attention
+from operator_cases import operators
 from optimizer_rules import ADAMW, LION, SGD, Rule, blocks
 from references.optim import join
 from shoestring.ops import (
@@ -367,33 +368,26 @@ def cross_entropy(device: str) -> Results:
     return found
 
 
-def layers(device: str) -> Results:
-    """Run the norms and rope on the row lengths that select different CUDA kernels.
+def table_of_cases(device: str) -> Results:
+    """Run the cases of the operators' own tests (operator_cases.py), but not those of embedding.
 
-    The norms have rows for one warp, rows for one block, longer rows, and unaligned rows. For rope, several
-    lanes of a warp share a head, and it runs with and without a norm.
+    On CUDA, embedding calls PyTorch's operators.
     """
     found: Results = {}
+    for name in sorted(operators().keys() - {"embedding"}):
+        operator = operators()[name]
+        for case in operator.cases:
+            if case.dtype != torch.float64:
+                results = case.results(operator.call, case.given(1, device), 1)
+                allowed = 32.0 if case.dtype == torch.float32 else 1.0
+                found |= {f"{name} {case.name} {part}": (t, allowed) for part, t in results.items()}
+    return found
+
+
+def rope(device: str) -> Results:
+    """Run rope on transposed heads of which a part is rotated; several lanes of a warp share a head."""
+    found: Results = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for rows, features in ((9, 192), (40, 1096), (2, 8208), (5, 77)):
-            x, residual, grad = (uniform(rows, features, seed=s).to(device, dtype) for s in (1, 2, 3))
-            weight, bias = (uniform(features, seed=s).to(device, dtype) for s in (4, 5))
-            leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
-            results = {
-                "rms": shoestring.add_rms_norm(x, residual, weight, eps=1e-5, upcast="gemma"),
-                "layer": (shoestring.layer_norm(x, weight, bias, eps=1e-5),),
-                "add layer": shoestring.add_layer_norm(x, residual, weight, bias, eps=1e-5),
-                "gelu": (shoestring.gelu(x), shoestring.gelu(x, "tanh")),
-                "geglu": (shoestring.geglu(x, residual), shoestring.geglu(x, residual, "none")),
-            }
-            for name, made in results.items():
-                gradients = torch.autograd.grad(made, leaves, [grad] * len(made), allow_unused=True)
-                for i, t in enumerate((*made, *gradients)):
-                    if t is not None:
-                        found[f"{name} {rows} {features} {str(dtype)[6:]} {i}"] = (
-                            t.detach(),
-                            32.0 if dtype == torch.float32 else 1.0,
-                        )
         q, k = (
             uniform(2, 7, n, 64, seed=n).to(device, dtype).transpose(1, 2).requires_grad_() for n in (4, 2)
         )
@@ -433,7 +427,8 @@ CASES: tuple[Callable[[str], Results], ...] = (
     linear_cross_entropy,
     linear_distillation,
     cross_entropy,
-    layers,
+    table_of_cases,
+    rope,
     attention,
 )
 

@@ -94,16 +94,6 @@ def attention_with_options() -> None:
             attention(dtype, dim, dropout_p=0.1, seed=torch.tensor([1]))
 
 
-def gated_and_dropout() -> None:
-    for dtype in (torch.float32, *SHORT):
-        x, y = (torch.zeros(3, 64, dtype=dtype, requires_grad=True) for _ in range(2))
-        for out in (
-            shoestring.swiglu(x, y),
-            shoestring.seeded_dropout(x, 0.1, seed=torch.tensor([1])),
-        ):
-            out.sum().backward()
-
-
 def optimizers() -> None:
     for rule in (ADAMW, ADEMAMIX, APPLY, EMA, LION, SCHEDULE_FREE, SGD):
         for state in ("8bit", "4bit", "bf16", "fp32"):
@@ -129,8 +119,11 @@ CASES: dict[str, Callable[[], object]] = {
     "`attention`, bf16 and fp16": attention_short,
     "`attention`, fp32": attention_float,
     "`attention` with a bias, ALiBi or dropout": attention_with_options,
-    "norms, `gelu`, `geglu`, `rope`": lambda: (emulator_cases.layers("cpu"), widest_rope()),
-    "`swiglu`, `seeded_dropout`": gated_and_dropout,
+    "norms, activations, `rope`, `seeded_dropout`": lambda: (
+        emulator_cases.table_of_cases("cpu"),
+        emulator_cases.rope("cpu"),
+        widest_rope(),
+    ),
     "`cross_entropy`": case(emulator_cases.cross_entropy),
     "`linear_cross_entropy`": case(emulator_cases.linear_cross_entropy),
     "`linear_distillation`": case(emulator_cases.linear_distillation),

@@ -154,7 +154,9 @@ def test_files_and_tests_that_pages_name_exist() -> None:
     folders = "csrc|cuda|python|tests|scripts|cmake|examples|benchmarks|docs"
     tests = [path for kind in ("py", "cpp") for path in (ROOT / "tests").rglob(f"*.{kind}")]
     files = {path.name for path in tests}
-    defined = set(re.findall(r"^def (test_\w+)", "\n".join(path.read_text() for path in tests), re.MULTILINE))
+    defined = set(
+        re.findall(r"^ *def (test_\w+)", "\n".join(path.read_text() for path in tests), re.MULTILINE)
+    )
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
         for name in re.findall(r"`([^`\n]+)`", page.read_text()):
             where = f"{page.relative_to(ROOT)}: {name}"

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import shoestring
-from operator_cases import ELEMENTWISE, Operator, normal
+from operator_cases import ELEMENTWISE, Operator, normal, slack_of_gelu
 from operator_tests import OperatorTests
 from references.layers import geglu_reference
 
@@ -18,7 +18,7 @@ class TestGeglu(OperatorTests):
         lambda rows, features: {"gate": normal(rows, features, scale=3), "up": normal(rows, features)},
         sizes=ELEMENTWISE,
         options=[{"approximate": kind} for kind in KINDS],
-        slack=1e-7,
+        slack=slack_of_gelu,
     )
 
 

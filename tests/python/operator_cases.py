@@ -115,8 +115,7 @@ class Operator:
     ) -> Case:
         """Return the case of a size, with the first options unless others are given."""
         options = self.options[0] if options is None else options
-        name = " ".join(map(label, ((rows, features), dtype, options)))
-        return Case(self, self.arguments(rows, features) | options, dtype, name)
+        return Case(self, self.arguments(rows, features) | options, dtype, (rows, features), options)
 
     @property
     def cases(self) -> list[Case]:
@@ -135,15 +134,23 @@ class Case:
     operator: Operator
     arguments: Arguments
     dtype: torch.dtype
-    name: str
+    size: tuple[int, int]
+    options: Arguments
+
+    @property
+    def name(self) -> str:
+        return " ".join(map(label, (self.size, self.dtype, self.options)))
 
     def given(self, seed: int, device: torch.device | str | None = None) -> Arguments:
-        """Return the arguments with their tensors, on ``device`` or the default device. Leaves require gradients."""
+        """Return the arguments with their tensors, on ``device`` or the default device. Leaves require gradients.
+
+        All dtypes and options of a size have the same numbers, up to the rounding to the dtype.
+        """
         device = torch.get_default_device() if device is None else device
         found = dict(self.arguments)
         for name, draw in found.items():
             if isinstance(draw, Draw):
-                tensor = draw.tensor(f"{seed} {self.name} {name}", self.dtype, device)
+                tensor = draw.tensor(f"{seed} {self.size} {name}", self.dtype, device)
                 found[name] = tensor.requires_grad_(draw.gradient and tensor.is_floating_point())
         return found
 
@@ -165,7 +172,7 @@ class Case:
             ]
             narrow = min(dtypes, key=lambda d: d.itemsize)
             upstream = [
-                normal(*t.shape).tensor(f"{seed} {self.name} {i}", narrow, t.device).to(t.dtype)
+                normal(*t.shape).tensor(f"{seed} {self.size} {i}", narrow, t.device).to(t.dtype)
                 for i, t in roots.items()
             ]
             gradients = torch.autograd.grad(list(roots.values()), list(leaves.values()), upstream)

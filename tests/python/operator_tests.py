@@ -74,6 +74,8 @@ class OperatorTests:
         parts = (list(results.values()) for results in (ours, eager, exact()))
         slack = self.operator.slack
         slack = slack(math.prod(size)) if callable(slack) else slack
+        if math.prod(size) < 100:  # the last rounding of eager PyTorch may be exact by luck
+            slack += torch.finfo(dtype).eps / 2
         assert_no_worse(
             list(ours), *parts, lambda: list(exact().values()), factor=self.operator.factor, slack=slack
         )

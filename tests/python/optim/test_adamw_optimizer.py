@@ -261,7 +261,7 @@ def test_closure_hooks_and_compiled_training_step() -> None:
         ({"weight_decay": float("nan")}, "AdamW: weight_decay: expected"),
         (
             {"state_format": "int8"},
-            'AdamW: state_format: expected "8bit" or "4bit" or "bf16" or "fp32", received \'int8\'',
+            'AdamW: state_format: expected "8bit" or "4bit" or "bf16" or "fp32", received "int8"',
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_device_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) 
         (["--optimizer-arg", "betas=(2,3)"], "--optimizer adamw betas=(2,3): AdamW: betas: expected"),
         (
             ["--optimizer-arg", "eps=x"],
-            "--optimizer adamw eps=x: expected a value of the type in shoestring.optim.AdamW's signature",
+            "--optimizer adamw eps=x: AdamW: eps: expected a number of at least 0, received x",
         ),
         (["--log-every", "0"], "--log-every: expected at least 1, got 0"),
     ],

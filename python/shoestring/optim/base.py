@@ -534,9 +534,16 @@ def distinct(name: str, given: Tensor | Iterable[Any]) -> list[Any]:
 
 
 def core_value(value: object) -> object:
-    """Convert the value of an option to a type of the core: a tensor, None, bool, str, int, float or list."""
+    """Convert the value of an option to a type of the core: a tensor, None, bool, str, int, float or list.
+
+    Other values become text, which the core refuses for every option that is not a text.
+    """
     if value is None or isinstance(value, (Tensor, bool, str)):
         return value
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and all(
+        isinstance(item, (Real, Tensor, type(None))) for item in value
+    ):
         return [None if item is None else float(item) for item in value]
-    return int(value) if isinstance(value, Integral) else float(value)  # type: ignore[arg-type]
+    if not isinstance(value, Real):
+        return repr(value)
+    return int(value) if isinstance(value, Integral) else float(value)

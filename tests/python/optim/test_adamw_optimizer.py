@@ -257,6 +257,8 @@ def test_closure_hooks_and_compiled_training_step() -> None:
         ({"lr": "1e-3"}, "AdamW: lr: expected"),
         ({"lr": torch.ones(2)}, "AdamW: lr: expected"),
         ({"betas": (0.9, 1.0)}, "AdamW: betas: expected"),
+        ({"betas": 0.9}, r"AdamW: betas: expected two numbers in \[0, 1\), received 0\.9$"),
+        ({"betas": (0.9, "x")}, r"AdamW: betas: expected two numbers in \[0, 1\), received \(0\.9, 'x'\)$"),
         ({"eps": -1e-8}, "AdamW: eps: expected"),
         ({"weight_decay": float("nan")}, "AdamW: weight_decay: expected"),
         (

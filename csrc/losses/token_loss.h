@@ -202,7 +202,7 @@ class Factor {
   int64_t stride_;
 };
 
-/// What backward needs to convert the gradients of the results into those of the tokens.
+/// Holds what backward needs to convert the gradients of the results into those of the tokens.
 struct TokenUpstream {
   Tensor factor;        // Reduction::factor()
   Tensor share, slope;  // Reduction::share and slope_of_z(); undefined unless the tokens' losses are results

@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "optim/core/core.h"
-#include "optim/core/foreach_norm.h"
 #include "optim/core/norm.h"
 
 namespace shoestring::optim::detail {

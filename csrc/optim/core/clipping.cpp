@@ -54,8 +54,7 @@ Tensor Norms::total() const {
 
 Tensor Clipping::factor(const ByShard& gradients, const std::unordered_map<const void*, Tensor>& known,
                         const Tensor& grad_scale) {
-  norm = Tensor();
-  if (!max_norm || gradients.empty()) return {};
+  if (gradients.empty()) return {};
   // The gradients of one Shard have one norm, so that each group of processes communicates once.
   Norms norms;
   for (const auto& [shard, some] : gradients) norms.add_norm(shard, total_norm(some, known));

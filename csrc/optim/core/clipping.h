@@ -53,8 +53,8 @@ struct Clipping {
   Norms in_backward;  // norms of the gradients that steps within backward have freed
 
   /// Sets `norm` to that of the gradients, which a loss scale has multiplied if grad_scale is defined.
-  /// Returns the factor by which clipping multiplies the gradients; undefined without max_norm or gradients.
-  /// `known` has the norms of gradients by the address of their data.
+  /// Returns the factor by which clipping multiplies the gradients; undefined without gradients. Needs
+  /// max_norm. `known` has the norms of gradients by the address of their data.
   Tensor factor(const ByShard& gradients, const std::unordered_map<const void*, Tensor>& known,
                 const Tensor& grad_scale);
 };

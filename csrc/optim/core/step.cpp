@@ -1,5 +1,4 @@
-// Optimizer steps. Of a step with the state on the parameters' device, whole gradients and no sums, all runs
-// here.
+// This file takes optimizer steps: it collects the gradients, clips them and calls the operators.
 
 #include <algorithm>
 #include <numeric>
@@ -155,9 +154,10 @@ Tensor Core::find_inf(const std::vector<OperatorCall>& calls, const StepFactors&
 
 Tensor Core::clip(const std::vector<OperatorCall>& calls, const Tensor& grad_scale) {
   if (step_in_backward && !on_cpu()) return {};
+  clipping.norm = Tensor();
+  if (!clipping.max_norm) return {};
   ByShard grads;
   for (const OperatorCall& call : calls) {
-    if (!clipping.max_norm) break;
     // The order of the parameters, which owners have changed, keeps the bits of one process.
     std::vector<size_t> order(call.grads.size());
     std::iota(order.begin(), order.end(), 0);

@@ -44,7 +44,7 @@ struct Step {
 /// optimizer state.
 enum class Broken { kNone, kSums, kWeights };
 
-/// What a failed step or backward pass has left.
+/// Holds what a failed step or backward pass has left, and finishes or drops it.
 class UnfinishedStep {
  public:
   explicit UnfinishedStep(Core& core) : core_(core) {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from build_folder import REPOSITORY
@@ -215,30 +215,31 @@ def training_folder(module: str) -> str | None:
     return None if room != "training" else folder[0] if folder else ""
 
 
+def assert_folders(
+    allowed: dict[str, tuple[str, ...]], edges: Edges, folder_of: Callable[[str], str | None]
+) -> None:
+    """Assert that the folders of a room use each other as ``allowed`` says, no more and no less."""
+    used: dict[str, set[str]] = {folder: set() for folder in allowed}
+    for node, targets in edges.items():
+        if (folder := folder_of(node)) is not None:
+            used[folder] |= {to for target in targets if (to := folder_of(target)) is not None}
+    assert {folder: found - {folder} for folder, found in used.items()} == {
+        folder: set(targets) for folder, targets in allowed.items()
+    }
+
+
 def test_folders_of_training_follow_the_list() -> None:
-    used: dict[str, set[str]] = {folder: set() for folder in TRAINING}
-    for module, targets in imports(python_modules(), everywhere=True).items():
-        if (folder := training_folder(module)) is not None:
-            used[folder] |= {to for target in targets if (to := training_folder(target)) is not None}
-    assert {folder: found - {folder} for folder, found in used.items()} == {
-        folder: set(allowed) for folder, allowed in TRAINING.items()
-    }
-
-
-def test_folders_of_optim_follow_the_list() -> None:
-    used: dict[str, set[str]] = {folder: set() for folder in OPTIM}
-    for file, targets in includes(cpp_files()).items():
-        if (folder := optim_folder(file)) is not None:
-            used[folder] |= {to for target in targets if (to := optim_folder(target)) is not None}
-    assert {folder: found - {folder} for folder, found in used.items()} == {
-        folder: set(allowed) for folder, allowed in OPTIM.items()
-    }
+    assert_folders(TRAINING, imports(python_modules(), everywhere=True), training_folder)
 
 
 def optim_folder(file: str) -> str | None:
     """Return the folder of a file of csrc/optim; None for another file."""
     inside = file.removeprefix("csrc/optim/")
     return None if inside == file else inside.rpartition("/")[0]
+
+
+def test_folders_of_optim_follow_the_list() -> None:
+    assert_folders(OPTIM, includes(cpp_files()), optim_folder)
 
 
 def test_every_arrow_is_used() -> None:

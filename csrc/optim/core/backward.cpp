@@ -37,10 +37,10 @@ void Core::watch(const std::vector<Tensor>& params) {
   if (!installs_hooks) return;
   for (const Tensor& p : params) {
     if (!p.requires_grad() || !watched_.insert(p.unsafeGetTensorImpl()).second) continue;
-    auto& place = torch::autograd::impl::post_acc_grad_hooks(p);
+    auto& hook_slot = torch::autograd::impl::post_acc_grad_hooks(p);
     auto hook = std::make_unique<Hook>();
     hook->core = weak_from_this();
-    hook->before = std::move(place);
+    hook->before = std::move(hook_slot);
     if (auto* old = dynamic_cast<Hook*>(hook->before.get()); old != nullptr && old->core.expired()) {
       hook->before = std::move(std::exchange(old->before, nullptr));
     }
@@ -123,6 +123,7 @@ void Core::drop_sums() {
 // pass.
 void Core::begin_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
+  if (backwards_ == nullptr) backwards_ = std::make_shared<Backwards>();
   if (backwards_->has(task)) return;
   if (!backwards_->any()) {
     check_process();
@@ -145,7 +146,7 @@ void Core::begin_backward() {
 
 // Cleans up after a failed backward pass that has delivered only some of the gradients.
 void Core::end_backward() {
-  if (!backwards_->take_failure()) return;
+  if (backwards_ == nullptr || !backwards_->take_failure()) return;
   host.drop_incomplete();
   clipping.in_backward.clear();
   if (stepped_in_backward) {
@@ -155,6 +156,15 @@ void Core::end_backward() {
   } else {
     end_gradients();
   }
+}
+
+// Ends what gradient hooks and a failed step have begun. Returns the failed step, if it can be finished.
+std::optional<Step> Core::end_earlier() {
+  end_backward();
+  host.drain();
+  unfinished.check_whole("step");
+  finish_backward();
+  return unfinished.resume();
 }
 
 // ---- norms for GradientNoise
@@ -197,13 +207,13 @@ void Core::step_alone(const Tensor& param) {
   const Key key = param.unsafeGetTensorImpl();
   check_first(stepped_alone_.count(key) == 0);
   const bool summed = sums.has(param);
-  auto found = alone_.find(key);
-  if (found == alone_.end() || (summed && !found->second.arena.accumulated.defined())) {
+  auto entry = alone_.find(key);
+  if (entry == alone_.end() || (summed && !entry->second.arena.accumulated.defined())) {
     alone_.clear();
     find_alone();
-    found = alone_.find(key);
+    entry = alone_.find(key);
   }
-  auto& [group, arena] = found->second;
+  auto& [group, arena] = entry->second;
   arena.check_place(label);
   Access::check_step(options(group));
   Tensor grad = param.grad(), accumulated = summed ? arena.accumulated : Tensor();

@@ -199,6 +199,7 @@ struct Core : std::enable_shared_from_this<Core> {
 
   void begin_backward();
   void end_backward();
+  std::optional<Step> end_earlier();
   void finish_backward();
   void split_gradient(const Tensor& param);
   void take_sum(const Tensor& param);
@@ -207,7 +208,9 @@ struct Core : std::enable_shared_from_this<Core> {
 
   std::map<at::Device, c10::intrusive_ptr<offload::Offload>, bool (*)(at::Device, at::Device)> offloads_{
       [](at::Device a, at::Device b) { return a.str() < b.str(); }};
-  const std::shared_ptr<Backwards> backwards_ = std::make_shared<Backwards>();
+  // The running backward passes. Null before the first gradient hook: until then no backward has collected
+  // gradients, added them up or stepped parameters.
+  std::shared_ptr<Backwards> backwards_;
   bool knows_parts_ = false;  // whether split_gradients knows the parts of each process
   std::unordered_set<Key> watched_;
   // The arena of each single parameter, for steps within backward.

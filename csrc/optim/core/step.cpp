@@ -20,11 +20,8 @@ void Core::check_step() const {
 Tensor Core::step(StepFactors factors, bool is_checked) {
   const auto alone = lock();
   check_process();
-  end_backward();
-  host.drain();
-  unfinished.check_whole("step");
-  finish_backward();
-  std::optional<Step> failed = unfinished.resume();
+  std::optional<Step> failed;
+  if (backwards_ != nullptr || unfinished.exists()) failed = end_earlier();
   return finish_step(failed ? *std::move(failed) : begin_step(std::move(factors), is_checked));
 }
 
@@ -105,11 +102,12 @@ void Core::gather(OperatorCall& call, bool is_scaled) {
     }
     return;
   }
-  bool here = false;  // whether some gradients, collected or accumulated, are in host memory
-  for (const Tensor& p : call.arena->params) {
-    call.grads.push_back(p.grad());
-    here |= sums.has(p) || host.has(p);
-  }
+  for (const Tensor& p : call.arena->params) call.grads.push_back(p.grad());
+  if (backwards_ == nullptr) return;
+  const auto& params = call.arena->params;
+  // whether some gradients, collected or accumulated, are in host memory
+  const bool here =
+      std::any_of(params.begin(), params.end(), [&](const Tensor& p) { return sums.has(p) || host.has(p); });
   if (here && call.arena->host != nullptr) call.grads = host.fetch(*call.arena, std::move(call.grads));
   if (!sums.any_in(*call.arena)) return;
   TORCH_CHECK(!ranks, label,
@@ -139,17 +137,17 @@ Tensor Core::find_inf(const std::vector<OperatorCall>& calls, const StepFactors&
     for (const Tensor& g : call.grads)
       if (g.defined()) grads.push_back(g);
   }
-  Tensor found = non_finite(grads, factors.grad_scale.device());
+  Tensor any_inf = non_finite(grads, factors.grad_scale.device());
   std::vector<Shard> shards;  // all processes must skip a step, or none
   for (const OperatorCall& call : calls) {
     const Shard& shard = call.arena->kind.shard;
     if (shard.groups.empty() || std::find(shards.begin(), shards.end(), shard) != shards.end()) continue;
     shards.push_back(shard);
-    found = over_groups(found, shard, "max").to(found.device());
+    any_inf = over_groups(any_inf, shard, "max").to(any_inf.device());
   }
   if (factors.found_inf.defined())
-    found = found.logical_or(factors.found_inf.to(found.device()).reshape({})).to(at::kFloat);
-  return found;
+    any_inf = any_inf.logical_or(factors.found_inf.to(any_inf.device()).reshape({})).to(at::kFloat);
+  return any_inf;
 }
 
 Tensor Core::clip(const std::vector<OperatorCall>& calls, const Tensor& grad_scale) {
@@ -185,7 +183,7 @@ Tensor Core::finish_step(Step step) {
   for (const OperatorCall& call : step.calls) {
     if (call.arena->offloaded != nullptr) call.arena->commit();
   }
-  end_gradients();
+  if (backwards_ != nullptr || split_gradients != nullptr) end_gradients();
   if (ranks.has_value()) {
     std::vector<const Arena*> stepped;
     for (const OperatorCall& call : step.calls) stepped.push_back(call.arena);
@@ -233,8 +231,8 @@ void Core::step_values(size_t group, const Arena& arena, const std::vector<Tenso
     lr_tensor = here ? lr_tensor.detach().to(at::kFloat) : Tensor();
   }
   const auto value = [&](const std::string& name) {
-    const auto found = arena.values.find(name);
-    return found == arena.values.end() ? std::nullopt : std::optional(found->second);
+    const auto entry = arena.values.find(name);
+    return entry == arena.values.end() ? std::nullopt : std::optional(entry->second);
   };
   ops::Arguments arguments(o);
   arguments.params = arena.stepped_params();

@@ -44,32 +44,32 @@ AdaptableLayer::Shapes AdaptableLinearImpl::shapes(const AnyAdapterOptions& adap
   TORCH_CHECK_VALUE(!is_fake_quantized(), caller, ": expected layers without fake quantisation, received ",
                     name, "; call convert_quantized first");
   const int64_t in = options.in_features(), out = options.out_features();
-  Shapes found;
+  Shapes shapes;
   if (const auto* ia3 = std::get_if<IA3Options>(&adapter_options)) {
-    found.insert("ia3_l", ia3->feedforward() ? std::vector<int64_t>{1, in} : std::vector<int64_t>{out, 1});
-    return found;
+    shapes.insert("ia3_l", ia3->feedforward() ? std::vector<int64_t>{1, in} : std::vector<int64_t>{out, 1});
+    return shapes;
   }
   if (const auto* vera = std::get_if<VeraOptions>(&adapter_options)) {
-    found.insert("vera_lambda_b", {out});
-    found.insert("vera_lambda_d", {vera->rank()});
-    return found;
+    shapes.insert("vera_lambda_b", {out});
+    shapes.insert("vera_lambda_d", {vera->rank()});
+    return shapes;
   }
-  const auto& own = std::get<LoraOptions>(adapter_options);
-  TORCH_CHECK_VALUE(!own.changes_base() || own.rank() <= std::min(in, out), caller,
-                    ": rank: expected at most ", std::min(in, out), " for '", own.init(),
-                    "', the smaller side of ", name, "; received ", own.rank());
+  const auto& low_rank = std::get<LoraOptions>(adapter_options);
+  TORCH_CHECK_VALUE(!low_rank.changes_base() || low_rank.rank() <= std::min(in, out), caller,
+                    ": rank: expected at most ", std::min(in, out), " for '", low_rank.init(),
+                    "', the smaller side of ", name, "; received ", low_rank.rank());
   for (const auto& item : adapters) {
     const auto* other = item.value()->lora();
     TORCH_CHECK_VALUE(
-        other == nullptr || !((own.dora() && other->changes_base()) || (own.changes_base() && other->dora())),
+        other == nullptr || !((low_rank.dora() && other->changes_base()) || (low_rank.changes_base() && other->dora())),
         caller, ": dora: expected layers whose base no adapter changes, received ", name,
         " for both DoRA and 'pissa', 'olora' or 'loftq'");
   }
-  found.insert("lora_A", {own.rank(), in});
-  found.insert("lora_B", {out, own.rank()});
-  if (own.lora_bias()) found.insert("lora_bias", {out});
-  if (own.dora()) found.insert("lora_magnitude_vector", {out});
-  return found;
+  shapes.insert("lora_A", {low_rank.rank(), in});
+  shapes.insert("lora_B", {out, low_rank.rank()});
+  if (low_rank.lora_bias()) shapes.insert("lora_bias", {out});
+  if (low_rank.dora()) shapes.insert("lora_magnitude_vector", {out});
+  return shapes;
 }
 
 AdapterImpl::Tensors AdaptableLinearImpl::start(const AnyAdapterOptions& adapter_options) const {
@@ -82,10 +82,10 @@ AdapterImpl::Tensors AdaptableLinearImpl::start(const AnyAdapterOptions& adapter
     }
     return first;
   }
-  const auto& own = std::get<LoraOptions>(adapter_options);
-  auto values = draw({own.rank(), options.in_features()}, {options.out_features(), own.rank()}, own,
+  const auto& lora = std::get<LoraOptions>(adapter_options);
+  auto values = draw({lora.rank(), options.in_features()}, {options.out_features(), lora.rank()}, lora,
                      is_quantized() ? std::nullopt : std::optional(weight.scalar_type()));
-  if (own.dora()) {
+  if (lora.dora()) {
     LoraWeight layer = plain();
     layer.lora_A(values["lora_A"].to(adapter_type())).lora_B(values["lora_B"].to(adapter_type()));
     values.insert("lora_magnitude_vector", lora_weight_norm(layer));
@@ -94,8 +94,9 @@ AdapterImpl::Tensors AdaptableLinearImpl::start(const AnyAdapterOptions& adapter
 }
 
 AdapterImpl::Tensors AdaptableLinearImpl::prepare(const AnyAdapterOptions& adapter_options) {
-  const auto* own = std::get_if<LoraOptions>(&adapter_options);
-  if (own != nullptr && own->changes_base()) return lora::take_out(*this, *own, nullptr, false);
+  const auto* lora_options = std::get_if<LoraOptions>(&adapter_options);
+  if (lora_options != nullptr && lora_options->changes_base())
+    return lora::take_out(*this, *lora_options, nullptr, false);
   const auto* vera = std::get_if<VeraOptions>(&adapter_options);
   return vera == nullptr ? AdapterImpl::Tensors()
                          : lora::projection(*vera, options.in_features(), options.out_features());
@@ -147,22 +148,23 @@ LoraWeight AdaptableLinearImpl::joined() const {
 // Returns the two vectors by which the IA3 adapters in `names` multiply the layer's input and its output. A
 // vector is undefined if no such adapter exists.
 std::array<Tensor, 2> AdaptableLinearImpl::vectors(const Names& names) const {
-  std::array<Tensor, 2> found;
+  std::array<Tensor, 2> sides;
   for (const auto& name : names) {
     if (!std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
-    Tensor& side = found[multiplies_input(adapters[name]) ? 0 : 1];
-    const Tensor own = (*adapters[name])["ia3_l"].flatten();
-    side = side.defined() ? side * own : own;
+    Tensor& side = sides[multiplies_input(adapters[name]) ? 0 : 1];
+    const Tensor scale = (*adapters[name])["ia3_l"].flatten();
+    side = side.defined() ? side * scale : scale;
   }
-  return found;
+  return sides;
 }
 
 Part AdaptableLinearImpl::part(const std::string& adapter_name) const {
-  const AdapterImpl& own = *adapters[adapter_name];
-  if (own.lora() != nullptr) return {own["lora_A"], own["lora_B"], own.lora()->scaling(), Tensor()};
-  const Tensor vera_A = own["vera_A"].narrow(1, 0, options.in_features()),
-               vera_B = own["vera_B"].narrow(0, 0, options.out_features());
-  return {own["vera_lambda_d"].unsqueeze(1) * vera_A, own["vera_lambda_b"].unsqueeze(1) * vera_B, 1,
+  const AdapterImpl& adapter = *adapters[adapter_name];
+  if (adapter.lora() != nullptr)
+    return {adapter["lora_A"], adapter["lora_B"], adapter.lora()->scaling(), Tensor()};
+  const Tensor vera_A = adapter["vera_A"].narrow(1, 0, options.in_features()),
+               vera_B = adapter["vera_B"].narrow(0, 0, options.out_features());
+  return {adapter["vera_lambda_d"].unsqueeze(1) * vera_A, adapter["vera_lambda_b"].unsqueeze(1) * vera_B, 1,
           Tensor()};
 }
 
@@ -170,21 +172,21 @@ Part AdaptableLinearImpl::part(const std::string& adapter_name) const {
 // `names`. Every other adapter adds its initial product if its initialisation subtracted that product from
 // the base weight.
 std::vector<Part> AdaptableLinearImpl::parts(const Names& names, const Tensor& x) const {
-  std::vector<Part> found;
+  std::vector<Part> result;
   for (const auto& name : names) {
     if (std::holds_alternative<IA3Options>(adapters[name]->options)) continue;
-    found.push_back(part(name));
-    if (x.defined()) found.back().uses = uses(name, x);
+    result.push_back(part(name));
+    if (x.defined()) result.back().uses = uses(name, x);
   }
   for (const auto& item : adapters) {
     if (!item.value()->has("initial_A")) continue;
     const bool used = std::find(names.begin(), names.end(), item.key()) != names.end();
     const Tensor rows_with = used && x.defined() ? uses(item.key(), x) : Tensor();
     if (used && !rows_with.defined()) continue;
-    found.push_back(taken_part(*item.value()));
-    if (rows_with.defined()) found.back().uses = 1 - rows_with;
+    result.push_back(taken_part(*item.value()));
+    if (rows_with.defined()) result.back().uses = 1 - rows_with;
   }
-  return found;
+  return result;
 }
 
 // Returns DoRA's gain of each output feature: the adapter's magnitude divided by the norm of the feature's
@@ -233,8 +235,8 @@ Tensor AdaptableLinearImpl::forward_rows(const Tensor& x) const {
   if (change.defined()) y = y * over_rows(1 + change, x).to(y.scalar_type());
   if (bias.defined()) y = y + bias.to(y.scalar_type());
   for (const auto& name : names) {
-    const Tensor own = summed_bias({name});
-    if (own.defined()) y = y + over_rows(uses(name, x) * own, x).to(y.scalar_type());
+    const Tensor bias_of_adapter = summed_bias({name});
+    if (bias_of_adapter.defined()) y = y + over_rows(uses(name, x) * bias_of_adapter, x).to(y.scalar_type());
   }
   return y;
 }
@@ -248,9 +250,9 @@ Tensor AdaptableLinearImpl::forward_gains(const Tensor& x) const {
   Tensor change;
   for (size_t i = 0; i < names.size(); ++i) {
     if (!is_dora(adapters[names[i]])) continue;
-    const Tensor own = gain(names[i]);
-    all[i].lora_B = all[i].lora_B * own.unsqueeze(1);
-    change = add_defined(change, own - 1);
+    const Tensor gain_of_adapter = gain(names[i]);
+    all[i].lora_B = all[i].lora_B * gain_of_adapter.unsqueeze(1);
+    change = add_defined(change, gain_of_adapter - 1);
   }
   const Tensor y =
       lora_linear(x, plain().gain(1 + change).bias(optional(add_defined(bias, summed_bias(names)))));
@@ -269,8 +271,8 @@ AdapterImpl::Tensors AdaptableLinearImpl::merged(const Names& names) const {
   for (const auto& name : names) (is_dora(adapters[name]) ? gained : plain_ones).push_back(name);
   Tensor sum = low_rank_sum(dense, parts(plain_ones));
   for (const auto& name : gained) {
-    const Tensor own = low_rank_sum(dense, {part(name)});
-    sum += own * gain(name).to(dense.scalar_type()).unsqueeze(1) - dense;
+    const Tensor with_adapter = low_rank_sum(dense, {part(name)});
+    sum += with_adapter * gain(name).to(dense.scalar_type()).unsqueeze(1) - dense;
   }
   Tensor all = add_defined(bias, summed_bias(names));
   const auto [before, after] = vectors(names);

@@ -128,10 +128,10 @@ void AdaptableLayer::put_adapter(const std::string& adapter_name, const AnyAdapt
   } else {
     auto& module = dynamic_cast<torch::nn::Module&>(*this);
     if (former != nullptr) module.unregister_module(adapter_name);
-    AdapterImpl::Tensors own;
+    AdapterImpl::Tensors copies;
     for (const auto& item : values)
-      own.insert(item.key(), item.value().detach().to(adapter_type(), false, /*copy=*/true).contiguous());
-    const Adapter adapter = module.register_module(adapter_name, Adapter(options, own));
+      copies.insert(item.key(), item.value().detach().to(adapter_type(), false, /*copy=*/true).contiguous());
+    const Adapter adapter = module.register_module(adapter_name, Adapter(options, copies));
     if (former != nullptr) {
       adapters[adapter_name] = adapter;
     } else {
@@ -157,8 +157,8 @@ Tensor AdaptableLayer::uses(const std::string& adapter_name, const Tensor& x) co
                     "lora::AdaptersPerRowGuard: adapter_names: expected one name for each of the ",
                     x.dim() > 0 ? x.size(0) : 1, " rows of the batch that reached a layer, received ",
                     rows->uses.size(0));
-  const auto place = std::find(rows->names.begin(), rows->names.end(), adapter_name) - rows->names.begin();
-  return rows->uses.narrow(1, place, 1);
+  const auto index = std::find(rows->names.begin(), rows->names.end(), adapter_name) - rows->names.begin();
+  return rows->uses.narrow(1, index, 1);
 }
 
 void AdaptableLayer::register_adapters() {

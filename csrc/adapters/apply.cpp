@@ -43,8 +43,8 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
                     options.adapter_name(), "'; merge or delete it first");
   check_bias("lora::apply", options.adapter(), options.bias());
   const auto saved = saved_modules("lora::apply", module, options.modules_to_save());
-  const auto found = find_targets(module, options, saved);
-  for (const auto& [name, layer] : found)
+  const auto targets = find_targets(module, options, saved);
+  for (const auto& [name, layer] : targets)
     layer->shapes(own_options(options.adapter(), name), "lora::apply", name);
   for (const auto& [name, layer] : adapted_layers(module)) {
     for (const auto& item : layer->adapters) {
@@ -58,7 +58,7 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
   const auto form = QuantizeOptions().quant_type(options.quantize()).block_size(options.block_size());
   const auto* lora = std::get_if<nn::LoraOptions>(&options.adapter());
   const bool changes_base = lora != nullptr && lora->changes_base();
-  for (const auto& [name, layer] : found) {
+  for (const auto& [name, layer] : targets) {
     const auto* linear = dynamic_cast<const AdaptableLinearImpl*>(layer);
     TORCH_CHECK_VALUE(!changes_base || lora->init() != "loftq" || quantize || linear->is_quantized(),
                       "lora::apply: init: expected quantize with 'loftq', which fits the adapter to the "
@@ -76,24 +76,24 @@ std::vector<std::string> apply(torch::nn::Module& module, const ApplyOptions& op
       linear.quantize(form, options.double_quant());
   };
   std::map<AdaptableLayer*, nn::AdapterImpl::Tensors> taken;
-  for (const auto& [name, layer] : found) {
+  for (const auto& [name, layer] : targets) {
     if (!changes_base) break;
     // PiSSA, OLoRA and LoftQ initialise the adapter from the unquantised weight and subtract the adapter's
     // product. Only the remaining weight is quantised.
     auto& linear = dynamic_cast<AdaptableLinearImpl&>(*layer);
-    const auto own = std::get<nn::LoraOptions>(own_options(options.adapter(), name));
-    taken[layer] = take_out(linear, own, quantize ? &form : nullptr, options.double_quant());
+    const auto lora = std::get<nn::LoraOptions>(own_options(options.adapter(), name));
+    taken[layer] = take_out(linear, lora, quantize ? &form : nullptr, options.double_quant());
     quantized(linear);
   }
   for (const auto& [name, linear] : all_of<AdaptableLinearImpl>(module)) {
     if (!is_inside(name, saved)) quantized(*linear);  // modules in modules_to_save are trained and stay dense
   }
-  const auto matrices = shared(options.adapter(), found);
+  const auto matrices = shared(options.adapter(), targets);
   std::vector<std::string> names;
-  for (const auto& [name, layer] : found) {
-    const auto given = taken.find(layer);
+  for (const auto& [name, layer] : targets) {
+    const auto matrices_of_layer = taken.find(layer);
     layer->add_adapter(own_options(options.adapter(), name), options.adapter_name(),
-                       given != taken.end() ? given->second : matrices);
+                       matrices_of_layer != taken.end() ? matrices_of_layer->second : matrices);
     layer->adapters[options.adapter_name()]->bias = options.bias();
     names.push_back(name);
   }

@@ -30,7 +30,7 @@ constexpr double kRelative = 0x1p-7, kAbsolute = 1e-7;
 std::map<std::string, Tensor> base_weights(const torch::nn::Module& module) {
   std::vector<std::string> copied;
   for (const auto& [name, copy] : trained_copies(module)) copied.push_back(name);
-  std::map<std::string, Tensor> found;
+  std::map<std::string, Tensor> result;
   for (const auto& [name, each] : modules(module)) {
     const auto* layer = dynamic_cast<const nn::AdaptableLayer*>(each);
     const bool changed =
@@ -39,10 +39,10 @@ std::map<std::string, Tensor> base_weights(const torch::nn::Module& module) {
     if (changed || is_inside(name, copied) || dynamic_cast<const nn::AdapterImpl*>(each) != nullptr) continue;
     for (const auto& item : each->named_parameters(/*recurse=*/false)) {
       if (item.key() == "bias" || !item.value().defined() || !item.value().is_floating_point()) continue;
-      found[name.empty() ? item.key() : name + "." + item.key()] = item.value();
+      result[name.empty() ? item.key() : name + "." + item.key()] = item.value();
     }
   }
-  return found;
+  return result;
 }
 
 // Returns whether a weight can be read. Weights that are away or split among processes raise errors.
@@ -114,18 +114,18 @@ std::string base_record(const torch::nn::Module& module, const TensorDict& writt
 void check_base_record(const torch::nn::Module& module, const SafetensorsFile& file) {
   const auto text = file.metadata().find(kBase);
   if (text == file.metadata().end()) return;
-  const std::string place = "lora::load_adapter: " + file.path() + ": " + kBase;
-  const Json record = files::parse_json(place, text->second);
+  const std::string where = "lora::load_adapter: " + file.path() + ": " + kBase;
+  const Json record = files::parse_json(where, text->second);
   const bool good = record.is_object() && record.contains("tensors") && record["tensors"].is_object();
-  TORCH_CHECK_VALUE(good, place, ": expected an object with tensors, received something else");
+  TORCH_CHECK_VALUE(good, where, ": expected an object with tensors, received something else");
   const auto weights = base_weights(module);
   for (const auto& [name, described] : record["tensors"].items()) {
     TORCH_CHECK_VALUE(described.is_object() && described.contains("shape") && described.contains("values") &&
                           are_numbers(described["shape"]) && are_numbers(described["values"]),
-                      place, ": expected a shape and values of each tensor, received something else");
-    const auto found = weights.find(name);
-    if (found == weights.end()) continue;  // quantised here, or a part that the module lacks
-    const std::string other = difference(described, found->second);
+                      where, ": expected a shape and values of each tensor, received something else");
+    const auto weight = weights.find(name);
+    if (weight == weights.end()) continue;  // quantised here, or a part that the module lacks
+    const std::string other = difference(described, weight->second);
     TORCH_CHECK_VALUE(other.empty(), "lora::load_adapter: module: expected the base model of the adapter ",
                       file.path(), ", received a module whose ", name, " has ", other,
                       ". Load the adapter onto its own base, or insist with any_base");

@@ -54,8 +54,8 @@ std::string canonical(const Json& value, int depth = 0) {
 std::string config_digest(const Json& config) {
   std::vector<std::string> parts;
   for (const auto& name : computing_fields()) {
-    const auto found = config.find(name);
-    if (found != config.end() && !is_unset(*found)) parts.push_back(canonical(name) + canonical(*found, 1));
+    const auto value = config.find(name);
+    if (value != config.end() && !is_unset(*value)) parts.push_back(canonical(name) + canonical(*value, 1));
   }
   return c10::sha1(joined(std::move(parts), "{}")).str();
 }

@@ -174,12 +174,12 @@ const std::map<std::string, int> kMethods{{"LORA", kForLora},
 
 // Returns the fields that PEFT writes for a method, such as "LORA". A method that is not supported has none.
 std::vector<ConfigField> fields_of(const std::string& method) {
-  std::vector<ConfigField> found;
-  const auto own = kMethods.find(method);
-  if (own == kMethods.end()) return found;
-  std::copy_if(std::begin(kConfigFields), std::end(kConfigFields), std::back_inserter(found),
-               [&](const ConfigField& field) { return (field.methods & own->second) != 0; });
-  return found;
+  std::vector<ConfigField> fields;
+  const auto bits = kMethods.find(method);
+  if (bits == kMethods.end()) return fields;
+  std::copy_if(std::begin(kConfigFields), std::end(kConfigFields), std::back_inserter(fields),
+               [&](const ConfigField& field) { return (field.methods & bits->second) != 0; });
+  return fields;
 }
 
 // Returns a value as text of one line for an error message, cut after 120 bytes.
@@ -226,17 +226,17 @@ AdapterConfig::AdapterConfig(const std::string& place, const std::string& text,
   expect(std::any_of(methods.begin(), methods.end(), [&](const auto& name) { return type == name; }),
          "peft_type", listed(methods));
   method = type.get<std::string>();
-  const auto own = fields_of(method);
-  for (const auto& field : own) {
+  const auto fields = fields_of(method);
+  for (const auto& field : fields) {
     const Json& value = (*this)[field.name];
     // An empty object turns such a field on in PEFT, with the defaults of its options.
     expect(field.use != FieldUse::kRefused || (is_off(value) && !value.is_object()), field.name,
            "null or false, since nothing else is supported here");
   }
   for (const auto& item : fields_.items()) {
-    const bool fits = is_off(item.value()) || std::any_of(own.begin(), own.end(), [&](const auto& field) {
-                        return item.key() == field.name;
-                      });
+    const bool fits =
+        is_off(item.value()) || std::any_of(fields.begin(), fields.end(),
+                                            [&](const auto& field) { return item.key() == field.name; });
     TORCH_CHECK_VALUE(fits, place_, ": ", files::quote(item.key()),
                       ": expected null, false or an empty value, since this version of shoestring does not "
                       "know the field for ",
@@ -244,7 +244,7 @@ AdapterConfig::AdapterConfig(const std::string& place, const std::string& text,
                       ". Use a newer version, or remove the field if the adapter does not depend on it");
   }
   if (method == "LORA") options = {{"rank", 8}, {"alpha", 8}, {"init", changed_base(*this)}};
-  for (const auto& field : own) {
+  for (const auto& field : fields) {
     const Json& value = (*this)[field.name];
     if (field.check == nullptr || value.is_null()) continue;
     expect(field.check->fits(value), field.name, field.check->expected);
@@ -261,8 +261,8 @@ AdapterConfig::AdapterConfig(const std::string& place, const std::string& text,
 
 const Json& AdapterConfig::operator[](const char* name) const {
   static const Json none;
-  const auto found = fields_.find(name);
-  return found == fields_.end() ? none : *found;
+  const auto field = fields_.find(name);
+  return field == fields_.end() ? none : *field;
 }
 
 void AdapterConfig::expect(bool good, const char* name, const std::string& expected, const char* hint) const {

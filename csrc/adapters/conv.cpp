@@ -88,8 +88,8 @@ template <size_t D>
 AdaptableLayer::Shapes AdaptableConvImpl<D>::shapes(const AnyAdapterOptions& adapter_options,
                                                     const std::string& caller,
                                                     const std::string& name) const {
-  const auto* own = std::get_if<LoraOptions>(&adapter_options);
-  TORCH_CHECK_VALUE(own != nullptr && !own->changes_base(), caller,
+  const auto* lora = std::get_if<LoraOptions>(&adapter_options);
+  TORCH_CHECK_VALUE(lora != nullptr && !lora->changes_base(), caller,
                     ": adapter: expected LoRA or DoRA with init 'default' or 'gaussian' for a convolution, "
                     "received other options for ",
                     name);
@@ -97,24 +97,24 @@ AdaptableLayer::Shapes AdaptableConvImpl<D>::shapes(const AnyAdapterOptions& ada
                     ": target_modules: expected a convolution with groups=1, received ", name, " of ",
                     options.groups(), " groups");
   std::vector<int64_t> down = weight.sizes().vec(), up(D + 2, 1), magnitude(D + 2, 1);
-  down[0] = up[1] = own->rank();
+  down[0] = up[1] = lora->rank();
   up[0] = magnitude[1] = options.out_channels();
-  Shapes found;
-  found.insert("lora_A", down);
-  found.insert("lora_B", up);
-  if (own->lora_bias()) found.insert("lora_bias", {options.out_channels()});
-  if (own->dora()) found.insert("lora_magnitude_vector", magnitude);
-  return found;
+  Shapes shapes;
+  shapes.insert("lora_A", down);
+  shapes.insert("lora_B", up);
+  if (lora->lora_bias()) shapes.insert("lora_bias", {options.out_channels()});
+  if (lora->dora()) shapes.insert("lora_magnitude_vector", magnitude);
+  return shapes;
 }
 
 template <size_t D>
 AdapterImpl::Tensors AdaptableConvImpl<D>::start(const AnyAdapterOptions& adapter_options) const {
-  const auto& own = std::get<LoraOptions>(adapter_options);
-  const Shapes found = shapes(own, "add_adapter", "this layer");
-  auto values = draw(found["lora_A"], found["lora_B"], own, weight.scalar_type());
-  if (own.dora()) {
+  const auto& lora = std::get<LoraOptions>(adapter_options);
+  const Shapes tensor_shapes = shapes(lora, "add_adapter", "this layer");
+  auto values = draw(tensor_shapes["lora_A"], tensor_shapes["lora_B"], lora, weight.scalar_type());
+  if (lora.dora()) {
     const Tensor norm = matrix(weight.detach().to(adapter_type())).norm(2, 1);
-    values.insert("lora_magnitude_vector", norm.view(found["lora_magnitude_vector"]));
+    values.insert("lora_magnitude_vector", norm.view(tensor_shapes["lora_magnitude_vector"]));
   }
   return values;
 }

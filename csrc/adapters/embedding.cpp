@@ -39,28 +39,29 @@ void AdaptableEmbeddingImpl::reset() {
 AdaptableLayer::Shapes AdaptableEmbeddingImpl::shapes(const AnyAdapterOptions& adapter_options,
                                                       const std::string& caller,
                                                       const std::string& name) const {
-  const auto* own = std::get_if<LoraOptions>(&adapter_options);
-  TORCH_CHECK_VALUE(own != nullptr && !own->lora_bias() && !own->changes_base(), caller,
+  const auto* lora = std::get_if<LoraOptions>(&adapter_options);
+  TORCH_CHECK_VALUE(lora != nullptr && !lora->lora_bias() && !lora->changes_base(), caller,
                     ": adapter: expected LoRA or DoRA without "
                     "lora_bias and with init 'default' for an embedding, received other options for ",
                     name);
-  Shapes found;
-  found.insert("lora_embedding_A", {own->rank(), options.num_embeddings()});
-  found.insert("lora_embedding_B", {options.embedding_dim(), own->rank()});
-  if (own->dora()) found.insert("lora_magnitude_vector", {options.embedding_dim()});
-  return found;
+  Shapes shapes;
+  shapes.insert("lora_embedding_A", {lora->rank(), options.num_embeddings()});
+  shapes.insert("lora_embedding_B", {options.embedding_dim(), lora->rank()});
+  if (lora->dora()) shapes.insert("lora_magnitude_vector", {options.embedding_dim()});
+  return shapes;
 }
 
 AdapterImpl::Tensors AdaptableEmbeddingImpl::start(const AnyAdapterOptions& adapter_options) const {
-  const auto& own = std::get<LoraOptions>(adapter_options);
+  const auto& lora = std::get<LoraOptions>(adapter_options);
   // Draws and discards two random matrices, because PEFT draws both before it initialises them. Equal seeds
   // then give the same adapter as PEFT.
-  at::randn({own.rank(), options.num_embeddings()});
-  at::randn({options.embedding_dim(), own.rank()});
+  at::randn({lora.rank(), options.num_embeddings()});
+  at::randn({options.embedding_dim(), lora.rank()});
   AdapterImpl::Tensors first;
-  first.insert("lora_embedding_A", at::zeros({own.rank(), options.num_embeddings()}));
-  first.insert("lora_embedding_B", at::randn({options.embedding_dim(), own.rank()}).to(weight.scalar_type()));
-  if (own.dora()) first.insert("lora_magnitude_vector", weight.detach().to(adapter_type()).norm(2, 0));
+  first.insert("lora_embedding_A", at::zeros({lora.rank(), options.num_embeddings()}));
+  first.insert("lora_embedding_B",
+               at::randn({options.embedding_dim(), lora.rank()}).to(weight.scalar_type()));
+  if (lora.dora()) first.insert("lora_magnitude_vector", weight.detach().to(adapter_type()).norm(2, 0));
   return first;
 }
 

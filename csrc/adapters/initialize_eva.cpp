@@ -43,9 +43,9 @@ class Directions {
     // The sign of a principal direction is arbitrary. As in PEFT, its element of largest magnitude is made
     // positive.
     const Tensor signs = all_vectors.gather(1, all_vectors.abs().argmax(1, /*keepdim=*/true)).sign();
-    const int64_t found = std::min(count, all_values.size(0));
-    values = all_values.narrow(0, 0, found);
-    vectors = (all_vectors * signs).narrow(0, 0, found);
+    const int64_t number = std::min(count, all_values.size(0));
+    values = all_values.narrow(0, 0, number);
+    vectors = (all_vectors * signs).narrow(0, 0, number);
   }
 
   // Returns the fraction of the total variance of the rows along each principal direction.
@@ -132,33 +132,33 @@ std::map<std::string, int64_t> initialize_eva(torch::nn::Module& module,
                     options.rho());
   const torch::NoGradGuard no_grad;
   Layers layers;
-  std::vector<Directions> found;
+  std::vector<Directions> all_directions;
   int64_t sum = 0;
   for (const auto& [name, layer] : all_of<AdaptableLinearImpl>(module)) {
     if (!layer->has_adapter(options.adapter_name())) continue;
-    const nn::AdapterImpl& own = *layer->adapters[options.adapter_name()];
-    if (own.lora() == nullptr) continue;
-    TORCH_CHECK_VALUE(!own.lora()->changes_base() && own["lora_B"].count_nonzero().item<int64_t>() == 0, kOp,
-                      ": module: expected lora_B of zeros, as before training, received other values in ",
-                      name);
-    const int64_t rank = own.lora()->rank();
+    const nn::AdapterImpl& adapter = *layer->adapters[options.adapter_name()];
+    if (adapter.lora() == nullptr) continue;
+    TORCH_CHECK_VALUE(
+        !adapter.lora()->changes_base() && adapter["lora_B"].count_nonzero().item<int64_t>() == 0, kOp,
+        ": module: expected lora_B of zeros, as before training, received other values in ", name);
+    const int64_t rank = adapter.lora()->rank();
     layers.emplace_back(name, layer);
-    found.emplace_back(std::llround(options.rho() * static_cast<double>(rank)));
+    all_directions.emplace_back(std::llround(options.rho() * static_cast<double>(rank)));
     sum += rank;
   }
   TORCH_CHECK_VALUE(!layers.empty(), kOp, ": module: expected linear layers with a LoRA adapter '",
                     options.adapter_name(), "', received none");
-  observe(module, layers, found, run);
+  observe(module, layers, all_directions, run);
   for (size_t i = 0; i < layers.size(); ++i) {
-    const int64_t received = found[i].values.defined() ? found[i].values.size(0) : 0;
-    TORCH_CHECK_VALUE(received == found[i].count, kOp, ": run: expected at least ", found[i].count,
+    const int64_t received = all_directions[i].values.defined() ? all_directions[i].values.size(0) : 0;
+    TORCH_CHECK_VALUE(received == all_directions[i].count, kOp, ": run: expected at least ", all_directions[i].count,
                       " directions in the inputs of ", layers[i].first, ", received ", received,
                       "; give more tokens or a smaller rank");
   }
-  const auto ranks = distribute(layers, found, sum);
+  const auto ranks = distribute(layers, all_directions, sum);
   std::map<std::string, int64_t> result;
   for (size_t i = 0; i < layers.size(); ++i) {
-    begin(*layers[i].second, options.adapter_name(), ranks[i], found[i].vectors);
+    begin(*layers[i].second, options.adapter_name(), ranks[i], all_directions[i].vectors);
     result[layers[i].first] = ranks[i];
   }
   return result;

@@ -128,9 +128,9 @@ void AdaptableLinearImpl::set_weight(const Tensor& dense) {
 }
 
 void AdaptableLinearImpl::delete_adapter(const std::string& adapter_name) {
-  const Adapter* own = adapters.find(adapter_name);
-  if (own != nullptr && (*own)->has("initial_A"))
-    set_weight(low_rank_sum(dense_weight(), {taken_part(**own)}));
+  const Adapter* deleted = adapters.find(adapter_name);
+  if (deleted != nullptr && (*deleted)->has("initial_A"))
+    set_weight(low_rank_sum(dense_weight(), {taken_part(**deleted)}));
   AdaptableLayer::delete_adapter(adapter_name);
 }
 

@@ -168,8 +168,8 @@ class Sorter {
   }
 
   void add_quantized(const std::string& name, const std::string& key, const Tensor& value) {
-    const auto found = layers_.find(name);
-    auto* linear = found == layers_.end() ? nullptr : dynamic_cast<nn::AdaptableLinearImpl*>(found->second);
+    const auto layer = layers_.find(name);
+    auto* linear = layer == layers_.end() ? nullptr : dynamic_cast<nn::AdaptableLinearImpl*>(layer->second);
     TORCH_CHECK_VALUE(
         linear != nullptr && value.is_floating_point() &&
             value.sizes() == at::IntArrayRef({linear->options.out_features(), linear->options.in_features()}),
@@ -212,13 +212,13 @@ class Sorter {
 
   void check_copy(const torch::nn::Module& module, const std::string& name,
                   const std::map<std::string, Tensor>& values) const {
-    std::map<std::string, Tensor> own;
-    for (const auto& [found, owner] : modules(module)) {
-      if (found == name) own = TrainedCopyImpl(*owner).own();
+    std::map<std::string, Tensor> of_module;
+    for (const auto& [module_name, owner] : modules(module)) {
+      if (module_name == name) of_module = TrainedCopyImpl(*owner).own();
     }
-    bool same = own.size() == values.size();
-    for (const auto& [key, value] : values) same = same && own.count(key) > 0;
-    for (const auto& [key, value] : values) same = same && own[key].sizes() == value.sizes();
+    bool same = of_module.size() == values.size();
+    for (const auto& [key, value] : values) same = same && of_module.count(key) > 0;
+    for (const auto& [key, value] : values) same = same && of_module[key].sizes() == value.sizes();
     TORCH_CHECK_VALUE(same, place_, ": ", name,
                       ": expected the names and shapes of its parameters and buffers, received others");
   }
@@ -314,8 +314,8 @@ void load_adapter(torch::nn::Module& module, const std::string& directory, const
       own.layer->adapters[adapter_name]->set_fixed(item.key(), item.value());
   }
   for (const auto& [name, values] : content.copies) {
-    auto own = add_copy(module, name, adapter_name).values(adapter_name);
-    for (const auto& [key, value] : values) own[key].copy_(value);
+    auto copy = add_copy(module, name, adapter_name).values(adapter_name);
+    for (const auto& [key, value] : values) copy[key].copy_(value);
   }
   set_adapter(module, {adapter_name});
 }

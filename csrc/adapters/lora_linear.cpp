@@ -79,10 +79,10 @@ std::tuple<std::vector<Tensor>, Tensor> forward(const Tensor& x, const LoraParts
     adaptation.gain = to_type(layer.gain, compute_type(x));
     adaptation.bias = to_type(layer.bias, layer.gain.has_value() ? compute_type(x) : other);
     if (layer.lora_A.has_value()) {
-      Tensor own = low.narrow(1, first, layer.lora_A->size(0));
-      if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
-      first += own.size(1);
-      adaptation.low = own.to(other);
+      Tensor layer_low = low.narrow(1, first, layer.lora_A->size(0));
+      if (layer.low_scale.has_value()) layer_low.mul_(*layer.low_scale);
+      first += layer_low.size(1);
+      adaptation.low = layer_low.to(other);
       adaptation.up = layer.lora_B->to(other);
     }
     Tensor out = quantization::apply_weight(base(products, layer, columns, x.options()),
@@ -199,10 +199,10 @@ std::vector<Tensor> backward(const LoraParts& grad_outputs, const LoraParts& out
       return gain.defined() ? rows.mul(gain.unsqueeze(1)) : rows;
     };
     if (rank > 0 && (by_input || wants.lora_A)) {
-      Tensor own = gemm::multiply(products, grad, gained(layer.lora_B->to(compute_type(x))).to(other), other,
-                                  layer.scaling);
-      if (layer.low_scale.has_value()) own.mul_(*layer.low_scale);
-      grad_low.narrow(1, begin, rank).copy_(own);
+      Tensor grad_of_layer = gemm::multiply(
+          products, grad, gained(layer.lora_B->to(compute_type(x))).to(other), other, layer.scaling);
+      if (layer.low_scale.has_value()) grad_of_layer.mul_(*layer.low_scale);
+      grad_low.narrow(1, begin, rank).copy_(grad_of_layer);
     }
     if (wants.lora_B) {
       gradients.lora_B = gained(gemm::multiply(products, grad.t(), low.narrow(1, begin, rank).to(other),

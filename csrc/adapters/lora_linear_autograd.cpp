@@ -79,12 +79,12 @@ class LoraLinear : public torch::autograd::Function<LoraLinear> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = saved_fields<Saved>(ctx);
     const size_t count = saved.layers.size();
-    size_t given = 0;
+    size_t tensors = 0;
     for (const SavedLayer& layer : saved.layers)
-      given += std::count_if(layer.places.begin(), layer.places.end(), [](int64_t p) { return p >= 0; });
-    // `gradients` has one entry per argument of forward: x, gate, each tensor in `given`, and six arguments
+      tensors += std::count_if(layer.places.begin(), layer.places.end(), [](int64_t p) { return p >= 0; });
+    // `gradients` has one entry per argument of forward: x, gate, each tensor in `tensors`, and six arguments
     // that have no gradient.
-    variable_list gradients(2 + given + 6);
+    variable_list gradients(2 + tensors + 6);
     const auto by_part = [&](const SavedLayer& layer, LoraPart part) -> Tensor& {
       return gradients[2 + layer.places[part]];
     };

@@ -25,11 +25,11 @@ void LowRankLayer::freeze() {
 }
 
 Tensor LowRankLayer::gain(const std::string& adapter_name) const {
-  const AdapterImpl& own = *adapters[adapter_name];
-  const auto [lora_A, lora_B] = factors(own);
+  const AdapterImpl& adapter = *adapters[adapter_name];
+  const auto [lora_A, lora_B] = factors(adapter);
   LoraWeight layer(matrix(weight.detach()));
-  layer.lora_A(lora_A).lora_B(lora_B).scaling(own.lora()->scaling());
-  return own["lora_magnitude_vector"].flatten() / lora_weight_norm(layer);
+  layer.lora_A(lora_A).lora_B(lora_B).scaling(adapter.lora()->scaling());
+  return adapter["lora_magnitude_vector"].flatten() / lora_weight_norm(layer);
 }
 
 Tensor LowRankLayer::composed(const Tensor& base, const Tensor& x, int64_t features,
@@ -39,14 +39,14 @@ Tensor LowRankLayer::composed(const Tensor& base, const Tensor& x, int64_t featu
   per_row.front() = -1;
   Tensor total = base;
   for (const auto& name : current()) {
-    const AdapterImpl& own = *adapters[name];
-    const double scaling = own.lora()->scaling();
-    Tensor change = scaling * product(own);
-    if (own.lora()->dora()) {
+    const AdapterImpl& adapter = *adapters[name];
+    const double scaling = adapter.lora()->scaling();
+    Tensor change = scaling * product(adapter);
+    if (adapter.lora()->dora()) {
       const Tensor multiplied = gain(name).view(vector);
       change = (multiplied - 1) * base + multiplied * change;
     }
-    if (own.lora()->lora_bias()) change = change + scaling * own["lora_bias"].view(vector);
+    if (adapter.lora()->lora_bias()) change = change + scaling * adapter["lora_bias"].view(vector);
     if (const Tensor chosen = uses(name, x); chosen.defined()) change = change * chosen.reshape(per_row);
     total = total + change;
   }
@@ -66,14 +66,14 @@ std::array<double, 2> LowRankLayer::merge(const MergeOptions& options) {
   if (bias.defined()) summed_bias = bias.detach().to(adapter_type());
   for (const auto& name : options.adapter_names().empty() ? active : options.adapter_names()) {
     if (!has_adapter(name)) continue;
-    const AdapterImpl& own = *adapters[name];
-    if (own.lora()->dora()) {
-      sum += low_rank_sum(dense, {part(own)}) * gain(name).unsqueeze(1) - dense;
+    const AdapterImpl& adapter = *adapters[name];
+    if (adapter.lora()->dora()) {
+      sum += low_rank_sum(dense, {part(adapter)}) * gain(name).unsqueeze(1) - dense;
     } else {
-      sum = low_rank_sum(sum, {part(own)});
+      sum = low_rank_sum(sum, {part(adapter)});
     }
-    if (own.lora()->lora_bias())
-      summed_bias = add_defined(summed_bias, own.lora()->scaling() * own["lora_bias"]);
+    if (adapter.lora()->lora_bias())
+      summed_bias = add_defined(summed_bias, adapter.lora()->scaling() * adapter["lora_bias"]);
   }
   const Tensor exact = folded(sum);
   const Tensor value = exact.contiguous().to(weight.scalar_type());

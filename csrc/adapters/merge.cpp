@@ -17,9 +17,9 @@ double ratio(const std::array<double, 2>& squares) {
 }  // namespace
 
 MergeReport merge(torch::nn::Module& module, const MergeOptions& options) {
-  const auto found = adapted_layers(module);
+  const auto adapted = adapted_layers(module);
   TORCH_CHECK_VALUE(
-      !found.empty(),
+      !adapted.empty(),
       "lora::merge: module: expected a module with adapters, received one without; call lora::apply first");
   check_known("lora::merge", module, options.adapter_names());
   if (!options.adapter_names().empty())
@@ -27,7 +27,7 @@ MergeReport merge(torch::nn::Module& module, const MergeOptions& options) {
     set_adapter(module, options.adapter_names());
   MergeReport report;
   std::array<double, 2> totals{};
-  for (const auto& [name, layer] : found) {
+  for (const auto& [name, layer] : adapted) {
     const auto squares = layer->merge(options);
     report.layers[name] = ratio(squares);
     totals = {totals[0] + squares[0], totals[1] + squares[1]};

@@ -42,9 +42,9 @@ void check_matched(const std::string& argument, const std::vector<std::string>& 
                    const std::vector<std::string>& known, const Match& match, const char* expected) {
   std::vector<std::string> missing;
   for (const auto& wanted : names) {
-    const bool found =
+    const bool is_known =
         std::any_of(known.begin(), known.end(), [&](const auto& name) { return match(name, wanted); });
-    if (!found) missing.push_back("'" + wanted + "'");
+    if (!is_known) missing.push_back("'" + wanted + "'");
   }
   if (missing.empty()) return;
   std::set<std::string> last;
@@ -55,17 +55,17 @@ void check_matched(const std::string& argument, const std::vector<std::string>& 
 }
 
 std::vector<std::pair<std::string, torch::nn::Module*>> modules(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, torch::nn::Module*>> found{
+  std::vector<std::pair<std::string, torch::nn::Module*>> result{
       {"", const_cast<torch::nn::Module*>(&module)}};
   for (const auto& child : module.named_modules("", /*include_self=*/false))
-    found.emplace_back(child.key(), child.value().get());
-  return found;
+    result.emplace_back(child.key(), child.value().get());
+  return result;
 }
 
 std::vector<std::pair<std::string, nn::AdaptableLayer*>> adapted_layers(const torch::nn::Module& module) {
-  auto found = all_of<nn::AdaptableLayer>(module);
-  std::erase_if(found, [](const auto& layer) { return !layer.second->has_adapter(); });
-  return found;
+  auto layers = all_of<nn::AdaptableLayer>(module);
+  std::erase_if(layers, [](const auto& layer) { return !layer.second->has_adapter(); });
+  return layers;
 }
 
 void check_adapter(const std::string& caller, const nn::AnyAdapterOptions& options) {

@@ -34,11 +34,11 @@ void check_matched(
 /// Returns the submodules of class Layer or of a derived class, with their names.
 template <class Layer>
 std::vector<std::pair<std::string, Layer*>> all_of(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, Layer*>> found;
+  std::vector<std::pair<std::string, Layer*>> layers;
   for (const auto& [name, each] : modules(module)) {
-    if (auto* layer = dynamic_cast<Layer*>(each)) found.emplace_back(name, layer);
+    if (auto* layer = dynamic_cast<Layer*>(each)) layers.emplace_back(name, layer);
   }
-  return found;
+  return layers;
 }
 
 /// Returns the layers of `module` that have at least one adapter, with their names.

@@ -165,8 +165,8 @@ struct Compiled {
 
 const Compiled& compiled(const std::string& pattern) {
   thread_local std::map<std::string, Compiled> cache;
-  const auto found = cache.find(pattern);
-  if (found != cache.end()) return found->second;
+  const auto cached = cache.find(pattern);
+  if (cached != cache.end()) return cached->second;
   if (cache.size() >= kCached) cache.clear();
   return cache.emplace(pattern, Compiled(pattern)).first->second;
 }
@@ -181,15 +181,15 @@ std::string written(const std::string& pattern, PatternRule rule) {
 
 bool search(const std::string& pattern, const std::string& name, PatternRule rule, int64_t& steps,
             std::string& group) {
-  const Compiled& own = compiled(written(pattern, rule));
-  if ((own.translation.classes || own.translation.caseless) &&
+  const Compiled& regex = compiled(written(pattern, rule));
+  if ((regex.translation.classes || regex.translation.caseless) &&
       !std::all_of(name.begin(), name.end(), is_printable)) {
     throw std::invalid_argument("\\d, \\w, \\s, \\b and (?i) for a name that is not printable ASCII, " +
                                 quote(name));
   }
   const Owned<pcre2_match_context, pcre2_match_context_free> context(pcre2_match_context_create(nullptr));
   const Owned<pcre2_match_data, pcre2_match_data_free> data(
-      pcre2_match_data_create_from_pattern(own.code.get(), nullptr));
+      pcre2_match_data_create_from_pattern(regex.code.get(), nullptr));
   pcre2_set_depth_limit(context.get(), kDepth);
   pcre2_set_heap_limit(context.get(), kHeap);
   const uint32_t options = PCRE2_ANCHORED | (rule == PatternRule::kWhole ? PCRE2_ENDANCHORED : 0);
@@ -197,7 +197,7 @@ bool search(const std::string& pattern, const std::string& name, PatternRule rul
   for (uint32_t limit = kFirstSteps; result == PCRE2_ERROR_MATCHLIMIT && steps > 0; limit *= 10) {
     pcre2_set_match_limit(context.get(), static_cast<uint32_t>(std::min<int64_t>(limit, steps)));
     steps -= limit;
-    result = pcre2_match(own.code.get(), reinterpret_cast<PCRE2_SPTR>(name.data()), name.size(), 0, options,
+    result = pcre2_match(regex.code.get(), reinterpret_cast<PCRE2_SPTR>(name.data()), name.size(), 0, options,
                          data.get(), context.get());
   }
   if (result == PCRE2_ERROR_NOMATCH) return false;

@@ -12,8 +12,8 @@ std::tuple<int64_t, std::string> match_patterns(const std::string& caller, std::
                                                 const std::string& name, int64_t rule) {
   TORCH_CHECK_VALUE(rule >= 0 && rule <= static_cast<int64_t>(PatternRule::kLayer),
                     "match_patterns: rule: expected 0 to 3, received ", rule);
-  auto found = first_match(caller, patterns, name, static_cast<PatternRule>(rule));
-  return {found.index, std::move(found.group)};
+  auto match = first_match(caller, patterns, name, static_cast<PatternRule>(rule));
+  return {match.index, std::move(match.group)};
 }
 
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) { m.impl("_match_patterns", match_patterns); }

@@ -108,8 +108,8 @@ class Translator {
     if (at_ == in_.size()) fail("bad escape at the end");
     const char c = in_[at_++];
     constexpr std::string_view kNames = "afnrtv", kCodes = "\a\f\n\r\t\v";
-    if (const auto found = kNames.find(c); found != std::string_view::npos) {
-      value = static_cast<unsigned char>(kCodes[found]);
+    if (const auto index = kNames.find(c); index != std::string_view::npos) {
+      value = static_cast<unsigned char>(kCodes[index]);
     } else if (c == 'x' || c == 'u' || c == 'U') {
       value = hexadecimal(c == 'x' ? 2 : c == 'u' ? 4 : 8);
     } else if (is_letter(c) || is_digit(c)) {

@@ -44,14 +44,14 @@ Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions
   const auto& first = std::get<nn::LoraOptions>(layers.front().second);
   Json ranks = Json::object(), alphas = Json::object();
   for (const auto& [name, options] : layers) {
-    const auto& own = std::get<nn::LoraOptions>(options);
+    const auto& layer_options = std::get<nn::LoraOptions>(options);
     TORCH_CHECK_VALUE(
-        own.dora() == first.dora() && own.lora_bias() == first.lora_bias() && own.rslora() == first.rslora(),
+        layer_options.dora() == first.dora() && layer_options.lora_bias() == first.lora_bias() && layer_options.rslora() == first.rslora(),
         "lora::save_adapter: module: expected the same dora, rslora and lora_bias in all layers, since the "
         "file stores one value for all of them, received other values in ",
         name, " than in the first layer");
-    if (own.rank() != first.rank()) ranks["^" + name] = own.rank();
-    if (own.alpha() != first.alpha()) alphas["^" + name] = own.alpha();
+    if (layer_options.rank() != first.rank()) ranks["^" + name] = layer_options.rank();
+    if (layer_options.alpha() != first.alpha()) alphas["^" + name] = layer_options.alpha();
   }
   return {{"peft_type", "LORA"},          {"r", first.rank()},        {"lora_alpha", first.alpha()},
           {"rank_pattern", ranks},        {"alpha_pattern", alphas},  {"lora_dropout", first.dropout()},
@@ -70,15 +70,15 @@ nn::AnyAdapterOptions FileConfig::own(const std::string& name, int64_t rank) con
   if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
     nn::IA3Options result = *ia3;
     if (!feedforward) return result.feedforward(matches(name, ia3->feedforward_modules()));
-    const auto found =
+    const auto match =
         first_match(place + ": feedforward_modules", {*feedforward}, name, PatternRule::kWhole);
-    return result.feedforward(found.index == 0);
+    return result.feedforward(match.index == 0);
   }
   if (!std::holds_alternative<nn::LoraOptions>(options)) return options;
   nn::LoraOptions result = std::get<nn::LoraOptions>(options);
   result.rank(rank);
-  const auto found = first_match(place + ": alpha_pattern", patterns, name, PatternRule::kEnding);
-  return found.index < 0 ? result : result.alpha(alphas[static_cast<size_t>(found.index)]);
+  const auto match = first_match(place + ": alpha_pattern", patterns, name, PatternRule::kEnding);
+  return match.index < 0 ? result : result.alpha(alphas[static_cast<size_t>(match.index)]);
 }
 
 FileConfig read_config(const std::string& path) {

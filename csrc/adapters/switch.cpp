@@ -22,8 +22,8 @@ std::vector<std::string> adapter_names(const torch::nn::Module& module) {
 
 std::vector<std::pair<std::string, at::Tensor>> base_biases(const torch::nn::Module& module,
                                                             const std::string& which) {
-  std::vector<std::pair<std::string, at::Tensor>> found;
-  if (which == "none") return found;
+  std::vector<std::pair<std::string, at::Tensor>> biases;
+  if (which == "none") return biases;
   std::vector<std::string> copied, adapted;
   for (const auto& [name, copy] : trained_copies(module)) copied.push_back(name);
   for (const auto& [name, layer] : adapted_layers(module))
@@ -32,9 +32,9 @@ std::vector<std::pair<std::string, at::Tensor>> base_biases(const torch::nn::Mod
     const std::string& name = item.key();
     if ((name != "bias" && !name.ends_with(".bias")) || is_inside(name, copied)) continue;
     const bool of_layer = std::find(adapted.begin(), adapted.end(), name) != adapted.end();
-    if (which == "all" || of_layer) found.emplace_back(name, item.value());
+    if (which == "all" || of_layer) biases.emplace_back(name, item.value());
   }
-  return found;
+  return biases;
 }
 
 void set_adapter(torch::nn::Module& module, const std::vector<std::string>& names) {

@@ -43,13 +43,13 @@ std::optional<int64_t> first_number(const std::string& name) {
 
 std::optional<int64_t> layer_number(const std::string& name, const std::vector<std::string>& patterns) {
   if (patterns.empty()) return first_number(name);
-  const auto found = first_match("lora::apply: layers_pattern", patterns, name, PatternRule::kLayer);
-  if (found.index < 0) return std::nullopt;
-  const auto number = number_of(found.group);
+  const auto match = first_match("lora::apply: layers_pattern", patterns, name, PatternRule::kLayer);
+  if (match.index < 0) return std::nullopt;
+  const auto number = number_of(match.group);
   TORCH_CHECK_VALUE(number.has_value(),
                     "lora::apply: layers_pattern: expected patterns whose first group is the layer's number, "
                     "received ",
-                    listed(patterns), ", which find '", found.group, "'");
+                    listed(patterns), ", which find '", match.group, "'");
   return number;
 }
 
@@ -95,8 +95,8 @@ T by_pattern(const char* caller, const std::vector<std::pair<std::string, T>>& p
   if (patterns.empty()) return otherwise;
   std::vector<std::string> keys;
   for (const auto& [pattern, value] : patterns) keys.push_back(pattern);
-  const auto found = first_match(caller, keys, name, PatternRule::kEnding);
-  return found.index < 0 ? otherwise : patterns[static_cast<size_t>(found.index)].second;
+  const auto match = first_match(caller, keys, name, PatternRule::kEnding);
+  return match.index < 0 ? otherwise : patterns[static_cast<size_t>(match.index)].second;
 }
 
 constexpr const char* kRankPattern = "lora::apply: rank_pattern";
@@ -138,7 +138,7 @@ NamedLayers find_targets(const torch::nn::Module& module, const ApplyOptions& op
   check_matched("lora::apply: target_modules", names, known);
   check_matched("lora::apply: exclude_modules", options.exclude_modules(), known);
   check_layers(options, known);
-  NamedLayers found;
+  NamedLayers targets;
   for (const auto& [name, each] : modules(module)) {
     auto* layer = dynamic_cast<AdaptableLayer*>(each);
     const bool chosen = names.empty() ? dynamic_cast<AdaptableLinearImpl*>(each) != nullptr
@@ -150,28 +150,28 @@ NamedLayers find_targets(const torch::nn::Module& module, const ApplyOptions& op
                       "lora::apply: target_modules: expected shoestring::nn::AdaptableLinear, "
                       "AdaptableEmbedding or AdaptableConv1d, 2d or 3d layers, received ",
                       name, ", a ", each->name(), "; declare it as one of these");
-    found.emplace_back(name, layer);
+    targets.emplace_back(name, layer);
   }
   TORCH_CHECK_VALUE(
-      !found.empty(),
+      !targets.empty(),
       "lora::apply: target_modules: expected names of shoestring::nn layers, received names that match "
       "none of the module's ",
       all_of<AdaptableLayer>(module).size());
-  check_own(options.adapter(), found);
-  return found;
+  check_own(options.adapter(), targets);
+  return targets;
 }
 
 nn::AnyAdapterOptions own_options(const nn::AnyAdapterOptions& options, const std::string& name) {
   if (const auto* ia3 = std::get_if<nn::IA3Options>(&options)) {
-    nn::IA3Options own = *ia3;
-    return own.feedforward(matches(name, ia3->feedforward_modules()));
+    nn::IA3Options adapter = *ia3;
+    return adapter.feedforward(matches(name, ia3->feedforward_modules()));
   }
   const auto* lora = std::get_if<nn::LoraOptions>(&options);
   if (lora == nullptr || (lora->rank_pattern().empty() && lora->alpha_pattern().empty())) return options;
-  nn::LoraOptions own = *lora;
-  own.rank(by_pattern(kRankPattern, lora->rank_pattern(), name, lora->rank()));
-  own.alpha(by_pattern(kAlphaPattern, lora->alpha_pattern(), name, lora->alpha()));
-  return own.rank_pattern({}).alpha_pattern({});
+  nn::LoraOptions adapter = *lora;
+  adapter.rank(by_pattern(kRankPattern, lora->rank_pattern(), name, lora->rank()));
+  adapter.alpha(by_pattern(kAlphaPattern, lora->alpha_pattern(), name, lora->alpha()));
+  return adapter.rank_pattern({}).alpha_pattern({});
 }
 
 }  // namespace shoestring::lora

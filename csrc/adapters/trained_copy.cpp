@@ -31,11 +31,11 @@ TrainedCopyImpl::TrainedCopyImpl(torch::nn::Module& owner) : owner_(&owner) {
 }
 
 std::map<std::string, Tensor> TrainedCopyImpl::own() const {
-  std::map<std::string, Tensor> found;
-  for (const auto& item : owner_->named_parameters()) found.emplace(item.key(), item.value());
-  for (const auto& item : owner_->named_buffers()) found.emplace(item.key(), item.value());
-  std::erase_if(found, [](const auto& item) { return is_ours(item.first); });
-  return found;
+  std::map<std::string, Tensor> tensors;
+  for (const auto& item : owner_->named_parameters()) tensors.emplace(item.key(), item.value());
+  for (const auto& item : owner_->named_buffers()) tensors.emplace(item.key(), item.value());
+  std::erase_if(tensors, [](const auto& item) { return is_ours(item.first); });
+  return tensors;
 }
 
 // Registers a tensor of a copy that is not in use as a frozen parameter, because LibTorch cannot unregister a
@@ -47,10 +47,10 @@ void TrainedCopyImpl::hold(const std::string& adapter_name, const std::string& t
 }
 
 std::map<std::string, Tensor> TrainedCopyImpl::values(const std::string& adapter_name) const {
-  auto found = own();
-  if (adapter_name == in_use_) return found;
-  for (auto& [name, tensor] : found) tensor = parameters_[key(adapter_name, name)];
-  return found;
+  auto tensors = own();
+  if (adapter_name == in_use_) return tensors;
+  for (auto& [name, tensor] : tensors) tensor = parameters_[key(adapter_name, name)];
+  return tensors;
 }
 
 bool TrainedCopyImpl::has(const std::string& adapter_name) const {
@@ -112,12 +112,12 @@ void TrainedCopyImpl::set_merged(bool now) {
 }
 
 std::vector<std::pair<std::string, TrainedCopyImpl*>> trained_copies(const torch::nn::Module& module) {
-  std::vector<std::pair<std::string, TrainedCopyImpl*>> found;
+  std::vector<std::pair<std::string, TrainedCopyImpl*>> copies;
   for (const auto& [name, copy] : all_of<TrainedCopyImpl>(module)) {
     const auto end = name.size() - std::string(TrainedCopyImpl::kName).size();
-    found.emplace_back(name.substr(0, end == 0 ? 0 : end - 1), copy);
+    copies.emplace_back(name.substr(0, end == 0 ? 0 : end - 1), copy);
   }
-  return found;
+  return copies;
 }
 
 bool is_inside(const std::string& name, const std::vector<std::string>& modules) {
@@ -129,10 +129,10 @@ bool shares_parameter(const torch::nn::Module& module, const std::string& name) 
   std::set<const torch::nn::Module*> inside;
   std::set<const void*> own;
   const auto tensors = [](const torch::nn::Module& each) {
-    auto found = each.parameters(/*recurse=*/false);
+    auto tensors = each.parameters(/*recurse=*/false);
     // A layer may be tied by its member alone, without a change of its registered parameters.
-    if (const auto* linear = each.as<nn::AdaptableLinearImpl>()) found.push_back(linear->weight);
-    return found;
+    if (const auto* linear = each.as<nn::AdaptableLinearImpl>()) tensors.push_back(linear->weight);
+    return tensors;
   };
   for (const auto& [path, each] : modules(module)) {
     if (!is_inside(path, {name})) continue;
@@ -150,7 +150,7 @@ bool shares_parameter(const torch::nn::Module& module, const std::string& name) 
 
 std::vector<std::string> saved_modules(const std::string& caller, const torch::nn::Module& module,
                                        const std::vector<std::string>& wanted) {
-  std::vector<std::string> found;
+  std::vector<std::string> result;
   for (const auto& target : wanted) {
     bool any = false;
     for (const auto& [name, each] : modules(module)) {
@@ -170,12 +170,12 @@ std::vector<std::string> saved_modules(const std::string& caller, const torch::n
           !shares_parameter(module, name), caller,
           ": modules_to_save: expected modules with parameters of their own, received ", name,
           ", whose parameter another module has as well; give one of the modules a copy of the parameter");
-      if (!is_inside(name, found)) found.push_back(name);
+      if (!is_inside(name, result)) result.push_back(name);
     }
     TORCH_CHECK_VALUE(any, caller, ": modules_to_save: expected names of modules, received '", target,
                       "', which matches nothing");
   }
-  return found;
+  return result;
 }
 
 TrainedCopyImpl& add_copy(torch::nn::Module& module, const std::string& name,

@@ -76,8 +76,8 @@ Tensor PromptTokensImpl::forward(const Tensor& embedded) {
   TORCH_CHECK_VALUE(embedded.dim() == 3 && embedded.size(2) == options.features(),
                     "nn::PromptTokens: embedded: expected shape (batch, n, ", options.features(),
                     "), received ", embedded.sizes());
-  const Tensor own = embedding.to(embedded.scalar_type());
-  return at::cat({own.expand({embedded.size(0), -1, -1}), embedded}, 1);
+  const Tensor tokens = embedding.to(embedded.scalar_type());
+  return at::cat({tokens.expand({embedded.size(0), -1, -1}), embedded}, 1);
 }
 
 void PromptTokensImpl::save(const std::string& directory) const {

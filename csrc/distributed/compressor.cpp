@@ -185,11 +185,11 @@ Compressor::Bucket& Compressor::bucket_of(const Tensor& gradient, const std::vec
   Tensor error = at::zeros({elements}, gradient.options().dtype(at::kFloat));
   int64_t begin = 0;
   for (size_t i = 0; i < params.size(); ++i) {
-    Tensor own = error.narrow(0, begin, params[i].numel());
+    Tensor part = error.narrow(0, begin, params[i].numel());
     begin += params[i].numel();
-    Tensor& place = of_params_[pointers[i]];
-    if (place.defined()) own.copy_(place);
-    place = own;
+    Tensor& stored = of_params_[pointers[i]];
+    if (stored.defined()) part.copy_(stored);
+    stored = part;
   }
   // Buckets that had these parameters come later in this step, or no more.
   for (auto other = buckets_.begin(); other != buckets_.end();) {
@@ -206,15 +206,15 @@ Compressor::Bucket& Compressor::bucket_of(const Tensor& gradient, const std::vec
 // The second hop: averages the codes of this rank's part, and sends the codes of the means to all ranks.
 void Compressor::send_means(Flight& flight) {
   wait_for(group_, flight.work, "all-to-all of compressed gradients");
-  const int64_t own = flight.records * record_of(bits_);
+  const int64_t bytes = flight.records * record_of(bits_);
   Tensor& error = flight.bucket->owned;
   Tensor mean = at::empty_like(error);
-  decompress_mean_(mean, flight.parts.view({ranks_, own}), bits_);
+  decompress_mean_(mean, flight.parts.view({ranks_, bytes}), bits_);
   // The memory of the first hop's codes serves those of the means.
-  Tensor codes = flight.codes.narrow(0, 0, own);
+  Tensor codes = flight.codes.narrow(0, 0, bytes);
   const int64_t used = compressed_gradient_bytes(error.numel(), bits_);
   Tensor filled = codes.narrow(0, 0, used);
-  codes.narrow(0, used, own - used).zero_();
+  codes.narrow(0, used, bytes - used).zero_();
   drop_errors(error);
   compress_gradient_(error, mean, filled, bits_);
   flight.means = codes;
@@ -223,7 +223,7 @@ void Compressor::send_means(Flight& flight) {
   } catch (const std::exception& failure) {
     fail_collective(*group_, failure, "all-gather of compressed gradients");
   }
-  sent_ += (ranks_ - 1) * own;
+  sent_ += (ranks_ - 1) * bytes;
   flight.is_second = true;
 }
 
@@ -268,8 +268,8 @@ Compressor::Scatter Compressor::begin_scatter(const Tensor& input, int64_t key) 
   Tensor codes = at::empty({ranks_ * bytes}, input.options().dtype(at::kByte));
   const Tensor flat = input.view({-1});
   for (int64_t rank = 0; rank < ranks_; ++rank) {
-    Tensor own = error.narrow(0, rank * part, part), to = codes.narrow(0, rank * bytes, bytes);
-    compress_gradient_(own, flat.narrow(0, rank * part, part), to, bits_);
+    Tensor rank_error = error.narrow(0, rank * part, part), to = codes.narrow(0, rank * bytes, bytes);
+    compress_gradient_(rank_error, flat.narrow(0, rank * part, part), to, bits_);
   }
   note(codes);
   Tensor parts = at::empty_like(codes);
@@ -319,16 +319,16 @@ int64_t Compressor::residual_bytes() const {
 
 std::optional<Tensor> Compressor::residual(const Tensor& param) const {
   const auto alone = lock();
-  const auto found = of_params_.find(param.unsafeGetTensorImpl());
-  if (found == of_params_.end()) return std::nullopt;
-  return found->second;
+  const auto entry = of_params_.find(param.unsafeGetTensorImpl());
+  if (entry == of_params_.end()) return std::nullopt;
+  return entry->second;
 }
 
 std::optional<Tensor> Compressor::residual_of_means(int64_t index) const {
   const auto alone = lock();
-  const auto found = buckets_.find(index);
-  if (found == buckets_.end() || !found->second.owned.defined()) return std::nullopt;
-  return found->second.owned;
+  const auto bucket = buckets_.find(index);
+  if (bucket == buckets_.end() || !bucket->second.owned.defined()) return std::nullopt;
+  return bucket->second.owned;
 }
 
 std::optional<Tensor> Compressor::residual(int64_t key) const {

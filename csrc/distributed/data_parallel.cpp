@@ -40,10 +40,10 @@ void check_same(const GroupPtr& group, const TensorDict& tensors, const char* ca
     text += c10::str(item.key(), " ", item.value().sizes(), " ", item.value().scalar_type(), "\n");
   const auto hash = static_cast<int64_t>(std::hash<std::string>()(text));
   const auto number = at::TensorOptions(device_of(*group)).dtype(at::kLong);
-  std::vector<Tensor> own{at::full({1}, hash, number)};
+  std::vector<Tensor> hash_here{at::full({1}, hash, number)};
   std::vector<std::vector<Tensor>> all(1);
   for (int i = 0; i < group->getSize(); ++i) all[0].push_back(at::empty({1}, number));
-  wait_for(group, group->allgather(all, own), kSame);
+  wait_for(group, group->allgather(all, hash_here), kSame);
   int64_t other = 0;
   for (int64_t rank = group->getSize() - 1; rank > 0; --rank)
     if (!all[0][rank].equal(all[0][0])) other = rank;
@@ -82,16 +82,16 @@ void broadcast(const GroupPtr& group, const std::vector<Tensor>& tensors) {
 // Returns the running statistics of normalisation layers, and the counters beside them. Forward changes them
 // on each rank for itself. Other buffers, such as quantised weights, do not change.
 std::vector<Tensor> statistics_of(const torch::nn::Module& module) {
-  std::vector<Tensor> found;
+  std::vector<Tensor> statistics;
   const auto add = [&](const torch::nn::Module& own) {
     const auto buffers = own.named_buffers(/*recurse=*/false);
     if (const Tensor* mean = buffers.find("running_mean"); mean == nullptr || !mean->defined()) return;
     for (const auto& item : buffers)
-      if (item.value().defined()) found.push_back(item.value());
+      if (item.value().defined()) statistics.push_back(item.value());
   };
   add(module);
   for (const auto& own : module.modules(/*include_self=*/false)) add(*own);
-  return found;
+  return statistics;
 }
 
 // Averages the buckets of a Reducer in few bits.

@@ -33,9 +33,9 @@ std::vector<int64_t> sizes_of(const std::vector<Tensor>& tensors) {
 
 // Returns the tensors "<name>.0", "<name>.1" and so on.
 std::vector<Tensor> numbered(const TensorDict& state, const std::string& name) {
-  std::vector<Tensor> found;
-  while (const Tensor* tensor = state.find(c10::str(name, ".", found.size()))) found.push_back(*tensor);
-  return found;
+  std::vector<Tensor> tensors;
+  while (const Tensor* tensor = state.find(c10::str(name, ".", tensors.size()))) tensors.push_back(*tensor);
+  return tensors;
 }
 
 }  // namespace
@@ -128,10 +128,10 @@ Tensor Averaging::flat(const Bucket& bucket) const {
 void Averaging::give(const Bucket& bucket, double alpha) {
   int64_t begin = 0;
   for (const size_t i : bucket.params) {
-    Tensor own = params_[i].detach();
-    Tensor averaged = bucket.anchor.narrow(0, begin, own.numel()).view_as(own);
-    begin += own.numel();
-    own.copy_(alpha == 0 ? averaged : at::lerp(averaged, own.to(at::kFloat), alpha));
+    Tensor param = params_[i].detach();
+    Tensor averaged = bucket.anchor.narrow(0, begin, param.numel()).view_as(param);
+    begin += param.numel();
+    param.copy_(alpha == 0 ? averaged : at::lerp(averaged, param.to(at::kFloat), alpha));
   }
 }
 
@@ -144,9 +144,9 @@ void Averaging::begin(Fragment& fragment) {
     bucket.mean = bucket.anchor.clone();
     int64_t begin = 0;
     for (const size_t i : bucket.params) {
-      const Tensor own = params_[i].detach();
-      bucket.mean.narrow(0, begin, own.numel()).sub_(own.flatten());
-      begin += own.numel();
+      const Tensor param = params_[i].detach();
+      bucket.mean.narrow(0, begin, param.numel()).sub_(param.flatten());
+      begin += param.numel();
     }
     if (ranks == 1) continue;
     if (fragment.compressor) {
@@ -410,22 +410,22 @@ void Averaging::load_state(const TensorDict& state) {
   const auto alone = lock();
   const at::NoGradGuard no_grad;
   const auto entry = [&](const std::string& name) {
-    const Tensor* found = state.find(name);
-    TORCH_CHECK_VALUE(found != nullptr, name_, ": state: expected an entry ", name, ", received none");
-    return *found;
+    const Tensor* tensor = state.find(name);
+    TORCH_CHECK_VALUE(tensor != nullptr, name_, ": state: expected an entry ", name, ", received none");
+    return *tensor;
   };
   const int64_t steps = entry("steps").item<int64_t>();
   const Tensor begun = entry("begun").to(at::kCPU, at::kLong);
   TORCH_CHECK_VALUE(begun.sizes() == at::IntArrayRef({options_.fragments()}), name_,
                     ": state: begun: ", "expected ", options_.fragments(), " fragments, received ",
                     begun.numel());
-  std::vector<std::vector<Tensor>> own(2);  // anchors and momenta
+  std::vector<std::vector<Tensor>> loaded(2);  // anchors and momenta
   std::vector<Tensor> means;
   size_t i = 0;
   for (int64_t f = 0; f < options_.fragments(); ++f)
     for (const Bucket& bucket : fragments_[f].buckets) {
-      own[0].push_back(bucket.anchor);
-      if (bucket.momentum.defined()) own[1].push_back(bucket.momentum);
+      loaded[0].push_back(bucket.anchor);
+      if (bucket.momentum.defined()) loaded[1].push_back(bucket.momentum);
       const std::string name = c10::str("mean.", i++);
       means.push_back(begun[f].item<int64_t>() >= 0 ? entry(name) : Tensor());
       TORCH_CHECK_VALUE(!means.back().defined() || means.back().numel() == bucket.anchor.numel(), name_,
@@ -433,15 +433,15 @@ void Averaging::load_state(const TensorDict& state) {
                         means.back().numel());
     }
   const char* const names[]{"anchor", "momentum"};
-  for (size_t k = 0; k < own.size(); ++k) {
-    const auto expected = sizes_of(own[k]), found = sizes_of(numbered(state, names[k]));
+  for (size_t k = 0; k < loaded.size(); ++k) {
+    const auto expected = sizes_of(loaded[k]), found = sizes_of(numbered(state, names[k]));
     TORCH_CHECK_VALUE(expected == found, name_, ": state: ", names[k], ": expected buckets of ",
                       at::IntArrayRef(expected), " elements, received ", at::IntArrayRef(found));
   }
   abandon();
-  for (size_t k = 0; k < own.size(); ++k) {
-    const auto found = numbered(state, names[k]);
-    for (size_t b = 0; b < own[k].size(); ++b) own[k][b].copy_(found[b].view_as(own[k][b]));
+  for (size_t k = 0; k < loaded.size(); ++k) {
+    const auto saved = numbered(state, names[k]);
+    for (size_t b = 0; b < loaded[k].size(); ++b) loaded[k][b].copy_(saved[b].view_as(loaded[k][b]));
   }
   i = 0;
   for (int64_t f = 0; f < options_.fragments(); ++f) {
@@ -483,10 +483,10 @@ std::vector<Tensor> parameters_of(const torch::optim::Optimizer& optimizer, cons
                    "ScheduleFreeAdamW. Use AdamW.");
   std::vector<Tensor> params;
   for (const auto& group : optimizer.param_groups()) {
-    const auto* own = dynamic_cast<const optim::LowMemoryOptions*>(&group.options());
-    TORCH_CHECK_TYPE(own == nullptr || optim::detail::Access::weight_rounding(*own) != "remainder", name,
-                     kExpected,
-                     "one with weight_rounding(\"remainder\"). Round to nearest or stochastically.");
+    const auto* low_memory = dynamic_cast<const optim::LowMemoryOptions*>(&group.options());
+    TORCH_CHECK_TYPE(
+        low_memory == nullptr || optim::detail::Access::weight_rounding(*low_memory) != "remainder", name,
+        kExpected, "one with weight_rounding(\"remainder\"). Round to nearest or stochastically.");
     params.insert(params.end(), group.params().begin(), group.params().end());
   }
   return params;

@@ -94,10 +94,10 @@ std::string places(const std::map<int64_t, Last>& ranks, int64_t number) {
       const auto at = std::prev(after);
       place = {{at->first, at->second.first}, at->second.second, {}};
     }
-    auto found =
+    auto same =
         std::find_if(groups.begin(), groups.end(), [&](const Place& p) { return p.key == place.key; });
-    if (found == groups.end()) found = groups.insert(groups.end(), std::move(place));
-    found->ranks.push_back(rank);
+    if (same == groups.end()) same = groups.insert(groups.end(), std::move(place));
+    same->ranks.push_back(rank);
   }
   if (groups.size() < 2) return "";
   std::string text;
@@ -266,8 +266,9 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
     // The rank that comes first decides for all.
     std::ostringstream list;
     for (const auto& [rank, last] : ranks) list << rank << " ";
-    const std::string found = list.str();
-    const auto agreed = store.compareSet(kLiving, {}, std::vector<uint8_t>(found.begin(), found.end()));
+    const std::string living_here = list.str();
+    const auto agreed =
+        store.compareSet(kLiving, {}, std::vector<uint8_t>(living_here.begin(), living_here.end()));
     std::istringstream numbers(std::string(agreed.begin(), agreed.end()));
     for (int64_t rank = 0; numbers >> rank;) living.push_back(rank);
     if (state.rank != 0 && !agent_has_store()) store.set(done(state.rank), kYes);
@@ -294,12 +295,12 @@ void Listener::confer(State& state, c10d::Store& store, bool is_own) {
 }
 
 std::string first_line(const std::exception& error) {
-  const auto* own = dynamic_cast<const c10::Error*>(&error);
-  std::string text = own != nullptr ? own->what_without_backtrace() : error.what();
+  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
+  std::string text = c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
   text.resize(std::min(text.size(), text.find('\n')));
   // Gloo begins with "[file:line] ".
-  const size_t place = text.rfind("[/", 0) == 0 ? text.find("] ") : std::string::npos;
-  return place == std::string::npos ? text : text.substr(place + 2);
+  const size_t end = text.rfind("[/", 0) == 0 ? text.find("] ") : std::string::npos;
+  return end == std::string::npos ? text : text.substr(end + 2);
 }
 
 bool agent_has_store() {

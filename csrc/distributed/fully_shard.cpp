@@ -244,8 +244,8 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
     for (Flat& f : b.flats) {
       f.memory = buffer(f);
       received += static_cast<int64_t>(f.own.nbytes()) * (ranks() - 1);
-      Tensor own = f.own.to(f.memory.device(), /*non_blocking=*/true);
-      f.arrival = start("weights", [&] { return group->_allgather_base(f.memory, own); });
+      Tensor part = f.own.to(f.memory.device(), /*non_blocking=*/true);
+      f.arrival = start("weights", [&] { return group->_allgather_base(f.memory, part); });
     }
   }
 
@@ -259,9 +259,9 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   }
 
   int64_t number_of(const Block& b) const {
-    const auto found =
+    const auto block =
         std::find_if(blocks.begin(), blocks.end(), [&](const auto& other) { return other.get() == &b; });
-    return found - blocks.begin();
+    return block - blocks.begin();
   }
 
   // Memory of the CPU is used again, since the first write to each new page takes long. A GPU's allocator
@@ -269,13 +269,13 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
   Tensor buffer(const Flat& f) {
     const int64_t numel = f.own.numel() * ranks();
     const auto fits = [&](const Tensor& t) { return t.numel() == numel && t.scalar_type() == f.dtype; };
-    const auto found = std::find_if(free.begin(), free.end(), fits);
-    if (found == free.end()) {
+    const auto memory = std::find_if(free.begin(), free.end(), fits);
+    if (memory == free.end()) {
       free.clear();
       return at::empty({numel}, at::device(f.device()).dtype(f.dtype));
     }
-    Tensor t = std::move(*found);
-    free.erase(found);
+    Tensor t = std::move(*memory);
+    free.erase(memory);
     return t;
   }
 
@@ -301,12 +301,12 @@ struct FullyShard::Impl final : offload::BlockRuns, std::enable_shared_from_this
       f.gradients = clean(f);
       f.is_scaled = accumulating == 0;  // sums of several gradients are divided once, as one process does
     }
-    Tensor place = f.gradients.narrow(0, p.at, p.numel);
+    Tensor target = f.gradients.narrow(0, p.at, p.numel);
     const double factor = f.is_scaled ? scale() : 1;
     if (p.is_sum || p.has_arrived) {
-      place.add_(grad, factor);
+      target.add_(grad, factor);
     } else {
-      at::mul_out(place, grad, at::scalar_tensor(factor));
+      at::mul_out(target, grad, at::scalar_tensor(factor));
     }
     p.has_arrived = true;
   }
@@ -518,10 +518,10 @@ Tensor FullyShard::clip_grad_norm_(double max_norm) {
 
 std::map<std::string, int64_t> FullyShard::statistics() const {
   const std::lock_guard lock(impl_->mutex);
-  int64_t own = 0, gathered = 0;
+  int64_t parts = 0, gathered = 0;
   for (const auto& b : impl_->blocks) {
     for (const Flat& f : b->flats) {
-      own += static_cast<int64_t>(f.own.nbytes());
+      parts += static_cast<int64_t>(f.own.nbytes());
       for (const Tensor& t : {f.memory, f.gradients})
         if (t.defined()) gathered += static_cast<int64_t>(t.nbytes());
     }
@@ -530,7 +530,7 @@ std::map<std::string, int64_t> FullyShard::statistics() const {
   for (const auto& s : impl_->under_way)
     if (s.whole.defined()) gathered += static_cast<int64_t>(s.whole.nbytes());
   const auto& compressor = impl_->compressor;
-  return {{"own", own},
+  return {{"own", parts},
           {"gathered", gathered},
           {"received", impl_->received},
           {"sent", impl_->sent + (compressor ? compressor->sent_bytes() : 0)},

@@ -103,24 +103,24 @@ class NamedWork : public Work {
 
 Collective described(const char* name, const std::vector<at::Tensor>& tensors, int64_t root = -1,
                      const c10d::ReduceOp& reduction = c10d::ReduceOp::SUM) {
-  Collective found;
-  found.name = name;
-  found.tensors = tensors.size();
-  found.root = root;
-  found.reduction = reduction.op_;
-  for (const at::Tensor& tensor : tensors) found.elements += tensor.numel();
+  Collective collective;
+  collective.name = name;
+  collective.tensors = tensors.size();
+  collective.root = root;
+  collective.reduction = reduction.op_;
+  for (const at::Tensor& tensor : tensors) collective.elements += tensor.numel();
   if (!tensors.empty()) {
-    found.sizes = tensors[0].sizes().vec();
-    found.dtype = tensors[0].scalar_type();
+    collective.sizes = tensors[0].sizes().vec();
+    collective.dtype = tensors[0].scalar_type();
   }
-  return found;
+  return collective;
 }
 
 // Ranks may send different numbers of elements.
 Collective described_uneven(const char* name, const std::vector<at::Tensor>& tensors) {
-  Collective found = described(name, tensors);
-  found.elements = 0;
-  return found;
+  Collective collective = described(name, tensors);
+  collective.elements = 0;
+  return collective;
 }
 
 const std::vector<at::Tensor>& first(const std::vector<std::vector<at::Tensor>>& lists,
@@ -326,15 +326,15 @@ std::vector<NamedBackend::BackendPtr> backends_of(ProcessGroup& group) {
 // Returns the first NamedBackend of a group, which counts the users of all, or null.
 NamedBackend* named(ProcessGroup& group) {
   for (const auto& backend : backends_of(group))
-    if (auto* own = dynamic_cast<NamedBackend*>(backend.get())) return own;
+    if (auto* named_backend = dynamic_cast<NamedBackend*>(backend.get())) return named_backend;
   return nullptr;
 }
 
 }  // namespace
 
 std::shared_ptr<Listener> listener_of(ProcessGroup& group) {
-  const NamedBackend* own = named(group);
-  return own != nullptr ? own->listener() : nullptr;
+  const NamedBackend* backend = named(group);
+  return backend != nullptr ? backend->listener() : nullptr;
 }
 
 namespace {
@@ -353,9 +353,9 @@ int64_t CallsOfGroups::count(ProcessGroup& group) {
 }
 
 int64_t name_collectives(ProcessGroup& group) {
-  if (NamedBackend* own = named(group)) {
-    ++own->users;
-    return own->number;
+  if (NamedBackend* registered = named(group)) {
+    ++registered->users;
+    return registered->number;
   }
   const auto backends = backends_of(group);
   if (backends.empty() || !group.getStore()) return 0;
@@ -375,8 +375,8 @@ int64_t name_collectives(ProcessGroup& group) {
 void remove_names(ProcessGroup* group, int64_t number) {
   if (group == nullptr) {  // it was destroyed, but may be in use
     std::unique_lock lock(names_mutex);
-    const auto found = listeners.find(number);
-    const auto listener = found == listeners.end() ? nullptr : found->second.lock();
+    const auto entry = listeners.find(number);
+    const auto listener = entry == listeners.end() ? nullptr : entry->second.lock();
     lock.unlock();
     if (listener) listener->end();
     return;
@@ -384,8 +384,8 @@ void remove_names(ProcessGroup* group, int64_t number) {
   NamedBackend* first = named(*group);
   if (first == nullptr || first->number != number || --first->users > 0) return;
   for (const auto& backend : backends_of(*group))
-    if (const auto* own = dynamic_cast<const NamedBackend*>(backend.get()))
-      Backends::replace(*group, backend, own->wrapped());
+    if (const auto* named_backend = dynamic_cast<const NamedBackend*>(backend.get()))
+      Backends::replace(*group, backend, named_backend->wrapped());
 }
 
 }  // namespace shoestring::distributed

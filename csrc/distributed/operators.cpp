@@ -19,9 +19,9 @@ void shard_core(const c10::IValue& core, const std::string& group, bool gradient
                 bool find_unused, const std::string& compress) {
   TORCH_CHECK_TYPE(core.isObject(), "shard: core: expected an OptimizerCore, received ", core.tagKind());
   const auto holder = core.toObject()->getSlot(0).toCapsule();
-  auto* own = dynamic_cast<optim::OptimizerHolder*>(holder.get());
-  TORCH_CHECK_TYPE(own != nullptr, "shard: core: expected an OptimizerCore, received another object");
-  shard(own->optimizer(), c10d::resolve_process_group(group),
+  auto* core_holder = dynamic_cast<optim::OptimizerHolder*>(holder.get());
+  TORCH_CHECK_TYPE(core_holder != nullptr, "shard: core: expected an OptimizerCore, received another object");
+  shard(core_holder->optimizer(), c10d::resolve_process_group(group),
         ShardOptions()
             .gradients(gradients)
             .bucket_bytes(bucket_bytes)

@@ -52,7 +52,7 @@ std::string attempt() {
 // Gloo writes to the socket of a rank that has ended. Without this the signal would end the process, without
 // a word.
 void ignore_broken_pipes() {
-  struct sigaction now{};
+  struct sigaction now {};
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
@@ -136,10 +136,11 @@ GroupPtr new_group(const GroupPtr& group, const std::vector<int64_t>& ranks,
   // All ranks make the same groups in the same order, also those that are in none.
   static CallsOfGroups calls;
   const std::string name = c10::str(group->getGroupName(), "/", calls.count(*group));
-  const auto own = std::find(ranks.begin(), ranks.end(), group->getRank());
-  if (own == ranks.end()) return {};
+  const auto this_rank = std::find(ranks.begin(), ranks.end(), group->getRank());
+  if (this_rank == ranks.end()) return {};
   const auto store = c10::make_intrusive<c10d::PrefixStore>(name, group->getStore());
-  return connect(kNew, group->getBackendType(), store, own - ranks.begin(), std::ssize(ranks), timeout, name);
+  return connect(kNew, group->getBackendType(), store, this_rank - ranks.begin(), std::ssize(ranks), timeout,
+                 name);
 }
 
 at::Device device_of(const ProcessGroup& group) {
@@ -164,9 +165,9 @@ std::string registered_name(const GroupPtr& group) {
     if (!name.empty() && c10d::resolve_process_group(name) == group) return name;
   } catch (const std::exception&) {  // no group has this name
   }
-  const std::string own = c10::str("shoestring/", number++);
-  c10d::register_process_group(own, group);
-  return own;
+  const std::string new_name = c10::str("shoestring/", number++);
+  c10d::register_process_group(new_name, group);
+  return new_name;
 }
 
 void fail_collective(c10d::ProcessGroup& group, const std::exception& error, const std::string& what) {

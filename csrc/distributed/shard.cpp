@@ -59,7 +59,7 @@ class Bytes {
 
 void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>& parts) {
   const at::NoGradGuard no_grad;
-  const auto own = static_cast<size_t>(group->getRank());
+  const auto this_rank = static_cast<size_t>(group->getRank());
   std::vector<Bytes> bytes(parts.begin(), parts.end());
   int64_t most = 0;
   at::Device device(at::kCPU);
@@ -82,14 +82,14 @@ void gather(const GroupPtr& group, const std::vector<std::vector<ParameterPart>>
   for (int64_t i = 0; i <= count; ++i) {
     if (i < count) {
       Chunk& next = chunks[i % 2];
-      bytes[own].copy(next.sent, /*from=*/false);
+      bytes[this_rank].copy(next.sent, /*from=*/false);
       next.work = group->_allgather_base(next.all, next.sent);
     }
     if (i == 0) continue;
     Chunk& last = chunks[(i - 1) % 2];
     wait_for(group, last.work, "all-gather of split weights");
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      if (static_cast<size_t>(rank) != own)
+      if (static_cast<size_t>(rank) != this_rank)
         bytes[static_cast<size_t>(rank)].copy(last.all.narrow(0, rank * chunk, chunk), /*from=*/true);
     }
   }

@@ -47,11 +47,12 @@ void ReducedParts::set_parts(const std::vector<Tensor>& params,
     const int64_t size = param.tensor.element_size();
     for (Piece& piece : param.pieces) {
       const auto key = std::make_tuple(piece.owner, param.tensor.scalar_type(), param.tensor.device().str());
-      const auto found = open.find(key);
+      const auto index_in_open = open.find(key);
       const int64_t elements = piece.end - piece.begin;
-      const bool fits = found != open.end() &&
-                        (buckets_[found->second].elements + elements) * size <= options_.bucket_bytes();
-      const size_t index = fits ? found->second : buckets_.size();
+      const bool fits =
+          index_in_open != open.end() &&
+          (buckets_[index_in_open->second].elements + elements) * size <= options_.bucket_bytes();
+      const size_t index = fits ? index_in_open->second : buckets_.size();
       if (!fits) {
         open[key] = index;
         buckets_.push_back({piece.owner, 0, 0, 0, i, {}, {}});
@@ -80,11 +81,11 @@ void ReducedParts::begin_round() {
 }
 
 void ReducedParts::add(const Tensor& tensor) {
-  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-  TORCH_CHECK(found != numbers_.end(),
+  const auto number = numbers_.find(tensor.unsafeGetTensorImpl());
+  TORCH_CHECK(number != numbers_.end(),
               "shard: expected gradients of the parameters that required them in the first backward, ",
               "received one of another parameter");
-  Param& param = params_[found->second];
+  Param& param = params_[number->second];
   if (param.has_arrived) end_round();  // another backward has begun
   param.has_arrived = any_ = true;
   ++arrived_;
@@ -101,13 +102,13 @@ void ReducedParts::take(Param& param, const Tensor* grad) {
     Bucket& bucket = buckets_[piece.bucket];
     if (!bucket.buffer.defined()) bucket.buffer = at::empty({bucket.elements}, param.tensor.options());
     const int64_t elements = piece.end - piece.begin;
-    Tensor place = bucket.buffer.narrow(0, piece.offset, elements);
+    Tensor target = bucket.buffer.narrow(0, piece.offset, elements);
     if (grad == nullptr) {
-      place.zero_();
+      target.zero_();
     } else if (compressor_) {
-      place.copy_(flat.narrow(0, piece.begin, elements));
+      target.copy_(flat.narrow(0, piece.begin, elements));
     } else {
-      at::mul_out(place, flat.narrow(0, piece.begin, elements), at::scalar_tensor(1.0 / group_->getSize()));
+      at::mul_out(target, flat.narrow(0, piece.begin, elements), at::scalar_tensor(1.0 / group_->getSize()));
     }
     --bucket.missing;
   }
@@ -188,9 +189,9 @@ void ReducedParts::finish() {
 }
 
 Tensor ReducedParts::part(const Tensor& tensor) const {
-  const auto found = numbers_.find(tensor.unsafeGetTensorImpl());
-  if (found == numbers_.end() || !any_) return {};
-  for (const Piece& piece : params_[found->second].pieces) {
+  const auto number = numbers_.find(tensor.unsafeGetTensorImpl());
+  if (number == numbers_.end() || !any_) return {};
+  for (const Piece& piece : params_[number->second].pieces) {
     if (piece.owner == static_cast<size_t>(group_->getRank()))
       return buckets_[piece.bucket].sum.narrow(0, piece.offset, piece.end - piece.begin);
   }

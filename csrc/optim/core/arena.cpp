@@ -29,25 +29,25 @@ Kind kind_of(const Tensor& param, const LowMemoryOptions& options) {
 }
 
 std::vector<Part> parts(const Rule& rule, const Kind& kind) {
-  std::vector<Part> found;
+  std::vector<Part> result;
   for (const auto& m : rule.moments) {
     if (!m.is_kept) continue;
     const auto& [name, scale] = std::tie(m.name, m.scale);
     if (m.is_long && kind.state != "fp32") {
-      found.push_back({name, at::kBFloat16, kBlock, true});
+      result.push_back({name, at::kBFloat16, kBlock, true});
     } else if (kind.state == "fp32" || kind.state == "bf16") {
-      found.push_back({name, kind.state == "fp32" ? at::kFloat : at::kBFloat16, kBlock, true});
+      result.push_back({name, kind.state == "fp32" ? at::kFloat : at::kBFloat16, kBlock, true});
     } else if (kind.state == "8bit") {
-      found.push_back({name, at::kByte, kBlock, true});
-      found.push_back({scale, at::kFloat, 1, false});
+      result.push_back({name, at::kByte, kBlock, true});
+      result.push_back({scale, at::kFloat, 1, false});
     } else {
-      found.push_back({name, at::kByte, kBlock / 2, false});
-      found.push_back(
+      result.push_back({name, at::kByte, kBlock / 2, false});
+      result.push_back(
           {scale, at::kFloat, m.is_signed ? kernels::kScales4<true> : kernels::kScales4<false>, false});
     }
   }
-  if (kind.remainder) found.push_back({"weight_remainder", at::kShort, kBlock, true});
-  return found;
+  if (kind.remainder) result.push_back({"weight_remainder", at::kShort, kBlock, true});
+  return result;
 }
 
 Arena::Arena(const Kind& kind, std::vector<Tensor> params, std::vector<int64_t> numbers)
@@ -158,11 +158,11 @@ Members members_of(const Rule& rule, const Kind& kind, std::vector<Tensor> param
 
 int64_t offloaded_bytes(const Rule& rule, const Kind& kind, const std::vector<Tensor>& params,
                         const std::vector<int64_t>& numbers, const std::optional<Ranks>& ranks) {
-  const Members found = members_of(rule, kind, params, numbers, ranks);
-  std::optional<Owned> own;
-  if (ranks) own = found.owned[static_cast<size_t>(ranks->rank)];
-  if (own && own->blocks == 0) return 0;
-  const StateShape shape(rule, kind, found.params, own);
+  const Members members = members_of(rule, kind, params, numbers, ranks);
+  std::optional<Owned> owned_part;
+  if (ranks) owned_part = members.owned[static_cast<size_t>(ranks->rank)];
+  if (owned_part && owned_part->blocks == 0) return 0;
+  const StateShape shape(rule, kind, members.params, owned_part);
   return offload::State::bytes(shape.dtypes, shape.per_block, shape.sizes, shape.splits);
 }
 
@@ -170,14 +170,14 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
              const c10::intrusive_ptr<offload::Offload>& offload, bool on_host,
              const std::optional<Ranks>& ranks)
     : Arena(kind, {}, {}) {
-  Members found = members_of(rule, kind, std::move(members), std::move(numbers), ranks);
-  *this = Arena(kind, std::move(found.params), std::move(found.numbers));
-  std::optional<Owned> own;
+  Members members_here = members_of(rule, kind, std::move(members), std::move(numbers), ranks);
+  *this = Arena(kind, std::move(members_here.params), std::move(members_here.numbers));
+  std::optional<Owned> owned_part;
   if (ranks.has_value()) {
     rank = static_cast<size_t>(ranks->rank);
     group = ranks->group;
-    owned = std::move(found.owned);
-    own = owned[rank];
+    owned = std::move(members_here.owned);
+    owned_part = owned[rank];
   }
   const auto fp32 = at::TensorOptions().device(kind.device).dtype(at::kFloat);
   step = at::zeros({static_cast<int64_t>(params.size())}, fp32);
@@ -185,11 +185,11 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
   if (on_host) {
     host = c10::make_intrusive<offload::HostParams>(offload, params);
     weights = host->weights();
-  } else if (offload != nullptr && (!own || own->blocks > 0)) {
-    const StateShape shape(rule, kind, params, own);
+  } else if (offload != nullptr && (!owned_part || owned_part->blocks > 0)) {
+    const StateShape shape(rule, kind, params, owned_part);
     offloaded = c10::make_intrusive<offload::State>(offload, shape.dtypes, shape.per_block, shape.sizes,
                                                     shape.splits);
-    if (!own) {
+    if (!owned_part) {
       begins = offloaded->begins();
       blocks = offloaded->total();
     }
@@ -197,7 +197,8 @@ Arena::Arena(const Rule& rule, const Kind& kind, std::vector<Tensor> members, st
     return;
   }
   for (const Part& part : every) {
-    values[part.name] = at::zeros({(own ? own->blocks : blocks) * part.per_block}, fp32.dtype(part.dtype));
+    values[part.name] =
+        at::zeros({(owned_part ? owned_part->blocks : blocks) * part.per_block}, fp32.dtype(part.dtype));
   }
 }
 
@@ -212,12 +213,12 @@ std::pair<int64_t, int64_t> Arena::elements_of(size_t process, size_t index) con
 }
 
 std::vector<ParameterPart> Arena::parts_of(size_t process) const {
-  std::vector<ParameterPart> found;
+  std::vector<ParameterPart> result;
   for (size_t i = owned[process].first; i < owned[process].last; ++i) {
     const auto [begin, end] = elements_of(process, i);
-    if (begin < end) found.push_back({params[i], begin, end});
+    if (begin < end) result.push_back({params[i], begin, end});
   }
-  return found;
+  return result;
 }
 
 Arena Arena::piece(const Owned& part) const {
@@ -230,18 +231,18 @@ Arena Arena::piece(const Owned& part) const {
 }
 
 Arena Arena::own_piece() const {
-  Arena own = piece(owned[rank]);
-  own.values = values;
-  if (offloaded == nullptr) return own;
-  if (own.part) {  // chunks end within parameters, whose blocks follow each other
-    for (auto& [name, value] : own.values)
-      value = value.narrow(0, 0, value.numel() / offloaded->total() * own.part->second);
+  Arena stepped = piece(owned[rank]);
+  stepped.values = values;
+  if (offloaded == nullptr) return stepped;
+  if (stepped.part) {  // chunks end within parameters, whose blocks follow each other
+    for (auto& [name, value] : stepped.values)
+      value = value.narrow(0, 0, value.numel() / offloaded->total() * stepped.part->second);
   } else {
-    own.offloaded = offloaded;
-    own.begins = offloaded->begins();
-    own.blocks = offloaded->total();
+    stepped.offloaded = offloaded;
+    stepped.begins = offloaded->begins();
+    stepped.blocks = offloaded->total();
   }
-  return own;
+  return stepped;
 }
 
 std::map<std::string, SplitTensor> Arena::splits(const Rule& rule, size_t index) const {
@@ -261,21 +262,21 @@ std::map<std::string, SplitTensor> Arena::splits(const Rule& rule, size_t index)
     ones.push_back(ones.back() + (is_first ? 1 : 0));
   }
   of.begins = elements;
-  std::map<std::string, SplitTensor> found;
-  if (ones.back() > 0) found["step"] = {of, ones, {}};
+  std::map<std::string, SplitTensor> result;
+  if (ones.back() > 0) result["step"] = {of, ones, {}};
   for (const Part& part : parts(rule, kind)) {
     std::vector<int64_t> begins = elements;
     if (!part.shaped) {
       for (int64_t& begin : begins) begin = (begin + kBlock - 1) / kBlock * part.per_block;
     }
-    found.emplace(part.name, SplitTensor{of, std::move(begins), part.shape(p)});
+    result.emplace(part.name, SplitTensor{of, std::move(begins), part.shape(p)});
   }
   for (const Extra& extra : rule.extras) {  // whole, in the process that steps the parameter
     std::vector<int64_t> begins = ones, sizes = extra.shape_of(p);
     for (int64_t& begin : begins) begin *= c10::multiply_integers(sizes);
-    found.emplace(extra.name, SplitTensor{of, std::move(begins), std::move(sizes)});
+    result.emplace(extra.name, SplitTensor{of, std::move(begins), std::move(sizes)});
   }
-  return found;
+  return result;
 }
 
 void Arena::check_place(const std::string& optimizer) const {
@@ -292,11 +293,12 @@ std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const
   if (!owned.empty()) {
     // a part of the parameter: the elements that this process steps, or the blocks around them
     const auto [begin, end] = elements_of(rank, index);
-    const Owned& own = owned[rank];
-    int64_t block = owns(index) ? begins[index] + begin / kBlock - begins[own.first] - own.first_block : 0;
+    const Owned& owned_part = owned[rank];
+    int64_t block =
+        owns(index) ? begins[index] + begin / kBlock - begins[owned_part.first] - owned_part.first_block : 0;
     if (offloaded != nullptr && owns(index)) {
-      block = offloaded->begins()[index - own.first] + begin / kBlock -
-              (index == own.first ? own.first_block : 0);
+      block = offloaded->begins()[index - owned_part.first] + begin / kBlock -
+              (index == owned_part.first ? owned_part.first_block : 0);
     }
     for (const Part& part : parts(rule, kind)) {
       const int64_t size = part.shaped ? end - begin : (end - begin + kBlock - 1) / kBlock * part.per_block;
@@ -315,14 +317,14 @@ std::map<std::string, Tensor> Arena::views(const Rule& rule, size_t index) const
 
 void Arena::set_state(const Rule& rule, size_t index, const std::map<std::string, Tensor>& state,
                       bool is_part) {
-  std::map<std::string, Tensor> own = views(rule, index);
-  own.at("step").copy_(state.at("step"));
+  std::map<std::string, Tensor> values_here = views(rule, index);
+  values_here.at("step").copy_(state.at("step"));
   const bool narrows = !owned.empty() && !is_part;
   const auto places = narrows ? splits(rule, index) : std::map<std::string, SplitTensor>();
   for (const Part& part : parts(rule, kind)) {
-    Tensor& to = own.at(part.name);
-    const Tensor& given = state.at(part.name);
-    to.copy_(narrows ? given.reshape({-1}).narrow(0, places.at(part.name).begin(), to.numel()) : given);
+    Tensor& to = values_here.at(part.name);
+    const Tensor& saved = state.at(part.name);
+    to.copy_(narrows ? saved.reshape({-1}).narrow(0, places.at(part.name).begin(), to.numel()) : saved);
   }
 }
 

@@ -41,10 +41,10 @@ std::unique_ptr<LowMemoryOptimizer> make_by_name(const std::string& name) {
       {"SGD", make<SGD>},
       {"ScheduleFreeAdamW", make<ScheduleFreeAdamW>},
   };
-  const auto found = kClasses.find(name);
-  TORCH_CHECK_VALUE(found != kClasses.end(), "OptimizerCore: expected the class of an optimizer, received ",
+  const auto maker = kClasses.find(name);
+  TORCH_CHECK_VALUE(maker != kClasses.end(), "OptimizerCore: expected the class of an optimizer, received ",
                     name);
-  return found->second();
+  return maker->second();
 }
 
 /// The state that processes have split, as tensors of a file.
@@ -53,16 +53,16 @@ struct SplitState : torch::CustomClassHolder {
 
   /// Returns the names of the tensors.
   std::vector<std::string> names() {
-    std::vector<std::string> found;
-    for (const files::Source& source : sources) found.push_back(source.info.name);
-    return found;
+    std::vector<std::string> result;
+    for (const files::Source& source : sources) result.push_back(source.info.name);
+    return result;
   }
   /// Returns for each tensor a meta tensor of its shape and dtype.
   std::vector<Tensor> likes() {
-    std::vector<Tensor> found;
+    std::vector<Tensor> result;
     for (const files::Source& source : sources)
-      found.push_back(at::empty(source.info.shape, at::device(at::kMeta).dtype(source.info.dtype)));
-    return found;
+      result.push_back(at::empty(source.info.shape, at::device(at::kMeta).dtype(source.info.dtype)));
+    return result;
   }
   /// Returns a tensor. All processes must call it in the same order.
   Tensor whole(int64_t index) { return sources.at(static_cast<size_t>(index)).whole(); }
@@ -127,10 +127,10 @@ class OptimizerCore : public OptimizerHolder {
                  const std::vector<std::vector<std::string>>& split, const std::vector<int64_t>& pieces,
                  const std::vector<std::vector<int64_t>>& sizes,
                  const std::vector<std::vector<int64_t>>& begins, at::Device device) {
-    auto own = clone_defaults();
-    read_options(options, *own, core().label);
+    auto group_options = clone_defaults();
+    read_options(options, *group_options, core().label);
     set_splits(params, split, pieces, sizes, begins, device.type());
-    optimizer_->add_param_group({params, std::move(own)});
+    optimizer_->add_param_group({params, std::move(group_options)});
   }
   /// Returns the names of the options of a group.
   std::vector<std::string> option_names() {
@@ -145,39 +145,40 @@ class OptimizerCore : public OptimizerHolder {
   /// have, and whether the state tensor has the parameter's shape.
   std::vector<std::tuple<std::string, Tensor, bool>> parts(const Options& options, const std::string& state,
                                                            bool remainder) {
-    const auto own = clone_defaults();
-    read_unchecked(options, *own, core().label);
-    std::vector<std::tuple<std::string, Tensor, bool>> found;
-    for (const Part& part : detail::parts(Access::rule(*own), {state, remainder, at::kCPU, at::kCPU})) {
+    const auto group_options = clone_defaults();
+    read_unchecked(options, *group_options, core().label);
+    std::vector<std::tuple<std::string, Tensor, bool>> result;
+    for (const Part& part :
+         detail::parts(Access::rule(*group_options), {state, remainder, at::kCPU, at::kCPU})) {
       const auto like = at::empty({part.per_block}, at::TensorOptions(at::kMeta).dtype(part.dtype));
-      found.emplace_back(part.name, like, part.shaped);
+      result.emplace_back(part.name, like, part.shaped);
     }
-    return found;
+    return result;
   }
   /// Returns the moments that the rule keeps with these options: the name, whether it can be negative, and
   /// whether it is long.
   std::vector<std::tuple<std::string, bool, bool>> moments(const Options& options) {
-    const auto own = clone_defaults();
-    read_unchecked(options, *own, core().label);
-    std::vector<std::tuple<std::string, bool, bool>> found;
-    for (const Moment& m : Access::rule(*own).moments)
-      if (m.is_kept) found.emplace_back(m.name, m.is_signed, m.is_long);
-    return found;
+    const auto group_options = clone_defaults();
+    read_unchecked(options, *group_options, core().label);
+    std::vector<std::tuple<std::string, bool, bool>> result;
+    for (const Moment& m : Access::rule(*group_options).moments)
+      if (m.is_kept) result.emplace_back(m.name, m.is_signed, m.is_long);
+    return result;
   }
   /// Returns the names and shapes of the state tensors outside of the arenas, of a parameter of this shape.
   std::vector<std::tuple<std::string, std::vector<int64_t>>> extras(const std::vector<int64_t>& shape) {
     const Tensor param = at::empty(shape, at::kMeta);
-    std::vector<std::tuple<std::string, std::vector<int64_t>>> found;
+    std::vector<std::tuple<std::string, std::vector<int64_t>>> result;
     for (const Extra& extra : Access::rule(defaults()).extras)
-      found.emplace_back(extra.name, extra.shape_of(param));
-    return found;
+      result.emplace_back(extra.name, extra.shape_of(param));
+    return result;
   }
   /// Returns whether the operator can step a part of a parameter.
   bool takes_parts() { return Access::rule(defaults()).takes_parts(); }
   void pop_group() { optimizer_->param_groups().pop_back(); }
   void set_options(int64_t group, const Options& options) {
-    auto& own = optimizer_->param_groups().at(static_cast<size_t>(group)).options();
-    read_options(options, static_cast<LowMemoryOptions&>(own), core().label);
+    auto& group_options = optimizer_->param_groups().at(static_cast<size_t>(group)).options();
+    read_options(options, static_cast<LowMemoryOptions&>(group_options), core().label);
   }
   void replace_params(int64_t group, const std::vector<Tensor>& params) {
     core().replace_params(static_cast<size_t>(group), params);
@@ -254,16 +255,16 @@ class OptimizerCore : public OptimizerHolder {
 
   /// Returns the state of each parameter of a group; empty for a parameter without state.
   std::vector<Entries> states(int64_t group) {
-    std::vector<Entries> found;
+    std::vector<Entries> result;
     for (const Tensor& p : optimizer_->param_groups().at(static_cast<size_t>(group)).params()) {
-      Entries& entries = found.emplace_back();
+      Entries& entries = result.emplace_back();
       const ParamState* state = core().state(p);
       if (state == nullptr) continue;
       for (const std::string& name : core().names_of_state(static_cast<size_t>(group), p)) {
         entries.insert(name, (*state)[name]);
       }
     }
-    return found;
+    return result;
   }
 
   bool writes() { return detail::writes(*optimizer_); }
@@ -282,7 +283,7 @@ class OptimizerCore : public OptimizerHolder {
   /// and its offloaded state.
   using Memory = std::tuple<Entries, std::vector<Tensor>, c10::IValue>;
   std::vector<Memory> arenas() {
-    std::vector<Memory> found;
+    std::vector<Memory> result;
     for (const auto& [group, layout] : core().layouts) {
       for (const Arena& arena : layout.arenas) {
         Entries tensors;
@@ -292,10 +293,10 @@ class OptimizerCore : public OptimizerHolder {
         // A signature cannot name the class of the offloaded state, which another file registers.
         c10::IValue offloaded;
         if (arena.offloaded != nullptr) offloaded = arena.offloaded;
-        found.emplace_back(std::move(tensors), arena.weights, std::move(offloaded));
+        result.emplace_back(std::move(tensors), arena.weights, std::move(offloaded));
       }
     }
-    return found;
+    return result;
   }
 
   /// Replaces the state of all parameters, and drops what belongs to the old state.

@@ -121,8 +121,8 @@ std::vector<Saved::Group> read_groups(const Json& json, const LowMemoryOptimizer
 
 // Returns the value of a key, or "none".
 std::string value_of(const Metadata& metadata, const char* key) {
-  const auto found = metadata.find(key);
-  return found == metadata.end() ? "none" : found->second;
+  const auto entry = metadata.find(key);
+  return entry == metadata.end() ? "none" : entry->second;
 }
 
 void expect_metadata(const Metadata& metadata, const char* key, const std::string& expected,
@@ -249,11 +249,11 @@ Stored store_libtorch(const std::string& name, const libtorch::Optimizer& optimi
                            [&](const char* option, const auto& value) { options[option] = json_of(value); });
     groups.push_back({{"size", group.params().size()}, {"options", options}});
     for (size_t i = 0; i < group.params().size(); ++i) {
-      const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
-      if (found == optimizer.state().end()) continue;
-      if (const int64_t* steps = steps_of(*found->second))
+      const auto param_state = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
+      if (param_state == optimizer.state().end()) continue;
+      if (const int64_t* steps = steps_of(*param_state->second))
         stored.tensors.insert(entry(g, i, "step"), at::scalar_tensor(*steps, at::kFloat));
-      visit_state(*found->second, [&](const char* part, const Tensor& tensor) {
+      visit_state(*param_state->second, [&](const char* part, const Tensor& tensor) {
         if (!tensor.defined()) return;
         stored.tensors.insert(entry(g, i, part), tensor);
         if (const SplitParameter* split = split_of(group.params()[i]))
@@ -314,15 +314,15 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
         parts.erase("step");
       }
       visit_state(*state, [&](const char* part, auto&& get) {
-        const auto found = parts.find(part);
-        if (found == parts.end()) return;
+        const auto saved = parts.find(part);
+        if (saved == parts.end()) return;
         const at::IntArrayRef sizes = stored.has_parts ? param.sizes() : whole_sizes(param);
-        expect(found->second.sizes() == sizes, name.c_str(), where.c_str(),
-               c10::str(entry(g, i, part), " of shape ", sizes), found->second.sizes());
+        expect(saved->second.sizes() == sizes, name.c_str(), where.c_str(),
+               c10::str(entry(g, i, part), " of shape ", sizes), saved->second.sizes());
         if (const SplitParameter* split = split_of(param); split != nullptr && !stored.has_parts)
-          found->second = found->second.reshape({-1}).narrow(0, split->begin(), param.numel());
-        get = found->second.to(param.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/true);
-        parts.erase(found);
+          saved->second = saved->second.reshape({-1}).narrow(0, split->begin(), param.numel());
+        get = saved->second.to(param.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/true);
+        parts.erase(saved);
       });
       expect(parts.empty(), name.c_str(), where.c_str(), "the state of this optimizer",
              parts.empty() ? "" : brief(entry(g, i, parts.begin()->first)));
@@ -337,8 +337,9 @@ void restore_libtorch(const std::string& name, libtorch::Optimizer& optimizer, c
 }  // namespace
 
 Stored detail::store(const torch::optim::Optimizer& optimizer) {
-  const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
-  return own != nullptr ? store_own(*own) : store_libtorch(name_of(optimizer, "save"), optimizer);
+  const auto* low_memory = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
+  return low_memory != nullptr ? store_own(*low_memory)
+                               : store_libtorch(name_of(optimizer, "save"), optimizer);
 }
 
 std::vector<files::Source> detail::sources_of(const Stored& stored, const std::string& prefix,
@@ -371,8 +372,8 @@ const SplitParameter* split_parameter(const torch::optim::Optimizer& optimizer) 
 
 const std::optional<Ranks>& ranks_of(const torch::optim::Optimizer& optimizer) {
   static const std::optional<Ranks> none;
-  const auto* own = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
-  return own != nullptr ? Access::core(*own).ranks : none;
+  const auto* low_memory = dynamic_cast<const LowMemoryOptimizer*>(&optimizer);
+  return low_memory != nullptr ? Access::core(*low_memory).ranks : none;
 }
 
 }  // namespace
@@ -388,7 +389,8 @@ bool detail::writes(const torch::optim::Optimizer& optimizer) {
 }
 
 void detail::restore(torch::optim::Optimizer& optimizer, const Stored& stored, const std::string& where) {
-  if (auto* own = dynamic_cast<LowMemoryOptimizer*>(&optimizer)) return restore_own(*own, stored, where);
+  if (auto* low_memory = dynamic_cast<LowMemoryOptimizer*>(&optimizer))
+    return restore_own(*low_memory, stored, where);
   restore_libtorch(name_of(optimizer, "load"), optimizer, stored, where);
 }
 

@@ -88,8 +88,8 @@ Tensor norm_cuda(at::TensorList tensors) {
     if (same.empty()) continue;
     // The norms are computed in fp32. In fp16, the norm could overflow although all gradients are finite,
     // since gradients may be multiplied by a loss scale.
-    const auto found = at::_foreach_norm(same, 2, at::kFloat);
-    for (size_t i = 0; i < places.size(); ++i) norms[places[i]] = found[i];
+    const auto norms_of_same = at::_foreach_norm(same, 2, at::kFloat);
+    for (size_t i = 0; i < places.size(); ++i) norms[places[i]] = norms_of_same[i];
   }
   return at::stack(norms);
 }

@@ -61,12 +61,12 @@ template <class Map>
 void follow(Map& map, const std::unordered_map<Key, Tensor>& replaced) {
   Map moved;
   for (auto entry = map.begin(); entry != map.end();) {
-    const auto found = replaced.find(static_cast<Key>(entry->first));
-    if (found == replaced.end()) {
+    const auto replacement = replaced.find(static_cast<Key>(entry->first));
+    if (replacement == replaced.end()) {
       ++entry;
       continue;
     }
-    moved[found->second.unsafeGetTensorImpl()] = std::move(entry->second);
+    moved[replacement->second.unsafeGetTensorImpl()] = std::move(entry->second);
     entry = map.erase(entry);
   }
   for (auto& [key, value] : moved) map[key] = std::move(value);

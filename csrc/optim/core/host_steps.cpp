@@ -19,18 +19,18 @@ constexpr size_t kBucketBytes = size_t{8} << 20;
 
 // Splits an arena's parameters into buckets. A parameter larger than a bucket gets a bucket of its own.
 std::vector<HostSteps::Bucket> HostSteps::buckets(size_t group, Arena& arena) {
-  std::vector<Bucket> found;
+  std::vector<Bucket> result;
   size_t size = 0;
   for (size_t i = 0; i < arena.params.size(); ++i) {
     const size_t bytes = arena.params[i].nbytes();
-    if (found.empty() || size + bytes > kBucketBytes) {
-      found.push_back({group, &arena, i, i});
+    if (result.empty() || size + bytes > kBucketBytes) {
+      result.push_back({group, &arena, i, i});
       size = 0;
     }
-    found.back().last = i + 1;
+    result.back().last = i + 1;
     size += bytes;
   }
-  return found;
+  return result;
 }
 
 // ---- A step of all parameters
@@ -43,10 +43,10 @@ std::vector<Tensor> HostSteps::fetch(Arena& arena, std::vector<Tensor> grads) {
   const auto fetched = arena.host->collect(0, std::ssize(grads));
   arena.has_fetched = true;
   for (size_t i = 0; i < grads.size(); ++i) {
-    const auto kept = kept_.find(arena.params[i].unsafeGetTensorImpl());
+    const auto collected = kept_.find(arena.params[i].unsafeGetTensorImpl());
     // If grad() is undefined, a gradient in host memory is left over from a failed step and must not be used.
     const bool has = grads[i].defined();
-    grads[i] = kept != kept_.end() ? kept->second : has ? fetched[i].value_or(Tensor()) : Tensor();
+    grads[i] = collected != kept_.end() ? collected->second : has ? fetched[i].value_or(Tensor()) : Tensor();
   }
   return grads;
 }
@@ -95,13 +95,13 @@ void HostSteps::step_bucket(const Bucket& bucket, const std::vector<Tensor>& gra
 
 void HostSteps::arrive(const Tensor& param) {
   const Key key = param.unsafeGetTensorImpl();
-  auto found = bucket_of_.find(key);
-  if (found == bucket_of_.end() ||
-      (core_.accumulating && !found->second.first->arena->accumulated.defined())) {
+  auto entry = bucket_of_.find(key);
+  if (entry == bucket_of_.end() ||
+      (core_.accumulating && !entry->second.first->arena->accumulated.defined())) {
     find_buckets();
-    found = bucket_of_.find(key);
+    entry = bucket_of_.find(key);
   }
-  auto& [bucket, index] = found->second;
+  auto& [bucket, index] = entry->second;
   Access::check_step(core_.options(bucket->group));
   const bool here = bucket->arrived.count(index) > 0;
   core_.check_first(bucket->given.count(index) == 0 && (!here || core_.accumulating));
@@ -129,9 +129,9 @@ void HostSteps::find_buckets() {
     for (Arena& arena : core_.layout(g).arenas) {
       if (core_.accumulating || core_.sums.any_in(arena)) core_.sums.into(arena);
       for (Bucket& bucket : buckets(g, arena)) {
-        const auto& kept = buckets_.emplace_back(std::make_unique<Bucket>(std::move(bucket)));
-        for (size_t i = kept->first; i < kept->last; ++i) {
-          bucket_of_[arena.params[i].unsafeGetTensorImpl()] = {kept.get(), i};
+        const auto& added = buckets_.emplace_back(std::make_unique<Bucket>(std::move(bucket)));
+        for (size_t i = added->first; i < added->last; ++i) {
+          bucket_of_[arena.params[i].unsafeGetTensorImpl()] = {added.get(), i};
         }
       }
     }

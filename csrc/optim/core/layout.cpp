@@ -19,9 +19,9 @@ const LowMemoryOptions& Core::options(size_t group) const {
 }
 
 const ParamState* Core::state(const Tensor& param) const {
-  const auto found = optimizer->state().find(param.unsafeGetTensorImpl());
-  if (found == optimizer->state().end()) return nullptr;
-  const auto* ours = dynamic_cast<const ParamState*>(found->second.get());
+  const auto entry = optimizer->state().find(param.unsafeGetTensorImpl());
+  if (entry == optimizer->state().end()) return nullptr;
+  const auto* ours = dynamic_cast<const ParamState*>(entry->second.get());
   TORCH_CHECK(ours != nullptr, label, ": state: expected a ParamState, ",
               "received the state of another optimizer");
   return ours;
@@ -54,7 +54,7 @@ Layout& Core::layout(size_t group, bool has_parts) {
   // A gradient hook can step a parameter or accumulate its gradient at any time in backward. The state of
   // parameters with hooks must therefore exist before backward.
   const bool from_hooks = step_in_backward || (on_cpu() && (watches || !watched_.empty()));
-  const auto found = members(group, [&](const Tensor& p) {
+  const auto by_kind = members(group, [&](const Tensor& p) {
     // Processes that split the state must agree on it, also if gradients are missing on some of them.
     const bool always = from_hooks || ranks.has_value();
     const bool belongs = state(p) != nullptr || has_gradient(p) || (always && p.requires_grad());
@@ -65,7 +65,7 @@ Layout& Core::layout(size_t group, bool has_parts) {
   // The new arenas replace the old ones only at the end, so that an out-of-memory error changes nothing.
   Layout made{{}, std::move(absent)};
   std::vector<std::pair<Key, std::map<std::string, Tensor>>> states;
-  for (const auto& [kind, same, numbers] : found) {
+  for (const auto& [kind, same, numbers] : by_kind) {
     for (const Tensor& p : same) {
       if (state(p) != nullptr && !(ranks && has_parts)) check_state(rule, *state(p), p, kind);
     }
@@ -105,22 +105,23 @@ Layout& Core::layout(size_t group, bool has_parts) {
 }
 
 std::vector<Core::Members> Core::members(size_t group, c10::function_ref<bool(const Tensor&)> belongs) const {
-  std::vector<Members> found;
+  std::vector<Members> by_kind;
   int64_t number = 0;
   for (size_t g = 0; g < group; ++g) number += std::ssize(optimizer->param_groups()[g].params());
   for (const Tensor& p : optimizer->param_groups()[group].params()) {
-    const int64_t own = number++;
+    const int64_t param_number = number++;
     if (!belongs(p)) continue;
     Kind kind = kind_of(p, options(group));
     if (on_cpu()) kind.device = at::kCPU;
     kind.shard = shard_of(p);
     if (split_gradients != nullptr) kind.shard = {{split_gradients->group()}, 0, p.device().type()};
-    auto same = std::find_if(found.begin(), found.end(), [&](const Members& m) { return m.kind == kind; });
-    if (same == found.end()) same = found.insert(found.end(), {kind, {}, {}});
+    auto same =
+        std::find_if(by_kind.begin(), by_kind.end(), [&](const Members& m) { return m.kind == kind; });
+    if (same == by_kind.end()) same = by_kind.insert(by_kind.end(), {kind, {}, {}});
     same->params.push_back(p);
-    same->numbers.push_back(own);
+    same->numbers.push_back(param_number);
   }
-  return found;
+  return by_kind;
 }
 
 void Core::check_parts(size_t first, const char* option, const std::string& received) const {
@@ -151,11 +152,11 @@ void Core::reserve(size_t first) {
 
 c10::intrusive_ptr<offload::Offload> Core::offload_of(at::Device device) {
   if (offload.empty()) return nullptr;
-  auto& found = offloads_[device];
-  if (found == nullptr) {
-    found = c10::make_intrusive<offload::Offload>(label + ": offload", offload, device);
+  auto& shared = offloads_[device];
+  if (shared == nullptr) {
+    shared = c10::make_intrusive<offload::Offload>(label + ": offload", offload, device);
   }
-  return found;
+  return shared;
 }
 
 void Core::set_shard(Ranks all, GatherWeights gather, std::shared_ptr<SplitGradients> gradients) {
@@ -202,28 +203,28 @@ std::vector<Core::OwnState> Core::own_states(size_t group) const {
   if (ranks && layout != layouts.end()) {
     for (const Arena& arena : layout->second.arenas) {
       for (size_t i = 0; i < arena.params.size(); ++i) {
-        OwnState own{arena.views(rule(group), i), arena.splits(rule(group), i)};
+        OwnState own_state{arena.views(rule(group), i), arena.splits(rule(group), i)};
         for (const Extra& extra : rule(group).extras) {
-          own.tensors[extra.name] =
+          own_state.tensors[extra.name] =
               arena.owns(i) ? (*state(arena.params[i]))[extra.name] : at::empty({0}, arena.step.options());
         }
-        known[arena.params[i].unsafeGetTensorImpl()] = std::move(own);
+        known[arena.params[i].unsafeGetTensorImpl()] = std::move(own_state);
       }
     }
   }
-  std::vector<OwnState> found;
+  std::vector<OwnState> states;
   for (const Tensor& p : params) {
-    OwnState& own = found.emplace_back(std::move(known[p.unsafeGetTensorImpl()]));
-    if (!own.tensors.empty() || state(p) == nullptr) continue;
-    own.tensors = state(p)->tensors();
+    OwnState& own_state = states.emplace_back(std::move(known[p.unsafeGetTensorImpl()]));
+    if (!own_state.tensors.empty() || state(p) == nullptr) continue;
+    own_state.tensors = state(p)->tensors();
     const SplitParameter* split = split_of(p);
     if (split == nullptr || split->begins.empty()) continue;
     for (const auto& [name, sizes] : whole_shapes(rule(group), kind_of(p, options(group)), *split)) {
       if (auto how = split_of_state(rule(group), name, sizes, *split))
-        own.splits.emplace(name, std::move(*how));
+        own_state.splits.emplace(name, std::move(*how));
     }
   }
-  return found;
+  return states;
 }
 
 WholeState::WholeState(Core& core) : core_(core) {
@@ -315,8 +316,8 @@ void Core::replace_params(size_t group, const std::vector<Tensor>& params) {
   alone_.clear();
   host.drop_buckets();
   const auto replace = [&](Tensor& p) {
-    const auto found = replaced.find(p.unsafeGetTensorImpl());
-    if (found != replaced.end()) p = found->second;
+    const auto replacement = replaced.find(p.unsafeGetTensorImpl());
+    if (replacement != replaced.end()) p = replacement->second;
   };
   if (const auto layout = layouts.find(group); layout != layouts.end()) {
     for (Tensor& p : layout->second.absent) replace(p);

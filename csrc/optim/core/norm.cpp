@@ -19,9 +19,9 @@ using at::Tensor;
 Tensor total_norm(const std::vector<Tensor>& grads, const std::unordered_map<const void*, Tensor>& known) {
   std::vector<std::vector<Tensor>> by_device;
   for (const Tensor& g : grads) {
-    const auto found = std::find_if(by_device.begin(), by_device.end(),
-                                    [&](const auto& same) { return same[0].device() == g.device(); });
-    (found == by_device.end() ? by_device.emplace_back() : *found).push_back(g);
+    const auto same_device = std::find_if(by_device.begin(), by_device.end(),
+                                          [&](const auto& same) { return same[0].device() == g.device(); });
+    (same_device == by_device.end() ? by_device.emplace_back() : *same_device).push_back(g);
   }
   std::vector<Tensor> norms;
   for (const auto& same : by_device) {
@@ -30,8 +30,9 @@ Tensor total_norm(const std::vector<Tensor>& grads, const std::unordered_map<con
       continue;
     }
     for (const Tensor& g : same) {
-      const auto found = g.numel() > 0 ? known.find(g.const_data_ptr()) : known.end();
-      norms.push_back((found != known.end() ? found->second : ops::foreach_norm({g})).to(grads[0].device()));
+      const auto known_norm = g.numel() > 0 ? known.find(g.const_data_ptr()) : known.end();
+      norms.push_back(
+          (known_norm != known.end() ? known_norm->second : ops::foreach_norm({g})).to(grads[0].device()));
     }
   }
   return at::linalg_vector_norm(at::cat(norms));
@@ -49,7 +50,7 @@ Tensor non_finite(const std::vector<Tensor>& tensors, at::Device device) {
     // Empty tensors have no largest element.
     if (t.numel() > 0) lists[{t.device().str(), t.scalar_type()}].push_back(t);
   }
-  Tensor found = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
+  Tensor any_non_finite = at::zeros({}, at::TensorOptions(device).dtype(at::kFloat));
   for (const auto& [key, same] : lists) {
     std::vector<Tensor> extremes;
     if (is_asynchronous(same[0])) {
@@ -62,9 +63,10 @@ Tensor non_finite(const std::vector<Tensor>& tensors, at::Device device) {
       }
     }
     const Tensor bad = at::stack(extremes).isfinite().all().logical_not();
-    found = at::maximum(found, bad.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()));
+    any_non_finite =
+        at::maximum(any_non_finite, bad.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()));
   }
-  return found;
+  return any_non_finite;
 }
 
 }  // namespace shoestring::optim::detail

@@ -57,12 +57,12 @@ template <size_t n>
 void check_choice(std::string_view name, const char* option, const char* const (&choices)[n],
                   const std::string& received) {
   std::string expected;
-  bool found = false;
+  bool is_choice = false;
   for (const char* choice : choices) {
     expected += c10::str(expected.empty() ? "" : " or ", "\"", choice, "\"");
-    found |= received == choice;
+    is_choice |= received == choice;
   }
-  expect(found, name, option, expected, "\"" + received + "\"");
+  expect(is_choice, name, option, expected, "\"" + received + "\"");
 }
 
 }  // namespace

@@ -57,8 +57,8 @@ void detail::restore(LowMemoryOptimizer& optimizer, Saved saved) {
 }
 
 const Tensor& ParamState::operator[](const std::string& name) const {
-  const auto found = tensors_.find(name);
-  if (found != tensors_.end()) return found->second;
+  const auto entry = tensors_.find(name);
+  if (entry != tensors_.end()) return entry->second;
   std::string names;
   for (const auto& [other, tensor] : tensors_) names += (names.empty() ? "" : ", ") + other;
   TORCH_CHECK(false, "ParamState: expected one of ", names, ", received ", name);

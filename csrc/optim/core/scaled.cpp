@@ -37,14 +37,14 @@ Tensor unscale(const torch::optim::Optimizer& optimizer, const Tensor& scale) {
   // has no fp64.
   const Tensor inverse =
       scale.is_mps() ? scale.reciprocal() : scale.to(at::kDouble).reciprocal().to(at::kFloat);
-  Tensor found;
+  Tensor found_inf;
   for (auto& [key, grads] : lists) {
     const at::Device device = grads[0].device();
-    Tensor own = at::zeros({}, scale.options().device(device));
-    at::_amp_foreach_non_finite_check_and_unscale_(grads, own, number_on(device, inverse));
-    found = either(found, number_on(scale.device(), own));
+    Tensor found_inf_here = at::zeros({}, scale.options().device(device));
+    at::_amp_foreach_non_finite_check_and_unscale_(grads, found_inf_here, number_on(device, inverse));
+    found_inf = either(found_inf, number_on(scale.device(), found_inf_here));
   }
-  return found;
+  return found_inf;
 }
 
 Tensor either(const Tensor& found_inf, const Tensor& other) {
@@ -54,14 +54,14 @@ Tensor either(const Tensor& found_inf, const Tensor& other) {
 
 Tensor scaled_step(torch::optim::Optimizer& optimizer, const Tensor& scale, const Tensor& found_inf) {
   if (auto* sam = dynamic_cast<SAM*>(&optimizer)) return sam->scaled_step(scale, found_inf);
-  if (auto* own = dynamic_cast<LowMemoryOptimizer*>(&optimizer)) return own->scaled_step(scale, found_inf);
-  Tensor found = found_inf;
-  if (scale.defined())
-    found = either(either(at::zeros({}, scale.options()), unscale(optimizer, scale)), found);
-  expect(found.defined(), "GradScaler", "found_inf", "one number if the gradients are divided already",
+  if (auto* low_memory = dynamic_cast<LowMemoryOptimizer*>(&optimizer))
+    return low_memory->scaled_step(scale, found_inf);
+  Tensor skip = found_inf;
+  if (scale.defined()) skip = either(either(at::zeros({}, scale.options()), unscale(optimizer, scale)), skip);
+  expect(skip.defined(), "GradScaler", "found_inf", "one number if the gradients are divided already",
          "none");
-  if (found.item<float>() == 0) optimizer.step();
-  return found;
+  if (skip.item<float>() == 0) optimizer.step();
+  return skip;
 }
 
 }  // namespace shoestring::optim::detail

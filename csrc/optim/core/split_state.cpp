@@ -40,11 +40,11 @@ Tensor gathered(const Tensor& part, const SplitTensor& split) {
   for (size_t rank = 0; rank < ranks; ++rank)
     received.push_back((split.begins[rank + 1] - split.begins[rank]) * size);
   // All ranks get the part of each.
-  const Tensor own = part.contiguous().view({-1}).narrow(0, 0, split.end() - split.begin()).view(at::kByte);
-  const std::vector<int64_t> sent(ranks, own.numel());
-  const Tensor all = all_to_all(own.repeat({static_cast<int64_t>(ranks)}).to(split.of.device), received, sent,
-                                split.of.groups[0]);
-  return all.to(own.device()).view(part.scalar_type()).view(split.sizes);
+  const Tensor bytes = part.contiguous().view({-1}).narrow(0, 0, split.end() - split.begin()).view(at::kByte);
+  const std::vector<int64_t> sent(ranks, bytes.numel());
+  const Tensor all = all_to_all(bytes.repeat({static_cast<int64_t>(ranks)}).to(split.of.device), received,
+                                sent, split.of.groups[0]);
+  return all.to(bytes.device()).view(part.scalar_type()).view(split.sizes);
 }
 
 std::map<std::string, std::vector<int64_t>> whole_shapes(const Rule& rule, const Kind& kind,

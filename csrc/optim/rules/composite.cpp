@@ -110,13 +110,13 @@ void check_extra(const Call& call, const detail::Extra& extra, const std::vector
 
 std::vector<Share> shares(const Call& call) {
   for (size_t i = 0; i < call.extras.size(); ++i) check_extra(call, call.rule.extras[i], call.extras[i]);
-  std::vector<Share> found;
+  std::vector<Share> result;
   const std::vector<Stepped> stepped = checked(call);
-  if (stepped.empty()) return found;
+  if (stepped.empty()) return result;
   TORCH_CHECK(call.is_whole(), call.op, ": blocks: expected None, received a part of a parameter");
   const Tensor before = call.step.clone();
-  for (const Stepped& s : stepped) found.emplace_back(call, s, before);
-  return found;
+  for (const Stepped& s : stepped) result.emplace_back(call, s, before);
+  return result;
 }
 
 }  // namespace shoestring::optim::ops

@@ -77,21 +77,22 @@ void ScheduleFreeAdamW::set_mode(bool train_mode) {
         if (some.part) std::tie(arguments.first_block, arguments.blocks) = *some.part;
         arguments.step = some.step.to(device, some.step.scalar_type(), false, /*copy=*/true);
         arguments.maximize = train_mode;
-        const auto kept = some.values.find("weight_remainder");
-        const Tensor remainder = kept == some.values.end() ? Tensor() : kept->second.to(device);
+        const auto stored = some.values.find("weight_remainder");
+        const Tensor remainder = stored == some.values.end() ? Tensor() : stored->second.to(device);
         if (remainder.defined()) arguments.weight_remainder = remainder;
         arguments.call();
-        if (remainder.defined() && !remainder.is_same(kept->second)) kept->second.copy_(remainder);
+        if (remainder.defined() && !remainder.is_same(stored->second)) stored->second.copy_(remainder);
       };
       moved.push_back(&arena);
       if (!arena.owned.empty() && arena.owned[arena.rank].blocks == 0) continue;
-      const Arena own = arena.owned.empty() ? arena : arena.own_piece();
-      if (own.offloaded == nullptr && own.host == nullptr) {
-        apply(own);
+      const Arena stepped_piece = arena.owned.empty() ? arena : arena.own_piece();
+      if (stepped_piece.offloaded == nullptr && stepped_piece.host == nullptr) {
+        apply(stepped_piece);
       } else {
         // Offloaded state is copied to the device one parameter at a time, since the device may not have
         // memory for all of it.
-        for (size_t i = 0; i < own.params.size(); ++i) apply(own.run(core.rule(g), i, i + 1));
+        for (size_t i = 0; i < stepped_piece.params.size(); ++i)
+          apply(stepped_piece.run(core.rule(g), i, i + 1));
       }
     }
     options.train_mode(train_mode);

@@ -47,9 +47,9 @@ void combine(const std::vector<Partial>& parts, const SplitParameter& split) {
   all = all.to(flat[0].device());
   int64_t begin = 0;
   const auto next = [&](const Tensor& like) {
-    const Tensor found = all.narrow(0, begin, like.numel()).view(like.sizes());
+    const Tensor reduced = all.narrow(0, begin, like.numel()).view(like.sizes());
     begin += like.numel();
-    return found;
+    return reduced;
   };
   for (const Partial& part : parts) {
     for (const Tensor& sum : part.sums) sum.copy_(next(sum));

@@ -36,7 +36,7 @@ void on_owners(std::vector<SplitMatrix>& matrices, std::optional<at::ScalarType>
   if (matrices.empty()) return;
   const SplitParameter& any = *matrices[0].split;
   const auto ranks = any.begins.size() - 1;
-  const auto own = static_cast<size_t>(any.piece);
+  const auto this_rank = static_cast<size_t>(any.piece);
   const auto part_of = [&](size_t i, size_t rank) {
     const auto& begins = matrices[i].split->begins;
     return begins[rank + 1] - begins[rank];
@@ -59,10 +59,10 @@ void on_owners(std::vector<SplitMatrix>& matrices, std::optional<at::ScalarType>
       if (round >= of_rank[owner].size()) continue;
       const size_t i = of_rank[owner][round];
       parts.push_back(std::exchange(matrices[i].part, Tensor()).reshape({-1}));
-      to_owners[owner] = part_of(i, own);
+      to_owners[owner] = part_of(i, this_rank);
     }
-    const bool has_one = round < of_rank[own].size();
-    const size_t mine = has_one ? of_rank[own][round] : 0;
+    const bool has_one = round < of_rank[this_rank].size();
+    const size_t mine = has_one ? of_rank[this_rank][round] : 0;
     if (has_one) {
       for (size_t rank = 0; rank < ranks; ++rank) from_ranks[rank] = part_of(mine, rank);
     }

@@ -23,8 +23,8 @@ class Known {
   }
   const Value* find(const at::Tensor& tensor) {
     const std::lock_guard lock(mutex_);
-    const auto found = all_.find(tensor.unsafeGetTensorImpl());
-    return found != all_.end() && !found->second.first.expired() ? &found->second.second : nullptr;
+    const auto entry = all_.find(tensor.unsafeGetTensorImpl());
+    return entry != all_.end() && !entry->second.first.expired() ? &entry->second.second : nullptr;
   }
 
  private:
@@ -79,8 +79,8 @@ at::Tensor part_of(const at::Tensor& whole) {
 }
 
 bool is_part_of(const at::Tensor& part, const at::Tensor& whole) {
-  const KnownPart* found = parts().find(whole);
-  return found != nullptr && part.is_same(at::Tensor(found->tensor.lock()));
+  const KnownPart* known = parts().find(whole);
+  return known != nullptr && part.is_same(at::Tensor(known->tensor.lock()));
 }
 
 }  // namespace shoestring::optim

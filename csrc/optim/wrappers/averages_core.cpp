@@ -57,8 +57,8 @@ void move_averages(const std::vector<Tensor>& averages, const std::vector<Tensor
                    const std::vector<int64_t>& numbers, int64_t updates, int64_t seed) {
   // 1 - kept is exact in fp32 for kept >= 0.5. The kernel's two factors then add up to 1, so the average of a
   // constant weight stays there.
-  const auto kept = static_cast<double>(static_cast<float>(1 - amount));
-  const auto options = ops::ApplyOptions(1 - kept).weight_decay(1);
+  const auto retained = static_cast<double>(static_cast<float>(1 - amount));
+  const auto options = ops::ApplyOptions(1 - retained).weight_decay(1);
   std::map<std::string, ops::Arguments> calls;
   for (size_t i = 0; i < averages.size(); ++i) {
     const auto [average, weight] = in_memory_order(averages[i], weights[i]);
@@ -185,9 +185,9 @@ AveragesCore::Values AveragesCore::fresh() const {
 }
 
 AveragesCore::Values AveragesCore::weights() const {
-  Values found;
-  for (const size_t i : averaged_) found.push_back(entries_[i].tensor.detach());
-  return found;
+  Values result;
+  for (const size_t i : averaged_) result.push_back(entries_[i].tensor.detach());
+  return result;
 }
 
 void AveragesCore::update() {
@@ -330,13 +330,13 @@ void AveragesCore::copy_to(const std::vector<std::string>& names, const std::vec
   std::vector<bool> has(entries_.size());
   std::vector<std::pair<size_t, Tensor>> targets;
   for (size_t k = 0; k < names.size(); ++k) {
-    const auto found = indices_.find(names[k]);
-    if (found == indices_.end() || entries_[found->second].role == Role::kFrozen) continue;
-    const Entry& entry = entries_[found->second];
+    const auto index = indices_.find(names[k]);
+    if (index == indices_.end() || entries_[index->second].role == Role::kFrozen) continue;
+    const Entry& entry = entries_[index->second];
     expect_value(tensors[k].sizes() == entry.sizes, "copy_to: " + names[k],
                  c10::str("shape ", at::IntArrayRef(entry.sizes)), tensors[k].sizes());
-    has[found->second] = true;
-    targets.emplace_back(found->second, tensors[k].detach());
+    has[index->second] = true;
+    targets.emplace_back(index->second, tensors[k].detach());
   }
   for (const auto* list : {&averaged_, &copied_}) {
     for (const size_t i : *list)

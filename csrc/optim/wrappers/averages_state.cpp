@@ -68,7 +68,7 @@ void AveragesCore::load_state(const TensorDict& state) {
 
   size_t known = 3;
   const auto collect = [&](const std::string& prefix, const std::vector<size_t>& entries, auto dtype) {
-    Values found;
+    Values result;
     for (const size_t i : entries) {
       const Entry& entry = entries_[i];
       const auto expected = c10::str(dtype(entry), " ", at::IntArrayRef(entry.sizes));
@@ -76,10 +76,10 @@ void AveragesCore::load_state(const TensorDict& state) {
       expect_value(tensor.scalar_type() == dtype(entry) && tensor.sizes() == entry.sizes,
                    "load_state: " + prefix + entry.name, expected,
                    c10::str(tensor.scalar_type(), " ", tensor.sizes()));
-      found.push_back(tensor);
+      result.push_back(tensor);
       ++known;
     }
-    return found;
+    return result;
   };
   std::deque<Values> values;
   Values copies;
@@ -101,9 +101,9 @@ void AveragesCore::load_state(const TensorDict& state) {
   while (std::ssize(values) > options_.last()) values.pop_front();
 
   // Allocate everything before anything changes.
-  std::deque<Values> own;
+  std::deque<Values> snapshots;
   for (const Values& from : values) {
-    const Values& to = own.emplace_back(fresh());
+    const Values& to = snapshots.emplace_back(fresh());
     for (size_t k = 0; k < to.size(); ++k) to[k].copy_(from[k]);
   }
   Values own_copies;
@@ -111,7 +111,7 @@ void AveragesCore::load_state(const TensorDict& state) {
     own_copies.push_back(at::empty_like(entries_[copied_[k]].tensor));
     own_copies.back().copy_(copies[k]);
   }
-  values_ = std::move(own);
+  values_ = std::move(snapshots);
   copies_ = std::move(own_copies);
   steps_ = steps;
   updates_ = updates;

@@ -23,9 +23,9 @@ template <class Layer>
 bool add_if(torch::nn::Module& module, std::vector<BatchNorm>& layers) {
   auto* layer = dynamic_cast<Layer*>(&module);
   if (layer == nullptr) return false;
-  BatchNorm& found = layers.emplace_back(BatchNorm{&layer->options, {}});
+  BatchNorm& added = layers.emplace_back(BatchNorm{&layer->options, {}});
   if (layer->options.track_running_stats()) {
-    found.statistics = {layer->running_mean, layer->running_var, layer->num_batches_tracked};
+    added.statistics = {layer->running_mean, layer->running_var, layer->num_batches_tracked};
   }
   return true;
 }

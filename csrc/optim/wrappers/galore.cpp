@@ -48,24 +48,24 @@ void keep(Projected& p, const std::optional<Tensor>& basis, const LowRankOptions
 // Computes the projections of split parameters, each on one rank that gets the whole gradient.
 void renew_split(const std::vector<Renewed>& all, const SplitParameter& split) {
   std::vector<SplitMatrix> grads;
-  std::vector<Partial> found;  // 1 and the projection if there is one; zeros on all ranks but the owner
+  std::vector<Partial> projections;  // 1 and the projection if there is one; zeros on all ranks but the owner
   for (const auto& [p, options] : all) {
     const Tensor grad = p->param.grad().to(at::kFloat);
     grads.push_back({grad, p->split(), matrix_cost({p->rows, p->columns})});
-    found.push_back({.sums = {at::zeros({1 + basis_rows(*p) * *options->rank}, grad.options())}});
+    projections.push_back({.sums = {at::zeros({1 + basis_rows(*p) * *options->rank}, grad.options())}});
   }
   on_owners(grads, std::nullopt, 0, [&](size_t i, const Tensor& whole) {
     const auto& [p, options] = all[i];
     if (const auto basis = new_basis(*p, whole.view({p->rows, p->columns}), *options)) {
-      found[i].sums[0].narrow(0, 0, 1).fill_(1);
-      found[i].sums[0].narrow(0, 1, basis->numel()).copy_(basis->reshape({-1}));
+      projections[i].sums[0].narrow(0, 0, 1).fill_(1);
+      projections[i].sums[0].narrow(0, 1, basis->numel()).copy_(basis->reshape({-1}));
     }
     return Tensor();
   });
-  combine(found, split);
+  combine(projections, split);
   for (size_t i = 0; i < all.size(); ++i) {
     const auto& [p, options] = all[i];
-    const Tensor &sum = found[i].sums[0], basis = sum.narrow(0, 1, sum.numel() - 1);
+    const Tensor &sum = projections[i].sums[0], basis = sum.narrow(0, 1, sum.numel() - 1);
     const bool has_one = sum.narrow(0, 0, 1).item<float>() > 0;
     keep(*p, has_one ? std::optional(basis.view({-1, *options->rank}).clone()) : std::nullopt, *options);
   }

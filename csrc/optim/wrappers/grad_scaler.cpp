@@ -70,7 +70,8 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
                 "one call per optimizer before step() and update()",
                 progress.stage == Stage::kUnscaled ? "a second call. Call step() and update() next."
                                                    : "a call after step(). Call update() next.");
-  if (const auto* own = divides_within_step(optimizer)) Access::core(*own).expect_no_sums("unscale_");
+  if (const auto* low_memory = divides_within_step(optimizer))
+    Access::core(*low_memory).expect_no_sums("unscale_");
   progress.found_inf = unscale(optimizer, scale_);
   progress.stage = Stage::kUnscaled;
 }
@@ -84,18 +85,18 @@ void GradScaler::step(torch::optim::Optimizer& optimizer, const Tensor& skip) {
   Progress& progress = progress_[&optimizer];
   expect_scaler(progress.stage != Stage::kStepped, "step", "one call per optimizer before update()",
                 "a second call. Call update() next.");
-  const auto* own = divides_within_step(optimizer);
-  if (own == nullptr || skip.defined()) {
+  const auto* low_memory = divides_within_step(optimizer);
+  if (low_memory == nullptr || skip.defined()) {
     if (progress.stage == Stage::kReady) unscale_(optimizer);
     expect_scaler(progress.found_inf.defined(), "step", "an optimizer whose parameters have gradients",
                   "no gradient. Call backward() first.");
   }
   const bool ready = progress.stage == Stage::kReady;
   // A step without gradients says nothing about the scale, so update() must not count it.
-  const bool counts = ready ? Access::core(*own).has_gradients() : progress.found_inf.defined();
-  const Tensor given = ready || counts ? progress.found_inf : at::zeros({}, scale_.options());
-  const Tensor found = scaled_step(optimizer, ready ? scale_ : Tensor(), either(given, skip));
-  if (counts && !skip.defined()) progress.found_inf = found;
+  const bool counts = ready ? Access::core(*low_memory).has_gradients() : progress.found_inf.defined();
+  const Tensor unscaled = ready || counts ? progress.found_inf : at::zeros({}, scale_.options());
+  const Tensor skipped = scaled_step(optimizer, ready ? scale_ : Tensor(), either(unscaled, skip));
+  if (counts && !skip.defined()) progress.found_inf = skipped;
   progress.stage = Stage::kStepped;
 }
 
@@ -103,14 +104,15 @@ void GradScaler::update() {
   if (!is_enabled()) return;
   expect_scale("update");
   const at::NoGradGuard no_grad;
-  Tensor found;
+  Tensor found_inf_of_all;
   for (const auto& [optimizer, progress] : progress_) {
-    if (progress.found_inf.defined()) found = either(found, number_on(scale_.device(), progress.found_inf));
+    if (progress.found_inf.defined())
+      found_inf_of_all = either(found_inf_of_all, number_on(scale_.device(), progress.found_inf));
   }
-  expect_scaler(found.defined(), "update", "a step with gradients since the last update",
+  expect_scaler(found_inf_of_all.defined(), "update", "a step with gradients since the last update",
                 "none. Call step() first.");
-  at::_amp_update_scale_(scale_, growth_tracker_, found, options_.growth_factor(), options_.backoff_factor(),
-                         options_.growth_interval());
+  at::_amp_update_scale_(scale_, growth_tracker_, found_inf_of_all, options_.growth_factor(),
+                         options_.backoff_factor(), options_.growth_interval());
   progress_.clear();
 }
 

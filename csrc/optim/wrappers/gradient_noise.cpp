@@ -66,14 +66,14 @@ TensorDict detail::NoiseAverages::state() const {
 
 void detail::NoiseAverages::load_state(const TensorDict& state) {
   const NoiseAverages loaded(number_of(kNoise, state, "decay"));
-  const Tensor* found = state.find("averages");
-  const bool fits = found != nullptr && found->defined() && found->dim() == 1 && found->numel() == 3 &&
-                    found->is_floating_point();
+  const Tensor* saved = state.find("averages");
+  const bool fits = saved != nullptr && saved->defined() && saved->dim() == 1 && saved->numel() == 3 &&
+                    saved->is_floating_point();
   expect(fits, kNoise, "averages", "3 floating-point numbers",
-         found == nullptr || !found->defined()
+         saved == nullptr || !saved->defined()
              ? "none"
-             : c10::str(found->scalar_type(), " of shape ", found->sizes()));
-  const Tensor averages = found->to(at::TensorOptions(at::kCPU).dtype(at::kFloat), /*non_blocking=*/false,
+             : c10::str(saved->scalar_type(), " of shape ", saved->sizes()));
+  const Tensor averages = saved->to(at::TensorOptions(at::kCPU).dtype(at::kFloat), /*non_blocking=*/false,
                                     /*copy=*/true);
   averages_ = averages[0].item<double>() > 0 ? averages : Tensor();
   decay_ = loaded.decay_;

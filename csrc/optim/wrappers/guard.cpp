@@ -52,11 +52,12 @@ bool Guard::review() {
 void Guard::take(const c10::function_ref<Tensor(torch::optim::Optimizer&, const Tensor&)>& step,
                  bool with_gradients) {
   for (auto* optimizer : optimizers_) {
-    auto* own = divides_within_step(*optimizer);
-    expect(own == nullptr || !Access::core(*own).step_in_backward, "Guard", "optimizers",
+    auto* low_memory = divides_within_step(*optimizer);
+    expect(low_memory == nullptr || !Access::core(*low_memory).step_in_backward, "Guard", "optimizers",
            "step_in_backward=false", "true: the optimizer steps before the guard can judge");
-    expect(own == nullptr || optimizers_.size() == 1 || !Access::core(*own).sums.any(), "Guard", "optimizers",
-           "gradients in grad(), because several optimizers are judged together", "some of accumulate()");
+    expect(low_memory == nullptr || optimizers_.size() == 1 || !Access::core(*low_memory).sums.any(), "Guard",
+           "optimizers", "gradients in grad(), because several optimizers are judged together",
+           "some of accumulate()");
   }
   if (review()) {
     core_->drop();
@@ -79,8 +80,8 @@ void Guard::step(const Tensor& loss) {
   if (loss.defined()) core_->watch(loss);
   take(
       [](torch::optim::Optimizer& optimizer, const Tensor& bad) {
-        auto* own = divides_within_step(optimizer);
-        const bool sums = own != nullptr && Access::core(*own).sums.any();
+        auto* low_memory = divides_within_step(optimizer);
+        const bool sums = low_memory != nullptr && Access::core(*low_memory).sums.any();
         return scaled_step(optimizer, sums ? at::ones_like(bad) : Tensor(), bad);
       },
       /*with_gradients=*/true);

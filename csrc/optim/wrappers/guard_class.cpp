@@ -28,9 +28,9 @@ class GuardHolder : public torch::CustomClassHolder {
   int64_t steps() { return core_.steps(); }
   int64_t rollbacks() { return core_.rollbacks(); }
   std::vector<std::tuple<int64_t, std::string, double>> bad_steps() {
-    std::vector<std::tuple<int64_t, std::string, double>> found;
-    for (const BadStep& bad : core_.bad_steps()) found.emplace_back(bad.step, bad.reason, bad.loss);
-    return found;
+    std::vector<std::tuple<int64_t, std::string, double>> result;
+    for (const BadStep& bad : core_.bad_steps()) result.emplace_back(bad.step, bad.reason, bad.loss);
+    return result;
   }
   detail::StateEntries state() { return detail::entries_of(core_.state()); }
   void load_state(const detail::StateEntries& entries) { core_.load_state(detail::state_of(entries)); }

@@ -52,9 +52,9 @@ void GuardCore::watch(const Tensor& loss) {
                loss.defined() ? c10::str(loss.scalar_type(), " of shape ", loss.sizes()) : "none");
   const at::NoGradGuard no_grad;
   // The loss is copied, because the program may change it before the step.
-  const Tensor own = loss.detach().reshape({}).to(at::TensorOptions().dtype(at::kFloat),
-                                                  /*non_blocking=*/false, /*copy=*/true);
-  sum_ = sum_.defined() ? sum_ + number_on(sum_.device(), own) : own;
+  const Tensor copied = loss.detach().reshape({}).to(at::TensorOptions().dtype(at::kFloat),
+                                                     /*non_blocking=*/false, /*copy=*/true);
+  sum_ = sum_.defined() ? sum_ + number_on(sum_.device(), copied) : copied;
   ++losses_;
 }
 
@@ -213,15 +213,15 @@ void GuardCore::load_state(const TensorDict& state) {
     return static_cast<int64_t>(number);
   };
   const auto list = [&](const char* name, at::ScalarType dtype, int64_t size) {
-    const Tensor* found = state.find(name);
-    const bool is_list = found != nullptr && found->defined() && found->dim() == 1 &&
-                         (size < 0 || found->numel() == size) &&
-                         at::isFloatingType(found->scalar_type()) == at::isFloatingType(dtype);
+    const Tensor* saved = state.find(name);
+    const bool is_list = saved != nullptr && saved->defined() && saved->dim() == 1 &&
+                         (size < 0 || saved->numel() == size) &&
+                         at::isFloatingType(saved->scalar_type()) == at::isFloatingType(dtype);
     expect_guard(is_list, name, size < 0 ? c10::str("numbers") : c10::str(size, " numbers"),
-                 found == nullptr || !found->defined()
+                 saved == nullptr || !saved->defined()
                      ? "none"
-                     : c10::str(found->scalar_type(), " of shape ", found->sizes()));
-    return found->to(at::kCPU, dtype).contiguous();
+                     : c10::str(saved->scalar_type(), " of shape ", saved->sizes()));
+    return saved->to(at::kCPU, dtype).contiguous();
   };
   const int64_t steps = whole("steps"), rollbacks = whole("rollbacks"), in_a_row = whole("in_a_row");
   const Tensor statistics = list("statistics", at::kFloat, 3);

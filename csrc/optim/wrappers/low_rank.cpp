@@ -207,14 +207,14 @@ void LowRankCore::load(InputArchive& archive) {
       const std::string key = std::to_string(i);
       p.seed = read_value(group, "seed" + key).toInt();
       p.age = read_value(group, "age" + key).toInt();
-      Tensor kept;
+      Tensor saved;
       p.kept = Tensor();
-      if (!group.try_read(method.kept + key, kept, /*is_buffer=*/true)) continue;
+      if (!group.try_read(method.kept + key, saved, /*is_buffer=*/true)) continue;
       const auto [type, shape] = method.kept_as(p, o);
-      expect(kept.scalar_type() == type && kept.sizes() == shape, "load",
+      expect(saved.scalar_type() == type && saved.sizes() == shape, "load",
              c10::str(method.kept, " ", type, " ", at::IntArrayRef(shape)),
-             c10::str(kept.scalar_type(), " ", kept.sizes()));
-      p.kept = kept.to(p.param.device());
+             c10::str(saved.scalar_type(), " ", saved.sizes()));
+      p.kept = saved.to(p.param.device());
     }
   }
   InputArchive base;

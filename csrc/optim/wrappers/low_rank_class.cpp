@@ -52,12 +52,12 @@ class LowRankHolder : public torch::CustomClassHolder {
   /// each projected parameter of a group.
   std::vector<Tensor> kept_like(int64_t group) {
     const LowRankStep::Group& g = step_.groups.at(static_cast<size_t>(group));
-    std::vector<Tensor> found;
+    std::vector<Tensor> result;
     for (const Projected& p : g.projected) {
       const auto [dtype, shape] = step_.method.kept_as(p, g.options);
-      found.push_back(at::empty(shape, at::TensorOptions(at::kMeta).dtype(dtype)));
+      result.push_back(at::empty(shape, at::TensorOptions(at::kMeta).dtype(dtype)));
     }
-    return found;
+    return result;
   }
 
   /// `options` and `states` hold an entry for each group. The states are those of the projected parameters;
@@ -101,18 +101,18 @@ class LowRankHolder : public torch::CustomClassHolder {
 
   /// Returns the state of the projected parameters of each group; empty for a parameter without state.
   std::vector<std::vector<Options>> states() {
-    std::vector<std::vector<Options>> found;
+    std::vector<std::vector<Options>> all_states;
     for (const LowRankStep::Group& group : step_.groups) {
-      auto& own = found.emplace_back();
+      auto& states = all_states.emplace_back();
       for (const Projected& p : group.projected) {
-        Options& state = own.emplace_back(empty_options());
+        Options& state = states.emplace_back(empty_options());
         if (!p.kept.defined()) continue;
         state.insert(step_.method.kept, p.kept);
         state.insert("projection_age", p.age);
         state.insert("seed", p.seed);
       }
     }
-    return found;
+    return all_states;
   }
 
  private:

@@ -44,9 +44,9 @@ Tensor BaseOptions::kept_weight() const {
 std::vector<std::pair<Box, Tensor>> Projected::boxes(const Tensor& of) const {
   const SplitParameter* part = split();
   if (part == nullptr) return {{{0, 1, 0, rows, 0, columns}, of}};
-  auto found = boxes_of(of, *part, rows, columns);
-  for (auto& [box, elements] : found) elements = elements.flatten(0, 1);  // there is one matrix
-  return found;
+  auto parts = boxes_of(of, *part, rows, columns);
+  for (auto& [box, elements] : parts) elements = elements.flatten(0, 1);  // there is one matrix
+  return parts;
 }
 
 std::vector<Tensor> LowRankStep::add(const std::vector<Tensor>& params, const LowRankOptions& o) {
@@ -59,7 +59,7 @@ std::vector<Tensor> LowRankStep::add(const std::vector<Tensor>& params, const Lo
   for (const Group& g : groups) number += static_cast<int64_t>(g.params.size());
   std::vector<Tensor> lows;
   for (const Tensor& p : params) {
-    const int64_t own = number++;
+    const int64_t param_number = number++;
     const at::IntArrayRef sizes = whole_sizes(p);
     const int64_t numel = c10::multiply_integers(sizes);
     const bool matrix = sizes.size() > 1 && numel > 0;
@@ -74,7 +74,7 @@ std::vector<Tensor> LowRankStep::add(const std::vector<Tensor>& params, const Lo
     low = at::empty({0}, p.options().dtype(at::kFloat).requires_grad(false));
     low.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
     low.requires_grad_();
-    added.projected.push_back({p, low, rows, columns, left, mix({o.seed, own})});
+    added.projected.push_back({p, low, rows, columns, left, mix({o.seed, param_number})});
   }
   groups.push_back(std::move(added));
   return lows;
@@ -148,10 +148,11 @@ Tensor lengths(const Projected& p, const LowRankOptions& o) {
                                  : std::vector<int64_t>{p.rows, 1};
   const Tensor squares = at::zeros(shape, grad.options().dtype(at::kFloat));
   for (const auto& [box, part] : p.boxes(grad)) {
-    Tensor own = squares;
+    Tensor channel_squares = squares;
     if (by_channel)
-      own = p.left ? squares.narrow(1, box.column, box.columns) : squares.narrow(0, box.row, box.rows);
-    own += norm(part).square();
+      channel_squares =
+          p.left ? squares.narrow(1, box.column, box.columns) : squares.narrow(0, box.row, box.rows);
+    channel_squares += norm(part).square();
   }
   return squares.sqrt();
 }

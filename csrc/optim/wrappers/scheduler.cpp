@@ -102,7 +102,7 @@ void Scheduler::step(int64_t step) {
       values.emplace_back(number.value, value);
     }
   }
-  for (const auto& [place, value] : values) *place = value;
+  for (const auto& [target, value] : values) *target = value;
   step_ = step;
 }
 
@@ -117,11 +117,11 @@ void Scheduler::load_state(const TensorDict& state) {
   const int64_t step = count_of("Scheduler", state, "step");
   auto first = first_;
   for (auto& [option, values] : first) {
-    const at::Tensor* found = state.find("first." + option);
+    const at::Tensor* saved = state.find("first." + option);
     const auto size = static_cast<int64_t>(values.size());
-    expect(found != nullptr && found->dim() == 1 && found->numel() == size, "Scheduler", "load_state",
-           c10::str("the values of ", option, " of ", size, " groups"), found == nullptr ? "none" : "others");
-    const at::Tensor numbers = found->to(at::kCPU, at::kDouble).contiguous();
+    expect(saved != nullptr && saved->dim() == 1 && saved->numel() == size, "Scheduler", "load_state",
+           c10::str("the values of ", option, " of ", size, " groups"), saved == nullptr ? "none" : "others");
+    const at::Tensor numbers = saved->to(at::kCPU, at::kDouble).contiguous();
     values.assign(numbers.const_data_ptr<double>(), numbers.const_data_ptr<double>() + size);
   }
   first_ = std::move(first);

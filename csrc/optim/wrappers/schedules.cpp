@@ -68,11 +68,11 @@ class Reader {
     return take(option, given, otherwise, "a number in [0, 1]", [](double x) { return x >= 0 && x <= 1; });
   }
   std::string shape(const char* otherwise, const std::vector<std::string>& shapes) {
-    const std::string found = take("shape", options_.shape(), std::string(otherwise));
+    const std::string chosen = take("shape", options_.shape(), std::string(otherwise));
     std::string expected;
     for (const std::string& shape : shapes) expected += (expected.empty() ? "" : " or ") + shape;
-    expect(std::find(shapes.begin(), shapes.end(), found) != shapes.end(), name_, "shape", expected, found);
-    return found;
+    expect(std::find(shapes.begin(), shapes.end(), chosen) != shapes.end(), name_, "shape", expected, chosen);
+    return chosen;
   }
   // Raises if an option is set that take() was not called for.
   void finish() const {
@@ -242,11 +242,11 @@ Schedule by_name(const std::string& name, const ScheduleOptions& options) {
       {"constant", constant},         {"linear", linear},        {"cosine", cosine},
       {"one_cycle", one_cycle},       {"flat_cos", flat_cos},    {"wsd", wsd},
       {"inverse_sqrt", inverse_sqrt}, {"polynomial", polynomial}};
-  const auto found = kSchedules.find(name);
+  const auto schedule = kSchedules.find(name);
   std::string names;
   for (const auto& entry : kSchedules) names += (names.empty() ? "" : ", ") + entry.first;
-  expect(found != kSchedules.end(), "schedules", "name", "one of " + names, name);
-  return found->second(options);
+  expect(schedule != kSchedules.end(), "schedules", "name", "one of " + names, name);
+  return schedule->second(options);
 }
 
 }  // namespace schedules

@@ -106,8 +106,8 @@ DEVICES = {
     "4090": Device(
         ("sm_89", "sm_86", "sm_80"), 128, 82.6e12, 165.2e12, 1008e9, 128, 2, 16, 1536, 24, 100 << 10
     ),
-    "H100": Device(("sm_90a",), 132, 67e12, 989.4e12, 3350e9, 128, 64, 32, 2048, 32, 228 << 10),
-    "H200": Device(("sm_90a",), 132, 67e12, 989.4e12, 4800e9, 128, 64, 32, 2048, 32, 228 << 10),
+    "H100": Device(("sm_90a", "sm_90"), 132, 67e12, 989.4e12, 3350e9, 128, 64, 32, 2048, 32, 228 << 10),
+    "H200": Device(("sm_90a", "sm_90"), 132, 67e12, 989.4e12, 4800e9, 128, 64, 32, 2048, 32, 228 << 10),
 }
 
 # The pipe of an instruction, by the beginning of its opcode; the first match counts. Others, such as branches,
@@ -357,13 +357,13 @@ def predict(device: Device, case: Case, codes: dict[Kernel, Code] | list[Code]) 
 # ---- Reading the library, and the table
 
 
-def resources(program: str, library: Path, architecture: str) -> dict[str, tuple[int, int]]:
-    """Return registers per thread and static shared bytes of each kernel, by its mangled name."""
+def resources(program: str, library: Path, architecture: str) -> dict[str, tuple[str, int, int]]:
+    """Return architecture, registers per thread and static shared bytes of each kernel, by its mangled name."""
     text = subprocess.run(
         [program, "-res-usage", "-arch", architecture, library], capture_output=True, text=True, check=False
     ).stdout
     return {
-        found[1]: (int(found[2]), int(found[3]))
+        found[1]: (architecture, int(found[2]), int(found[3]))
         for found in re.finditer(r"Function (\S+):\s+REG:(\d+) .*?SHARED:(\d+)", text)
     }
 
@@ -405,10 +405,10 @@ def _read(library: Path, device: Device, wanted: dict[str, Kernel]) -> dict[str,
     program = sass.disassembler()
     if program is None:
         raise RuntimeError("no cuobjdump was found in PATH, CUDA_HOME or Triton's package")
-    for architecture in device.architectures:
-        if known := resources(program, library, architecture):
-            break
-    else:
+    known: dict[str, tuple[str, int, int]] = {}
+    for architecture in reversed(device.architectures):
+        known |= resources(program, library, architecture)
+    if not known:
         raise RuntimeError(f"{library} has no code for {' or '.join(device.architectures)}")
     symbols = {}
     for name, kernel in wanted.items():
@@ -420,7 +420,7 @@ def _read(library: Path, device: Device, wanted: dict[str, Kernel]) -> dict[str,
 
     def listing(symbol: str) -> list[sass.Instruction]:
         text = subprocess.run(
-            [program, "-sass", "-arch", architecture, "-fun", symbol, library],
+            [program, "-sass", "-arch", known[symbol][0], "-fun", symbol, library],
             capture_output=True, text=True, check=False,
         ).stdout  # fmt: skip
         return next(iter(sass.functions(text).values()))
@@ -430,7 +430,7 @@ def _read(library: Path, device: Device, wanted: dict[str, Kernel]) -> dict[str,
         code = dict(zip(each, pool.map(listing, each), strict=True))
     found: dict[str, list | None] = dict.fromkeys(wanted)
     for name, symbol in symbols.items():
-        if read := read_kernel(code[symbol], wanted[name], *known[symbol]):
+        if read := read_kernel(code[symbol], wanted[name], *known[symbol][1:]):
             found[name] = [read.registers, read.shared, read.one, read.two]
     return found
 

@@ -54,14 +54,15 @@ foreach(_gpu IN LISTS SHOESTRING_GPUS)
   elseif(NOT _gpu MATCHES "^[0-9]+a?$")
     message(FATAL_ERROR "SHOESTRING_CUDA_ARCHITECTURES: expected wheel, gates, or a list of numbers and ptx such as "
       "80;90a;ptx, received '${SHOESTRING_CUDA_ARCHITECTURES}'")
-  elseif(_gpu MATCHES "a$" OR _gpu LESS 80)
+  elseif(_gpu LESS 80)
     list(APPEND _code --generate-code=arch=compute_${_gpu},code=[sm_${_gpu}])
   else()
+    string(REGEX REPLACE "a$" "" _gpu ${_gpu})
     list(APPEND _from_compute_80 sm_${_gpu})
   endif()
 endforeach()
 # Apart from those for Hopper, kernels have the same source on all GPUs from sm_80 on, so one PTX serves all of them.
-# Compiling CUDA C++ for each would take 1.5 times as long.
+# Compiling CUDA C++ for each would take 1.5 times as long. Only kernels for Hopper need the "a" of sm_90a.
 if(_from_compute_80)
   list(JOIN _from_compute_80 "," _from_compute_80)
   list(APPEND _code --generate-code=arch=compute_80,code=[${_from_compute_80}])

@@ -18,8 +18,8 @@ in such a file, the check fails. A header next to the .cu files may define kerne
 checked in each file that includes the header.
 
 The build keeps the output of ptxas next to each object file (``cmake/keep_ptxas.sh``). This script compiles
-nothing, and checks the architectures of the build. ``make test`` builds sm_75, sm_80 and sm_90a, one for each
-kind of kernel.
+nothing, and checks the architectures of the build. ``make test-all`` builds sm_75, sm_80 and sm_90, and sm_90a for
+*_hopper.cu: one for each kind of kernel.
 
 Machine code is read with cuobjdump of the CUDA toolkit or of Triton's package (``sass.py``). ``sass.json`` lists
 what must be in it; ``--write`` renews the lists.
@@ -386,7 +386,7 @@ def main() -> int:
             f"skipped: the CUDA kernels were not built: {built['cuda_note']}\n0 passed, 0 failed, 1 skipped"
         )
         return 0
-    architectures = [f"sm_{gpu}" for gpu in built["gpus"] if gpu != "ptx"]
+    architectures = [f"sm_{gpu.removesuffix('a')}" for gpu in built["gpus"] if gpu != "ptx"]
     passed, failed = 0, 0
     for source in sorted(options.sources.rglob("*.cu")):
         log = next(options.build.glob(f"CMakeFiles/*/cuda/*/{source.name}.o.ptxas"), None)

@@ -10,10 +10,11 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 build=$1
 tier=$2
-# Suites that are joined by a comma run side by side, since each keeps one core busy for most of its time.
-SECOND="lint,consumer Python Python-alone peers docs,packages crash fuzz emulator cutlass C++-emulated Python-emulated device gates"
+# What is joined by a comma runs side by side: the first suite prints at once, and beside it the others, which are
+# joined by colons, run one after the other. The tests of Python wait for processes a quarter of their time.
+SECOND="Python,lint:consumer:docs:packages:peers:crash:fuzz:emulator:cutlass:device:gates Python-alone C++-emulated Python-emulated"
 case $tier in
-  first) suites="C++ Python consumer" ;;
+  first) suites="C++ Python,consumer" ;;
   check) suites="lint,C++ Python" ;;
   second) suites=$SECOND ;;
   all) suites="C++ $SECOND" tier="" ;;
@@ -71,14 +72,13 @@ suite() {  # SUITE
     Python-emulated) SIMT_APPROXIMATE=random OMP_NUM_THREADS=1 tests --backend=simt ;;
     device) PYTHONPATH=tests/device:${PYTHONPATH:-} tests tests/device ;;
     crash | fuzz) tests ${tier:+--tier=second} "tests/$1" ;;
-    # Not worksteal: both workers would build the site.
-    docs) python -m pytest -n 2 --dist loadfile ${tier:+--tier=second} tests/docs ;;
+    docs) python -m pytest ${tier:+--tier=second} tests/docs ;;  # one process, which builds the site once
     peers) tests tests/peers ;;
     consumer) tests/consumer/run.sh "$build" ${tier:+--tier=$tier} ;;
     packages) python -m pytest tests/packages ;;
     gates) python scripts/check_ptxas.py "$build" ;;
     *)
-      echo "test.sh: expected first, check, second, all or a suite (${SECOND//,/ } C++), got '$1'" >&2
+      echo "test.sh: expected first, check, second, all or a suite (${SECOND//[,:]/ } C++), got '$1'" >&2
       return 2 ;;
   esac
 }
@@ -90,18 +90,26 @@ timed() {  # SUITE
   return $status
 }
 
+beside() {  # SUITE[:SUITE...]
+  local name status=0
+  for name in ${1//:/ }; do
+    timed "$name" >"$logs/$name" || status=1
+    echo "== $name"
+    cat "$logs/$name"
+  done
+  return $status
+}
+
 for entry in $suites; do
   number=$((number + 1))
-  echo "== ${entry//,/ and } ($number of $(wc -w <<<"$suites"))"
-  if [[ $entry == *,* ]]; then
-    for name in ${entry//,/ }; do timed "$name" >"$logs/$name" & done
-    for name in ${entry//,/ }; do wait -n || status=1; done
-    for name in ${entry//,/ }; do cat "$logs/$name"; done
-  else
-    timed "$entry" | tee "$logs/$entry" || status=1
-  fi
+  name=${entry%%,*} others=""
+  [ "$entry" = "$name" ] || others=${entry#*,}
+  echo "== $name${others:+, and beside it ${others//:/, }} ($number of $(wc -w <<<"$suites"))"
+  [ -z "$others" ] || beside "$others" &
+  timed "$name" | tee "$logs/$name" || status=1
+  wait $! || status=1
 done
-suites=${suites//,/ }
+suites=${suites//[,:]/ }
 
 passed=0 failed=0
 sum() { grep -oE "$2" "$logs/$1" | grep -oE '[0-9]+' | awk '{ total += $1 } END { print total + 0 }'; }  # SUITE PATTERN

@@ -56,6 +56,7 @@ def test_training_hardly_depends_on_the_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("splits", [0, 1], ids=["whole", "split"])
 @pytest.mark.parametrize(("compress", "tolerance"), [("8bit", 0.01), ("4bit", 0.03), ("1bit", 0.15)])
+@pytest.mark.sample(3)
 def test_training_with_compressed_gradients(compress: str, tolerance: float, splits: int) -> None:
     """All ranks stay equal bit for bit, and losses stay near those of whole gradients."""
     expected = [float(x) for x in run(1, "train", 12)[0].split()[:-1]]
@@ -135,6 +136,7 @@ def test_split_gradients_of_micro_batches(how: str, last: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "adafactor"])
 @pytest.mark.parametrize("state", ["8bit", "4bit"])
+@pytest.mark.sample(3)
 def test_files_are_those_of_one_process(optimizer: str, state: str, tmp_path: Path) -> None:
     """Three processes save what one would save; two and four continue it bit for bit."""
     for ranks, how in ((3, "save"), (1, "load"), (2, "load"), (4, "load")):
@@ -219,6 +221,7 @@ def outputs_of(
 @pytest.mark.parametrize(
     ("kind", "splits"), [("kill", 0), ("stop", 0), ("throw", 0), ("kill", 1), ("stop", 1)]
 )
+@pytest.mark.sample(3)
 def test_survivors_name_the_rank_that_failed(kind: str, splits: int) -> None:
     """Each rank ends within the timeout of 3 s and 2 s more, after start and two steps."""
     processes = start(3, "fault", kind, 3000, splits)

@@ -60,6 +60,7 @@ def test_threads_step_and_read(ranks: int, overlap: int) -> None:
 
 @pytest.mark.parametrize("compress", ["none", "4bit"])
 @pytest.mark.parametrize("at_step", [8, 10, 11])
+@pytest.mark.sample(3)
 def test_survivors_go_on(compress: str, at_step: int) -> None:
     """Averages begin in even steps and end one step later."""
     *survivors, killed = finish(start(3, "diloco_survivors", at_step, compress))

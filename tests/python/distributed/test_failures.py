@@ -89,6 +89,7 @@ def _fails(rank: int, folder: Path, strategy: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.sample(2)
 def test_errors_name_the_rank(strategy: str, tmp_path: Path) -> None:
     """All ranks that live raise within the timeout and two seconds more. All faults run at the same time."""
     context = multiprocessing.get_context("forkserver")

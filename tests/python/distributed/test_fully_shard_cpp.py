@@ -49,7 +49,7 @@ def bytes_of(rank: int, ranks: int, element: int, state: str, remainder: bool) -
 )
 @pytest.mark.parametrize(("micro_batches", "how"), [(1, "sends"), (3, "sends"), (3, "sums")])
 @pytest.mark.parametrize("unused", [0, 1])
-@pytest.mark.sample(10)
+@pytest.mark.sample(7)
 def test_steps_have_the_bits_of_one_process(
     ranks: int, split: int, state: str, rounding: str, micro_batches: int, how: str, unused: int
 ) -> None:
@@ -173,7 +173,7 @@ def sum_of(outputs: list[str]) -> str:
         ("libtorch", 4, 2),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_files_are_those_of_one_process(optimizer: str, ranks: int, split: int, tmp_path: Path) -> None:
     """The processes that wrote a file continue it bit for bit, and any number writes the same bytes again.
 

@@ -322,6 +322,7 @@ CASES: dict[int, list[tuple[list[str], bool, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.sample(1)
 def test_real_ranks(ranks: int, tmp_path: Path) -> None:
     """Weights, gradients, state, the peak of a step and its collectives, in the order in which they begin."""
     every = [(strategy, even, options) for some, even, options in CASES[ranks] for strategy in some]

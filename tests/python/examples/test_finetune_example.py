@@ -197,6 +197,7 @@ def test_recomputed_layers_train_the_same(
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.sample(1)
 def test_weights_in_a_file_train_the_same(
     program: Path, data: Path, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def find_blocks(
     model: nn.Module, blocks: Sequence[str | type | nn.Module] | None, caller: str = "checkpoint_model"
 ) -> dict[str, nn.Module]:
     if blocks is None:
-        found = _lists(model, "")
+        found = listed_blocks(model)
         if not found:
             raise ValueError(
                 f"{caller}: blocks: found no list of modules of one class; name the blocks, "
@@ -81,7 +81,8 @@ def _matches(name: str, module: nn.Module, wanted: str | type | nn.Module) -> bo
     return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
 
 
-def _lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+def listed_blocks(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the modules of a model's lists of modules of one class, by name; none of a model without such a list."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         parts = list(child.children())
@@ -93,7 +94,7 @@ def _lists(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
         ):
             found |= {f"{prefix}{name}.{inner}": part for inner, part in child.named_children()}
         else:
-            found |= _lists(child, f"{prefix}{name}.")
+            found |= listed_blocks(child, f"{prefix}{name}.")
     return found
 
 

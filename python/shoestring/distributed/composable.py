@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from shoestring.checkpoint.blocks import find_blocks
+from shoestring.checkpoint.blocks import listed_blocks
 from shoestring.distributed.groups import plain_tensors
 
 BROADCAST_BYTES = 250 << 20  # of tensors that are sent together, as DistributedDataParallel does
@@ -130,11 +130,7 @@ def shard_fully(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    try:
-        blocks = list(find_blocks(model, None).values())
-    except ValueError:  # no list of blocks
-        blocks = []
-    units = [*blocks, model]
+    units = [*listed_blocks(model).values(), model]
     folder = offload.removeprefix("nvme:") if offload not in (None, "cpu") else None
     policy = OffloadPolicy()
     if offload is not None and next(model.parameters()).device.type != "cpu":

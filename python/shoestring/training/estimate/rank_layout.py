@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoestring.checkpoint.blocks import find_blocks
+from shoestring.checkpoint.blocks import listed_blocks
 from shoestring.distributed.groups import plain_tensors
 from shoestring.quantization.quantize_8bit import STATE_BLOCK
 from shoestring.training.estimate.formulas import StateArena
@@ -100,13 +100,9 @@ def shard_bytes(param: Tensor, ranks: int) -> int:
 
 def units(model: nn.Module, ranks: int) -> list[Unit]:
     """Return the units of ``shoestring.parallelize``: each block in the order of forward, and the rest at the end."""
-    try:
-        blocks = list(find_blocks(model, None).values())
-    except ValueError:  # no list of blocks
-        blocks = []
     seen: set[int] = set()
     found = []
-    for module in [*blocks, model]:
+    for module in [*listed_blocks(model).values(), model]:
         own = [p for p in module.parameters() if id(p) not in seen]
         seen |= {id(p) for p in own}
         found.append(Unit(tuple(own), ranks))
@@ -121,11 +117,8 @@ def ddp_buckets(model: nn.Module) -> list[Bucket]:
     indices, _ = dist._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
         params, DDP_BUCKETS, [False] * len(params), list(range(len(params)))
     )
-    return [_bucket([params[i] for i in own]) for own in indices]
-
-
-def _bucket(params: list[Tensor]) -> Bucket:
-    return Bucket(tuple(params), sum(p.numel() for p in params), sum(p.nbytes for p in params))
+    buckets = [tuple(params[i] for i in own) for own in indices]
+    return [Bucket(own, sum(p.numel() for p in own), sum(p.nbytes for p in own)) for own in buckets]
 
 
 def owners_of(costs: Sequence[float], ranks: int) -> list[int]:

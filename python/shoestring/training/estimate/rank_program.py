@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -60,31 +60,28 @@ class Setting:
         return self.ranks // self.replicas
 
 
-class Backward:
-    """The backward of a micro-batch, which computes the gradients one after the other.
+def backward(
+    program: Program,
+    model: nn.Module,
+    setting: Setting,
+    before: Callable[[Tensor], None] = lambda param: None,
+) -> Iterator[Tensor]:
+    """Compute the gradients of a micro-batch one after the other, and yield each parameter when it has its gradient.
 
-    The gradient of a head that is also the embedding is held from the start, and complete at the end.
-
-    Attributes:
-        params: the parameters in the order of their gradients.
+    The gradient of a head that is also the embedding is held from the start, and complete at the end. ``before`` is
+    called with each parameter before its gradient is computed.
     """
-
-    def __init__(self, program: Program, model: nn.Module, setting: Setting) -> None:
-        self._program, self.params = program, list(model.parameters())[::-1]
-        self._shares = compute_shares(model)
-        self._part = (1 - setting.forward) / setting.micro
-        tied = {id(p) for p in tables(model)} & {id(p) for p in heads(model)}
-        self._tied = {id(p) for p in self.params if id(p) in tied and p.requires_grad}
-        for p in self.params:
-            program.hold(p.nbytes if id(p) in self._tied else 0)
-
-    def compute(self, param: Tensor) -> None:
-        """Compute the gradient of a parameter, and hold it."""
-        self._program.compute(self._part * self._shares[id(param)])
-        if param.requires_grad:
-            self._program.hold(param.nbytes)
-        if id(param) in self._tied:  # the two gradients are added up
-            self._program.hold(-param.nbytes)
+    params, shares = list(model.parameters())[::-1], compute_shares(model)
+    both = {id(p) for p in tables(model)} & {id(p) for p in heads(model)}
+    tied = {id(p) for p in params if id(p) in both and p.requires_grad}
+    for p in params:
+        program.hold(p.nbytes if id(p) in tied else 0)
+    for p in params:
+        before(p)
+        program.compute((1 - setting.forward) / setting.micro * shares[id(p)])
+        program.hold(p.nbytes if p.requires_grad else 0)
+        program.hold(-p.nbytes if id(p) in tied else 0)  # the two gradients are added up
+        yield p
 
 
 def micro_batches(program: Program, model: nn.Module, setting: Setting, sums: int = 0) -> None:
@@ -95,9 +92,7 @@ def micro_batches(program: Program, model: nn.Module, setting: Setting, sums: in
     program.hold(sums if setting.micro > 1 else 0)
     for number in range(setting.micro - 1):
         program.compute(setting.forward / setting.micro)
-        gradients = Backward(program, model, setting)
-        for p in gradients.params:
-            gradients.compute(p)
+        for p in backward(program, model, setting):
             if p.requires_grad and (sums or number > 0):
                 program.hold(-p.nbytes)
 
@@ -112,9 +107,7 @@ def replicated(model: nn.Module, setting: Setting) -> Program:
     sender = _Buckets(program, setting)
     missing = [{id(p) for p in bucket.params} for bucket in buckets]
     sent = 0
-    gradients = Backward(program, model, setting)
-    for p in gradients.params:
-        gradients.compute(p)
+    for p in backward(program, model, setting):
         if not p.requires_grad:
             continue
         # The gradient is copied to its bucket, with the sum of other micro-batches.
@@ -200,13 +193,6 @@ def copy_parts(program: Program, setting: Setting, ranges: Sequence[Sequence[Ran
     program.hold(-buffers)
 
 
-def split_steps(model: nn.Module, setting: Setting, ranges: Sequence[Sequence[Range]]) -> Program:
-    """Return the program of "zero1": "ddp", and copies of the stepped weights."""
-    program = replicated(model, setting)
-    copy_parts(program, setting, ranges)
-    return program
-
-
 def split_gradients(
     model: nn.Module,
     setting: Setting,
@@ -256,9 +242,7 @@ def split_gradients(
         elif bucket.owner != rank:
             program.hold(-bucket.bytes)
 
-    gradients = Backward(program, model, setting)
-    for p in gradients.params:
-        gradients.compute(p)
+    for p in backward(program, model, setting):
         if not p.requires_grad:
             continue
         for index in of_param.get(id(p), []):
@@ -411,6 +395,16 @@ def sharded(model: nn.Module, setting: Setting) -> Program:
         of_unit[id(p)]: p for p in reversed(list(model.parameters()))
     }  # the parameter of each unit whose gradient comes last
 
+    at = 0  # the block whose backward has begun
+
+    def begin(param: Tensor) -> None:
+        nonlocal at
+        if of_unit[id(param)] < at:  # the first parameter of a block
+            at = of_unit[id(param)]
+            run.use(blocks[at], is_forward=False)
+            if at > 0:
+                run.gather(blocks[at - 1])
+
     for micro in range(setting.micro):
         sends = micro == setting.micro - 1
         run.gather(root)
@@ -428,18 +422,11 @@ def sharded(model: nn.Module, setting: Setting) -> Program:
         program.compute(forward * sum(shares[id(p)] for p in root.params))
         run.end_forward()
         gradients = [0] * (len(blocks) + 1)
-        at = len(blocks)  # the block whose backward has begun
+        at = len(blocks)
         if blocks:
             run.gather(blocks[-1])
-        own = Backward(program, model, setting)
-        for p in own.params:
+        for p in backward(program, model, setting, begin):
             number = of_unit[id(p)]
-            if number < at:  # the first parameter of a block
-                run.use(blocks[number], is_forward=False)
-                if number > 0:
-                    run.gather(blocks[number - 1])
-                at = number
-            own.compute(p)
             if p.requires_grad:
                 program.hold(-p.nbytes if micro > 0 else 0)  # it is added to that of the first micro-batch
                 gradients[number] += p.nbytes
@@ -454,7 +441,7 @@ def sharded(model: nn.Module, setting: Setting) -> Program:
     return program
 
 
-def alone(model: nn.Module, setting: Setting, every: int) -> tuple[Program, Program]:
+def alone(model: nn.Module, setting: Setting) -> tuple[Program, Program]:
     """Return the program of a step of "diloco" and "localsgd", and that of an average of all weights."""
     step, average = Program(), Program()
     step.hold(tensor_bytes(trained(model)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoestring.core.errors import InputError
 from shoestring.distributed.compress import BITS
 from shoestring.distributed.links import Collective, Link
+from shoestring.distributed.parallelize import STRATEGIES
 from shoestring.distributed.step_program import Program, sent_bytes
 from shoestring.training import memory
 from shoestring.training.conflicts import parallel_conflicts
@@ -29,11 +30,10 @@ from shoestring.training.estimate.rank_layout import (
     units,
 )
 from shoestring.training.estimate.rank_program import Setting
-from shoestring.training.estimate.step import Estimate, add_activations, add_offloaded
+from shoestring.training.estimate.step import Estimate, add_activations, add_state
 from shoestring.training.optimizers import Own, build, decayed, described, trained
 from shoestring.training.options import refuse_together
 
-ORDER = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 SENT = "sent: "
 MESH = "REPLICASxSHARDS, such as 2x4"
 
@@ -188,7 +188,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
     params = trained(model)
     found = Estimate(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in params))
     ranks = RankEstimate(strategy, found, [])
-    average: Program | None = None
+    average = Program()
     if strategy in ("zero3", "hsdp"):
         program = _sharded(found, model, config, setting)
     elif strategy in ("zero1", "zero2"):
@@ -197,12 +197,12 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
         found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
         found.add("device", "gradients", formulas.tensor_bytes(params), "")
         states = [formulas.optimizer_state(o) for o in _optimizers(model, config)]
-        _state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states])
+        add_state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states])
         if strategy == "ddp":
             program = rank_program.replicated(model, setting)
             _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
         else:
-            program, average = rank_program.alone(model, setting, config.every or EVERY[strategy])
+            program, average = rank_program.alone(model, setting)
             averaged = rank_program.averaged_buckets(params)
             kept = 8 if strategy == "diloco" else 4
             found.add(
@@ -211,19 +211,19 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
             _residuals(found, averaged, setting.ranks, setting.bits)
     items = [item for place in found.memory.values() for item in place]
     gradients = next((item.bytes or 0 for item in items if item.name == "gradients"), 0)
-    peak = max(program.peak(), 0 if average is None else average.peak())
+    peak = max(program.peak(), average.peak())
     found.add("device", "units and buckets", max(0, peak - gradients), NOTES[strategy])
     add_activations(found, model, config)
-    every = 1 if average is None else config.every or EVERY[strategy]
-    ranks.collectives = (program if average is None else average).collectives
+    every = config.every or EVERY.get(strategy, 1)
+    ranks.collectives = program.collectives + average.collectives
     for what, size in sent_bytes(ranks.collectives, setting.gloo).items():
         found.move(SENT + what, math.ceil(size / every))
     link, inner = _link(config.link, "link"), _link(config.inner_link, "inner-link")
     if link is not None:
 
         def seconds(step: float) -> float:
-            more = 0.0 if average is None else average.seconds(0.0, link, inner, setting.gloo) / every
-            return program.seconds(step, link, inner, setting.gloo) + more
+            averages = average.seconds(0.0, link, inner, setting.gloo) / every
+            return program.seconds(step, link, inner, setting.gloo) + averages
 
         ranks.link_seconds = seconds(0.0)
         ranks.seconds = None if config.step_seconds is None else seconds(config.step_seconds)
@@ -246,21 +246,6 @@ NOTES = {
 def _optimizers(model: nn.Module, config: EstimateConfig) -> list[Own]:
     """Build the optimizers of a run: matrices, which have weight decay, are in groups of their own."""
     return [build(kind, decayed(groups, 0.0), own, config) for kind, groups, own in described(model, config)]
-
-
-def _state(
-    found: Estimate,
-    config: EstimateConfig,
-    arenas: list[tuple[StateArena, list[int]]],
-    rest: list[dict[str, int]],
-    place: str = "device",
-) -> None:
-    """Add state where ``--offload`` says, or at ``place``, from the blocks of each parameter in each arena."""
-    if config.place is not None:
-        add_offloaded(found, arenas, rest, config, place == "device" and config.device != "cpu")
-        return
-    for name, size in formulas.total(*(a.bytes(sum(blocks)) for a, blocks in arenas), *rest).items():
-        found.add(place, f"state: {name}", size, "")
 
 
 def _residuals(found: Estimate, buckets: list[int], ranks: int, bits: int | None) -> None:
@@ -301,7 +286,7 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
         return shard_elements(p, shards)
 
     states = [formulas.optimizer_state(optimizer, rows) for optimizer in optimizers]
-    _state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states], own)
+    add_state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states], own)
     elements = [sum(rows(p) for p in trained_of(unit.params)) for unit in every]
     if config.parallel == "hsdp":
         _residuals(found, elements, setting.replicas, setting.bits)
@@ -340,10 +325,12 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
     gradients = [sum(piece.bytes for piece in own) if splits else whole for own in ranges]
     rank = max(range(setting.ranks), key=lambda r: gradients[r] + sum(state[r].values()) + factors[r])
     found.add("device", "gradients", gradients[rank], "of the elements that the rank steps" if splits else "")
-    _state(found, config, blocks[rank], [{"factors": factors[rank]} if factors[rank] else {}, step])
+    add_state(found, config, blocks[rank], [{"factors": factors[rank]} if factors[rank] else {}, step])
     if not splits:
         _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
-        return rank_program.split_steps(model, setting, ranges)
+        program = rank_program.replicated(model, setting)
+        rank_program.copy_parts(program, setting, ranges)
+        return program
     params = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     if setting.bits is not None and setting.ranks > 1:
         size = 4 * sum(p.numel() for p in params)
@@ -361,7 +348,7 @@ def choose(model: nn.Module, config: EstimateConfig) -> Choice:
         InputError: no strategy can train with these options, or the model does not fit the strategy.
     """
     compared, reasons = [], []
-    for strategy in ORDER if config.parallel == "auto" else (config.parallel,):
+    for strategy in STRATEGIES if config.parallel == "auto" else (config.parallel,):
         if strategy == "hsdp" and config.mesh is None:
             continue
         own = replace(config, parallel=strategy)

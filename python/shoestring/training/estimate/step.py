@@ -113,15 +113,7 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     note = "parameters, scales and buffers" + ", of what stays" * (away > 0)
     found.add("device", "weights", memory.weight_bytes(model) - away, note)
     _gradients(found, params, config)
-    if config.place is None or on_host:
-        for name, size in formulas.total(*(state.bytes() for state in states)).items():
-            found.add(
-                "host" if on_host else "device", f"state: {name}", size, "ordinary memory" if on_host else ""
-            )
-    else:
-        add_offloaded(
-            found, [(a, a.blocks) for a in arenas], [s.rest for s in states], config, config.device != "cpu"
-        )
+    add_state(found, config, [(a, a.blocks) for a in arenas], [s.rest for s in states])
     if config.accumulate > 1 and config.step_in_backward:
         sums = sum(sum(arena.blocks) for arena in arenas) * 256 * 4
         found.add("host" if on_host else "device", "sums of gradients", sums, "fp32, over micro-batches")
@@ -158,20 +150,26 @@ def _gradients(found: Estimate, trained: list[nn.Parameter], config: EstimateCon
         found.move("host to device", whole)
 
 
-def add_offloaded(
+def add_state(
     found: Estimate,
+    config: EstimateConfig,
     arenas: list[tuple[StateArena, list[int]]],
     rest: list[dict[str, int]],
-    config: EstimateConfig,
-    discrete: bool,
+    own: str = "device",
 ) -> None:
-    """Add state with ``--offload stream`` or ``nvme:DIR`` to the estimate: its storage, chunk buffers and traffic.
+    """Add the optimizer's state to the estimate; with ``--offload stream`` or ``nvme:DIR``, its buffers and traffic, too.
 
     Args:
         arenas: the arenas with the blocks of each parameter, or of the part that a process steps.
-        rest: the state outside of arenas, which stays on the device.
-        discrete: whether a device other than the CPU steps.
+        rest: the state outside of arenas, which is not offloaded.
+        own: the place of what is stepped, "device" or "host", where state is without ``--offload``.
     """
+    if config.place in (None, "cpu"):
+        own, note = (own, "") if config.place is None else ("host", "ordinary memory")
+        for name, size in formulas.total(*(a.bytes(sum(blocks)) for a, blocks in arenas), *rest).items():
+            found.add(own, f"state: {name}", size, note)
+        return
+    discrete = own == "device" and config.device != "cpu"
     disk = config.place != "stream"
     place = "disk" if disk else "host"
     note = "a file without a name" if disk else "page-locked"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shoestring.checkpoint.blocks import find_blocks
+from shoestring.checkpoint.blocks import listed_blocks
 from shoestring.integrations.transformers.names import uses
 
 if TYPE_CHECKING:
@@ -56,11 +56,7 @@ def _unchanged(model: nn.Module, report: PatchReport) -> Iterator[tuple[str, str
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the parts of blocks that compute: their children with modules or matrices inside, and their experts."""
-    try:
-        blocks = find_blocks(model, None)
-    except ValueError:
-        return
-    for name, block in blocks.items():
+    for name, block in listed_blocks(model).items():
         for part, module in block.named_children():
             if any(parameter.ndim > 1 for parameter in module.parameters()):
                 yield f"{name}.{part}", module

@@ -15,11 +15,10 @@ from shoestring.core.errors import InputError
 from shoestring.core.remote_code import why_not_loaded
 from shoestring.data.tokenizer import quiet_transformers
 from shoestring.files.read_file import read_json
-from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import DENSE, PRESETS, check_double_quant, default_format
-from shoestring.training.conflicts import optimizer_conflicts
+from shoestring.training.conflicts import check_step, optimizer_conflicts
 from shoestring.training.estimate.config import EstimateConfig, RanksConfig
-from shoestring.training.estimate.ranks import Choice, RankEstimate, check_ranks, choose
+from shoestring.training.estimate.ranks import Choice, check_ranks, choose
 from shoestring.training.estimate.step import Estimate, estimate
 from shoestring.training.memory import kept_bytes, parse_budget
 from shoestring.training.options import refuse_together
@@ -44,20 +43,10 @@ RANK_OPTIONS = {each.name for each in fields(RanksConfig)} - {"memory"}
 
 def check(config: EstimateConfig) -> None:
     """Raise InputError for the first option with a value that no training run can have."""
-
-    def expect(good: bool, name: str, expected: str, received: object) -> None:
-        if not good:
-            raise InputError(f"--{name}: expected {expected}, got {received}")
-
     check_precision(config.precision, config.weights, torch.device(config.device))
-    expect(is_place(config.place), "offload", PLACES, config.offload)
-    expect(
-        config.memory_budget is None or config.activations != "recompute",
-        "memory-budget",
-        "no --activations recompute beside it",
-        "both",
-    )
-    parse_budget(config.memory_budget)
+    check_step(config)
+    if config.memory_budget is not None and config.activations == "recompute":
+        raise InputError("--memory-budget: expected no --activations recompute beside it, got both")
     check_weights_place(config, torch.device(config.device))
     refuse_together(optimizer_conflicts(config))
     check_ranks(config)
@@ -211,19 +200,10 @@ def show(found: Estimate, config: EstimateConfig) -> None:
 
 def ranks_report(choice: Choice) -> dict[str, Any]:
     """Return the strategies that were compared as JSON values, sizes in bytes and times in seconds."""
-
-    def row(each: RankEstimate) -> dict[str, Any]:
-        return {
-            "strategy": each.strategy,
-            "bytes": each.bytes,
-            "sent": each.sent,
-            "seconds": each.seconds,
-            "link_seconds": each.link_seconds,
-        }
-
+    names = ("strategy", "bytes", "sent", "seconds", "link_seconds")
     return {
         "chosen": choice.chosen.strategy,
-        "compared": [row(each) for each in choice.compared],
+        "compared": [{name: getattr(each, name) for name in names} for each in choice.compared],
         "reasons": choice.reasons,
     }
 

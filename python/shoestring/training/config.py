@@ -250,11 +250,19 @@ class LoopConfig(StepConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsConfig:
-    """Options that decide where the weights of a model's blocks lie, for `finetune` and `estimate`."""
+class AdapterConfig:
+    """Options of `finetune` and `estimate`: what is trained of a model, and where the weights of its blocks lie."""
 
+    full: Full = False
+    double_quant: DoubleQuant = False
+    target_modules: TargetModules = "all-linear"
     offload_weights: OffloadWeights = field(default="none", metadata=MAY_CHANGE)
     keep: Keep = field(default="0", metadata=MAY_CHANGE)
+
+    @property
+    def targets(self) -> str | list[str]:
+        """The modules that take adapters: "all-linear", or a list of names."""
+        return target_names(self.target_modules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +286,7 @@ class TrainConfig(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(LoopConfig, WeightsConfig):
+class FinetuneConfig(LoopConfig, AdapterConfig):
     """Options of `shoestring finetune`: LoRA, QLoRA or full fine-tuning of an existing model.
 
     Raises:
@@ -286,7 +294,6 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     """
 
     model: Model
-    full: Full = False
     quantize: Annotated[
         str | None,
         typer.Option(
@@ -295,7 +302,6 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
             callback=one_of(*QUANTIZE),
         ),
     ] = None
-    double_quant: DoubleQuant = False
     rank: Annotated[int, typer.Option(help="Rank of the adapters.", callback=RANK)] = ADAPTER_RANK
     alpha: Annotated[
         float,
@@ -304,7 +310,6 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
             callback=within(0, 1e6, "a positive number", without=0),
         ),
     ] = 32.0
-    target_modules: TargetModules = "all-linear"
     merge: Annotated[
         bool, typer.Option("--merge", help="Also save the model with the adapter merged into it.")
     ] = field(default=False, metadata=MAY_CHANGE)
@@ -331,16 +336,10 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
         if self.baseline and self.pack == "fill":
             refuse_together([("--pack fill", "--baseline")])
         if self.full:
-            refuse_together(("--full", f"--{name.replace('_', '-')}") for name in self._adapter_options())
-
-    def _adapter_options(self) -> list[str]:
-        """Return the names of the options of adapters and frozen weights that have another value than by default."""
-        defaults = {field.name: field.default for field in fields(self)}
-        given = {
-            name: getattr(self, name) for name in ("quantize", "rank", "alpha", "target_modules", "merge")
-        }
-        given["quantize"] = None if self.quantize == "none" else self.quantize
-        return [name for name, value in given.items() if value != defaults[name]]
+            names = ("rank", "alpha", "target_modules", "merge")
+            given = ["quantize"] if self.quantize not in (None, "none") else []
+            given += [name for name in names if getattr(self, name) != getattr(FinetuneConfig, name)]
+            refuse_together(("--full", f"--{name.replace('_', '-')}") for name in given)
 
     @property
     def frozen_format(self) -> str | None:
@@ -354,11 +353,6 @@ class FinetuneConfig(LoopConfig, WeightsConfig):
     @property
     def trained_leave(self) -> bool:
         return self.full and self.blocks_place is not None
-
-    @property
-    def targets(self) -> str | list[str]:
-        """The modules that take adapters: "all-linear", or a list of names."""
-        return target_names(self.target_modules)
 
     def fixed(self) -> dict[str, Any]:
         return super().fixed() | {"quantize": self.frozen_format, "target_modules": self.targets}

@@ -1,11 +1,21 @@
-"""Pairs of options that cannot be combined, as texts such as "--offload cpu"."""
+"""Checks of options that several commands share, and pairs of options that cannot be combined."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoestring.core.errors import InputError
+from shoestring.optim.offload import PLACES, is_place
 from shoestring.training.config import LoopConfig, StepConfig
+from shoestring.training.memory import parse_budget
 from shoestring.training.options import LOW_RANK
+
+
+def check_step(config: StepConfig) -> None:
+    """Raise InputError if --memory-budget is no size, or --offload no place."""
+    parse_budget(config.memory_budget)
+    if not is_place(config.place):
+        raise InputError(f"--offload: expected {PLACES}, got {config.offload}")
 
 
 def run_conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
@@ -20,14 +30,12 @@ def run_conflicts(config: LoopConfig) -> Iterator[tuple[str, str]]:
         "--optimizer-arg": bool(config.optimizer_arg),
         "--step-in-backward": config.step_in_backward,
     }
-    pairs = [(option, "--baseline", given and config.baseline) for option, given in given_options.items()]
-    recomputes = config.memory_budget is not None and config.activations == "recompute"
-    pairs += [(f"--memory-budget {config.memory_budget}", "--activations recompute", recomputes)]
-    # Loss scaling needs all gradients at once.
-    pairs += [
-        ("--precision fp16", "--step-in-backward", config.precision == "fp16" and config.step_in_backward)
-    ]
-    yield from ((option, other) for option, other, both in pairs if both)
+    if config.baseline:
+        yield from ((option, "--baseline") for option, is_given in given_options.items() if is_given)
+    if config.memory_budget is not None and config.activations == "recompute":
+        yield f"--memory-budget {config.memory_budget}", "--activations recompute"
+    if config.precision == "fp16" and config.step_in_backward:  # loss scaling needs all gradients at once
+        yield "--precision fp16", "--step-in-backward"
     yield from optimizer_conflicts(config)
     yield from parallel_conflicts(config, config.parallel, config.compress)
 

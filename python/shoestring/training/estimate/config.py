@@ -13,16 +13,13 @@ from shoestring.training.config import (
     FROZEN,
     PRESETS,
     QUANTIZE,
+    AdapterConfig,
     StepConfig,
-    WeightsConfig,
     check_double_quant,
 )
 from shoestring.training.options import (
     COUNT,
     RANK,
-    DoubleQuant,
-    Full,
-    TargetModules,
     one_of,
     refuse_together,
     target_names,
@@ -96,7 +93,7 @@ class RanksConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
+class EstimateConfig(StepConfig, AdapterConfig, RanksConfig):
     """The model and the training options that decide the memory of a step.
 
     Without ``rank``, all parameters that require gradients are trained; :meth:`filled` fills in what the commands train.
@@ -118,7 +115,6 @@ class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
             help="auto, cpu (device and host are one memory), cuda and so on; need not be on this machine."
         ),
     ] = "auto"
-    full: Full = False
     rank: Annotated[
         int | None,
         typer.Option(
@@ -133,8 +129,6 @@ class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
             callback=one_of(*QUANTIZE),
         ),
     ] = None
-    double_quant: DoubleQuant = False
-    target_modules: TargetModules = "all-linear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,8 +170,3 @@ class EstimateConfig(StepConfig, WeightsConfig, RanksConfig):
     def activation_bytes(self) -> int:
         """Bytes per element of an activation, which has the dtype of the matrix products."""
         return 4 if self.autocast is None else 2
-
-    @property
-    def targets(self) -> str | list[str]:
-        """The modules that take adapters: "all-linear", or a list of names."""
-        return target_names(self.target_modules)

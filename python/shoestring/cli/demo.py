@@ -30,11 +30,8 @@ def demo(out: Path, steps: int, finetune_steps: int, device: str, host_allocator
     _check(out)
     find_device(device)  # raises InputError before anything is written
     with locked(out / LOCK, f"--out {out}"):
-        _demo(out, steps, finetune_steps, device, _allocator_option(host_allocator))
-
-
-def _allocator_option(given: bool | None) -> list[str]:
-    return [] if given is None else ["--host-allocator" if given else "--no-host-allocator"]
+        allocator = {None: [], True: ["--host-allocator"], False: ["--no-host-allocator"]}[host_allocator]
+        _demo(out, steps, finetune_steps, device, allocator)
 
 
 def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: list[str]) -> None:
@@ -55,51 +52,29 @@ def _demo(out: Path, steps: int, finetune_steps: int, device: str, allocator: li
     shape = [*SHAPE, "--device", device, "--lr", "4e-3"]
     common = ["train", "--data", text, "--tokenizer", tokenizer, "--preset", "mini", *shape, *_steps(steps)]
     say(f"2 of 3: training twice, in turns: {steps} steps with plain PyTorch, and with shoestring")
+    trained = {"baseline": ["--baseline"], "shoestring": allocator}
     run_in_turns(
-        {
-            "baseline": [*common, "--baseline", "--out", str(train / "baseline")],
-            "shoestring": [*common, *allocator, "--out", str(train / "shoestring")],
-        },
+        {name: [*common, *own, "--out", str(train / name)] for name, own in trained.items()},
         train,
         # PEFT takes as long as plain PyTorch for a step, with bitsandbytes and without.
         lambda seconds: (2 * seconds["baseline"] + seconds["shoestring"]) * finetune_steps / steps,
     )
 
     size = package_documentation(data / "docs.jsonl")
-    model = str(train / "shoestring" / "model")
-    common = [
-        "finetune",
-        "--model",
-        model,
-        "--data",
-        str(data / "docs.jsonl"),
-        *shape,
-        *_steps(finetune_steps),
-    ]
+    model, text = str(train / "shoestring" / "model"), str(data / "docs.jsonl")
+    common = ["finetune", "--model", model, "--data", text, *shape, *_steps(finetune_steps)]
     say(
         f"3 of 3: fine-tuning on {size / 1e6:.1f} MB of package documentation, in turns: "
         "PEFT, PEFT with bitsandbytes, shoestring (QLoRA)"
     )
-    run_in_turns(
-        {
-            "peft-lora": [*common, "--baseline", "--quantize", "none", "--out", str(tune / "peft-lora")],
-            "peft-bitsandbytes": [
-                *common,
-                "--baseline",
-                "--quantize",
-                "nf4",
-                "--out",
-                str(tune / "peft-bitsandbytes"),
-            ],
-            "shoestring": [*common, *allocator, "--quantize", "nf4", "--out", str(tune / "shoestring")],
-        },
-        tune,
-    )
-
-    groups = {
-        "train": [train / name for name in ("baseline", "shoestring")],
-        "finetune": [tune / name for name in ("peft-lora", "peft-bitsandbytes", "shoestring")],
+    tuned = {
+        "peft-lora": ["--baseline", "--quantize", "none"],
+        "peft-bitsandbytes": ["--baseline", "--quantize", "nf4"],
+        "shoestring": [*allocator, "--quantize", "nf4"],
     }
+    run_in_turns({name: [*common, *own, "--out", str(tune / name)] for name, own in tuned.items()}, tune)
+
+    groups = {"train": [train / name for name in trained], "finetune": [tune / name for name in tuned]}
     tables = write_sections(out, "shoestring beside plain PyTorch", groups)
     for name, rows in tables.items():
         print(f"\n{name}")

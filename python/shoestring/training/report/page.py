@@ -68,11 +68,6 @@ def _render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(light=themes[0], dark=themes[1], svg=Markup, **values)
 
 
-def title(run: FinishedRun) -> str:
-    """Return the title of the report of a run."""
-    return f"{_how(run)}: {run.name}"
-
-
 def _how(run: FinishedRun) -> str:
     return f"{run.record['command']} with {'plain PyTorch' if run.summary['baseline'] else 'shoestring'}"
 
@@ -81,7 +76,7 @@ def run_page(run: FinishedRun) -> str:
     """Return report.html of one run."""
     return _render(
         "report.html",
-        title=title(run),
+        title=f"{_how(run)}: {run.name}",
         how=_how(run),
         name=run.name,
         lead=_lead(run),

@@ -119,17 +119,20 @@ def figures(run: FinishedRun) -> dict[str, str]:
     }
 
 
-def comparison(runs: list[FinishedRun]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and the rows of a table of runs, whose last columns are ratios to the first run.
+def _table(runs: list[FinishedRun]) -> list[list[str]]:
+    """Return the rows of a table of runs, headings first, whose last columns are ratios to the first run.
 
     The loss ratio uses the validation loss if every run has one, and the training loss otherwise.
     """
     head = ["run", *figures(runs[0]), "loss ratio", "memory ratio", "speed ratio"]
     fields = (loss_field(runs), "peak_memory", "tokens_per_second")
-    rows = [
-        [run.name, *figures(run).values(), *(ratio(run, runs[0], field) for field in fields)] for run in runs
+    return [
+        head,
+        *(
+            [run.name, *figures(run).values(), *(ratio(run, runs[0], field) for field in fields)]
+            for run in runs
+        ),
     ]
-    return head, rows
 
 
 def write_report(folder: Path) -> None:
@@ -161,11 +164,6 @@ def write_sections(out: Path, title: str, groups: dict[str, list[Path]]) -> dict
         _write(out / f"{name}.png", draw_comparison(members))
     _write_page(out / "report.html", comparison_page(title, runs, tables))
     return tables
-
-
-def _table(runs: list[FinishedRun]) -> list[list[str]]:
-    head, rows = comparison(runs)
-    return [head, *rows]
 
 
 def _write(path: Path, content: bytes) -> None:

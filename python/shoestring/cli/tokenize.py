@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoestring.cli.config import Source
@@ -15,19 +13,6 @@ from shoestring.data.token_file import write_token_file
 from shoestring.data.tokenizer import load_tokenizer, train_bpe
 from shoestring.files.atomic import PARTIAL, atomic_directory
 from shoestring.files.lock import LOCK, locked
-
-
-@contextmanager
-def _new_folders(folder: Path) -> Iterator[None]:
-    """Remove the folder and those around it that the block has made, if the block fails and leaves them empty."""
-    created = [each for each in [folder, *folder.parents] if not each.exists()]
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # a folder that is not empty is kept
-            for each in created:
-                each.rmdir()
-        raise
 
 
 def tokenize(
@@ -48,7 +33,7 @@ def tokenize(
         )
     if not out.name:
         raise InputError(f"--out {out}: expected the name of a file")
-    with _new_folders(out.parent), locked(out.with_name(f".{out.name}{LOCK}"), f"--out {out}"):
+    with locked(out.with_name(f".{out.name}{LOCK}"), f"--out {out}"):
         trained = out.with_name(out.stem + "-tokenizer")
         for path in (out, *([trained] if vocab_size else [])):
             if path.exists():

@@ -27,25 +27,35 @@ def locked(path: Path, what: str) -> Iterator[None]:
     On a file system that does not support locks, the block runs without a lock.
 
     Args:
-        path: the lock file. Its folder is created if it does not exist.
+        path: the lock file. Its folder is created if it does not exist. Folders that were created are removed
+            if the block leaves them empty.
         what: the command-line option that names the folder, such as "--out runs/a". Error messages begin with
             it.
 
     Raises:
         InputError: another process holds the lock, or the folder or the file cannot be created.
     """
+    created: list[Path] = []
     try:
-        descriptor = _acquire(path, what)
-    except OSError as error:
-        raise InputError(f"{what}: cannot write there ({error.strerror}: {error.filename or path})") from None
-    try:
-        yield
+        try:
+            created += [folder for folder in path.parents if not folder.exists()]
+            descriptor = _acquire(path, what)
+        except OSError as error:
+            raise InputError(
+                f"{what}: cannot write there ({error.strerror}: {error.filename or path})"
+            ) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                # Remove the file while the lock is held, so that no other process holds a lock on the removed
+                # file.
+                path.unlink()
+            os.close(descriptor)
     finally:
-        with suppress(OSError):
-            # Remove the file while the lock is held, so that no other process holds a lock on the removed
-            # file.
-            path.unlink()
-        os.close(descriptor)
+        with suppress(OSError):  # rmdir raises OSError if a folder is not empty
+            for folder in created:
+                folder.rmdir()
 
 
 def _acquire(path: Path, what: str) -> int:

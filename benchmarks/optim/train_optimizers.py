@@ -36,10 +36,11 @@ from shoestring.data.token_file import read_token_file
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import remove_partial, write_json
 from shoestring.optim import AdamW
-from shoestring.training.config import PRESETS, Fingerprint, LoopConfig, Preset
+from shoestring.training.config import PRESETS, LoopConfig, Preset, require_equal
 from shoestring.training.optimizers import decayed, trained
 from shoestring.training.report.metrics import read_metrics
 from shoestring.training.run.checkpoint import checkpoints, load_checkpoint
+from shoestring.training.run.folder import Run
 from shoestring.training.run.loop import Trainer
 from shoestring.training.run.models import build_llama, fused_loss
 
@@ -183,12 +184,15 @@ def train(
     groups = decayed([{"params": trained(model)}], config.weight_decay)
     optimizer = variant.optimizer(groups, seed)
     loss = fused_loss(model, config.workspace_mb) if task.is_fused else loss_of(model, variant)
-    trainer = Trainer(config, model, torch.device("cpu"), loss, [optimizer], *data, run,
-                      Quiet(f"{name}, seed {seed}"), Fingerprint.of(config, variant=name).values)  # fmt: skip
+    fingerprint = config.fixed() | {"variant": name}
+    trainer = Trainer(
+        Run(config, "train", run, fingerprint=fingerprint), model, loss, *data, Quiet(f"{name}, seed {seed}")
+    )
+    trainer.optimizers = [optimizer]
     start = 0
     if existing := checkpoints(run):
         state = load_checkpoint(existing[-1], model, [optimizer])
-        Fingerprint.of(config, variant=name).require_equal(state["fingerprint"], str(run))
+        require_equal(fingerprint, state["fingerprint"], str(run))
         start, trainer.val_loss, trainer.best_val_loss = (
             state["step"],
             state["val_loss"],

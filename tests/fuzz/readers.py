@@ -383,7 +383,6 @@ READERS = [
             "integrations.transformers.load.load_quantized",
             "integrations.transformers.load.refuse_adapter",
             "integrations.transformers.reader.read_config",
-            "training.run.models.load_model",
         ),
         _make_sharded,
         {
@@ -411,7 +410,7 @@ READERS = [
     ),
     Reader(
         "check_model_directory",
-        ("training.run.models.check_model_directory", "training.run.models.is_quantized"),
+        ("training.run.models.check_model_directory", "training.run.models.ModelDirectory"),
         _make_sharded,
         {"config.json": mutate_json, "model.safetensors.index.json": mutate_json},
         check_model_directory,
@@ -504,8 +503,8 @@ NOT_READERS = {
     **dict.fromkeys(
         ("cli.app.demo", "cli.app.finish", "cli.demo.demo", "cli.finetune.finetune",
          "cli.tokenize.tokenize", "cli.app.compare", "cli.app.tokenize", "cli.app.train", "cli.app.generate", "cli.app.finetune",
-         "cli.app.estimate", "cli.train.train", "cli.turns.Run", "cli.turns.run_in_turns", "training.run.folder.check_run",
-         "training.run.execute.execute", "training.run.folder.Run", "training.run.folder.prepare_tokens", "training.run.digests.require_prepared", "training.report.write.read_runs", "adapters.config_digest.check_pair", "training.run.loop.Trainer", "data.tokenizer.train_bpe"),
+         "cli.app.estimate", "cli.train.train", "cli.turns.Run", "cli.turns.run_in_turns", "training.run.folder.open_run",
+         "training.run.execute.execute", "training.run.folder.Run", "training.run.folder.prepare_tokens", "training.run.digests.require_prepared", "training.report.write.read_runs", "adapters.config_digest.check_pair", "data.tokenizer.train_bpe"),
         "calls the readers above",
     ),
     **dict.fromkeys(

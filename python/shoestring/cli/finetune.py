@@ -19,38 +19,31 @@ from shoestring.data.records import CHAT, TEXT, kind_of
 from shoestring.data.text import check_text, find_files
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.atomic import atomic_directory
-from shoestring.integrations.transformers.reader import read_config
 from shoestring.training import memory
-from shoestring.training.config import DENSE, FinetuneConfig, Fingerprint, default_format
-from shoestring.training.report.write import write_report
+from shoestring.training.config import DENSE, FinetuneConfig, default_format
+from shoestring.training.optimizers import trained
 from shoestring.training.run.adapters import apply_lora, merge_adapter, save_adapter, trained_to
 from shoestring.training.run.device import base_dtype, weight_dtype
 from shoestring.training.run.digests import file_list, model_files
 from shoestring.training.run.execute import execute
-from shoestring.training.run.folder import Run, check_run, prepare_tokens, run_folder
+from shoestring.training.run.folder import Run, begun, open_run, prepare_tokens
+from shoestring.training.run.loop import Trainer
 from shoestring.training.run.models import (
     can_pack,
     check_model_directory,
     fused_loss,
-    is_quantized,
     load_model,
     locate_model,
     plain_loss,
 )
 from shoestring.training.run.positions import check_positions
-from shoestring.training.run.processes import disconnect
-from shoestring.training.run.weights import (
-    check_weights_folder,
-    check_weights_place,
-)
+from shoestring.training.run.weights import check_weights_folder, check_weights_place
 
 
 def finetune(config: FinetuneConfig, source: Source, out: Path) -> dict[str, Any]:
     """Fine-tune and return the summary; raise InputError for input that cannot be used."""
-    run = check_run(config, "finetune", out)
-    summary = _finetune(run, source)
-    disconnect(run.processes)
-    return summary
+    with open_run(config, "finetune", out) as run:
+        return _finetune(run, source)
 
 
 def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
@@ -59,14 +52,13 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
     check_weights_place(config, run.device)
     trust = config.trust_remote_code
     folder = locate_model(config.model, trust)
-    check_model_directory(folder)
-    fields = read_config(folder)
-    check_positions(folder, fields, config.seq_len)
+    checked = check_model_directory(folder)
+    check_positions(folder, checked.fields, config.seq_len)
     if config.quantize is None and not config.full:
-        config = replace(config, quantize=default_format(fields.get("model_type")))
+        config = replace(config, quantize=default_format(checked.fields.get("model_type")))
         if config.quantize == "none":
             say(DENSE)
-    if is_quantized(folder) and (config.full or config.baseline or config.merge):
+    if checked.is_quantized and (config.full or config.baseline or config.merge):
         raise InputError(
             f"--model {folder}: its weights are quantised already: expected no --full, --baseline or --merge"
         )
@@ -83,10 +75,10 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
         check_text(files)
     else:
         segments = read_segments(files, kind, tokenizer)
-    fingerprint = Fingerprint.of(config, data=file_list(files), model_files=model_files(folder))
+    fingerprint = config.fixed() | {"data": file_list(files), "model_files": model_files(folder)}
     run = replace(run, config=config, fingerprint=fingerprint)
     dtype = weight_dtype(config.weights) if config.full else base_dtype(config.autocast)
-    with run_folder(run):
+    with begun(run):
         with run.processes.in_turn():
             rows = _rows(run, files, segments, tokenizer)
         memory.import_models()
@@ -94,15 +86,9 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
         torch.manual_seed(config.seed)
         quantize = None if config.baseline else config.frozen_format
         model = load_model(
-            folder,
-            dtype,
-            quantize,
-            trust,
-            run.device,
-            config.blocks_place,
-            memory.kept_bytes(config.keep),
+            checked, dtype, quantize, trust, run.device, config.blocks_place, memory.kept_bytes(config.keep),
             config.double_quant,
-        )
+        )  # fmt: skip
         if vocabulary_size(tokenizer) > model.get_input_embeddings().weight.shape[0]:
             raise InputError(
                 f"{folder}: the tokenizer has {vocabulary_size(tokenizer)} tokens, the model's embedding fewer"
@@ -117,13 +103,13 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
         if not config.full:
             model = apply_lora(model, config)
             trained_to(model, weight_dtype(config.weights))
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        count = sum(p.numel() for p in trained(model))
         if kind == CHAT:
             own = "shoestring's: a line with each role, then its text; the tokenizer has none"
             say(f"chat format: {'the template of the tokenizer' if tokenizer.chat_template else own}")
         how = "" if kind == TEXT else ", padded" if pack == "none" else ", packed"
         say(
-            f"{trained / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on "
+            f"{count / 1e6:.2f} M trained parameters, {len(rows[0]):,} rows of {kind}{how}, {config.steps} steps on "
             f"{run.device}"
         )
 
@@ -141,18 +127,13 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
 
         loss = fused or plain_loss(model)
         with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
-            summary = execute(run, model, loss, rows, console, baseline, save, pack)
+            summary = execute(Trainer(run, model, loss, *rows, console, pack), baseline, save)
         if config.merge and summary:
             del model
-            base = merge_adapter(
-                load_model(folder, dtype, trust_remote_code=trust),
-                run.folder / config.result,
-                config.baseline,
-            )
+            base = load_model(checked, dtype, trust_remote_code=trust)
+            base = merge_adapter(base, run.folder / config.result, config.baseline)
             with atomic_directory(run.folder / "model") as partial:
                 save_model(base, partial)
-        if summary:
-            write_report(run.folder)
     return summary
 
 

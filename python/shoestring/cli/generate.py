@@ -15,9 +15,8 @@ from shoestring.data.progress import working
 from shoestring.data.tokenizer import load_tokenizer
 from shoestring.files.read_file import read_json
 from shoestring.files.safetensors_file import open_safetensors
-from shoestring.integrations.transformers.reader import read_config
 from shoestring.training.run.device import DTYPES, find_device
-from shoestring.training.run.models import load_model, locate_model
+from shoestring.training.run.models import check_model_directory, load_model, locate_model
 from shoestring.training.run.positions import positions_of
 
 # lowest temperature: dividing logits by less overflows, and the likeliest token is certain anyway
@@ -31,8 +30,9 @@ def generate(config: GenerateConfig) -> str:
     device = find_device(config.device)
     folder = locate_model(config.model, config.trust_remote_code)
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
+    checked = check_model_directory(folder)
     model = load_model(
-        folder, DTYPES[config.precision], trust_remote_code=config.trust_remote_code, device=device
+        checked, DTYPES[config.precision], trust_remote_code=config.trust_remote_code, device=device
     )
     if config.adapter is not None:
         from shoestring import lora
@@ -48,7 +48,7 @@ def generate(config: GenerateConfig) -> str:
         raise InputError(
             f"{folder}: the tokenizer gives token {max(ids)}, the model's embedding has {rows} rows"
         )
-    found = positions_of(read_config(folder))
+    found = positions_of(checked.fields)
     if found is not None and len(ids) + config.max_new_tokens > found[1]:
         raise InputError(
             f"--max-new-tokens {config.max_new_tokens}: expected at most {max(0, int(found[1]) - len(ids))} after a prompt of "

@@ -15,22 +15,19 @@ from shoestring.data.text import check_text, find_files
 from shoestring.data.tokenizer import load_tokenizer, train_bpe
 from shoestring.files.atomic import atomic_directory
 from shoestring.training import memory
-from shoestring.training.config import PRESETS, Fingerprint, TrainConfig
-from shoestring.training.report.write import write_report
+from shoestring.training.config import PRESETS, TrainConfig
 from shoestring.training.run.device import weight_dtype
 from shoestring.training.run.digests import file_list
 from shoestring.training.run.execute import execute
-from shoestring.training.run.folder import Run, check_run, prepare_tokens, run_folder
+from shoestring.training.run.folder import Run, begun, open_run, prepare_tokens
+from shoestring.training.run.loop import Trainer
 from shoestring.training.run.models import build_llama, fused_loss, plain_loss
-from shoestring.training.run.processes import disconnect
 
 
 def train(config: TrainConfig, source: Source, out: Path) -> dict[str, Any]:
     """Train from scratch and return the summary; raise InputError for input that cannot be used."""
-    run = check_run(config, "train", out)
-    summary = _train(run, source)
-    disconnect(run.processes)
-    return summary
+    with open_run(config, "train", out) as run:
+        return _train(run, source)
 
 
 def _train(run: Run[TrainConfig], source: Source) -> dict[str, Any]:
@@ -39,8 +36,8 @@ def _train(run: Run[TrainConfig], source: Source) -> dict[str, Any]:
     files = find_files(source.data, source.glob, say)
     check_text(files)
     tokenizer = load_tokenizer(config.tokenizer, config.trust_remote_code) if config.tokenizer else None
-    run = replace(run, fingerprint=Fingerprint.of(config, data=file_list(files)))
-    with run_folder(run):
+    run = replace(run, fingerprint=config.fixed() | {"data": file_list(files)})
+    with begun(run):
         folder = run.folder / "tokenizer"
         with run.processes.in_turn():
             if folder.is_dir():
@@ -57,13 +54,9 @@ def _train(run: Run[TrainConfig], source: Source) -> dict[str, Any]:
         baseline = memory.in_use(run.device)
         torch.manual_seed(config.seed)
         model = build_llama(
-            PRESETS[config.preset],
-            vocab_size,
-            config.seq_len,
-            tokenizer.eos_token_id,
-            dtype=weight_dtype(config.weights),
-            device=run.device,
-        )
+            PRESETS[config.preset], vocab_size, config.seq_len, tokenizer.eos_token_id,
+            dtype=weight_dtype(config.weights), device=run.device,
+        )  # fmt: skip
         size = sum(p.numel() for p in model.parameters())
         say(
             f"{size / 1e6:.1f} M parameters, vocabulary {vocab_size}, {len(tokens):,} tokens, {config.steps} steps on "
@@ -76,7 +69,4 @@ def _train(run: Run[TrainConfig], source: Source) -> dict[str, Any]:
 
         with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
             loss = plain_loss(model) if config.baseline else fused_loss(model, config.workspace_mb, say)
-            summary = execute(run, model, loss, rows, console, baseline, save)
-        if summary:
-            write_report(run.folder)
-    return summary
+            return execute(Trainer(run, model, loss, *rows, console), baseline, save)

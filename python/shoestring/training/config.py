@@ -371,25 +371,14 @@ def check_double_quant(double_quant: bool, frozen: str | None) -> None:
         )
 
 
-@dataclass
-class Fingerprint:
-    """The settings that must not change when a run is resumed, so that its results are bitwise the same."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: LoopConfig, **more: Any) -> Fingerprint:
-        """Collect the settings in ``config`` that must not change on resume, and ``more``, as JSON values."""
-        return cls({**config.fixed(), **more})
-
-    def require_equal(self, recorded: dict[str, Any], run: str) -> None:
-        """Raise an InputError if a setting differs from that in ``recorded``; name the first such setting."""
-        for key in dict.fromkeys([*self.values, *recorded]):
-            now, before = self.values.get(key), recorded.get(key)
-            if now != before:
-                raise InputError(
-                    f"--resume {run}: {key} differs: {_difference(before, now)}; give the same value or another --out"
-                )
+def require_equal(now: dict[str, Any], before: dict[str, Any], run: str) -> None:
+    """Raise an InputError if a setting of a run that is resumed differs; name the first such setting."""
+    for key in dict.fromkeys([*now, *before]):
+        if now.get(key) != before.get(key):
+            difference = _difference(before.get(key), now.get(key))
+            raise InputError(
+                f"--resume {run}: {key} differs: {difference}; give the same value or another --out"
+            )
 
 
 def _difference(before: Any, now: Any) -> str:

@@ -13,7 +13,7 @@ import typer
 from shoestring.cli.app import app
 from shoestring.cli.expand_settings import expand_settings
 from shoestring.core.errors import InputError
-from shoestring.training.config import FinetuneConfig, Fingerprint, LoopConfig, TrainConfig
+from shoestring.training.config import FinetuneConfig, LoopConfig, TrainConfig, require_equal
 from shoestring.training.estimate.config import EstimateConfig
 
 
@@ -76,13 +76,13 @@ def test_a_resumed_run_shares_all_settings_but_those_marked() -> None:
         "keep",
     }
     assert {each.name for each in fields(TrainConfig)} - TrainConfig().fixed().keys() == free
-    before = Fingerprint.of(config).values
-    Fingerprint.of(replace(config, merge=True, offload="cpu", threads=2)).require_equal(before, "run")
-    Fingerprint.of(replace(config, parallel="zero2")).require_equal(before, "run")
+    before = config.fixed()
+    require_equal(replace(config, merge=True, offload="cpu", threads=2).fixed(), before, "run")
+    require_equal(replace(config, parallel="zero2").fixed(), before, "run")
     with pytest.raises(InputError, match="sharded_weights differs"):
-        Fingerprint.of(replace(config, parallel="zero3")).require_equal(before, "run")
+        require_equal(replace(config, parallel="zero3").fixed(), before, "run")
     with pytest.raises(InputError, match="pack differs"):
-        Fingerprint.of(replace(config, pack="none")).require_equal(before, "run")
+        require_equal(replace(config, pack="none").fixed(), before, "run")
 
 
 def test_recorded_settings_are_json_values() -> None:

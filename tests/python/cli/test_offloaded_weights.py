@@ -37,7 +37,7 @@ PLAIN: dict[str, list[str]] = {"nf4": [], "lora": LORA, "full": FULL, "remainder
 def no_reports() -> Iterator[None]:
     """Draw no reports, which take most of the time of small runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoestring.cli.finetune.write_report", lambda run: None)
+        patch.setattr("shoestring.training.run.execute.write_report", lambda run: None)
         yield
 
 

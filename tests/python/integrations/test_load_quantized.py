@@ -254,7 +254,7 @@ def test_memory_is_the_quantised_model_and_one_weight(tmp_path: Path) -> None:
 def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command(tmp_path: Path) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from shoestring.training.run.models import load_model
+    from shoestring.training.run.models import check_model_directory, load_model
 
     shape = dict(
         hidden_size=64,
@@ -268,7 +268,7 @@ def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"weight\(s\) of the architecture are missing"):
         shoestring.load_quantized(tmp_path)
-    found = load_model(tmp_path, torch.float32, "nf4").eval()
+    found = load_model(check_model_directory(tmp_path), torch.float32, "nf4").eval()
     with torch.no_grad():
         torch.testing.assert_close(found(TOKENS).logits, model.eval()(TOKENS).logits)
 
@@ -276,7 +276,7 @@ def test_files_with_other_names_are_refused_here_and_loaded_dense_by_the_command
 def test_a_folder_with_an_adapter_is_refused(tmp_path: Path) -> None:
     """The base alone would be another model, and a merged model with its adapter would have the adapter twice."""
     from shoestring.core.errors import InputError
-    from shoestring.training.run.models import load_model
+    from shoestring.training.run.models import check_model_directory, load_model
 
     model = dense(write_model(tmp_path), torch.float32)
     shoestring.lora.save_adapter(shoestring.lora.apply(model, rank=2), tmp_path)
@@ -285,7 +285,7 @@ def test_a_folder_with_an_adapter_is_refused(tmp_path: Path) -> None:
         shoestring.load_quantized(tmp_path)
     for quantize in (None, "nf4"):
         with pytest.raises(InputError, match=message):
-            load_model(tmp_path, torch.float32, quantize)
+            load_model(check_model_directory(tmp_path), torch.float32, quantize)
 
 
 def test_a_model_of_conv1d_is_refused(tmp_path: Path) -> None:

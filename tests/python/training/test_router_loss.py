@@ -12,6 +12,7 @@ import torch
 from relative_error import relative_error
 from shoestring.data.batches import IGNORE, Examples
 from shoestring.training.config import FinetuneConfig
+from shoestring.training.run.folder import Run
 from shoestring.training.run.loop import Trainer
 from shoestring.training.run.models import fused_loss, plain_loss
 
@@ -48,9 +49,7 @@ def test_a_step_has_the_mean_of_the_micro_batches(plain: bool, accumulate: int) 
     model.zero_grad()
     loss = plain_loss(model) if plain else fused_loss(model, 8)
     config = FinetuneConfig(model="", accumulate=accumulate, batch_size=2, steps=1, precision="fp32")
-    trainer = Trainer(
-        config, model, torch.device("cpu"), loss, [], data, data, Path(), NoProgress(), {}, "none"
-    )
+    trainer = Trainer(Run(config, "finetune", Path()), model, loss, data, data, NoProgress())
     found: list[float] = []
     readings: Any = type("Readings", (), {"add_loss": lambda _, value: found.append(value.item())})()
     step: Any = type("Step", (), {"batches": [(*batch, {}) for batch in batches], "labelled": total})()
@@ -69,9 +68,7 @@ class NoProgress:
 def test_validation_has_the_loss_of_training() -> None:
     model, data = mixtral(), examples()
     config = FinetuneConfig(model="", batch_size=2, steps=1, precision="fp32")
-    trainer = Trainer(
-        config, model, torch.device("cpu"), fused_loss(model, 8), [], data, data, Path(), NoProgress(), {}
-    )
+    trainer = Trainer(Run(config, "finetune", Path()), model, fused_loss(model, 8), data, data, NoProgress())
     total, count = 0.0, 0
     for number in range(3):
         inputs, labels = data.rows([2 * number, 2 * number + 1])

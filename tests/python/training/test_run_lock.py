@@ -27,8 +27,8 @@ import pathlib, time
 from shoestring.training.run import loop
 fit = loop.Trainer.fit
 def held(self, start=0):
-    (self.run / "held").touch()
-    while (self.run / "held").exists():
+    (self.run.folder / "held").touch()
+    while (self.run.folder / "held").exists():
         time.sleep(0.01)
     fit(self, start)
 loop.Trainer.fit = held

@@ -15,7 +15,7 @@ from shoestring.data.batches import split_blocks
 from shoestring.data.token_file import read_token_file
 from shoestring.training.config import QUANTIZE
 from shoestring.training.optimizers import OPTIMIZERS
-from shoestring.training.run.models import load_model, plain_loss
+from shoestring.training.run.models import check_model_directory, load_model, plain_loss
 
 STEPS = ["--steps", "5", "--eval-every", "2", "--lr", "2e-2", "--eval-batches", "9", "--batch-size", "4"]
 HELD_OUT = ["--val-fraction", "0.05"]
@@ -48,7 +48,7 @@ def reported(run: Path) -> float:
 
 
 def saved(folder: Path, quantize: str | None = None) -> Any:
-    return load_model(folder, torch.float32, quantize)
+    return load_model(check_model_directory(folder), torch.float32, quantize)
 
 
 def stored(weights: str) -> list[str]:

@@ -23,7 +23,14 @@ def apply_lora(model: nn.Module, config: FinetuneConfig) -> Any:
     model.requires_grad_(False)
     torch.manual_seed(config.seed)
     try:
-        return _plain(model, config) if config.baseline else _ours(model, config)
+        if config.baseline:
+            return _plain(model, config)
+        from shoestring import lora
+
+        return lora.apply(
+            model, rank=config.rank, alpha=config.alpha, target_modules=config.targets, quantize=config.frozen_format,
+            double_quant=config.double_quant,
+        )  # fmt: skip
     except ValueError as error:  # raised if a name matches no module, or the rank does not fit
         raise InputError(f"--target-modules {config.targets}, --rank {config.rank}: {error}") from None
 
@@ -33,19 +40,6 @@ def trained_to(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-
-
-def _ours(model: nn.Module, config: FinetuneConfig) -> nn.Module:
-    from shoestring import lora
-
-    return lora.apply(
-        model,
-        rank=config.rank,
-        alpha=config.alpha,
-        target_modules=config.targets,
-        quantize=config.frozen_format,
-        double_quant=config.double_quant,
-    )
 
 
 def _plain(model: nn.Module, config: FinetuneConfig) -> nn.Module:

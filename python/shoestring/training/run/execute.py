@@ -12,44 +12,29 @@ from shoestring.checkpoint.blocks import find_blocks
 from shoestring.checkpoint.model import CheckpointReport, checkpoint_model
 from shoestring.checkpoint.offload import offload_activations
 from shoestring.core.errors import InputError
-from shoestring.data.batches import Rows
 from shoestring.files.atomic import atomic_directory, write_json
 from shoestring.training import memory
-from shoestring.training.config import LoopConfig
 from shoestring.training.optimizers import make_optimizers
+from shoestring.training.report.write import write_report
 from shoestring.training.run.checkpoint import checkpoints, load_checkpoint
-from shoestring.training.run.folder import Run
-from shoestring.training.run.loop import Progress, Trainer
-from shoestring.training.run.models import Loss
+from shoestring.training.run.loop import Trainer
 from shoestring.training.run.processes import parallel
 from shoestring.training.run.summary import summarise
 from shoestring.training.run.weights import let_weights_leave, weights_errors
 
 
-def execute(
-    run: Run[LoopConfig],
-    model: Any,
-    loss: Loss,
-    rows: tuple[Rows, Rows],
-    progress: Progress,
-    baseline: int,
-    save: Callable[[Path], None],
-    pack: str = "none",
-) -> dict[str, Any]:
-    """Train, save the result folder and write summary.json; return the summary.
+def execute(trainer: Trainer, baseline: int, save: Callable[[Path], None]) -> dict[str, Any]:
+    """Train, save the result folder, and write summary.json and the report; return the summary.
 
     The first process of the run writes, and the others return an empty dictionary.
 
     Args:
-        rows: the rows of training and of validation.
+        trainer: the training loop, without optimizers.
         baseline: bytes of the device's memory that were in use before the model was made.
         save: function that fills the folder of the result.
-        pack: "none", or whether a micro-batch is one row of examples without padding: "batch" or "fill".
     """
+    run, model, progress = trainer.run, trainer.model, trainer.progress
     config, processes = run.config, run.processes
-    trainer = Trainer(
-        config, model, run.device, loss, [], *rows, run.folder, progress, run.fingerprint.values, pack, processes
-    )  # fmt: skip
     report = _plan_activations(trainer)
     # The plan of the memory budget runs backward passes, in which --step-in-backward must not step.
     trainer.parallel = parallel(model, config, processes)
@@ -58,8 +43,7 @@ def execute(
     elif config.parallel != "none":
         progress.note(f"--parallel {config.parallel}: one process, which splits and sends nothing")
     with _offload_errors(config.offload):
-        splits = trainer.parallel is not None and trainer.parallel.strategy == "zero2"
-        trainer.optimizers = make_optimizers(model, config, splits)
+        trainer.optimizers = make_optimizers(model, config, trainer.optimizer_clips)
     if config.compile:
         model.compile()
     start = _resume(trainer)
@@ -68,7 +52,6 @@ def execute(
     began = time.time()
     with weights_errors(config.weights_place, trainer.kept):
         trainer.fit(start)
-        trainer.finish()
     used = memory.usage(run.device)
     peak = used.get("device_peak", used["peak"])
     peaks = processes.of_all(peak)
@@ -80,8 +63,10 @@ def execute(
         model.gradient_checkpointing_disable()
     if report is not None:
         report.undo()
-    result = run.folder / config.result
-    with weights_errors(config.weights_place, trainer.kept), atomic_directory(result) as folder:
+    with (
+        weights_errors(config.weights_place, trainer.kept),
+        atomic_directory(run.folder / config.result) as folder,
+    ):
         save(folder)
     summary = summarise(trainer, baseline, peak, time.time() - began)
     if trainer.parallel is not None:
@@ -92,22 +77,31 @@ def execute(
             "peak_of_processes": peaks,
         }
     write_json(run.folder / "summary.json", summary)
+    write_report(run.folder)
     return summary
 
 
 def _plan_activations(trainer: Trainer) -> CheckpointReport | None:
     """Recompute or offload the activations of blocks as the options say; return what is recomputed."""
-    config, model = trainer.config, trainer.model
+    config, model = trainer.run.config, trainer.model
     report, offload = None, None
     if config.activations == "offload":
-        offload = offload_activations(device=trainer.device, exclude=model)
+        offload = offload_activations(device=trainer.run.device, exclude=model)
     if config.activations == "recompute":
         if config.baseline:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             report = checkpoint_model(model)
     if config.memory_budget is not None:
-        report = _fit_memory(trainer, config.memory_budget, offload)
+        model.train()
+        try:
+            report = checkpoint_model(
+                model, budget=config.memory_budget, example=trainer.largest_batch, offload=offload
+            )
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            reason = reason.removeprefix("checkpoint_model: ").removeprefix("checkpoint_plan: ")
+            raise InputError(f"--memory-budget {config.memory_budget}: {reason}") from None
         trainer.planned_activations = report.held_bytes
         trainer.progress.note(f"activations: {report}")
     elif offload is not None:
@@ -116,26 +110,14 @@ def _plan_activations(trainer: Trainer) -> CheckpointReport | None:
     return report
 
 
-def _fit_memory(trainer: Trainer, budget: str, offload: offload_activations | None) -> CheckpointReport:
-    """Recompute or offload as many blocks of the model as the memory budget requires."""
-    trainer.model.train()
-    try:
-        return checkpoint_model(trainer.model, budget=budget, example=trainer.largest_batch, offload=offload)
-    except (ValueError, RuntimeError) as error:
-        reason = (
-            str(error).splitlines()[0].removeprefix("checkpoint_model: ").removeprefix("checkpoint_plan: ")
-        )
-        raise InputError(f"--memory-budget {budget}: {reason}") from None
-
-
 def _resume(trainer: Trainer) -> int:
     """Load the newest checkpoint of the run, if it has one; return the number of steps so far."""
-    existing = checkpoints(trainer.run)
+    existing = checkpoints(trainer.run.folder)
     if not existing:
         return 0
-    with _offload_errors(trainer.config.offload):
+    with _offload_errors(trainer.run.config.offload):
         state = load_checkpoint(
-            existing[-1], trainer.model, trainer.optimizers, scaler=trainer.scaler, device=trainer.device
+            existing[-1], trainer.model, trainer.optimizers, scaler=trainer.scaler, device=trainer.run.device
         )
     trainer.val_loss, trainer.best_val_loss = state.get("val_loss"), state.get("best_val_loss")
     step: int = state["step"]

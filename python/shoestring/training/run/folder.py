@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,16 +20,14 @@ from shoestring.core.host_allocator import host_allocator
 from shoestring.data.token_file import read_token_file, write_token_file
 from shoestring.files.atomic import PARTIAL, remove_partial, write_json
 from shoestring.files.lock import LOCK, locked
-from shoestring.optim.offload import PLACES, is_place
-from shoestring.training import memory
-from shoestring.training.config import MOST_THREADS, Fingerprint, LoopConfig
-from shoestring.training.conflicts import run_conflicts
+from shoestring.training.config import MOST_THREADS, LoopConfig, require_equal
+from shoestring.training.conflicts import check_step, run_conflicts
 from shoestring.training.optimizers import check_optimizer
 from shoestring.training.options import refuse_together
 from shoestring.training.run.checkpoint import checkpoints, step_of
-from shoestring.training.run.device import check_precision, find_device
+from shoestring.training.run.device import CPU, check_precision, find_device
 from shoestring.training.run.digests import require_prepared
-from shoestring.training.run.processes import Processes, connect
+from shoestring.training.run.processes import Processes, connect, disconnect
 from shoestring.training.run.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -46,18 +44,19 @@ class Run(Generic[ConfigOfRun]):
     Attributes:
         config: the options.
         command: "train" or "finetune".
-        folder: the folder of ``--out``.
+        folder: the folder of ``--out``, which the first process has locked.
         device: the device of this process.
         processes: the processes of the run.
-        fingerprint: the settings that must not change when the run is resumed.
+        fingerprint: the settings that must not change when the run is resumed, so that its results are bitwise
+            the same.
     """
 
     config: ConfigOfRun
     command: str
     folder: Path
-    device: torch.device
-    processes: Processes
-    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    device: torch.device = CPU
+    processes: Processes = field(default_factory=Processes)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
 
     @property
     def uses_host_allocator(self) -> bool:
@@ -71,91 +70,86 @@ class Run(Generic[ConfigOfRun]):
         return host_allocator() if self.uses_host_allocator else nullcontext()
 
 
-def check_run(config: Config, command: str, out: Path) -> Run[Config]:
-    """Check the options of a run, find its device, and connect to its other processes.
+@contextmanager
+def open_run(config: Config, command: str, out: Path) -> Iterator[Run[Config]]:
+    """Check the options of a run, find its device, connect to its other processes, and lock its folder.
+
+    If the ``with`` block fails, the folders that this function made are removed unless they hold files.
 
     Raises:
-        InputError: options contradict each other, --out is unusable, or the processes do not connect.
-            Nothing is written then.
+        InputError: options contradict each other, --out is unusable or in use by another process, or the
+            processes do not connect.
+        Interrupted: a signal arrived; the text of the exception says what the run folder holds.
     """
-    if config.memory_budget is not None:
-        memory.parse_budget(config.memory_budget)
-    if config.offload != "none" and not is_place(config.offload):
-        raise InputError(f"--offload: expected {PLACES}, got {config.offload}")
+    check_step(config)
     refuse_together(run_conflicts(config))
-    device = find_device(config.device)
-    check_precision(config.precision, config.weights, device)
     check_optimizer(config)
     processes = connect(config)
-    if processes.count > 1:  # each process of a machine has taken an accelerator of its own
-        device = find_device(config.device)
-    if not processes.is_first:
-        return Run(config, command, out, device, processes)
-    try:
-        if out.exists() and not out.is_dir():
-            raise InputError(f"--out {out}: exists and is not a directory")
-        # A lock file means that another process may be using the folder. In that case run_folder() first
-        # takes the lock.
-        if not (out / LOCK).exists():
-            _check_folder(out, config.resume)
-    except OSError as error:  # raised if a permission is missing, or a name is too long
-        raise InputError(f"--out {out}: {error.strerror}") from None
-    return Run(config, command, out, device, processes)
-
-
-def _check_folder(out: Path, resume: bool) -> None:
-    """Raise InputError if the folder holds files that do not belong to this run."""
-    names = [path.name for path in out.iterdir() if path.name != LOCK] if out.is_dir() else []
-    if names and not resume:
-        raise InputError(
-            f"--out {out}: the directory is not empty; give another, or --resume to continue the run in it"
-        )
-    if not (out / "run.json").is_file() and any(not name.endswith(PARTIAL) for name in names):
-        raise InputError(f"--resume {out}: not the directory of a run (no run.json in it)")
+    # Each process of a machine has taken an accelerator of its own by now.
+    device = find_device(config.device)
+    check_precision(config.precision, config.weights, device)
+    run = Run(config, command, out, device, processes)
+    if processes.is_first:
+        with _own_folder(run):
+            yield run
+    else:
+        yield run
+    disconnect(processes)
 
 
 @contextmanager
-def run_folder(run: Run[LoopConfig]) -> Iterator[None]:
-    """Lock the run folder, create or check it, and write run.json.
+def _own_folder(run: Run[LoopConfig]) -> Iterator[None]:
+    """Lock the run folder, and check that it holds no files that do not belong to this run."""
+    out, resume = run.folder, run.config.resume
+    try:
+        if out.exists() and not out.is_dir():
+            raise InputError(f"--out {out}: exists and is not a directory")
+    except OSError as error:  # raised if a permission is missing, or a name is too long
+        raise InputError(f"--out {out}: {error.strerror}") from None
+    try:
+        with locked(out / LOCK, f"--out {out}"):
+            names = [path.name for path in out.iterdir() if path.name != LOCK]
+            if names and not resume:
+                raise InputError(
+                    f"--out {out}: the directory is not empty; give another, or --resume to continue the run in it"
+                )
+            if not (out / "run.json").is_file() and any(not name.endswith(PARTIAL) for name in names):
+                raise InputError(f"--resume {out}: not the directory of a run (no run.json in it)")
+            yield
+    except (Interrupted, KeyboardInterrupt) as error:
+        raise Interrupted(getattr(error, "number", signal.SIGINT), _kept(out)) from None
 
-    If the ``with`` block fails before the first step is complete, the files and folders that this function
-    made are removed. The function also sets the number of threads. By default, a resumed run takes the number
-    that the first run recorded, because the order of summation depends on it. In the block, CPU tensors come
-    from the allocator that ``--host-allocator`` selects.
+
+@contextmanager
+def begun(run: Run[LoopConfig]) -> Iterator[None]:
+    """Write run.json, or check that of the run that is resumed, once the fingerprint of the run is known.
+
+    If the ``with`` block fails before the first step is complete, its files are removed. The function also sets
+    the number of threads. By default, a resumed run takes the number that the first run recorded, because the
+    order of summation depends on it. In the block, CPU tensors come from the allocator that
+    ``--host-allocator`` selects.
 
     Raises:
-        InputError: another process uses the folder, or the folder holds another run or other files.
-        Interrupted: a signal arrived; the text of the exception says what the run folder holds.
+        InputError: the folder holds another run.
     """
     out = run.folder
-    if not run.processes.is_first:  # the first process has the lock, and writes all files
+    if not run.processes.is_first:  # the first process writes all files
         run.processes.barrier()
         torch.set_num_threads(_read_record(run)["threads"])
         with run.allocator():
             yield
         return
-    created = [parent for parent in [out, *out.parents] if not parent.exists()]
+    recorded = _read_record(run)
     try:
-        with locked(out / LOCK, f"--out {out}"):
-            _check_folder(out, run.config.resume)
-            recorded = _read_record(run)
-            try:
-                _begin(run, recorded)
-                run.processes.barrier()
-                with run.allocator():
-                    yield
-            except BaseException:
-                if not recorded and not checkpoints(out) and not (out / "metrics.jsonl").exists():
-                    for path in out.iterdir():
-                        if path.name != LOCK:
-                            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-                raise
-    except BaseException as error:
-        with suppress(OSError):  # rmdir raises OSError if a folder is not empty; such a folder is kept
-            for path in created:
-                path.rmdir()
-        if isinstance(error, (Interrupted, KeyboardInterrupt)):
-            raise Interrupted(getattr(error, "number", signal.SIGINT), _kept(out)) from None
+        _begin(run, recorded)
+        run.processes.barrier()
+        with run.allocator():
+            yield
+    except BaseException:
+        if not recorded and not checkpoints(out) and not (out / "metrics.jsonl").exists():
+            for path in out.iterdir():
+                if path.name != LOCK:
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         raise
 
 
@@ -177,7 +171,7 @@ def _read_record(run: Run[LoopConfig]) -> dict[str, Any]:
         raise InputError(
             f"--resume {run.folder}: a run of `shoestring {recorded['command']}`, not of `shoestring {run.command}`"
         )
-    run.fingerprint.require_equal(recorded["fingerprint"], str(run.folder))
+    require_equal(run.fingerprint, recorded["fingerprint"], str(run.folder))
     result: dict[str, Any] = recorded
     return result
 
@@ -191,7 +185,7 @@ def _begin(run: Run[LoopConfig], recorded: dict[str, Any]) -> None:
     settings = {"threads": threads, "host_allocator": run.uses_host_allocator}
     if any(recorded.get(name) != value for name, value in settings.items()):
         record = {"command": run.command, "torch": torch.__version__, **settings}
-        write_json(run.folder / "run.json", {**record, "fingerprint": run.fingerprint.values})
+        write_json(run.folder / "run.json", {**record, "fingerprint": run.fingerprint})
 
 
 def _kept(out: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree
 
@@ -26,11 +26,13 @@ from shoestring.distributed.parallelize import ParallelReport
 from shoestring.optim import ScheduleFreeAdamW
 from shoestring.training import memory
 from shoestring.training.config import LoopConfig
+from shoestring.training.optimizers import trained
 from shoestring.training.report.metrics import MetricsLog
 from shoestring.training.run import device, signals
 from shoestring.training.run.checkpoint import checkpoints, save_checkpoint
+from shoestring.training.run.folder import Run
 from shoestring.training.run.models import Loss
-from shoestring.training.run.processes import Processes, whole
+from shoestring.training.run.processes import whole
 from shoestring.training.run.readings import Readings
 
 LOG_EVERY = 10  # steps between reads from a device other than the CPU
@@ -57,22 +59,19 @@ class Progress(Protocol):
 
 @dataclass
 class Trainer:
-    """The training loop of one run, with its model, data, optimizer and progress display."""
+    """The training loop of one run, with its model, data, optimizers and progress display."""
 
-    config: LoopConfig
+    run: Run[LoopConfig]
     model: Any  # a model of transformers or PEFT
-    device: torch.device
     loss: Loss
-    optimizers: list[torch.optim.Optimizer]  # together they step all trained parameters
     train: Rows
     val: Rows
-    run: Path
     progress: Progress
-    fingerprint: dict[str, Any]
     # "none"; "batch" if a micro-batch is one row of the --batch-size examples, without padding; "fill" if it
     # is a row of as many examples as fit into --batch-size x --seq-len tokens
     pack: str = "none"
-    processes: Processes = field(default_factory=Processes)
+    # together they step all trained parameters
+    optimizers: list[torch.optim.Optimizer] = field(init=False, default_factory=list)
     # context of each forward, which offloads activations for --activations offload
     offload: AbstractContextManager[Any] = field(init=False, default_factory=nullcontext)
     # the weights that --offload-weights moves
@@ -91,28 +90,30 @@ class Trainer:
 
     def __post_init__(self) -> None:
         # It scales the loss for fp16, so that small gradients do not become zero; otherwise it does nothing.
-        self.scaler = GradScaler(self.device.type, enabled=self.config.precision == "fp16")
+        self.scaler = GradScaler(self.run.device.type, enabled=self.run.config.precision == "fp16")
 
     def fit(self, start: int = 0) -> None:
         """Train from step ``start`` (counted from 0) to the last step of the configuration.
+
+        The model then has the weights that ``evaluate`` has used, which are those to save, in evaluation mode.
 
         Raises:
             InputError: the loss or the gradient norm is not finite.
             Interrupted: a signal arrived. The step during which it arrived has been completed and saved in a
                 checkpoint.
         """
-        config = self.config
+        config = self.run.config
         schedule = config.learning_rates()
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = trained(self.model)
         readings = Readings(
-            self.device,
-            config.log_every or (1 if self.device.type == "cpu" else LOG_EVERY),
-            config.accumulate // self.processes.count,
+            self.run.device,
+            config.log_every or (1 if self.run.device.type == "cpu" else LOG_EVERY),
+            config.accumulate // self.run.processes.count,
             not self.scaler.is_enabled(),
-            self.processes.total,
+            self.run.processes.total,
         )
         # The first process alone keeps the metrics.
-        metrics = self.run / "metrics.jsonl" if self.processes.is_first else Path(os.devnull)
+        metrics = self.run.folder / "metrics.jsonl" if self.run.processes.is_first else Path(os.devnull)
         self._set_mode(training=True)
         with (
             MetricsLog(metrics, keep_through=start) as log,
@@ -136,9 +137,9 @@ class Trainer:
                 row["data_seconds"] = feed.seconds_waited - waited
                 self._accumulate(step, data, readings, first=step == start)
                 self._step(parameters, readings)
-                row |= memory.usage(self.device)
+                row |= memory.usage(self.run.device)
                 if readings.is_full_after_next:
-                    row |= memory.utilization(self.device)
+                    row |= memory.utilization(self.run.device)
                 readings.end_step(row)
                 due = self._is_due(step + 1)
                 if readings.is_full or due:
@@ -147,20 +148,14 @@ class Trainer:
                     if due:
                         self._after_step(step + 1, rows[-1], log)
                     readings.restart_clock()
-                if self.processes.any(signals.received() is not None):
+                if self.run.processes.any(signals.received() is not None):
                     self._after_interval(readings.end_interval(wait=True), log)
                     self._save(step + 1, log)
                     break
-
-    def finish(self) -> None:
-        """Give the model the weights that ``evaluate`` has used, which are those to save, in evaluation mode.
-
-        Call it before the processes give up their parts of the weights. No step may follow.
-        """
-        self._set_mode(training=False)
+        self._set_mode(training=False)  # before the processes give up their parts of the weights
 
     def _order(self) -> BatchOrder | PackedOrder:
-        config = self.config
+        config = self.run.config
         if self.pack != "fill":
             return BatchOrder(len(self.train), config.batch_size, config.accumulate, config.seed)
         lengths = [max(1, self.train.count([row])) for row in range(len(self.train))]
@@ -172,14 +167,14 @@ class Trainer:
 
         def read(step: int, empty: Empty) -> StepData:
             drawn = order.step(step)
-            rank, count = self.processes.rank, self.processes.count
+            rank, count = self.run.processes.rank, self.run.processes.count
             batches = [self._batch(self.train, rows, empty) for rows in drawn[rank::count]]
             counted = sum(labelled(labels) for _, labels, _ in batches)
             for other in (rows for number, rows in enumerate(drawn) if number % count != rank):
                 counted += labelled(self._batch(self.train, other, in_host_memory)[1])
             return StepData(batches, counted, sum(self.train.count(rows) for rows in drawn))
 
-        return Prefetcher(read, self.device, start=start, stop=self.config.steps, fills_buffers=True)
+        return Prefetcher(read, self.run.device, start=start, stop=self.run.config.steps, fills_buffers=True)
 
     def _accumulate(self, step: int, data: StepData, readings: Readings, first: bool) -> None:
         """Run forward and backward of all micro-batches of a step.
@@ -187,7 +182,7 @@ class Trainer:
         The loss is the mean over the labelled positions of all micro-batches, plus the mean over the micro-batches of
         the terms that are no sums over tokens, such as the loss of a router.
         """
-        count = self.config.accumulate
+        count = self.run.config.accumulate
         items = max(1, data.labelled) / count
         for number, (inputs, labels, more) in enumerate(data.batches):
             saved = memory.SavedActivations(self.model) if first and number == 0 else None
@@ -197,33 +192,33 @@ class Trainer:
                 if saved is not None:
                     self.saved_activations = saved.bytes
                 readings.add_loss(loss)
-                if self._steps_before_norm:
+                if self.optimizer_clips:
                     self._require_finite(step + 1, {"loss": loss.item()})
                 # The gradients are averaged over the processes, and the loss is their sum.
-                self.scaler.scale(loss * self.processes.count).backward()
+                self.scaler.scale(loss * self.run.processes.count).backward()
 
     @property
-    def _steps_before_norm(self) -> bool:
+    def optimizer_clips(self) -> bool:
         """Whether the optimizer alone knows the norm of all gradients, and clips within its step."""
         splits = self.parallel is not None and self.parallel.strategy == "zero2"
-        return self.config.step_in_backward or splits
+        return self.run.config.step_in_backward or splits
 
     def _sums(self, adds: bool) -> AbstractContextManager[Any]:
         """Return a context in which an optimizer that steps in backward adds up gradients instead."""
-        if adds and self.parallel is not None and not self.config.step_in_backward:
+        if adds and self.parallel is not None and not self.run.config.step_in_backward:
             return self.parallel.no_sync()
-        if not adds or not self.config.step_in_backward:
+        if not adds or not self.run.config.step_in_backward:
             return nullcontext()
         context: AbstractContextManager[Any] = self.optimizers[0].accumulate()  # type: ignore[attr-defined]
         return context
 
-    def _step(self, parameters: list[Tensor], readings: Readings) -> None:
+    def _step(self, parameters: list[nn.Parameter], readings: Readings) -> None:
         """Clip the gradients and step. The optimizers skip the step if ``readings.bad`` is set.
 
         The host does not wait for the device, except with ``--step-in-backward``, where a loss that is not
         finite must not reach backward.
         """
-        if self._steps_before_norm:
+        if self.optimizer_clips:
             [own] = self.optimizers
             own.step()
             norm = own.grad_norm  # type: ignore[attr-defined]
@@ -231,7 +226,7 @@ class Trainer:
         else:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-            norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.clip or math.inf))
+            norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.run.config.clip or math.inf))
             readings.add_norm(norm)
             for optimizer in self.optimizers:
                 if self.scaler.is_enabled():
@@ -256,18 +251,18 @@ class Trainer:
         """Return the loss of a micro-batch of the longest rows; no other micro-batch needs more memory."""
         rows = sorted(range(len(self.train)), key=lambda row: -self.train.count([row]))
         if self.pack == "fill":
-            most = self.config.batch_size * self.config.seq_len
+            most = self.run.config.batch_size * self.run.config.seq_len
             tokens = itertools.accumulate(max(1, self.train.count([row])) for row in rows)
             rows = rows[: bisect.bisect_right(list(tokens), most)]
         else:
-            rows = rows[: self.config.batch_size]
+            rows = rows[: self.run.config.batch_size]
         batch = self._batch(self.train, rows)
-        inputs, labels, more = _pytree.tree_map_only(Tensor, lambda t: t.to(self.device), batch)
+        inputs, labels, more = _pytree.tree_map_only(Tensor, lambda t: t.to(self.run.device), batch)
         with self.autocast():
             return self.loss(inputs, labels, items=max(1, labelled(batch[1])), **more)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return device.autocast(self.config.autocast, self.device)
+        return device.autocast(self.run.config.autocast, self.run.device)
 
     def _require_finite(self, step: int, row: dict[str, float]) -> None:
         names = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -275,16 +270,16 @@ class Trainer:
             del names["grad_norm"]
         for key, name in names.items():
             if key in row and not math.isfinite(row[key]):
-                changed = self._steps_before_norm and key == "grad_norm"
+                changed = self.optimizer_clips and key == "grad_norm"
                 raise InputError(
                     f"step {step}: the {name} is {row[key]}; training stopped "
                     f"{'after' if changed else 'before'} the weights changed; "
-                    f"lower --lr ({self.config.lr:g}) or set --clip{self.kept()}"
+                    f"lower --lr ({self.run.config.lr:g}) or set --clip{self.kept()}"
                 )
 
     def kept(self) -> str:
         """Return the end of an error message, which names the last checkpoint if there is one."""
-        return f"; the last checkpoint in {self.run} is kept" if checkpoints(self.run) else ""
+        return f"; the last checkpoint in {self.run.folder} is kept" if checkpoints(self.run.folder) else ""
 
     def _tell_wait(self, what: str, seconds: float) -> None:
         """If ``what``, such as "a step", took long, print once that Ctrl-C waits for the end of such work."""
@@ -296,7 +291,7 @@ class Trainer:
 
     def _is_due(self, step: int) -> bool:
         """Return whether an evaluation or a checkpoint follows this step."""
-        config = self.config
+        config = self.run.config
         evaluates = len(self.val) > 0 and step % config.eval_every == 0
         return evaluates or step % config.checkpoint_every == 0 or step == config.steps
 
@@ -312,7 +307,7 @@ class Trainer:
 
     def _after_step(self, step: int, row: dict[str, Any], log: MetricsLog) -> None:
         """Evaluate, log the row of this step, and save a checkpoint."""
-        config, last = self.config, step == self.config.steps
+        config, last = self.run.config, step == self.run.config.steps
         if len(self.val) and (step % config.eval_every == 0 or last):
             began = time.perf_counter()
             self.val_loss = row["val_loss"] = self.evaluate()
@@ -330,16 +325,16 @@ class Trainer:
         """Save a checkpoint unless this step already has one."""
         if self.saved == step:
             return
-        if self.processes.is_first:
+        if self.run.processes.is_first:
             log.sync()
         state = {
             "val_loss": self.val_loss,
             "best_val_loss": self.best_val_loss,
-            "fingerprint": self.fingerprint,
+            "fingerprint": self.run.fingerprint,
         }
         save_checkpoint(
-            self.run, step, self.model, self.optimizers, state, scaler=self.scaler, device=self.device,
-            away=self.config.trained_leave, writes=self.processes.is_first,
+            self.run.folder, step, self.model, self.optimizers, state, scaler=self.scaler, device=self.run.device,
+            away=self.run.config.trained_leave, writes=self.run.processes.is_first,
         )  # fmt: skip
         self.saved = step
 
@@ -348,8 +343,8 @@ class Trainer:
 
         It is the loss of training: terms that are no sums over tokens are averaged with the batches' numbers of labels.
         """
-        size = self.config.batch_size
-        batches = min(math.ceil(len(self.val) / size), self.config.eval_batches)
+        size = self.run.config.batch_size
+        batches = min(math.ceil(len(self.val) / size), self.run.config.eval_batches)
 
         def read(number: int, empty: Empty) -> tuple[Batch, int]:
             first = number * size
@@ -362,7 +357,7 @@ class Trainer:
         with (
             torch.no_grad(),
             self.autocast(),
-            Prefetcher(read, self.device, stop=batches, fills_buffers=True) as feed,
+            Prefetcher(read, self.run.device, stop=batches, fills_buffers=True) as feed,
         ):
             for (inputs, labels, more), counted in feed:
                 losses.append(self.loss(inputs, labels, items=max(1, counted), **more).float() * counted)
@@ -372,7 +367,9 @@ class Trainer:
             total += loss
         value = total / max(1, count)
         if not math.isfinite(value):
-            raise InputError(f"the validation loss is {value}; lower --lr ({self.config.lr:g}){self.kept()}")
+            raise InputError(
+                f"the validation loss is {value}; lower --lr ({self.run.config.lr:g}){self.kept()}"
+            )
         return value
 
     def _set_mode(self, training: bool) -> None:

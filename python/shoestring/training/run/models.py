@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,29 +101,36 @@ def locate_model(name: str, trust_remote_code: bool = False, weights: bool = Tru
         ) from None
 
 
-def check_model_directory(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Check config.json and every weights file of a model directory; return the shape of each stored tensor.
+class ModelDirectory(NamedTuple):
+    """A model directory whose files have been checked."""
 
-    The directory must not hold an adapter, too.
+    folder: Path
+    fields: dict[str, Any]  # of config.json
+    shapes: dict[str, tuple[int, ...]]  # of the stored tensors, by name
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights in the files are quantised already."""
+        return self.fields.get("quantization_config") is not None
+
+
+def check_model_directory(folder: Path) -> ModelDirectory:
+    """Check config.json and every weights file of a model directory, which must not hold an adapter, too.
 
     This check allocates no weights. The safetensors reader checks header size, offsets, overlaps and file
     length. Errors of the reader are converted to InputErrors of one line.
     """
     try:
-        read_config(folder)
+        fields = read_config(folder)
         refuse_adapter(folder)
-        return {name: tensor.shape for name, tensor in stored_tensors(folder).items()}
+        shapes = {name: tensor.shape for name, tensor in stored_tensors(folder).items()}
     except ValueError as error:
         raise InputError(f"--model {error}") from None
-
-
-def is_quantized(folder: Path) -> bool:
-    """Return True if the weights of the checkpoint are already quantised."""
-    return read_config(folder).get("quantization_config") is not None
+    return ModelDirectory(folder, fields, shapes)
 
 
 def load_model(
-    folder: Path,
+    checked: ModelDirectory,
     dtype: torch.dtype,
     quantize: str | None = None,
     trust_remote_code: bool = False,
@@ -132,7 +139,7 @@ def load_model(
     keep: int = 0,
     double_quant: bool = False,
 ) -> Any:
-    """Load a causal language model from a directory; every weight must be present and fit config.json.
+    """Load a causal language model; every weight must be present and fit config.json.
 
     Tensors are read one by one and copied to ``device``. With ``quantize``, or for a checkpoint that is already
     quantised, each linear weight is quantised as soon as it is read, and the weights of each block then leave
@@ -141,9 +148,8 @@ def load_model(
     stays on the device; ``offload_weights`` may follow. Code in the directory runs only with
     ``trust_remote_code``.
     """
-    stored = check_model_directory(folder)
+    folder, quantized = checked.folder, checked.is_quantized
     quiet_transformers()
-    quantized = is_quantized(folder)
     with working(f"loading {folder}"), weights_errors(to):
         if quantize is not None or quantized:
             try:
@@ -163,7 +169,7 @@ def load_model(
                 pass
             except ValueError as error:
                 raise InputError(error) from None
-        return _load_with_transformers(folder, dtype, trust_remote_code, stored).to(device)
+        return _load_with_transformers(folder, dtype, trust_remote_code, checked.shapes).to(device)
 
 
 def _load_with_transformers(

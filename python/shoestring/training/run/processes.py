@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from shoestring.core.dtensors import is_dtensor
 from shoestring.core.errors import InputError
@@ -156,11 +157,11 @@ def whole(value: Any, keep: bool = True) -> Any:
 
     A process that does not ``keep`` them gets None in their places.
     """
-    if isinstance(value, dict):
-        return {key: whole(inner, keep) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(whole(inner, keep) for inner in value)
-    if not is_dtensor(value):
-        return value
-    gathered = value.full_tensor()
-    return gathered if keep else None
+
+    def gather(leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        gathered = leaf.full_tensor()
+        return gathered if keep else None
+
+    return _pytree.tree_map(gather, value)

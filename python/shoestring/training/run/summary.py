@@ -38,18 +38,16 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
 
     ``tokens_per_second`` is the median over steps, so evaluations, checkpoints and pauses do not affect it.
     """
-    rows = read_metrics(trainer.run / "metrics.jsonl")
+    run, log = trainer.run, trainer.run.folder / "metrics.jsonl"
+    rows = read_metrics(log)
     if not rows:
-        raise InputError(
-            f"{trainer.run / 'metrics.jsonl'}: holds no step; the model is saved, the report is not written"
-        )
+        raise InputError(f"{log}: holds no step; the model is saved, the report is not written")
     # Leave the first step out of the timing, since it also warms up threads and caches.
     speeds = [row["tokens_per_second"] for row in rows[1:] or rows]
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     return {
-        "baseline": trainer.config.baseline,
-        "steps": trainer.config.steps,
-        "trained_parameters": trained,
+        "baseline": run.config.baseline,
+        "steps": run.config.steps,
+        "trained_parameters": sum(p.numel() for p in trained(trainer.model)),
         "train_loss": statistics.fmean(row["loss"] for row in rows[-LAST:]),
         "val_loss": trainer.val_loss,
         "best_val_loss": trainer.best_val_loss,
@@ -57,7 +55,7 @@ def summarise(trainer: Trainer, baseline: int, peak: int, seconds: float) -> dic
         "tokens_per_second": statistics.median(speeds),
         "seconds": seconds,
         "data_seconds": sum(row.get("data_seconds", 0) for row in rows),
-        "device": str(trainer.device),
+        "device": str(run.device),
         "peak_memory": max([peak, *(row.get("device_peak", row["peak"]) for row in rows)]),
         "host_peak_memory": max(row["peak"] for row in rows),
         **_device(rows),
@@ -80,7 +78,7 @@ def _device(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     """Split the peak memory of this process into parts, each with its formula and its measured bytes."""
-    config, model = trainer.config, trainer.model
+    config, model = trainer.run.config, trainer.model
     # PyTorch's AdamW if config.baseline is set, else optimizers of shoestring
     own: list[Any] = trainer.optimizers
     params = trained(model)
@@ -94,10 +92,7 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
         weights_formula += f": {away / 1e6:.2f} MB of them in {where}"
     if config.baseline:
         # PyTorch's AdamW keeps two fp32 moments per trained element, and a 4-byte step counter per tensor.
-        optimizer_formula, expected_optimizer = (
-            "8 B x trained",
-            8 * count + 4 * len(params),
-        )
+        optimizer_formula, expected_optimizer = "8 B x trained", 8 * count + 4 * len(params)
     else:
         # By default, AdamW keeps two 8-bit codes per element, and two fp32 scales per block of 256.
         expected_optimizer = sum(sum(formulas.optimizer_state(each).bytes().values()) for each in own)
@@ -106,7 +101,7 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
             each = {"fp32": "8", "bf16": "4", "8bit": "(2 + 8/256)"}.get(config.optimizer_state, each)
         optimizer_formula = f"{each} B x trained, tensors in blocks of 256"
     measured = sum(memory.optimizer_bytes(each) for each in own)
-    on_host = config.place is not None and trainer.device.type != "cpu"
+    on_host = config.place is not None and trainer.run.device.type != "cpu"
     if on_host:
         optimizer_formula += ", in host memory"
     optimizer = [
@@ -178,7 +173,7 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
 
 
 def _activations(trainer: Trainer) -> tuple[int | None, str]:
-    config = trainer.config
+    config = trainer.run.config
     if config.activations == "offload" and config.memory_budget is None:
         return trainer.saved_activations, "copied to host memory"
     if trainer.planned_activations is not None:

@@ -44,7 +44,7 @@ class AdaptedLayer(nn.Module):
     CAN_MIX_ROWS: ClassVar[bool] = False
     # whether several adapters can be active at a time
     CAN_ADD: ClassVar[bool] = True
-    _must_run: ClassVar[bool] = True  # for set_fast_paths
+    _must_run: ClassVar[bool] = True  # set_fast_paths turns off fused paths that skip forward
     weight: Tensor
     adapters: dict[str, Any]
     active: tuple[str, ...]
@@ -79,8 +79,7 @@ class AdaptedLayer(nn.Module):
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
         """Return the parameters of an adapter of this layer, by attribute name, such as ``lora_A``."""
-        found = ((attribute, getattr(self, attribute, {})) for attribute in self.PARAMETERS)
-        return {attribute: held[name] for attribute, held in found if name in held}
+        return {a: getattr(self, a)[name] for a in self.PARAMETERS if name in getattr(self, a, {})}
 
     def base_weight(self) -> Tensor:
         """Return the parameter of the layer whose device and dtype determine those of its adapters."""
@@ -88,16 +87,16 @@ class AdaptedLayer(nn.Module):
 
     def add(self, name: str, options: Options, tensors: dict[str, Tensor]) -> None:
         """Add an adapter. If one with the same name and shapes exists, copy the values into its tensors."""
-        where, dtype = self.base_weight().device, wide(self.base_weight().dtype)
-        own = self.tensors(name)
-        if {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in tensors.items()}:
+        device, dtype = self.base_weight().device, wide(self.base_weight().dtype)
+        existing = self.tensors(name)
+        if {k: v.shape for k, v in existing.items()} == {k: v.shape for k, v in tensors.items()}:
             for attribute, value in tensors.items():
-                fill(own[attribute], value)
+                fill(existing[attribute], value)
         else:
             for attribute, value in tensors.items():
                 if not hasattr(self, attribute):
                     setattr(self, attribute, nn.ParameterDict())
-                getattr(self, attribute)[name] = nn.Parameter(value.detach().to(where, dtype))
+                getattr(self, attribute)[name] = nn.Parameter(value.detach().to(device, dtype))
         self.adapters[name] = options
 
     def remove(self, name: str) -> None:
@@ -115,9 +114,9 @@ class AdaptedLayer(nn.Module):
         """Remove all adapters and restore the layer's former class; return what :func:`reattach` needs."""
         modules = {a: self._modules.pop(a) for a in (*self.PARAMETERS, *self.MODULES) if a in self._modules}
         held = {a: self.__dict__.pop(a) for a in ("adapters", "active", "enabled", "rows", "base_class")}
-        kept = {"modules": modules, "held": held, "class": type(self)}
+        detached = {"modules": modules, "held": held, "class": type(self)}
         self.__class__ = held["base_class"]
-        return kept
+        return detached
 
     def uses(self, name: str, x: Tensor) -> Tensor:
         """Return a tensor (rows of the batch, 1): 1 for each row that uses the adapter ``name``, else 0.
@@ -154,11 +153,11 @@ def attach(layer: nn.Module, kind: type[AdaptedLayer]) -> AdaptedLayer:
     return layer
 
 
-def reattach(layer: nn.Module, kept: dict[str, Any], device: torch.device) -> None:
+def reattach(layer: nn.Module, detached: dict[str, Any], device: torch.device) -> None:
     """Restore the adapters that :meth:`AdaptedLayer.detach` removed from a layer; move them to ``device``."""
-    layer.__class__ = kept["class"]
-    layer.__dict__.update(kept["held"])
-    for attribute, module in kept["modules"].items():
+    layer.__class__ = detached["class"]
+    layer.__dict__.update(detached["held"])
+    for attribute, module in detached["modules"].items():
         layer.add_module(attribute, module.to(device))
 
 

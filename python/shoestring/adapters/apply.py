@@ -16,7 +16,6 @@ from shoestring.adapters.options import (
     IA3Options,
     LoraOptions,
     Options,
-    TokenOptions,
     VeraOptions,
     VirtualOptions,
     check_name,
@@ -36,7 +35,7 @@ from shoestring.adapters.targets import (
     own_modules,
     refuse_unmatched,
 )
-from shoestring.adapters.tied import own_weight, tie_copies, tied_modules
+from shoestring.adapters.tied import tie_copies, tied_modules, untie_weight
 from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.vera import share
@@ -125,7 +124,7 @@ def apply(
         dense = is_linear(layer) and not isinstance(layer, (QuantizedLinear, AdaptedLayer))
         return dense and layer is not output_head(model)
 
-    changes = [n for n, (_, _, own) in plan.items() if isinstance(own, LoraOptions) and own.changes_base]
+    changes = [n for n, (_, _, o) in plan.items() if isinstance(o, LoraOptions) and o.changes_base]
     if quantize is not None:
         changes += [name for name, layer in all_linear(model).items() if is_dense(layer)]
     expect_here("lora.apply", model, (*changes, *saved))
@@ -139,12 +138,12 @@ def apply(
             layer.compute_dtype = None
 
     taken = {}
-    for name, (layer, _, own) in plan.items():
+    for name, (layer, _, layer_options) in plan.items():
         # The product of the adapter's initial values is subtracted from the dense weight. Only the remainder
         # is quantised.
-        if isinstance(own, LoraOptions) and own.changes_base:
-            own_weight(model, name)
-            taken[name] = take_out(layer, own, _form(layer, quantize, block_size, double_quant))
+        if isinstance(layer_options, LoraOptions) and layer_options.changes_base:
+            untie_weight(model, name)
+            taken[name] = take_out(layer, layer_options, _form(layer, quantize, block_size, double_quant))
             quantized(layer)
     for name, layer in all_linear(model).items():
         # The modules in modules_to_save stay dense, because they are trained. So do the weights with adapters of
@@ -152,12 +151,13 @@ def apply(
         trained = any(name == whole or name.startswith(whole + ".") for whole in saved)
         if not trained and not (name in plan and issubclass(plan[name][1], LoraExperts)):
             quantized(layer)
-    for name, (layer, kind, own) in plan.items():
+    for name, (layer, kind, layer_options) in plan.items():
         adapted = attach(layer, kind)
         with weights_present(layer):  # DoRA reads the weight
-            adapted.add(adapter_name, own, adapted.start(own) | taken.get(name, {}))
-        if isinstance(adapted, TokenLayer) and isinstance(own, TokenOptions) and own.tied_to is not None:
-            adapted.tie(model.get_submodule(own.tied_to))
+            adapted.add(adapter_name, layer_options, adapted.start(layer_options) | taken.get(name, {}))
+        source = getattr(layer_options, "tied_to", None)
+        if isinstance(adapted, TokenLayer) and source is not None:
+            adapted.tie(model.get_submodule(source))
         if name in taken:
             assert isinstance(adapted, LoraLinear)
             adapted.keep_initial(adapter_name)
@@ -182,8 +182,8 @@ def _add_tokens(model: nn.Module, options: Options, plan: dict[str, Any], saved:
         ValueError: such a layer has an adapter or is in modules_to_save, or the plan has no other layer.
     """
     targets = token_targets(model, options)
-    for name, (kind, own) in targets.items():
-        check_fits(name, model.get_submodule(name), kind, own)
+    for name, (kind, token_options) in targets.items():
+        check_fits(name, model.get_submodule(name), kind, token_options)
         if name in plan or name in saved:
             raise ValueError(
                 "lora.apply: trainable_token_indices: expected layers that are not in target_modules or modules_to_save, "
@@ -193,7 +193,7 @@ def _add_tokens(model: nn.Module, options: Options, plan: dict[str, Any], saved:
         raise ValueError(
             "lora.apply: target_modules: expected modules besides those of trainable_token_indices, received none"
         )
-    plan |= {name: (model.get_submodule(name), kind, own) for name, (kind, own) in targets.items()}
+    plan |= {name: (model.get_submodule(name), *target) for name, target in targets.items()}
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
             )
 
 
-def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Options:
+def options_of_layer(options: Options, name: str, kind: type[AdaptedLayer]) -> Options:
     """Return the options of one layer, whose rank and alpha may come from rank_pattern and alpha_pattern.
 
     The patterns are matched against the layer's name; for a mixture of experts, against its parameters'
@@ -220,14 +220,14 @@ def own_options(options: Options, name: str, kind: type[AdaptedLayer]) -> Option
         return replace(options, feedforward=matches(name, options.feedforward_modules))
     if not isinstance(options, LoraOptions):
         return options
-    ranks = {key: by_pattern(options.rank_pattern, key, options.rank) for key in _own_names(name, kind)}
+    ranks = {key: by_pattern(options.rank_pattern, key, options.rank) for key in _matched_names(name, kind)}
     alphas = {key: by_pattern(options.alpha_pattern, key, options.alpha) for key in ranks}
-    own = replace(options, rank=next(iter(ranks.values())), alpha=next(iter(alphas.values())))
+    layer_options = replace(options, rank=next(iter(ranks.values())), alpha=next(iter(alphas.values())))
     if not issubclass(kind, LoraExperts):
-        return own
+        return layer_options
     last = [key.rpartition(".")[2] for key in ranks]
     return replace(
-        own,
+        layer_options,
         rank_pattern=dict(zip(last, ranks.values(), strict=True)),
         alpha_pattern=dict(zip(last, alphas.values(), strict=True)),
     )
@@ -243,13 +243,13 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
     wanted = (*options.modules_to_save, *options.heads)
     tied = tied_modules(model, options)
     ties = {*tied, *tied.values()}
-    found = {name: module for name, module in modules.items() if is_saved(name, wanted) or name in ties}
+    saved = {name: module for name, module in modules.items() if is_saved(name, wanted) or name in ties}
     # PEFT's files list the names of all heads that the task may have. A model has only one of them.
     required = [name for name in options.modules_to_save if name not in options.heads]
     refuse_unmatched(
         "modules_to_save", required, [n for n in modules if n], lambda n, end: is_saved(n, [end])
     )
-    for name, module in found.items():
+    for name, module in saved.items():
         inside = [m for m in module.modules() if isinstance(m, (AdaptedLayer, QuantizedLinear))]
         if inside and not isinstance(module, TrainedCopy):
             raise ValueError(
@@ -257,7 +257,7 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
                 "received "
                 f"{name}, which has a {type(inside[0]).__name__}"
             )
-    return list(found)
+    return list(saved)
 
 
 def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type[AdaptedLayer], Options]]:
@@ -274,10 +274,10 @@ def _plan(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, type
     kinds |= expert_classes(model, options)
     _refuse_unmatched_patterns(options, kinds)
     for name, kind in kinds.items():
-        module, own = model.get_submodule(name), own_options(options, name, kind)
-        check_fits(name, module, kind, own)
-        check_together(module, own, name)
-        plan[name] = (module, kind, own)
+        module, layer_options = model.get_submodule(name), options_of_layer(options, name, kind)
+        check_fits(name, module, kind, layer_options)
+        check_together(module, layer_options, name)
+        plan[name] = (module, kind, layer_options)
     biases = next(
         (m.adapters for m in members(model).values() if any(o.bias != "none" for o in m.adapters.values())),
         None,
@@ -297,7 +297,7 @@ def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLa
             "feedforward_modules", options.feedforward_modules, kinds, what="names among target_modules"
         )
     if isinstance(options, LoraOptions):
-        names = [own for name, kind in kinds.items() for own in _own_names(name, kind)]
+        names = [matched for name, kind in kinds.items() for matched in _matched_names(name, kind)]
         for argument in ("rank_pattern", "alpha_pattern"):
             refuse_unmatched(
                 argument, getattr(options, argument), names, lambda name, key: by_pattern({key: True}, name, False),
@@ -305,55 +305,55 @@ def _refuse_unmatched_patterns(options: Options, kinds: dict[str, type[AdaptedLa
             )  # fmt: skip
 
 
-def _own_names(name: str, kind: type[AdaptedLayer]) -> list[str]:
+def _matched_names(name: str, kind: type[AdaptedLayer]) -> list[str]:
     """Return the names that rank_pattern is matched against: the layer's, or its expert parameters'."""
     return [f"{name}.{target}" for target in kind.TARGETS] if issubclass(kind, LoraExperts) else [name]
 
 
-def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], own: Options) -> None:
-    """Raise a ValueError if the layer ``module`` cannot have an adapter with the options ``own``."""
+def check_fits(name: str, module: nn.Module, kind: type[AdaptedLayer], options: Options) -> None:
+    """Raise a ValueError if the layer ``module`` cannot have an adapter with these options."""
     if isinstance(module, AdaptedLayer) and type(module) is not kind:
         raise ValueError(
             f"lora.apply: config: expected adapters of the kind that {name} has, {type(module).__name__}; received "
-            f"{type(own).__name__} for {kind.__name__}"
+            f"{type(options).__name__} for {kind.__name__}"
         )
-    expected = refusal(module, kind, own)
+    expected = refusal(module, kind, options)
     if expected is not None:
         raise ValueError(
             f"lora.apply: config: expected {expected}, received {name}, a {former_class(module).__name__}"
         )
 
 
-def check_together(module: Any, own: Options, name: str) -> None:
+def check_together(module: Any, options: Options, name: str) -> None:
     """Raise a ValueError if one layer cannot have both the new adapter and its present ones.
 
     DoRA computes norms of the base weight, so a layer with DoRA refuses adapters whose initialisation changes
     the base weight (PiSSA, OLoRA, LoftQ). These initialisations also require a rank of at most the smaller
     dimension of the weight.
     """
-    if not isinstance(own, LoraOptions):
+    if not isinstance(options, LoraOptions):
         return
     others = [o for o in getattr(module, "adapters", {}).values() if isinstance(o, LoraOptions)]
-    if (own.dora and any(o.changes_base for o in others)) or (
-        own.changes_base and any(o.dora for o in others)
+    if (options.dora and any(o.changes_base for o in others)) or (
+        options.changes_base and any(o.dora for o in others)
     ):
         raise ValueError(
             f"lora.apply: dora: expected layers whose base no adapter changes, received {name} for both DoRA and "
             "'pissa', 'olora' or 'loftq'"
         )
-    if own.changes_base and own.rank > min(module.weight.shape):
+    if options.changes_base and options.rank > min(module.weight.shape):
         raise ValueError(
-            f"lora.apply: rank: expected at most {min(module.weight.shape)} for {own.init!r}, the smaller side of {name}; "
-            f"received {own.rank}"
+            f"lora.apply: rank: expected at most {min(module.weight.shape)} for {options.init!r}, the smaller side of {name}; "
+            f"received {options.rank}"
         )
 
 
 def _form(layer: Any, quantize: str | None, block_size: int | None, double_quant: bool) -> Form:
     """Return the form that a layer's weight will have; a weight that is quantised keeps its form."""
-    own = layer.weight
-    if isinstance(own, QuantizedTensor):
-        return own.quant_type, own.block_size, own.nested is not None
-    return quantize, own.shape[1] if quantize == "int8" else block_size or 64, double_quant
+    weight = layer.weight
+    if isinstance(weight, QuantizedTensor):
+        return weight.quant_type, weight.block_size, weight.nested is not None
+    return quantize, weight.shape[1] if quantize == "int8" else block_size or 64, double_quant
 
 
 def _check_quantize(

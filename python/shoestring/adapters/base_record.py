@@ -70,9 +70,9 @@ def check_base_record(model: nn.Module, file: Path, metadata: Mapping[str, str],
         raise ValueError(
             f"lora.load_adapter: {file}: {KEY}: expected an object with tensors, received {shown(record)}"
         )
-    own, theirs = _architecture(model), record.get("architecture")
-    if None not in (own, theirs) and own != theirs:
-        refuse_base(file, f"the architecture {own!r} instead of {shown(theirs)}")
+    architecture, recorded = _architecture(model), record.get("architecture")
+    if None not in (architecture, recorded) and architecture != recorded:
+        refuse_base(file, f"the architecture {architecture!r} instead of {shown(recorded)}")
     weights = _unwritten(model, keys)
     unknown = _unknown(model)
     for name, described in record["tensors"].items():
@@ -120,23 +120,25 @@ def _unwritten(model: nn.Module, keys: Iterable[str]) -> dict[str, Tensor]:
 
 def base_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of the base model by name, without biases, which an adapter may train in place."""
-    found = members(model)
+    holders = members(model)
     adapters: tuple[str, ...] = ()  # beginnings of the names of modules that belong to adapters
-    for name, member in found.items():
-        own: tuple[str, ...] = ("modules_to_save",) if isinstance(member, TrainedCopy) else ()
-        own = (*member.PARAMETERS, *member.MODULES) if isinstance(member, AdaptedLayer) else own
-        adapters += (f"{name}.",) if isinstance(member, VirtualTokens) else tuple(f"{name}.{a}." for a in own)
-    originals = [name for name, member in found.items() if isinstance(member, TrainedCopy)]
+    for name, member in holders.items():
+        parts: tuple[str, ...] = ("modules_to_save",) if isinstance(member, TrainedCopy) else ()
+        parts = (*member.PARAMETERS, *member.MODULES) if isinstance(member, AdaptedLayer) else parts
+        adapters += (
+            (f"{name}.",) if isinstance(member, VirtualTokens) else tuple(f"{name}.{p}." for p in parts)
+        )
+    originals = [name for name, member in holders.items() if isinstance(member, TrainedCopy)]
     weights = {}
-    for place, module in model.named_modules():
-        if f"{place}.".startswith(adapters):
+    for path, module in model.named_modules():
+        if f"{path}.".startswith(adapters):
             continue
-        copied = next((name for name in originals if f"{place}.".startswith(f"{name}{ORIGINAL}.")), None)
+        copied = next((name for name in originals if f"{path}.".startswith(f"{name}{ORIGINAL}.")), None)
         if copied is not None:
-            place = copied + place.removeprefix(copied + ORIGINAL)
+            path = copied + path.removeprefix(copied + ORIGINAL)
         for key, weight in module._parameters.items():
             if weight is not None and key != "bias" and weight.is_floating_point():
-                weights[f"{place}.{key}" if place else key] = weight
+                weights[f"{path}.{key}" if path else key] = weight
     return weights
 
 
@@ -159,7 +161,7 @@ def base_config(name: Any) -> dict[str, Any]:
             from huggingface_hub import try_to_load_from_cache
 
             cached = try_to_load_from_cache(name, "config.json")
-        except (ImportError, ValueError):  # not installed, or no name of a repository
+        except (ImportError, ValueError):  # it is not installed, or ``name`` is not a repository's
             return {}
         if not isinstance(cached, str):
             return {}
@@ -176,14 +178,14 @@ def check_peft_base(model: nn.Module, file: Path, config: Mapping[str, Any]) -> 
     """
     mapping = config.get("auto_mapping")
     named = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    own = _architecture(model)
-    if own is not None and named is not None and all(c.__name__ != named for c in type(model).__mro__):
+    architecture = _architecture(model)
+    if None not in (architecture, named) and all(c.__name__ != named for c in type(model).__mro__):
         refuse_base(file, f"the class {type(model).__name__} instead of {shown(named)}")
-    theirs = base_config(config.get("base_model_name_or_path")).get("model_type")
-    if None not in (own, theirs) and own != theirs:
+    expected = base_config(config.get("base_model_name_or_path")).get("model_type")
+    if None not in (architecture, expected) and architecture != expected:
         refuse_base(
             file,
-            f"the architecture {own!r} instead of that of {config['base_model_name_or_path']}, {shown(theirs)}",
+            f"the architecture {architecture!r} instead of that of {config['base_model_name_or_path']}, {shown(expected)}",
         )
 
 
@@ -215,10 +217,10 @@ def _sample(weight: Tensor) -> list[float]:
     if type(weight) is not nn.Parameter or weight.is_meta or is_away(weight):
         return []
     size = weight.numel()
-    places = [(2 * k + 1) * size // (2 * VALUES) for k in range(VALUES if size else 0)]
-    values = weight.detach().reshape(-1)[torch.tensor(places, dtype=torch.long, device=weight.device)]
-    found: list[float] = values.double().tolist()
-    return found if all(map(math.isfinite, found)) else []
+    positions = [(2 * k + 1) * size // (2 * VALUES) for k in range(VALUES if size else 0)]
+    values = weight.detach().reshape(-1)[torch.tensor(positions, dtype=torch.long, device=weight.device)]
+    sample: list[float] = values.double().tolist()
+    return sample if all(map(math.isfinite, sample)) else []
 
 
 def _is_description(value: Any) -> bool:

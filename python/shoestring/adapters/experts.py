@@ -67,16 +67,16 @@ class LowRankSum:
         at = [index for index, value in enumerate(args) if isinstance(value, cls)]
         name = getattr(func, "__name__", "")
         if at == [1]:
-            x, own, rest = args[0], args[1], args[2:]
+            x, w, rest = args[0], args[1], args[2:]
             if func is F.linear:
-                return func(x, own.base, *rest, **kwargs) + F.linear(F.linear(x, own.right), own.left)
+                return func(x, w.base, *rest, **kwargs) + F.linear(F.linear(x, w.right), w.left)
             if name in PRODUCTS or name in GROUPED:
-                left, right = own._padded() if name in GROUPED else (own.left, own.right)
+                left, right = w._padded() if name in GROUPED else (w.left, w.right)
                 low = func(x, left, *rest, **kwargs)
-                return func(x, own.base, *rest, **kwargs) + func(low, right, *rest, **kwargs)
+                return func(x, w.base, *rest, **kwargs) + func(low, right, *rest, **kwargs)
         if at == [0] and name in PRODUCTS:
-            own, x = args[0], args[1]
-            return func(own.base, x) + func(own.left, func(own.right, x))
+            w, x = args[0], args[1]
+            return func(w.base, x) + func(w.left, func(w.right, x))
 
         def plain(value: Any) -> Any:
             return value.dense() if isinstance(value, cls) else value
@@ -120,8 +120,8 @@ class LoraExperts(AdaptedLayer):
         tensors: dict[str, Tensor] = {}
         for target in self.TARGETS:
             keys = f"lora_A_{target}", f"lora_B_{target}"
-            own = parameter_options(options, target)
-            drawn = draw(shapes[keys[0]], shapes[keys[1]], own, self.base_weight().dtype)
+            target_options = parameter_options(options, target)
+            drawn = draw(shapes[keys[0]], shapes[keys[1]], target_options, self.base_weight().dtype)
             tensors |= dict(zip(keys, (drawn["lora_A"], drawn["lora_B"]), strict=True))
         return tensors
 
@@ -134,11 +134,12 @@ class LoraExperts(AdaptedLayer):
         assert parameter is not None
         lefts, rights = [], []
         for name in names:
-            own = parameter_options(self.adapters[name], target)
+            options = parameter_options(self.adapters[name], target)
             lora_A, lora_B = getattr(self, f"lora_A_{target}")[name], getattr(self, f"lora_B_{target}")[name]
-            experts = lora_A.shape[0] // own.rank
-            rights.append(lora_A.view(experts, own.rank, -1).to(dtype))
-            lefts.append((own.scaling * lora_B).view(-1, own.rank, experts).permute(2, 0, 1).to(dtype))
+            rank, scaled = options.rank, options.scaling * lora_B
+            experts = lora_A.shape[0] // rank
+            rights.append(lora_A.view(experts, rank, -1).to(dtype))
+            lefts.append(scaled.view(-1, rank, experts).permute(2, 0, 1).to(dtype))
         left, right = torch.cat(lefts, 2), torch.cat(rights, 1)
         if parameter.dim() == 2:
             return left[0], right[0]

@@ -121,7 +121,7 @@ def save_adapter(
 
 def _embeddings(model: Any) -> dict[str, Tensor]:
     """Return the weights and biases of the input embedding and the output layer, by their keys in the file."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for side in ("input", "output"):
         get = getattr(model, f"get_{side}_embeddings", None)
         module = get() if callable(get) else None
@@ -136,10 +136,10 @@ def _embeddings(model: Any) -> dict[str, Tensor]:
         inner = ".token_adapter.base_layer" if isinstance(module, TokenLayer) else ".base_layer"
         prefix = f"{PREFIX}{name}{inner if isinstance(module, AdaptedLayer) else ''}"
         weight = module.weight
-        found[f"{prefix}.weight"] = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+        tensors[f"{prefix}.weight"] = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
         if isinstance(getattr(module, "bias", None), Tensor):
-            found[f"{prefix}.bias"] = module.bias
-    return found
+            tensors[f"{prefix}.bias"] = module.bias
+    return tensors
 
 
 def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -184,21 +184,21 @@ def _describe(model: nn.Module, adapter_name: str) -> tuple[dict[str, Tensor], d
     if isinstance(first, LoraOptions):
         # If a layer's rank or alpha differs from that of the first layer, rank_pattern or alpha_pattern gets
         # an entry that matches only this layer's name.
-        own = {n: o for n, o in options.items() if n not in experts}
+        by_name = {n: o for n, o in options.items() if n not in experts}
         parameters = {
             f"{n}.{target}": parameter_options(options[n], target)
             for n, layer in experts.items()
             for target in layer.TARGETS
         }
-        own |= parameters
-        ranks = {f"^{key}": o.rank for key, o in own.items() if o.rank != first.rank}
-        alphas = {f"^{key}": o.alpha for key, o in own.items() if o.alpha != first.alpha}
+        by_name |= parameters
+        ranks = {f"^{key}": o.rank for key, o in by_name.items() if o.rank != first.rank}
+        alphas = {f"^{key}": o.alpha for key, o in by_name.items() if o.alpha != first.alpha}
         first = replace(
             first, rank_pattern=ranks, alpha_pattern=alphas, target_parameters=list(parameters),
             trainable_token_indices={n: list(o.indices) for n, o in trained.items() if o.tied_to is None},
         )  # fmt: skip
     if isinstance(first, IA3Options):
-        chosen = [name for name, own in options.items() if own.feedforward]
+        chosen = [n for n, o in options.items() if o.feedforward]
         feedforward = shortest_names(model, chosen)
         # PEFT requires that feedforward_modules is a subset of target_modules.
         if not set(feedforward) <= set(targets):
@@ -228,16 +228,16 @@ def _plain(layer: AdaptedLayer, name: str) -> tuple[dict[str, Tensor], Any]:
     ones. Their product is then the adapter's product minus its initial product, with twice the rank.
     """
     held = {attribute: whole(value) for attribute, value in layer.tensors(name).items()}
-    own = layer.adapters[name]
+    options = layer.adapters[name]
     if not isinstance(layer, LoraLinear) or name not in getattr(layer, "initial_A", {}):
-        return held, own
+        return held, options
     changed = {
         "lora_A": torch.cat([held["lora_A"], whole(layer.initial_A[name])]),
         "lora_B": torch.cat([held["lora_B"], -whole(layer.initial_B[name])], 1),
     }
-    rank = 2 * own.rank
-    alpha = own.scaling * (math.sqrt(rank) if own.rslora else rank)
-    return held | changed, replace(own, rank=rank, alpha=alpha, init="default")
+    rank = 2 * options.rank
+    alpha = options.scaling * (math.sqrt(rank) if options.rslora else rank)
+    return held | changed, replace(options, rank=rank, alpha=alpha, init="default")
 
 
 def read_config(path: Path) -> FileConfig:

@@ -39,10 +39,10 @@ class IA3Linear(AdaptedLinear):
         """Return the vectors that multiply the layer's input and output; None where there is no vector."""
         gains: list[Tensor | None] = [None, None]
         for name in names:
-            own = self.ia3_l[name].flatten()
+            vector = self.ia3_l[name].flatten()
             side = 0 if self.adapters[name].feedforward else 1
             former = gains[side]
-            gains[side] = own if former is None else former * own
+            gains[side] = vector if former is None else former * vector
         return gains[0], gains[1]
 
     def product(self, x: Tensor) -> Tensor:

@@ -120,11 +120,11 @@ def initialize_eva(
         raise ValueError(
             f"lora.initialize_eva: model: expected linear layers with an adapter {adapter_name!r}, received none"
         )
-    found = {n: Directions(round(rho * m.adapters[adapter_name].rank)) for n, m in layers.items()}
-    _observe(model, layers, batches, found)
-    ranks = _distribute({n: m.adapters[adapter_name].rank for n, m in layers.items()}, found)
+    directions = {n: Directions(round(rho * m.adapters[adapter_name].rank)) for n, m in layers.items()}
+    _observe(model, layers, batches, directions)
+    ranks = _distribute({n: m.adapters[adapter_name].rank for n, m in layers.items()}, directions)
     for name, layer in layers.items():
-        _begin(layer, adapter_name, ranks[name], found[name].vectors)
+        _begin(layer, adapter_name, ranks[name], directions[name].vectors)
     return ranks
 
 
@@ -133,17 +133,18 @@ def _observe(
     model: nn.Module,
     layers: Mapping[str, AdaptedLayer],
     batches: Iterable[Any],
-    found: Mapping[str, Directions],
+    directions: Mapping[str, Directions],
 ) -> None:
+    """Run the batches and update the directions of each layer with the layer's inputs."""
     chosen: Tensor | None = None
 
-    def reader(directions: Directions) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def reader(seen: Directions) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def read(_: nn.Module, args: tuple[Any, ...]) -> None:
-            directions.update(args[0][chosen] if chosen is not None else args[0])
+            seen.update(args[0][chosen] if chosen is not None else args[0])
 
         return read
 
-    handles = [layer.register_forward_pre_hook(reader(found[name])) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(reader(directions[name])) for name, layer in layers.items()]
     training = model.training
     model.eval()
     try:
@@ -161,40 +162,40 @@ def _observe(
         model.train(training)
         for handle in handles:
             handle.remove()
-    few = [name for name, directions in found.items() if len(directions.values) < directions.count]
+    few = [name for name, d in directions.items() if len(d.values) < d.count]
     if few:
         raise ValueError(
-            f"lora.initialize_eva: batches: expected at least {found[few[0]].count} directions in the inputs "
-            f"of {few[0]}, received {len(found[few[0]].values)}; give more tokens or a smaller rank"
+            f"lora.initialize_eva: batches: expected at least {directions[few[0]].count} directions in the inputs "
+            f"of {few[0]}, received {len(directions[few[0]].values)}; give more tokens or a smaller rank"
         )
 
 
-def _distribute(ranks: Mapping[str, int], found: Mapping[str, Directions]) -> dict[str, int]:
+def _distribute(ranks: Mapping[str, int], directions: Mapping[str, Directions]) -> dict[str, int]:
     """Return new ranks of the layers, whose sum is that of the old ranks.
 
     Let n be the sum of the ranks. Over all layers, the n principal directions with the largest fractions of
     variance are selected. A layer's new rank is the number of selected directions that belong to it.
     """
     every = sorted(
-        ((share, name) for name, d in found.items() for share in d.explained().tolist()), reverse=True
+        ((share, name) for name, d in directions.items() for share in d.explained().tolist()), reverse=True
     )
     taken = [name for _, name in every[: sum(ranks.values())]]
     return {name: taken.count(name) for name in ranks}
 
 
 def _begin(layer: LoraLinear, name: str, rank: int, vectors: Tensor) -> None:
-    own = layer.adapters[name]
+    options = layer.adapters[name]
     if rank == 0:
         layer.remove(name)
         return
-    alpha = own.scaling * (rank**0.5 if own.rslora else rank)
-    bias = {"lora_bias": layer.lora_bias[name]} if own.lora_bias else {}
+    alpha = options.scaling * (rank**0.5 if options.rslora else rank)
+    bias = {"lora_bias": layer.lora_bias[name]} if options.lora_bias else {}
     trainable = layer.lora_A[name].requires_grad
     lora_B = vectors.new_zeros(layer.out_features, rank)
-    magnitude = {"lora_magnitude_vector": layer.lora_magnitude_vector[name]} if own.dora else {}
+    magnitude = {"lora_magnitude_vector": layer.lora_magnitude_vector[name]} if options.dora else {}
     layer.add(
         name,
-        replace(own, rank=rank, alpha=alpha),
+        replace(options, rank=rank, alpha=alpha),
         {"lora_A": vectors[:rank], "lora_B": lora_B} | bias | magnitude,
     )
     for parameter in layer.tensors(name).values():

@@ -65,17 +65,17 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
             dimensions.
     """
     wanted = options.target_parameters if isinstance(options, LoraOptions) else ()
-    found = {}
+    classes = {}
     parameters: dict[str, Any] = {}
     for name, module in model.named_modules() if wanted else ():
-        own = tuple(
+        keys = tuple(
             key for key, p in module._parameters.items() if p is not None and matches(f"{name}.{key}", wanted)
         )
-        if own and name:
+        if keys and name:
             # experts_class is cached, so its arguments must be hashable. mypy rejects the class argument,
             # because it checks whether the class's instances are hashable.
-            found[name] = experts_class(former_class(module), own)  # type: ignore[arg-type]
-            parameters |= {f"{name}.{key}": module._parameters[key] for key in own}
+            classes[name] = experts_class(former_class(module), keys)  # type: ignore[arg-type]
+            parameters |= {f"{name}.{key}": module._parameters[key] for key in keys}
     missing = [target for target in wanted if not any(matches(name, [target]) for name in parameters)]
     if missing:
         known = [name for name, _ in model.named_parameters() if "." in name]
@@ -90,23 +90,23 @@ def expert_classes(model: nn.Module, options: Options) -> dict[str, type[LoraExp
                 "lora.apply: target_parameters: expected dense weights of 2 or 3 dimensions, received "
                 f"{name}, {tuple(parameter.shape)}"
             )
-    return found
+    return classes
 
 
-def refusal(module: nn.Module, kind: type[AdaptedLayer], own: Options) -> str | None:
+def refusal(module: nn.Module, kind: type[AdaptedLayer], options: Options) -> str | None:
     """Return None if this adapter can be added to the layer, else a phrase for an error message.
 
     The phrase names the layers or the adapter options that are supported.
     """
-    if issubclass(kind, (LoraLinear, IA3Linear, TokenLayer)) or not isinstance(own, LoraOptions):
+    if issubclass(kind, (LoraLinear, IA3Linear, TokenLayer)) or not isinstance(options, LoraOptions):
         return None
-    if own.changes_base:
-        return f"linear layers for {own.init!r}"
-    if own.init == "orthogonal" and not issubclass(kind, (LoraEmbedding, LowRankLinear)):
+    if options.changes_base:
+        return f"linear layers for {options.init!r}"
+    if options.init == "orthogonal" and not issubclass(kind, (LoraEmbedding, LowRankLinear)):
         return "linear layers and embeddings for 'orthogonal'"
     if issubclass(kind, LoraExperts):
-        plain = own.dropout == 0 and not own.dora and not own.lora_bias
+        plain = options.dropout == 0 and not options.dora and not options.lora_bias
         return None if plain else "no dropout, dora and lora_bias with target_parameters"
     if issubclass(kind, LoraEmbedding):
-        return embedding_refusal(module, own)
+        return embedding_refusal(module, options)
     return conv_refusal(module) if issubclass(kind, LoraConv) else None

@@ -24,6 +24,7 @@ class AdaptedLinear(AdaptedLayer, KeyedLinear):
         return self.product(x.to(getattr(self, "compute_dtype", None) or x.dtype)).to(x.dtype)
 
     def product(self, x: Tensor) -> Tensor:
+        """Return the layer's output for ``x``, which is in the compute dtype."""
         raise NotImplementedError
 
     def matrix(self) -> Tensor:
@@ -120,15 +121,15 @@ class LoraLinear(AdaptedLinear, LowRankLinear):
         adapter outside ``names`` whose initial product was subtracted from the base weight. If each row of
         the batch has its own adapter, the initial product is added for the rows that do not use the adapter.
         """
-        found = [self.part(name)._replace(uses=self._uses(name, x)) for name in names]
+        parts = [self.part(name)._replace(uses=self._uses(name, x)) for name in names]
         for name, first in getattr(self, "initial_A", {}).items():
-            took = Part(first, self.initial_B[name], self.adapters[name].scaling, None)
+            initial = Part(first, self.initial_B[name], self.adapters[name].scaling, None)
             if name not in names:
-                found.append(took)
+                parts.append(initial)
             elif self.rows is not None and self.enabled:
                 assert x is not None
-                found.append(took._replace(uses=1 - self.uses(name, x)))
-        return found
+                parts.append(initial._replace(uses=1 - self.uses(name, x)))
+        return parts
 
     def lora_weight(self) -> tuple[LoraWeight, float] | None:
         """Return the layer's weight and active adapters as one LoraWeight, and the dropout probability.
@@ -149,6 +150,7 @@ class LoraLinear(AdaptedLinear, LowRankLinear):
         return LoraWeight(self.matrix(), lora_A, lora_B, bias, scaling, gain), self.dropout_of(names)
 
     def product(self, x: Tensor) -> Tensor:
+        """Return the layer's output with its active adapters, by one call of ``lora_linear`` if possible."""
         one = self.lora_weight()
         if one is not None:
             w, dropout = one
@@ -189,6 +191,7 @@ class LoraLinear(AdaptedLinear, LowRankLinear):
     def _row_by_row(
         self, y: Tensor, x: Tensor, gains: dict[str, Tensor], biases: dict[str, Tensor]
     ) -> Tensor:
+        """Apply each adapter's gain and bias to the rows of ``y`` that use the adapter."""
         shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
         if gains:
             change = torch.stack([self.uses(name, x) * (gain - 1) for name, gain in gains.items()]).sum(0)
@@ -205,8 +208,8 @@ class LoraLinear(AdaptedLinear, LowRankLinear):
     def remove(self, name: str) -> None:
         initial = getattr(self, "initial_A", {})
         if name in initial:
-            took = Part(initial[name], self.initial_B[name], self.adapters[name].scaling, None)
-            self.set_weight(low_rank_sum(self.dense_weight(), [took]))
+            initial_part = Part(initial[name], self.initial_B[name], self.adapters[name].scaling, None)
+            self.set_weight(low_rank_sum(self.dense_weight(), [initial_part]))
             del initial[name], self.initial_B[name]
             if not len(initial):
                 del self.initial_A, self.initial_B

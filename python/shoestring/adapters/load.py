@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.adapters.adapted import DEFAULT, AdaptedLayer, attach
-from shoestring.adapters.apply import check_fits, check_together, own_options, saved_modules
+from shoestring.adapters.apply import check_fits, check_together, options_of_layer, saved_modules
 from shoestring.adapters.base_record import base_name, check_base_record, check_peft_base, refuse_base
 from shoestring.adapters.conv1d import former_matrix
 from shoestring.adapters.files import CONFIG, WEIGHTS, read_config, read_weights
@@ -27,7 +27,7 @@ from shoestring.adapters.options import (
 )
 from shoestring.adapters.switch import base_biases, members, set_adapter
 from shoestring.adapters.targets import former_class, selected
-from shoestring.adapters.tied import own_weight, tie_copies, tied_modules
+from shoestring.adapters.tied import tie_copies, tied_modules, untie_weight
 from shoestring.adapters.tokens import TokenLayer, token_targets
 from shoestring.adapters.trained_copy import TrainedCopy, wrap
 from shoestring.adapters.values import fill
@@ -113,23 +113,23 @@ def load_adapter(
         folder = folder / adapter_name
     config = read_config(folder / CONFIG)
     options = config.options
-    place = f"lora.load_adapter: {folder / WEIGHTS}"
+    where = f"lora.load_adapter: {folder / WEIGHTS}"
     tensors, metadata = read_weights(folder / WEIGHTS, config.digest)
     if isinstance(options, VirtualOptions):
         if not any_base:
             _check_base(model, folder, config.fields, tensors, metadata)
         _check_sizes(model, config.fields, options, f"lora.load_adapter: {folder / CONFIG}")
-        _load_tokens(model, tensors, options, adapter_name, place)
+        _load_tokens(model, tensors, options, adapter_name, where)
         return model
-    content = _sort(model, tensors, options, place)
-    plan = _plan(model, content, options, place)
+    content = _sort(model, tensors, options, where)
+    plan = _plan(model, content, options, where)
     if not any_base:
         _check_base(model, folder, config.fields, tensors, metadata)
         kinds = _kinds(model, options)
         missing = [name for name in selected(model, options) if name in kinds and name not in plan]
         if missing:
             refuse_base(folder, f"{missing[0]}, one of target_modules, for which the file has no values")
-    _check_split(model, adapter_name, plan, place)
+    _check_split(model, adapter_name, plan, where)
     tied = {n: other for n, other in tied_modules(model, options).items() if n in content.copies}
     absent = [
         n
@@ -152,20 +152,20 @@ def load_adapter(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in (content.weights | content.biases).items():
         fill(parameters[name], weight)
-    for name, (kind, own) in plan.items():
+    for name, (kind, layer_options) in plan.items():
         layer = model.get_submodule(name)
         taken = None
-        if changes_base(own):
-            own_weight(model, name)
-            taken = take_out(layer, own)
+        if changes_base(layer_options):
+            untie_weight(model, name)
+            taken = take_out(layer, layer_options)
         adapted = attach(layer, kind)
         if taken is not None:
             assert isinstance(adapted, LoraLinear)
-            adapted.add(adapter_name, own, taken)
+            adapted.add(adapter_name, layer_options, taken)
             adapted.keep_initial(adapter_name)
-        adapted.add(adapter_name, own, content.layers.get(name, {}))
-        if isinstance(adapted, TokenLayer) and own.tied_to is not None:
-            adapted.tie(model.get_submodule(own.tied_to))
+        adapted.add(adapter_name, layer_options, content.layers.get(name, {}))
+        if isinstance(adapted, TokenLayer) and layer_options.tied_to is not None:
+            adapted.tie(model.get_submodule(layer_options.tied_to))
     if isinstance(options, VeraOptions):
         shared = Projection(**content.projection) if content.projection else None
         share([model.get_submodule(name) for name in plan], adapter_name, options, shared)  # type: ignore[misc]
@@ -173,9 +173,9 @@ def load_adapter(
         wrapper = wrap(model, name)
         if adapter_name not in wrapper.adapters:
             wrapper.add(adapter_name, options)
-        own_state = wrapper.modules_to_save[adapter_name].state_dict()
+        copy_state = wrapper.modules_to_save[adapter_name].state_dict()
         for key, value in state.items():
-            fill(own_state[key], value)
+            fill(copy_state[key], value)
     tie_copies(model, tied, adapter_name)
     set_adapter(model, adapter_name)
     return model
@@ -192,26 +192,26 @@ def _check_base(
     check_peft_base(model, folder, config)
 
 
-def _check_sizes(model: nn.Module, config: Mapping[str, Any], options: VirtualOptions, place: str) -> None:
+def _check_sizes(model: nn.Module, config: Mapping[str, Any], options: VirtualOptions, where: str) -> None:
     """Raise a ValueError if the file of a prefix divides its values among other layers and heads than the model has."""
     sizes = token_sizes(model, options) if isinstance(options, PrefixOptions) else {}
     for name, size in sizes.items():
         if config.get(name) not in (None, size):
             raise ValueError(
-                f"{place}: {name}: expected {size}, as the model has, received {shown(config[name])}"
+                f"{where}: {name}: expected {size}, as the model has, received {shown(config[name])}"
             )
 
 
 def _load_tokens(
-    model: nn.Module, tensors: dict[str, Tensor], options: VirtualOptions, adapter_name: str, place: str
+    model: nn.Module, tensors: dict[str, Tensor], options: VirtualOptions, adapter_name: str, where: str
 ) -> None:
     expected = {"prompt_embeddings": (options.tokens, width(model, options))}
     received = {key: tuple(value.shape) for key, value in tensors.items()}
     if received != expected or not tensors["prompt_embeddings"].is_floating_point():
-        raise ValueError(f"{place}: expected {expected} of floating point, received {shown(received)}")
+        raise ValueError(f"{where}: expected {expected} of floating point, received {shown(received)}")
     if any(adapter_name in m.adapters for m in members(model).values() if not isinstance(m, VirtualTokens)):
         raise ValueError(
-            f"{place}: expected a new adapter_name for virtual tokens, but layers have an adapter "
+            f"{where}: expected a new adapter_name for virtual tokens, but layers have an adapter "
             f"{adapter_name!r}"
         )
     if isinstance(options, PrefixOptions):
@@ -223,7 +223,7 @@ def _load_tokens(
     set_adapter(model, adapter_name)
 
 
-def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place: str) -> Content:
+def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, where: str) -> Content:
     """Sort the tensors of an adapter's weights file by their purpose.
 
     Raises:
@@ -244,13 +244,13 @@ def _sort(model: nn.Module, tensors: dict[str, Tensor], options: Options, place:
         elif plain in biases:
             if value.shape != biases[plain].shape:
                 raise ValueError(
-                    f"{place}: {key}: expected shape {tuple(biases[plain].shape)}, received {tuple(value.shape)}"
+                    f"{where}: {key}: expected shape {tuple(biases[plain].shape)}, received {tuple(value.shape)}"
                 )
             content.biases[plain] = value
         elif (name := base_name(key, weights)) in weights:
-            _check_weight(content, weights, name, value, f"{place}: {key}")
+            _check_weight(content, weights, name, value, f"{where}: {key}")
         else:
-            _sort_layer(content, kinds, key, value, options, place)
+            _sort_layer(content, kinds, key, value, options, where)
     return content
 
 
@@ -260,51 +260,51 @@ def _embeddings(model: nn.Module) -> dict[str, Tensor]:
     PEFT writes those of the input embedding and the output layer if the vocabulary was resized, or if an
     embedding has an adapter.
     """
-    heads = [getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output")]
-    chosen = [get() for get in heads if callable(get)]
+    getters = [getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output")]
+    heads = [get() for get in getters if callable(get)]
     return {
         f"{name}.{key}": getattr(module, key)
         for name, module in model.named_modules(remove_duplicate=False)
-        if issubclass(former_class(module), nn.Embedding) or any(module is own for own in chosen)
+        if issubclass(former_class(module), nn.Embedding) or any(module is head for head in heads)
         for key in ("weight", "bias")
         if isinstance(getattr(module, key, None), Tensor)
     }
 
 
-def _check_weight(content: Content, weights: dict[str, Tensor], name: str, value: Tensor, place: str) -> None:
+def _check_weight(content: Content, weights: dict[str, Tensor], name: str, value: Tensor, where: str) -> None:
     """Sort the weight ``name`` of the base into ``content``, if it fits.
 
     Raises:
         ValueError: the weight has another shape, or a weight that is tied to it has other values in the file.
     """
-    own = weights[name]
-    if value.shape != own.shape or not value.is_floating_point():
+    weight = weights[name]
+    if value.shape != weight.shape or not value.is_floating_point():
         raise ValueError(
-            f"{place}: expected a floating-point tensor of shape {tuple(own.shape)}, received {tuple(value.shape)}; call "
+            f"{where}: expected a floating-point tensor of shape {tuple(weight.shape)}, received {tuple(value.shape)}; call "
             f"model.resize_token_embeddings({value.shape[0] if value.dim() else 0}) first"
         )
-    for other, given in content.weights.items():
-        if weights[other] is own and not torch.equal(given, value):
+    for other, values in content.weights.items():
+        if weights[other] is weight and not torch.equal(values, value):
             raise ValueError(
-                f"{place}: expected the values of {other}, to which the model ties it, received others; untie them first"
+                f"{where}: expected the values of {other}, to which the model ties it, received others; untie them first"
             )
     content.weights[name] = value
 
 
-def _check_split(model: nn.Module, adapter_name: str, plan: Mapping[str, Any], place: str) -> None:
+def _check_split(model: nn.Module, adapter_name: str, plan: Mapping[str, Any], where: str) -> None:
     """Raise a ValueError if processes have split a layer that lacks the adapter, since parameters cannot be added."""
-    for name, (_, own) in plan.items():
+    for name, (_, options) in plan.items():
         layer: Any = model.get_submodule(name)
         split = any(is_dtensor(parameter) for parameter in layer.parameters())
-        if split and (adapter_name not in getattr(layer, "adapters", {}) or changes_base(own)):
+        if split and (adapter_name not in getattr(layer, "adapters", {}) or changes_base(options)):
             raise ValueError(
-                f"{place}: {name}: expected an adapter {adapter_name!r} in the layer, since processes have split it, found none "
+                f"{where}: {name}: expected an adapter {adapter_name!r} in the layer, since processes have split it, found none "
                 "that can be filled. Load the adapter before the model is split"
             )
         held = layer.tensors(adapter_name) if split else {}
-        if held and layer.adapters[adapter_name].rank != own.rank:
+        if held and layer.adapters[adapter_name].rank != options.rank:
             raise ValueError(
-                f"{place}: {name}: expected the rank {layer.adapters[adapter_name].rank}, received {own.rank}"
+                f"{where}: {name}: expected the rank {layer.adapters[adapter_name].rank}, received {options.rank}"
             )
 
 
@@ -315,9 +315,9 @@ def changes_base(options: Options) -> bool:
 
 def _kinds(model: nn.Module, options: Options) -> dict[str, type[AdaptedLayer]]:
     """Return the class that each module would get with an adapter of these options, by module name."""
-    kinds = {name: layer_class(module, options) for name, module in model.named_modules()}
-    found = {name: kind for name, kind in kinds.items() if kind is not None} | expert_classes(model, options)
-    return found | {name: target.kind for name, target in token_targets(model, options).items()}
+    kinds = {n: kind for n, m in model.named_modules() if (kind := layer_class(m, options)) is not None}
+    tokens = {name: target.kind for name, target in token_targets(model, options).items()}
+    return kinds | expert_classes(model, options) | tokens
 
 
 def _sort_layer(
@@ -326,14 +326,14 @@ def _sort_layer(
     key: str,
     value: Tensor,
     options: Options,
-    place: str,
+    where: str,
 ) -> None:
     if not value.is_floating_point():
-        raise ValueError(f"{place}: {key}: expected a floating-point tensor, received {value.dtype}")
+        raise ValueError(f"{where}: {key}: expected a floating-point tensor, received {value.dtype}")
     endings = sorted({suffix for kind in kinds.values() for suffix in kind.PARAMETERS.values()}, key=len)
     fitting = [ending for ending in endings if key.endswith("." + ending)]
     if not fitting:
-        raise ValueError(f"{place}: expected keys {_expected(options)}, received {key}")
+        raise ValueError(f"{where}: expected keys {_expected(options)}, received {key}")
     named = [ending for ending in fitting if key.removesuffix("." + ending) in kinds]
     ending = (named or fitting)[0]
     content.layers.setdefault(key.removesuffix("." + ending), {})[ending] = value
@@ -344,7 +344,7 @@ def _expected(options: Options) -> str:
 
 
 def _plan(
-    model: nn.Module, content: Content, options: Options, place: str
+    model: nn.Module, content: Content, options: Options, where: str
 ) -> dict[str, tuple[type[AdaptedLayer], Any]]:
     """Return a dict from each layer in the file to the class and the adapter options that it will have.
 
@@ -360,48 +360,48 @@ def _plan(
         module = modules.get(name)
         kind = kinds.get(name)
         if module is None or kind is None:
-            found = "none of that name" if module is None else f"a {type(module).__name__}"
+            actual = "none of that name" if module is None else f"a {type(module).__name__}"
             raise ValueError(
-                f"{place}: {name}: expected a layer of the model that can have the adapter, found {found}"
+                f"{where}: {name}: expected a layer of the model that can have the adapter, found {actual}"
             )
-        own = tokens[name].options if name in tokens else own_options(options, name, kind)
-        check_fits(name, module, kind, own)
-        if isinstance(own, LoraOptions) and own.changes_base:
-            _check_changed(module, own, name, place)
+        layer_options = tokens[name].options if name in tokens else options_of_layer(options, name, kind)
+        check_fits(name, module, kind, layer_options)
+        if isinstance(layer_options, LoraOptions) and layer_options.changes_base:
+            _check_changed(module, layer_options, name, where)
         attributes = {suffix: attribute for attribute, suffix in kind.PARAMETERS.items()}
         content.layers[name] = tensors = {attributes.get(suffix, suffix): t for suffix, t in tensors.items()}
-        expected = kind.shapes(module, own)
+        expected = kind.shapes(module, layer_options)
         received = {attribute: tuple(tensor.shape) for attribute, tensor in tensors.items()}
         if expected != received:
             texts = (
                 ", ".join(f"{a} {s}" for a, s in sorted(shapes.items())) for shapes in (expected, received)
             )
-            raise ValueError("{}: {}: expected {}, received {}".format(place, name, *texts))
-        plan[name] = (kind, own)
+            raise ValueError("{}: {}: expected {}, received {}".format(where, name, *texts))
+        plan[name] = (kind, layer_options)
     if isinstance(options, VeraOptions) and plan:
-        _check_projection(content.projection, options, [modules[name] for name in plan], place)
+        _check_projection(content.projection, options, [modules[name] for name in plan], where)
     for name, state in content.copies.items():
         module = modules[name].original_module if isinstance(modules[name], TrainedCopy) else modules[name]
         expected_state = {key: tuple(value.shape) for key, value in module.state_dict().items()}
         if expected_state != {key: tuple(value.shape) for key, value in state.items()}:
             raise ValueError(
-                f"{place}: {name}: expected the keys and shapes of its state_dict, received others"
+                f"{where}: {name}: expected the keys and shapes of its state_dict, received others"
             )
     return plan
 
 
-def _check_changed(module: Any, own: LoraOptions, name: str, place: str) -> None:
+def _check_changed(module: Any, options: LoraOptions, name: str, where: str) -> None:
     """Raise a ValueError if a base weight cannot be changed as the initialisation of the adapter did."""
-    check_together(module, own, name)
+    check_together(module, options, name)
     if isinstance(module.weight, QuantizedTensor):
         raise ValueError(
-            f"{place}: {name}: expected a dense weight for init_lora_weights {own.init!r}, which is computed again from it, "
+            f"{where}: {name}: expected a dense weight for init_lora_weights {options.init!r}, which is computed again from it, "
             "received a quantised one; load the adapter onto the dense model, save it, and load that file"
         )
 
 
 def _check_projection(
-    matrices: dict[str, Tensor], options: VeraOptions, layers: Sequence[Any], place: str
+    matrices: dict[str, Tensor], options: VeraOptions, layers: Sequence[Any], where: str
 ) -> None:
     if not matrices and not options.save_projection:
         return
@@ -411,6 +411,6 @@ def _check_projection(
     vera_A, vera_B = shapes.get("vera_A", (0, 0)), shapes.get("vera_B", (0, 0))
     if vera_A[0] != options.rank or vera_A[1] < width or vera_B[0] < height or vera_B[1] != options.rank:
         raise ValueError(
-            f"{place}: expected base_model.vera_A ({options.rank}, {width}) and base_model.vera_B ({height}, "
+            f"{where}: expected base_model.vera_A ({options.rank}, {width}) and base_model.vera_B ({height}, "
             f"{options.rank}), or larger, received {shapes}"
         )

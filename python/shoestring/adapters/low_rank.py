@@ -71,13 +71,13 @@ class LowRankLayer(AdaptedLayer):
         """
         total = base
         for name in names:
-            own = self.adapters[name]
-            change = own.scaling * product(name)
-            if own.dora:
+            options = self.adapters[name]
+            change = options.scaling * product(name)
+            if options.dora:
                 gain = self.gain(name).view(shape)
                 change = (gain - 1) * base + gain * change
-            if own.lora_bias:
-                change = change + own.scaling * self.lora_bias[name].view(shape)
+            if options.lora_bias:
+                change = change + options.scaling * self.lora_bias[name].view(shape)
             if self.rows is not None:
                 change = change * self.uses(name, base).view(-1, *[1] * (base.dim() - 1))
             total = total + change
@@ -166,11 +166,11 @@ class LowRankLayer(AdaptedLayer):
         return super().detach()
 
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
-        self.__dict__.pop("_norms", None)  # weights may have been written through .data
+        self.__dict__.pop("_norms", None)  # writes through .data may have made the cache stale
         dense = self.dense_weight()
         weight = low_rank_sum(dense, self.parts([n for n in names if not self.adapters[n].dora]))
-        own_bias = getattr(self, "bias", None)
-        bias = None if own_bias is None else own_bias.detach().to(dense.dtype)
+        base_bias = getattr(self, "bias", None)
+        bias = None if base_bias is None else base_bias.detach().to(dense.dtype)
         for name in names:
             if self.adapters[name].dora:
                 gained = low_rank_sum(dense, [self.part(name)]) * self.gain(name).detach()[:, None].to(

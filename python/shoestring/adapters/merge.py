@@ -45,7 +45,7 @@ class Unmerged:
     """The former parameters and adapters of a merged layer, for :func:`unmerge`."""
 
     parameters: dict[str, nn.Parameter | None]
-    kept: dict[str, Any]
+    detached: dict[str, Any]
 
 
 @dataclass
@@ -96,17 +96,17 @@ def merge(
         ('Linear', 0.0)
     """
     check_module("lora.merge", model)
-    found = members(model)
-    if not found:
+    holders = members(model)
+    if not holders:
         raise ValueError(
             "lora.merge: model: expected a model with adapters, received one without; call lora.apply first"
         )
     expect_here("lora.merge", model)
     _expect_whole("lora.merge", model)
-    names = list(next(iter(found.values())).active) if adapter_names is None else list(adapter_names)
+    names = list(next(iter(holders.values())).active) if adapter_names is None else list(adapter_names)
     check_known("merge", model, names)
     set_adapter(model, names)  # set_adapter raises an error if the adapters cannot be active together
-    if any(isinstance(member, VirtualTokens) for member in found.values()):
+    if any(isinstance(member, VirtualTokens) for member in holders.values()):
         raise ValueError(
             "lora.merge: model: expected adapters of layers, received virtual tokens, which cannot be merged "
             "into weights"
@@ -114,16 +114,16 @@ def merge(
     errors, totals = {}, torch.zeros(2, dtype=torch.float64)
     done: list[tuple[nn.Parameter, nn.Parameter]] = []
     # Layers that are tied to another layer's trained tokens read them, so they are merged first.
-    for place, member in sorted(found.items(), key=lambda item: "source" not in item[1].__dict__):
+    for name, member in sorted(holders.items(), key=lambda item: "source" not in item[1].__dict__):
         if isinstance(member, TrainedCopy):
-            merged = unwrap(model, place)
+            merged = unwrap(model, name)
             if reversible:
                 merged.unmerged = UnmergedCopy(member)  # type: ignore[assignment]
             continue
         assert isinstance(member, AdaptedLayer)
         error = _merge_layer(member, [n for n in names if n in member.adapters], reversible, requantize, done)
         totals += error
-        errors[place] = _ratio(error)
+        errors[name] = _ratio(error)
     note_ties(model)
     part_ties(model)
     set_fast_paths(model)
@@ -160,7 +160,7 @@ def _merge_layer(
     exact = layer.merged(names)
     former = {key: layer._parameters.get(key) for key in exact}
     squares = torch.zeros(2, dtype=torch.float64)
-    kept = layer.detach()
+    detached = layer.detach()
     for key, value in exact.items():
         old = former[key]
         new: Tensor = value.to(value.dtype if old is None else old.dtype)
@@ -180,7 +180,7 @@ def _merge_layer(
         if old is not None and not isinstance(old, QuantizedTensor):
             done.append((old, merged))
     if reversible:
-        layer.unmerged = Unmerged(former, kept)  # type: ignore[assignment]
+        layer.unmerged = Unmerged(former, detached)  # type: ignore[assignment]
     return squares
 
 
@@ -210,17 +210,17 @@ def unmerge(model: nn.Module) -> nn.Module:
         )
     _expect_whole("lora.unmerge", model)
     for name, layer in layers.items():
-        kept = layer.__dict__.pop("unmerged")
-        if isinstance(kept, UnmergedCopy):
-            replace_module(model, name, kept.wrapper)
+        unmerged = layer.__dict__.pop("unmerged")
+        if isinstance(unmerged, UnmergedCopy):
+            replace_module(model, name, unmerged.wrapper)
             continue
         device = next(iter(layer._parameters.values())).device
-        for key, parameter in kept.parameters.items():
-            # The same object again, if it is on the device, since another layer may be tied to it.
+        for key, parameter in unmerged.parameters.items():
+            # A parameter on the device stays the same object, since another layer may be tied to it.
             if parameter is not None and parameter.device != device:
                 parameter = frozen(parameter.detach().to(device))
             layer._parameters[key] = None if parameter is None else parameter.requires_grad_(False)
-        reattach(layer, kept.kept, device)
+        reattach(layer, unmerged.detached, device)
     note_ties(model)
     set_adapter(model, next(iter(members(model).values())).active)
     return model

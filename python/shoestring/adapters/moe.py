@@ -28,8 +28,8 @@ def family(model: nn.Module) -> str | None:
     except ImportError:  # transformers 4 has no stacked experts
         return None
     known: dict[str, str] = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
-    found = "mixtral" if kind == "mixtral" else known.get(kind)
-    return found if found in FAMILIES else None
+    key = "mixtral" if kind == "mixtral" else known.get(kind)
+    return key if key in FAMILIES else None
 
 
 def with_experts(model: nn.Module, options: LoraOptions) -> LoraOptions:
@@ -87,12 +87,12 @@ def _last_names(model: nn.Module, pattern: str, stacked: dict[str, str]) -> list
         former = [old for old, new in stacked.items() if new == last] if parameter.dim() == 3 else []
         candidates += [f"{container}.{old}" for old in former]
     chosen = {name for name in candidates if matches(name, pattern)}
-    found = list(dict.fromkeys(name.rpartition(".")[2] for name in sorted(chosen)))
-    partly = [name for name in candidates if name not in chosen and name.rpartition(".")[2] in found]
+    last_names = list(dict.fromkeys(name.rpartition(".")[2] for name in sorted(chosen)))
+    partly = [name for name in candidates if name not in chosen and name.rpartition(".")[2] in last_names]
     if partly:
         raise ValueError(
             "lora.apply: target_modules: expected a pattern that matches all modules of a name, since PEFT selects the "
             f"layers of a mixture of experts by the last part of their names; received {pattern!r}, which does not "
             f"match {partly[0]}; give names and layers_to_transform"
         )
-    return found
+    return last_names

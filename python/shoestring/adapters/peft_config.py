@@ -50,10 +50,10 @@ def fields_of(method: str) -> dict[str, str]:
     return dict(torch.ops.shoestring._adapter_config_fields(method))
 
 
-def _read(text: bytes, place: str) -> tuple[str, dict[str, Any], str]:
+def _read(text: bytes, where: str) -> tuple[str, dict[str, Any], str]:
     """Return the method, the options and the digest of the text of an adapter_config.json."""
-    method, found, digest = torch.ops.shoestring._read_adapter_config(printable(place), text, list(METHODS))
-    options = json.loads(found)
+    method, fields, digest = torch.ops.shoestring._read_adapter_config(printable(where), text, list(METHODS))
+    options = json.loads(fields)
     if options.get("task_type") not in TASKS:
         options.pop("task_type", None)
     return method, options, digest
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset, range)) else repr(value)
 
 
-def from_file(text: bytes, place: str) -> FileConfig:
+def from_file(text: bytes, where: str) -> FileConfig:
     """Read the text of an adapter_config.json.
 
     PEFT writes all its fields. A newer PEFT has more of them, which are accepted if their value says that they are
@@ -103,13 +103,13 @@ def from_file(text: bytes, place: str) -> FileConfig:
 
     Args:
         text: the text of the file.
-        place: the beginning of error messages.
+        where: the beginning of error messages.
 
     Raises:
         ValueError: the text is no JSON object, the method or an option is not supported, a field is not known, or a
             value has a wrong type or range; the message names the field.
     """
-    method, options, digest = _read(text, place)
+    method, options, digest = _read(text, where)
     virtual = issubclass(METHODS[method], VirtualOptions)
     if not virtual and not any(options.get(name) for name in ("target_modules", "target_parameters")):
         # If the configuration names no modules, the keys in adapter_model.safetensors select the modules.
@@ -123,7 +123,7 @@ def _default_targets(method: str, values: Mapping[str, Any], model: nn.Module) -
     Raises:
         ValueError: PEFT has no defaults for the architecture.
     """
-    import peft.utils  # installed, since the configuration is an object of PEFT
+    import peft.utils  # PEFT is installed, since the configuration is its object
 
     options: dict[str, Any] = {}
     architecture = getattr(getattr(model, "config", None), "model_type", None)
@@ -203,9 +203,9 @@ def _prompt_init(kind: Any) -> str:
     return "random" if name == "RANDOM" else "vocabulary"
 
 
-def _refuse(place: str, name: str, expected: Any, received: Any) -> None:
+def _refuse(where: str, name: str, expected: Any, received: Any) -> None:
     raise ValueError(
-        f"{place}: {name}: expected {expected!r}, since nothing else is supported here, received {shown(received)}"
+        f"{where}: {name}: expected {expected!r}, since nothing else is supported here, received {shown(received)}"
     )
 
 

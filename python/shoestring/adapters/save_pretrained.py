@@ -41,29 +41,28 @@ def save(model: nn.Module, folder: Path, options: Mapping[str, Any]) -> bool:
         ValueError: an argument cannot be used; weights are split among processes; or the model has no adapters but
             quantised weights, or a folder with an adapter of ours.
     """
-    found = members(model)
-    _refuse_split(model, found, options)
-    if not found:
+    holders = members(model)
+    _refuse_split(model, holders, options)
+    if not holders:
         _refuse_quantised(model)
         _refuse_beside_adapter(model, folder)
         return False
-    _check(found, options)
+    _check(holders, options)
     if options.get("is_main_process", True):
         save_adapter(model, folder)
         if TRAINER_CHECKPOINT.fullmatch(folder.name):
-            save_safetensors(folder / "model.safetensors", _changed(model, found), {"format": "pt"})
+            save_safetensors(folder / "model.safetensors", _changed(model, holders), {"format": "pt"})
     return True
 
 
-def _refuse_split(model: nn.Module, found: Mapping[str, Member], options: Mapping[str, Any]) -> None:
+def _refuse_split(model: nn.Module, holders: Mapping[str, Member], options: Mapping[str, Any]) -> None:
     """Raise for parameters that are DTensors, unless transformers has split them, or the caller has gathered them."""
-    own = getattr(getattr(model, "config", None), "distributed_config", None) or getattr(
-        model, "_tp_size", None
-    )
-    if not found and (own is not None or options.get("state_dict") is not None):
+    config = getattr(model, "config", None)
+    split = getattr(config, "distributed_config", None) or getattr(model, "_tp_size", None)
+    if not holders and (split is not None or options.get("state_dict") is not None):
         return
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local") and (not found or parameter.requires_grad):
+        if hasattr(parameter, "to_local") and (not holders or parameter.requires_grad):
             raise ValueError(
                 f"{METHOD}: model: expected whole weights, received {name}, which is split among processes. "
                 "Call undo() of the report of shoestring.parallelize on all processes first, or pass as state_dict a "
@@ -96,7 +95,7 @@ def _refuse_beside_adapter(model: nn.Module, folder: Path) -> None:
         )
 
 
-def _check(found: Mapping[str, Member], options: Mapping[str, Any]) -> None:
+def _check(holders: Mapping[str, Member], options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in REQUIRED and value != REQUIRED[name]:
             raise ValueError(
@@ -109,32 +108,32 @@ def _check(found: Mapping[str, Member], options: Mapping[str, Any]) -> None:
                 "shoestring.lora.save_adapter, or merge the adapters first"
             )
     state = options.get("state_dict")
-    own = [t for member in found.values() for name in member.adapters for t in member.tensors(name).values()]
-    if state is not None and not {t.data_ptr() for t in own} <= {t.data_ptr() for t in state.values()}:
+    tensors = [t for m in holders.values() for name in m.adapters for t in m.tensors(name).values()]
+    if state is not None and not {t.data_ptr() for t in tensors} <= {t.data_ptr() for t in state.values()}:
         raise ValueError(
             f"{METHOD}: state_dict: expected None or the tensors of the model, which has adapters, received others. Load "
             "them into the model first"
         )
 
 
-def _changed(model: nn.Module, found: Mapping[str, Member]) -> dict[str, Tensor]:
+def _changed(model: nn.Module, holders: Mapping[str, Member]) -> dict[str, Tensor]:
     """Return the entries of the model's state_dict without frozen weights that are those of the base."""
     adapters = tuple(
-        f"{place}.modules_to_save." if isinstance(member, TrainedCopy) else f"{place}." if place else ""
-        for place, member in found.items()
+        f"{name}.modules_to_save." if isinstance(member, TrainedCopy) else f"{name}." if name else ""
+        for name, member in holders.items()
     )
-    held: dict[str, Tensor] = {}
+    entries: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        prefix, own = f"{name}." if name else "", dict[str, Any]()
-        module._save_to_state_dict(own, prefix, False)
+        prefix, state = f"{name}." if name else "", dict[str, Any]()
+        module._save_to_state_dict(state, prefix, False)
         # The initialisation of an adapter (PiSSA, OLoRA, LoftQ) may have changed the weight of the base.
-        whole = (name not in found and prefix.startswith(adapters)) or hasattr(module, "initial_A")
-        for key, value in own.items():
+        whole = (name not in holders and prefix.startswith(adapters)) or hasattr(module, "initial_A")
+        for key, value in state.items():
             parameter = module._parameters.get(key.removeprefix(prefix))
             trained = parameter is not None and parameter.requires_grad
             if whole or trained or key.removeprefix(prefix) in module._buffers:
-                held[key] = value
-    return held
+                entries[key] = value
+    return entries
 
 
 register(save)

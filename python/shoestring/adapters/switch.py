@@ -71,21 +71,21 @@ def set_adapter(model: nn.Module, adapter_names: str | Sequence[str]) -> None:
     names = check_known(
         "set_adapter", model, [adapter_names] if isinstance(adapter_names, str) else adapter_names
     )
-    found = members(model)
-    for place, member in found.items():
+    holders = members(model)
+    for module_name, member in holders.items():
         copies = [name for name in names if name in member.adapters]
         if len(copies) > 1 and not getattr(member, "CAN_ADD", False):
             what = "virtual tokens"
             if isinstance(member, TrainedCopy):
-                what = f"a trained copy (modules_to_save) of {place}"
+                what = f"a trained copy (modules_to_save) of {module_name}"
             elif isinstance(member, AdaptedLayer):
-                what = f"trained tokens (trainable_token_indices) of {place}"
+                what = f"trained tokens (trainable_token_indices) of {module_name}"
             raise ValueError(
                 f"lora.set_adapter: adapter_names: expected at most one adapter with {what}, received "
                 f"{', '.join(copies)}"
             )
     biases = "none"
-    for member in found.values():
+    for member in holders.values():
         member.active = tuple(names)
         for name, options in member.adapters.items():
             for parameter in member.tensors(name).values():
@@ -131,14 +131,14 @@ def disable_adapter(model: nn.Module) -> Iterator[None]:
         >>> torch.equal(y, expected)
         True
     """
-    found = list(members(model).values())
-    former = [member.enabled for member in found]
-    for member in found:
+    holders = list(members(model).values())
+    former = [member.enabled for member in holders]
+    for member in holders:
         member.enabled = False
     try:
         yield
     finally:
-        for member, enabled in zip(found, former, strict=True):
+        for member, enabled in zip(holders, former, strict=True):
             member.enabled = enabled
 
 
@@ -168,23 +168,23 @@ def adapters_per_row(model: nn.Module, adapter_names: Sequence[str | None]) -> I
     """
     chosen = [name for name in dict.fromkeys(adapter_names) if name is not None]
     check_known("adapters_per_row", model, chosen)
-    found = members(model)
-    for place, member in found.items():
+    holders = members(model)
+    for module_name, member in holders.items():
         here = [name for name in chosen if name in member.adapters]
         if here and not getattr(member, "CAN_MIX_ROWS", False):
             raise ValueError(
                 f"lora.adapters_per_row: adapter_names: expected adapters that only add to layers, received {here[0]!r}, "
-                f"which has a {type(member).__name__} at {place}"
+                f"which has a {type(member).__name__} at {module_name}"
             )
-    for member in found.values():
+    for member in holders.values():
         if isinstance(member, AdaptedLayer):
-            own = tuple(name for name in chosen if name in member.adapters)
-            uses = [[float(row == name) for name in own] for row in adapter_names]
-            member.rows = Rows(own, torch.tensor(uses, device=member.base_weight().device))
+            names = tuple(name for name in chosen if name in member.adapters)
+            uses = [[float(row == name) for name in names] for row in adapter_names]
+            member.rows = Rows(names, torch.tensor(uses, device=member.base_weight().device))
     try:
         yield
     finally:
-        for member in found.values():
+        for member in holders.values():
             member.rows = None
 
 
@@ -206,12 +206,12 @@ def delete_adapter(model: nn.Module, adapter_name: str) -> None:
         ['second']
     """
     check_known("delete_adapter", model, [adapter_name])
-    for place, member in members(model).items():
+    for module_name, member in members(model).items():
         member.active = tuple(name for name in member.active if name != adapter_name)
         if adapter_name in member.adapters:
             member.remove(adapter_name)
             if isinstance(member, TrainedCopy) and not member.adapters:
-                unwrap(model, place)
+                unwrap(model, module_name)
             if isinstance(member, VirtualTokens) and not member.adapters:
                 detach_tokens(model)
     set_fast_paths(model)

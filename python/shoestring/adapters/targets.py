@@ -189,20 +189,20 @@ def find_targets(
     names = [name for name in own_modules(model) if name]
     refuse_unmatched("exclude_modules", options.exclude_modules, names)
     _refuse_unmatched_layers(options, [name for name in names if matches(name, targets)])
-    found = selected(model, options)
-    for name, module in found.items():
+    modules = selected(model, options)
+    for name, module in modules.items():
         if not supported(module):
             raise ValueError(
                 "lora.apply: target_modules: expected linear layers (nn.Linear, QuantizedLinear or Conv1D), or for LoRA also "
                 f"nn.Embedding and nn.Conv1d, 2d, 3d, received {name}, a {former_class(module).__name__}; name only these"
             )
-    if not found and targets:
+    if not modules and targets:
         names = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if is_any_linear(m)})
         raise ValueError(
             f"lora.apply: target_modules: expected names of linear layers, received {targets!r}, which matches "
             f"nothing; this model has {', '.join(names) or 'none'}"
         )
-    return found
+    return modules
 
 
 def selected(model: nn.Module, options: Options) -> dict[str, nn.Module]:
@@ -258,8 +258,8 @@ def _layer_number(name: str, options: Options) -> int | None:
     if not options.layers_pattern:
         # Take the first number in the module's name, because a later number may be the index of an expert. As
         # in PEFT, the number must follow at least two parts of the name.
-        found = re.match(r".*?\.[^.]*\.(\d+)\.", name)
-        number = found[1] if found else None
+        match = re.match(r".*?\.[^.]*\.(\d+)\.", name)
+        number = match[1] if match else None
     else:
         patterns = (
             [options.layers_pattern]

@@ -19,12 +19,12 @@ def sharing(modules: Mapping[str, nn.Module], name: str) -> list[str]:
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
-    own = module.original_module if isinstance(module, TrainedCopy) else module
-    return own._parameters.get("weight")
+    original = module.original_module if isinstance(module, TrainedCopy) else module
+    return original._parameters.get("weight")
 
 
-def own_weight(model: nn.Module, name: str) -> None:
-    """Give a module a copy of its weight if other modules have the same weight, so that changes stay its own."""
+def untie_weight(model: nn.Module, name: str) -> None:
+    """Give a module a copy of its weight if other modules share its weight, so that a change does not reach them."""
     module = model.get_submodule(name)
     if sharing(dict(model.named_modules()), name):
         weight: Any = module.weight
@@ -59,14 +59,14 @@ def part_ties(model: nn.Module) -> None:
     ties: Any = getattr(model, "all_tied_weights_keys", None)
     seen: set[int] = set()
     for target, source in (ties or {}).items():
-        own = model.get_parameter(target)
-        if own is model.get_parameter(source):
+        weight = model.get_parameter(target)
+        if weight is model.get_parameter(source):
             continue
-        if id(own) in seen:
+        if id(weight) in seen:
             parent, _, child = target.rpartition(".")
-            copied = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
+            copied = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
             model.get_submodule(parent)._parameters[child] = copied
-        seen.add(id(own))
+        seen.add(id(weight))
 
 
 def tied_modules(model: nn.Module, options: Options) -> dict[str, str]:
@@ -101,8 +101,8 @@ def tied_modules(model: nn.Module, options: Options) -> dict[str, str]:
 def tie_copies(model: nn.Module, tied: Mapping[str, str], adapter_name: str) -> None:
     """Give the trained copy of each tied module the weight of the copy that it is tied to."""
     for name, other in tied.items():
-        own, source = (_copy(model, n, adapter_name) for n in (name, other))
-        own.weight = source.weight
+        target, source = (_copy(model, n, adapter_name) for n in (name, other))
+        target.weight = source.weight
 
 
 def _copy(model: nn.Module, name: str, adapter_name: str) -> Any:

@@ -37,11 +37,11 @@ def together(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor] | None:
 
     Also return None if all layers are dense and have no adapter.
     """
-    found = [weight_of(layer) for layer in layers]
-    if any(f is None for f in found):
+    pairs = [weight_of(layer) for layer in layers]
+    if any(pair is None for pair in pairs):
         return None
-    weights = [f[0] for f in found if f is not None]
-    dropouts = {f[1] for f in found if f is not None and f[0].lora_A is not None}
+    weights = [pair[0] for pair in pairs if pair is not None]
+    dropouts = {pair[1] for pair in pairs if pair is not None and pair[0].lora_A is not None}
     if len(dropouts) > 1 or all(
         w.lora_A is None and type(w.weight) in (Tensor, nn.Parameter) for w in weights
     ):

@@ -38,27 +38,27 @@ class TokenLayer(AdaptedLayer):
         return {"trainable_tokens_delta": self.weight.detach()[rows]}
 
     def tie(self, source: nn.Module) -> None:
-        """Use the rows of another layer, to whose weight that of this layer is tied."""
+        """Use the trained rows of ``source``, a layer whose weight is tied to the weight of this layer."""
         self.__dict__["source"] = [source]  # in a list, so that the module is no child of this one
 
     def rows_of(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the indices of an adapter's tokens and their rows in the dtype of the weight."""
-        own: TokenOptions = self.adapters[name]
-        holder: Any = self if own.tied_to is None else self.__dict__["source"][0]
+        options: TokenOptions = self.adapters[name]
+        holder: Any = self if options.tied_to is None else self.__dict__["source"][0]
         rows: Tensor = holder.trainable_tokens_delta[name].to(self.weight.dtype)
-        kept = self.__dict__.setdefault("_indices", {})
-        key = (own.indices, rows.device)
-        if key not in kept:
-            kept[key] = torch.tensor(own.indices, device=rows.device)
-        return kept[key], rows
+        cache = self.__dict__.setdefault("_indices", {})
+        key = (options.indices, rows.device)
+        if key not in cache:
+            cache[key] = torch.tensor(options.indices, device=rows.device)
+        return cache[key], rows
 
     def detach(self) -> dict[str, Any]:
         self.__dict__.pop("_indices", None)
         source = self.__dict__.pop("source", None)
-        kept = super().detach()
+        detached = super().detach()
         if source is not None:
-            kept["held"]["source"] = source
-        return kept
+            detached["held"]["source"] = source
+        return detached
 
     def merged(self, names: Sequence[str]) -> dict[str, Tensor]:
         weight = self.weight.detach().to(wide(self.weight.dtype))
@@ -77,14 +77,14 @@ class TokenEmbedding(TokenLayer, nn.Embedding):
         for name in self.current():
             indices, rows = self.rows_of(name)
             # For each token id, its row among the trained ones, or -1.
-            places = torch.full((self.num_embeddings,), -1, device=indices.device)
-            place = places.index_copy(0, indices, torch.arange(len(indices), device=indices.device))[input]
+            row_of = torch.full((self.num_embeddings,), -1, device=indices.device)
+            row = row_of.index_copy(0, indices, torch.arange(len(indices), device=indices.device))[input]
             known: tuple[int, ...] = self.adapters[name].indices
             padding = known.index(self.padding_idx) if self.padding_idx in known else None
-            trained = F.embedding(place.clamp_min(0), rows, padding)
+            trained = F.embedding(row.clamp_min(0), rows, padding)
             if scale is not None:
                 trained = (trained * scale).to(y.dtype)
-            y = torch.where((place >= 0)[..., None], trained, y)
+            y = torch.where((row >= 0)[..., None], trained, y)
         return y
 
 
@@ -126,22 +126,22 @@ def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
             next((name for name, module in modules.items() if module is inputs), "embed_tokens"): wanted
         }
     refuse_unmatched("trainable_token_indices", wanted, modules)
-    own = {name: tuple(ids) for key, ids in wanted.items() for name in modules if matches(name, [key])}
+    indices = {name: tuple(ids) for key, ids in wanted.items() for name in modules if matches(name, [key])}
     tied = {}
-    for name, ids in own.items():
+    for name, ids in indices.items():
         if modules[name] is inputs:
             shared = sharing(modules, name)
-            tied = dict.fromkeys((other for other in shared if own.get(other, ids) == ids), name)
+            tied = dict.fromkeys((other for other in shared if indices.get(other, ids) == ids), name)
             if options.ensure_weight_tying and len(tied) < len(shared):
                 raise ValueError(
                     "lora.apply: trainable_token_indices: expected the same indices for tied layers, since ensure_weight_tying "
                     f"is True, received others for {next(n for n in shared if n not in tied)} than for {name}"
                 )
     plan: dict[str, tuple[tuple[int, ...], str | None]] = {
-        n: (i, None) for n, i in own.items() if n not in tied
+        n: (i, None) for n, i in indices.items() if n not in tied
     }
-    plan |= {other: (own[name], name) for other, name in tied.items()}
-    # The initialisation is that of the low-rank matrices. These layers have none.
+    plan |= {other: (indices[name], name) for other, name in tied.items()}
+    # init concerns low-rank matrices, which these layers do not have.
     values = {field.name: getattr(options, field.name) for field in fields(LoraOptions)} | {"init": "default"}
     return {
         name: _target(modules[name], name, TokenOptions(**values, indices=ids, tied_to=source))

@@ -13,14 +13,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill(own: Tensor, value: Tensor) -> None:
+def fill(dst: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into a tensor of a model, which may be a DTensor or quantised."""
-    own, value = own.detach(), value.detach()
-    if is_dtensor(own):
+    dst, value = dst.detach(), value.detach()
+    if is_dtensor(dst):
         from torch.distributed.tensor import distribute_tensor
 
-        value = distribute_tensor(value.to(own.device, own.dtype), own.device_mesh, own.placements)
-    if isinstance(own, QuantizedTensor):
-        value = value.to(own.device, torch.float32)
-        value = quantize_parts(value, own.quant_type, own.block_size, own.nested is not None).to(own.dtype)
-    own.copy_(value)
+        value = distribute_tensor(value.to(dst.device, dst.dtype), dst.device_mesh, dst.placements)
+    if isinstance(dst, QuantizedTensor):
+        value = value.to(dst.device, torch.float32)
+        value = quantize_parts(value, dst.quant_type, dst.block_size, dst.nested is not None).to(dst.dtype)
+    dst.copy_(value)

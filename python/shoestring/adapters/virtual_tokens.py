@@ -35,8 +35,8 @@ class VirtualTokens(nn.Module):
 
         The shape is (tokens, 2 * layers * features) for a prefix and (tokens, hidden size) for a prompt.
         """
-        found = self.embedding[name]
-        result: Tensor = self.transform[name](found) if name in self.transform else found
+        tokens = self.embedding[name]
+        result: Tensor = self.transform[name](tokens) if name in self.transform else tokens
         return result
 
     def tensors(self, name: str) -> dict[str, nn.Parameter]:
@@ -48,9 +48,9 @@ class VirtualTokens(nn.Module):
 
     def add(self, name: str, options: VirtualOptions, values: Tensor, transform: nn.Module | None) -> None:
         """Add an adapter. If one with the same name and shape exists, copy the new values into its tensor."""
-        own = self.embedding.get(name)
-        if own is not None and own.shape == values.shape:
-            own.detach().copy_(values)
+        existing = self.embedding.get(name)
+        if existing is not None and existing.shape == values.shape:
+            existing.detach().copy_(values)
         else:
             self.embedding[name] = nn.Parameter(values)
         if name in self.transform:
@@ -127,8 +127,8 @@ def _filled(model: Any, cache: Any, values: Tensor, batch: int) -> Any:
     # (tokens, layers, 2, heads, features) -> (layers, 2, heads, tokens, features), where the dimension of
     # size 2 holds key and value
     parts = values.to(model.dtype).view(values.shape[0], layers, 2, heads, features).permute(1, 2, 3, 0, 4)
-    for index, (keys, own_values) in enumerate(parts):
-        cache.update(keys.expand(batch, -1, -1, -1), own_values.expand(batch, -1, -1, -1), index)
+    for index, (keys, layer_values) in enumerate(parts):
+        cache.update(keys.expand(batch, -1, -1, -1), layer_values.expand(batch, -1, -1, -1), index)
     return cache
 
 
@@ -176,21 +176,21 @@ def start(model: Any, options: VirtualOptions) -> tuple[Tensor, nn.Module | None
     if options.projection:
         _, heads, features = cache_sizes(model)
         hidden = options.hidden_size or heads * features
-        found = nn.Embedding(options.tokens, heads * features, device="cpu").weight.data
+        tokens = nn.Embedding(options.tokens, heads * features, device="cpu").weight.data
         first = nn.Linear(heads * features, hidden, device="cpu")
         last = nn.Linear(hidden, full, device="cpu")
         if options.init == "zero":
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
-        return found, nn.Sequential(first, nn.Tanh(), last)
-    found = nn.Embedding(options.tokens, full, device="cpu").weight.data
-    return (torch.zeros_like(found) if options.init == "zero" else found), None
+        return tokens, nn.Sequential(first, nn.Tanh(), last)
+    tokens = nn.Embedding(options.tokens, full, device="cpu").weight.data
+    return (torch.zeros_like(tokens) if options.init == "zero" else tokens), None
 
 
 def _prompt(model: Any, options: PromptOptions) -> Tensor:
-    found = nn.Embedding(options.tokens, model.config.hidden_size, device="cpu").weight.data
+    tokens = nn.Embedding(options.tokens, model.config.hidden_size, device="cpu").weight.data
     if options.init == "random":
-        return found
+        return tokens
     embedding = model.get_input_embeddings()
     if options.init == "vocabulary":
         ids = torch.randint(0, embedding.num_embeddings, (options.tokens,), device="cpu")

@@ -35,7 +35,7 @@ class FakeQuantizedLinear(nn.Linear):
         torch.Size([64, 256])
     """
 
-    _must_run: ClassVar[bool] = True  # for set_fast_paths
+    _must_run: ClassVar[bool] = True  # set_fast_paths turns off fused paths that skip forward
     quant_type: str
     block_size: int | None
     double_quant: bool

@@ -21,7 +21,7 @@ LONGEST_STATE = 4096  # maximum size in bytes of the JSON in a quant_state; the 
 class KeyedLinear(nn.Linear):
     """``nn.Linear`` that saves and loads a quantised weight with bitsandbytes' keys in its ``state_dict``."""
 
-    _must_run: ClassVar[bool] = True  # for set_fast_paths
+    _must_run: ClassVar[bool] = True  # set_fast_paths turns off fused paths that skip forward
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -71,5 +71,5 @@ class Adafactor(WholeTensorOptimizer):
         beta1: float = 0.0,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own = dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, beta1=beta1)
-        super().__init__(params, own, **options)
+        defaults = dict(lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay, beta1=beta1)
+        super().__init__(params, defaults, **options)

@@ -66,5 +66,5 @@ class AdEMAMix(LowMemoryOptimizer):
         weight_decay: float = 1e-2,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own = dict(lr=lr, betas=betas, alpha=alpha, t_alpha=t_alpha, t_beta3=t_beta3)
-        super().__init__(params, own | dict(eps=eps, weight_decay=weight_decay), **options)
+        defaults = dict(lr=lr, betas=betas, alpha=alpha, t_alpha=t_alpha, t_beta3=t_beta3)
+        super().__init__(params, defaults | dict(eps=eps, weight_decay=weight_decay), **options)

@@ -236,7 +236,7 @@ def _slots(model: nn.Module, kind: str) -> list[_Slot]:
 @torch.no_grad()
 def _tensors(slots: list[_Slot]) -> tuple[list[Tensor], list[bool]]:
     """Return the tensors of slots, for a DTensor its shard, and whether each requires a gradient."""
-    found, trained = [], []
+    tensors, trained = [], []
     for owner, key, name in slots:
         tensor = owner.get(key)
         if tensor is None:
@@ -250,8 +250,8 @@ def _tensors(slots: list[_Slot]) -> tuple[list[Tensor], list[bool]]:
                 "offload_weights first, or train without Averages."
             )
         trained.append(tensor.requires_grad)
-        found.append(local(tensor))
-    return found, trained
+        tensors.append(local(tensor))
+    return tensors, trained
 
 
 def _reshard(modules: list[Any]) -> None:

@@ -19,7 +19,7 @@ from shoestring.optim.gradients import GradientHooks, living_gradients
 from shoestring.optim.offload import is_place
 from shoestring.optim.sharded import Aliases, local, shard_gradients, shards, splits_of
 from shoestring.optim.shown_state import ShownState
-from shoestring.optim.state_dicts import OWN, RanksTogether, StateDicts, numbered
+from shoestring.optim.state_dicts import SETTINGS, RanksTogether, StateDicts, numbered
 from shoestring.optim.state_layout import Kind, Moment, Part
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,15 +97,14 @@ class LowMemoryOptions(TypedDict, total=False):
 class Known:
     """The options and parameters of a group that the core has been told."""
 
-    options: dict[str, object] = field(default_factory=dict)  # without lr
+    options: dict[str, object] = field(default_factory=dict)  # all options except lr
     lr: object = None
     params: list[int] = field(default_factory=list)  # the addresses of the C++ tensors
     members: list[Tensor] = field(default_factory=list)  # the parameters
-    own: list[Tensor] = field(default_factory=list)  # the tensors that the core steps
+    stepped: list[Tensor] = field(default_factory=list)  # the tensors that the core steps
     is_sharded: bool = False  # whether any parameter is a DTensor
-    given: dict[int, torch.Size] = field(
-        default_factory=dict
-    )  # address and shape of add_param_group's parameters
+    # The shapes of the parameters that add_param_group received, by the addresses of the C++ tensors.
+    shapes: dict[int, torch.Size] = field(default_factory=dict)
 
 
 # Options of torch.optim with the values by which they ask for nothing that an optimizer here lacks.
@@ -157,14 +156,14 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
         self._expect(is_known, "accumulate_dtype", "torch.float32 or torch.bfloat16", accumulate_dtype)
         self._expect(is_place(offload), "offload", 'None, "cpu", "stream" or "nvme:DIR"', offload)
         self._make_core(max_grad_norm, step_in_backward, accumulate_dtype, offload)
-        own = dict(
+        memory_options = dict(
             state_format=state_format,
             min_quantize_size=min_quantize_size,
             weight_rounding=weight_rounding,
             seed=seed,
             maximize=maximize,
         )
-        super().__init__(params, defaults | own)
+        super().__init__(params, defaults | memory_options)
         splits = {
             splits for p in self._all_params() if (splits := getattr(p, SPLITS_STEPS, None)) is not None
         }
@@ -342,7 +341,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
         if scale is not None and found_inf is None:
             found_inf = torch.zeros_like(scale)
         self._synchronize()
-        if not self.step_in_backward:  # backward has taken the state
+        if not self.step_in_backward:  # else backward has done this
             self._take_changed_state()
         self._consolidated = None
         try:
@@ -389,16 +388,16 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
     def _values(self, group: dict[str, Any]) -> dict[str, object]:
         return {name: core_value(group[name]) for name in self._option_names}
 
-    def _own(self, param: Tensor) -> Tensor:
+    def _stepped(self, param: Tensor) -> Tensor:
         """Return the tensor that the core steps: the parameter, or an alias of this process's shard of it."""
-        return self._aliases.own(param)
+        return self._aliases.stepped(param)
 
     def _add_to_core(self, group: dict[str, Any]) -> None:
         params = group["params"]
-        known = Known(is_sharded=any(map(is_dtensor, params)), given={p._cdata: p.shape for p in params})
+        known = Known(is_sharded=any(map(is_dtensor, params)), shapes={p._cdata: p.shape for p in params})
         with torch.no_grad():
-            own = [self._own(p) for p in params] if known.is_sharded else params
-            self._core.add_group(own, self._values(group), *splits_of(params))
+            stepped = [self._stepped(p) for p in params] if known.is_sharded else params
+            self._core.add_group(stepped, self._values(group), *splits_of(params))
         self._known.append(known)
 
     @torch.no_grad()
@@ -410,20 +409,20 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
             if lr is not known.lr or options != known.options:
                 self._core.set_options(index, {**options, "lr": value})
                 known.lr, known.options = lr, options
-            own = [self._own(p) for p in group["params"]] if known.is_sharded else group["params"]
-            params = [p._cdata for p in own]
+            stepped = [self._stepped(p) for p in group["params"]] if known.is_sharded else group["params"]
+            params = [p._cdata for p in stepped]
             if params != known.params:
-                if not known.is_sharded and any(map(is_dtensor, own)):
+                if not known.is_sharded and any(map(is_dtensor, stepped)):
                     self._take_dtensors()
                     return
-                self._check_replaced(known.given, group["params"])
-                self._core.replace_params(index, own)
+                self._check_replaced(known.shapes, group["params"])
+                self._core.replace_params(index, stepped)
                 known.params = params
                 self._shown_state.follow(self.state, known.members, group["params"])
                 known.members = list(group["params"])
-            known.own = own
+            known.stepped = stepped
 
-    def _check_replaced(self, given: dict[int, torch.Size], params: list[Tensor]) -> None:
+    def _check_replaced(self, shapes: dict[int, torch.Size], params: list[Tensor]) -> None:
         """Raise RuntimeError if the optimizer cannot step ``params`` in place of those that it was made for."""
 
     def _take_dtensors(self) -> None:
@@ -443,7 +442,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
             )
         for hook in self._hooks:
             hook.remove()
-        self._make_core(**{name: getattr(self, name) for name in OWN})
+        self._make_core(**{name: getattr(self, name) for name in SETTINGS})
         for group in self.param_groups:
             self._add_to_core(group)
             self._watch(group["params"])
@@ -454,7 +453,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
         """Give the aliases of DTensor parameters the gradients of their shards."""
         groups = zip(self.param_groups, self._known, strict=True)
         sharded = (
-            zip(group["params"], known.own, strict=True) for group, known in groups if known.is_sharded
+            zip(group["params"], known.stepped, strict=True) for group, known in groups if known.is_sharded
         )
         return shard_gradients(chain.from_iterable(sharded))
 
@@ -477,7 +476,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
         shown = self._shown_state
         if shown.is_shown(self.state):
             return
-        if shown.is_held(self.state, self.param_groups):  # others have added entries of their own
+        if shown.is_held(self.state, self.param_groups):  # only other code has added entries
             shown.note(self.state)
             return
         if self._all_ranks is not None or self._core.has_sums() or self._is_unfinished:
@@ -490,7 +489,7 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
             every.append([])
             for p in group["params"]:
                 entries = numbered(self.state.get(p, {}))
-                if shown.is_own(p, entries):
+                if shown.is_unchanged(p, entries):
                     entries = shown.held.get(p, {})
                 elif entries:
                     self._check_entry(p, entries, group, "state")
@@ -501,36 +500,36 @@ class LowMemoryOptimizer(StateDicts, GradientHooks):
         self._show_state()
 
     def _kind(self, param: Tensor, group: dict[str, Any]) -> Kind:
-        own = local(param)
-        device = torch.device("cpu") if self.offload == "cpu" else own.device
+        shard = local(param)
+        device = torch.device("cpu") if self.offload == "cpu" else shard.device
         state = group["state_format"] if param.numel() >= group["min_quantize_size"] else "fp32"
-        remainder = group["weight_rounding"] == "remainder" and own.dtype == torch.bfloat16
+        remainder = group["weight_rounding"] == "remainder" and shard.dtype == torch.bfloat16
         return Kind(state, remainder, device, shards(param))
 
     def _parts(self, param: Tensor, group: dict[str, Any]) -> list[Part]:
         kind = self._kind(param, group)
-        found = self._core.parts(self._values(group), kind.state, kind.remainder)
-        return [Part(name, like.dtype, like.numel(), shaped) for name, like, shaped in found]
+        parts = self._core.parts(self._values(group), kind.state, kind.remainder)
+        return [Part(name, like.dtype, like.numel(), shaped) for name, like, shaped in parts]
 
 
-def distinct(name: str, given: Tensor | Iterable[Any]) -> list[Any]:
+def distinct(name: str, group_params: Tensor | Iterable[Any]) -> list[Any]:
     """Return a group's parameters without repetitions, of which the optimizer ``name`` warns like PyTorch."""
-    if isinstance(given, (set, frozenset)):
+    if isinstance(group_params, (set, frozenset)):
         raise TypeError(
             f"{name}: params: expected a list, received a set, whose order differs between runs, so that the state "
             "of a parameter could be loaded for another one"
         )
-    params = [given] if isinstance(given, Tensor) else list(given)
-    found: dict[int, Any] = {}
+    params = [group_params] if isinstance(group_params, Tensor) else list(group_params)
+    unique: dict[int, Any] = {}
     for item in params:
-        found.setdefault(id(item[1] if isinstance(item, tuple) else item), item)
-    if len(found) < len(params):
+        unique.setdefault(id(item[1] if isinstance(item, tuple) else item), item)
+    if len(unique) < len(params):
         warnings.warn(
             f"{name}: params: expected each parameter once, received a parameter group with duplicate "
             "parameters; each is stepped once",
             stacklevel=3,
         )
-    return list(found.values())
+    return list(unique.values())
 
 
 def core_value(value: object) -> object:

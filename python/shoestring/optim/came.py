@@ -73,5 +73,5 @@ class CAME(WholeTensorOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own = dict(lr=lr, eps=eps, clip_threshold=clip_threshold, betas=betas, weight_decay=weight_decay)
-        super().__init__(params, own, **options)
+        defaults = dict(lr=lr, eps=eps, clip_threshold=clip_threshold, betas=betas, weight_decay=weight_decay)
+        super().__init__(params, defaults, **options)

@@ -130,7 +130,7 @@ def _entry(
             result[moment.name] = value
             continue
         if value.is_floating_point():
-            result |= kept(moment, value.float(), state)
+            result |= stored(moment, value.float(), state)
             continue
         for part, size in ((f"qmap{i + 1}", 256), (scale, blocks(param.numel()))):
             if part not in entry or entry[part].shape != (size,):
@@ -150,19 +150,19 @@ def _entry(
     for moment in moments:
         if moment.name in codes:
             values, scales = codes[moment.name]
-            if moment.kept_as(state) == "8bit":
+            if moment.stored_as(state) == "8bit":
                 result[moment.name], result[f"{moment.name}_scale"] = values, scales
             else:
-                result |= kept(moment, dequantize_8bit(values, scales, signed=moment.signed), state)
+                result |= stored(moment, dequantize_8bit(values, scales, signed=moment.signed), state)
     return result
 
 
-def kept(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
+def stored(moment: Moment, value: Tensor, state: str) -> dict[str, Tensor]:
     """Convert an optimizer moment from fp32 to the format ``state``.
 
     Return its tensors: the values, or codes and scale.
     """
-    state = moment.kept_as(state)
+    state = moment.stored_as(state)
     if state in ("fp32", "bf16"):
         return {moment.name: value.to(torch.float32 if state == "fp32" else torch.bfloat16)}
     codes, scale = (quantize_8bit if state == "8bit" else quantize_state_4bit)(value, signed=moment.signed)
@@ -209,6 +209,6 @@ def exported(optimizer: "StateDicts") -> dict[str, Any]:
                 name: as_dtensor(value, param, tuple(param.shape)) for name, value in state[key].items()
             }
         state[key]["step"] = entry["step"].cpu().clone()
-    own = ("state_format", "min_quantize_size", "weight_rounding", "seed")
-    groups = [{k: v for k, v in group.items() if k not in own} for group in state_dict["param_groups"]]
+    omitted = ("state_format", "min_quantize_size", "weight_rounding", "seed")
+    groups = [{k: v for k, v in group.items() if k not in omitted} for group in state_dict["param_groups"]]
     return {"state": state, "param_groups": groups}

@@ -165,19 +165,19 @@ def restore(
         size = len(ours["params"])
         if theirs["size"] != size:
             raise ValueError(f"{where}: expected {size} parameters in group {g}, received {theirs['size']}")
-        kept = {name: value for name, value in ours.items() if name != "params"}
+        current = {name: value for name, value in ours.items() if name != "params"}
         loaded = extra_in(theirs.get("extra", {}), ours, where)
         loaded |= {
             name: like(ours.get(name), value, f"{where}: {name}") for name, value in theirs["options"].items()
         }
         try:
-            optimizer._check_options(kept | loaded)
+            optimizer._check_options(current | loaded)
         # An option is None in the optimizer and of another type than its values in the file.
         except TypeError as error:
             raise ValueError(
                 f"{where}: group {g}: expected options of this optimizer's types, received others: {error}"
             ) from None
-        groups.append(kept | loaded | {"params": list(range(first, first + size))})
+        groups.append(current | loaded | {"params": list(range(first, first + size))})
         numbers |= {(str(g), str(i)): first + i for i in range(size)}
         first += size
     extras = [group.get("extra", {}) for group in saved]
@@ -231,17 +231,17 @@ def extra_of(group: Mapping[str, Any], options: Container[str]) -> dict[str, obj
 
 
 def extra_in(values: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values that ``extra_of`` has got, for ``group``."""
-    found = {}
+    """Decode values that ``extra_of`` returned, and convert them to the types in ``group``."""
+    extra = {}
     for name, value in values.items():
         if name == "param_names":
             continue
-        with suppress(ValueError):  # files of older versions have dicts as they were
+        with suppress(ValueError):  # files of older versions hold dicts that are not encoded
             value = decoded(value, {})
         ours = group.get(name)
         as_is = ours is None or (isinstance(ours, str) and isinstance(value, str))
-        found[name] = value if as_is else like(ours, value, f"{where}: {name}")
-    return found
+        extra[name] = value if as_is else like(ours, value, f"{where}: {name}")
+    return extra
 
 
 def plain(value: object) -> object:

@@ -76,7 +76,7 @@ class GradientNoise:
         self._core: Any = torch.classes.shoestring.GradientNoise(decay)
         self._optimizer = optimizer
         self._ddp = ddp
-        self._norms: list[Tensor] = []  # of the buckets of this process, before they are reduced
+        self._norms: list[Tensor] = []  # of this process's buckets, before the all-reduce
         if ddp is not None:
             ddp.register_comm_hook((self._norms, ddp.process_group), _norms_before_all_reduce)
         elif isinstance(optimizer, LowMemoryOptimizer):
@@ -108,7 +108,7 @@ class GradientNoise:
                 square = optimizer._core.take_squares() * count
                 self._core.observe(square, rows, optimizer._core.whole_square(), rows * count)
             else:
-                self._core.observe(torch.zeros(()), rows, torch.zeros(()), rows * count)  # raises
+                self._core.observe(torch.zeros(()), rows, torch.zeros(()), rows * count)  # raises ValueError
             return
         if micro_batches is not None:
             raise ValueError(

@@ -65,7 +65,7 @@ class GradientHooks(Optimizer):
     _all_ranks: Any  # the processes that have split the steps
     _consolidated: Any
     _accumulating: bool
-    _own: Callable[[Tensor], Tensor]
+    _stepped: Callable[[Tensor], Tensor]
     _synchronize: Callable[[], None]
     _show_state: Callable[[], None]
     _take_changed_state: Callable[[], None]
@@ -161,16 +161,16 @@ class GradientHooks(Optimizer):
             )
         if self._accumulating or self.step_in_backward:
             self._begin_backward()
-            own = self._own(param)
+            stepped = self._stepped(param)
             try:
-                if own is not param:
-                    own.grad = gradient_in_hook(param)
-                self._core.on_gradient(own)
-                if own is not param:
+                if stepped is not param:
+                    stepped.grad = gradient_in_hook(param)
+                self._core.on_gradient(stepped)
+                if stepped is not param:
                     param.grad = None
             finally:
-                if own is not param:
-                    own.grad = None
+                if stepped is not param:
+                    stepped.grad = None
                 self._show_state()
         elif self._all_ranks is not None:
             self._core.on_gradient(param)
@@ -183,16 +183,16 @@ class GradientHooks(Optimizer):
     def _add_sum(self, param: Tensor) -> None:
         """Let ``.grad`` include the sum of the earlier micro-batches, unless the sum would be rounded."""
         grad: Any = param.grad
-        is_own = not is_dtensor(param) or grad.placements == param.placements
-        if grad.dtype == torch.float32 and grad.layout == torch.strided and is_own and not self._takes_norms:
-            own = self._own(param)
+        alike = not is_dtensor(param) or grad.placements == param.placements
+        if grad.dtype == torch.float32 and grad.layout == torch.strided and alike and not self._takes_norms:
+            stepped = self._stepped(param)
             try:
-                if own is not param:
-                    own.grad = gradient_in_hook(param)
-                self._core.add_sum_to_gradient(own)
+                if stepped is not param:
+                    stepped.grad = gradient_in_hook(param)
+                self._core.add_sum_to_gradient(stepped)
             finally:
-                if own is not param:
-                    own.grad = None
+                if stepped is not param:
+                    stepped.grad = None
         self._last[param] = _mark(grad)
 
     def _check_unchanged(self) -> None:

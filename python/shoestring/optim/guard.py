@@ -274,8 +274,8 @@ class Guard:
             if scale is None and has_sums(optimizer):
                 scale = torch.ones_like(skip)  # the optimizer looks at the sums of accumulate(), too
             scaled_step("Guard", optimizer, scale, skip)
-            own: Tensor | None = getattr(optimizer, "_skipped", None)
-            skipped = skipped if own is None else own
+            flag: Tensor | None = getattr(optimizer, "_skipped", None)
+            skipped = skipped if flag is None else flag
         return skipped
 
     def _review(self) -> bool:

@@ -34,8 +34,8 @@ class HostCopy:
     ) -> None:
         self._restores = [_restore_of(each) for each in objects]
         owners = {id(m): m._buffers for module in modules for m in module.modules()}
-        self._places = [(owner, dict(owner)) for owner in owners.values()]
-        buffers = [buffer for _, before in self._places for buffer in before.values() if buffer is not None]
+        self._buffers = [(owner, dict(owner)) for owner in owners.values()]
+        buffers = [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
         every = {id(tensor): tensor for tensor in [*tensors, *buffers]}
         self._tensors = [(tensor, _on_host(local(tensor.detach()))) for tensor in every.values()]
 
@@ -44,7 +44,7 @@ class HostCopy:
 
         If an object refuses its state, everything else is restored before the error is raised.
         """
-        for owner, before in self._places:
+        for owner, before in self._buffers:
             owner.update(before)
         call_all([*self._restores, *(partial(_copy_back, tensor, host) for tensor, host in self._tensors)])
 

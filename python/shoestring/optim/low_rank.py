@@ -162,10 +162,10 @@ class LowRankOptimizer(Steps):
             self.__dict__.pop("_loaded_base", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("base_optimizer", "max_grad_norm", "_options")
+        attributes = ("base_optimizer", "max_grad_norm", "_options")
         return {
             **super().__getstate__(),
-            **{k: getattr(self, k) for k in own},
+            **{k: getattr(self, k) for k in attributes},
             "_loaded_base": self._virtual.beside(),
         }
 
@@ -203,16 +203,16 @@ class LowRankOptimizer(Steps):
             for name, value in entry.items():
                 entry[name] = value.tensor if isinstance(value, AsSaved) else value
             if p in known and entry:
-                own = self._own_entries(p, entry, like[p]) if p in like else {}
-                entries[p] = {k: v for k, v in entry.items() if k not in own}
-                state[p] = own
+                core_entries = self._core_entries(p, entry, like[p]) if p in like else {}
+                entries[p] = {k: v for k, v in entry.items() if k not in core_entries}
+                state[p] = core_entries
         self._virtual.load(entries, beside)
 
-    def _own_entries(self, param: Tensor, entry: dict[str, Any], like: Tensor) -> dict[str, Any]:
+    def _core_entries(self, param: Tensor, entry: dict[str, Any], like: Tensor) -> dict[str, Any]:
         """Check the state entries that a step stores for a projected parameter, and return copies."""
-        kept: Any = entry.get(self._method.kept)
-        good = isinstance(kept, Tensor) and kept.dtype == like.dtype and kept.shape == like.shape
-        received = f"{kept.dtype} {tuple(kept.shape)}" if isinstance(kept, Tensor) else repr(kept)
+        tensor: Any = entry.get(self._method.kept)
+        good = isinstance(tensor, Tensor) and tensor.dtype == like.dtype and tensor.shape == like.shape
+        received = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
         checks = [(self._method.kept, good, f"{like.dtype} {tuple(like.shape)}", received)]
         for name in ("projection_age", "seed"):
             value = entry.get(name)
@@ -222,8 +222,8 @@ class LowRankOptimizer(Steps):
                 raise ValueError(
                     f"{self._name}: load_state_dict: {name}: expected {expected}, received {received}"
                 )
-        own = {name: entry[name] for name, *_ in checks}
-        return {**own, self._method.kept: kept.to(param.device, copy=True)}
+        entries = {name: entry[name] for name, *_ in checks}
+        return {**entries, self._method.kept: tensor.to(param.device, copy=True)}
 
 
 def _decay_is_a_penalty(base: type[Optimizer], group: dict[str, Any]) -> bool:

@@ -73,9 +73,9 @@ class Muon(WholeTensorOptimizer):
         adjust_lr_fn: str | None = None,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
-        own |= dict(ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
-        super().__init__(params, own, **options)
+        defaults: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        defaults |= dict(nesterov=nesterov, ns_coefficients=ns_coefficients, eps=eps, ns_steps=ns_steps)
+        super().__init__(params, defaults | dict(adjust_lr_fn=adjust_lr_fn), **options)
 
     def _check_param(self, index: int, param: Tensor) -> None:
         super()._check_param(index, param)

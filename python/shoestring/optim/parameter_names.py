@@ -14,7 +14,7 @@ from shoestring.files.read_file import parse_json, shown
 
 # The names of a group's parameters; None for a parameter without a name.
 GroupNames = Sequence[str | None]
-# Modules that wrap a model begin its names so.
+# Prefixes that wrapping modules add to the names of a model's parameters.
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 T = TypeVar("T")
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 def names_of(optimizer: Optimizer, known: Mapping[Tensor, str] | None = None) -> list[list[str | None]]:
     """Return the names of the parameters of each group: those in ``known``, else those that the optimizer got."""
-    found = []
+    names = []
     for group in optimizer.param_groups:
         params = group["params"]
-        own = group.get("param_names") or [None] * len(params)
-        found.append([(known or {}).get(p, name) for p, name in zip(params, own, strict=True)])
-    return found
+        group_names = group.get("param_names") or [None] * len(params)
+        names.append([(known or {}).get(p, name) for p, name in zip(params, group_names, strict=True)])
+    return names
 
 
 def unwrapped(name: str) -> str:
@@ -47,19 +47,19 @@ def order_of(ours: GroupNames, saved: GroupNames, where: str) -> list[int]:
     """
     if list(ours) == list(saved):
         return list(range(len(saved)))
-    places = {name: i for i, name in enumerate(saved) if name is not None}
+    positions = {name: i for i, name in enumerate(saved) if name is not None}
     for names in (ours, saved):
         twice = [name for name, count in Counter(names).items() if count > 1 and name is not None]
         if twice:
             raise ValueError(f"{where}: expected each name once, received {shown(twice[0])} twice")
-    if not all(name is None or name in places for name in ours):
-        plain = {unwrapped(name): i for name, i in places.items()}
-        if len(plain) == len(places):
-            places, ours = plain, [None if name is None else unwrapped(name) for name in ours]
-    order = [places.get(name) if name is not None else None for name in ours]
+    if not all(name is None or name in positions for name in ours):
+        plain = {unwrapped(name): i for name, i in positions.items()}
+        if len(plain) == len(positions):
+            positions, ours = plain, [None if name is None else unwrapped(name) for name in ours]
+    order = [positions.get(name) if name is not None else None for name in ours]
     left = iter([i for i in range(len(saved)) if i not in set(order)])
-    for i, place in enumerate(order):
-        if place is not None:
+    for i, position in enumerate(order):
+        if position is not None:
             continue
         order[i] = other = next(left)
         if ours[i] is not None and saved[other] is not None:
@@ -67,7 +67,7 @@ def order_of(ours: GroupNames, saved: GroupNames, where: str) -> list[int]:
                 f"{where}: expected a state of the parameter {shown(ours[i])}, received one of {shown(saved[other])} in its "
                 "place. Give the groups the parameters that they had, or remove the names from the state"
             )
-    return [place for place in order if place is not None]
+    return [position for position in order if position is not None]
 
 
 def names_text(names: Sequence[GroupNames]) -> dict[str, str]:
@@ -92,14 +92,14 @@ def orders_of(
         saved = parse_json(metadata["names"].encode(), message)
     else:  # files of older versions have the names among the values of a group
         saved = [
-            group.get("param_names") or [None] * len(own) for group, own in zip(groups, ours, strict=True)
+            group.get("param_names") or [None] * len(names) for group, names in zip(groups, ours, strict=True)
         ]
     good = isinstance(saved, list) and len(saved) == len(ours) and all(map(_fits, saved, ours))
     if not good:
         raise ValueError(message)
     return [
-        order_of(own, theirs, f"{where}: group {g}")
-        for g, (own, theirs) in enumerate(zip(ours, saved, strict=True))
+        order_of(names, theirs, f"{where}: group {g}")
+        for g, (names, theirs) in enumerate(zip(ours, saved, strict=True))
     ]
 
 
@@ -110,15 +110,15 @@ def _fits(names: object, like: GroupNames) -> bool:
 
 def reordered(tensors: Mapping[str, T], orders: Sequence[Sequence[int]]) -> dict[str, T]:
     """Return entries called ``<group>.<index>.<name>`` with the indices of this optimizer's parameters."""
-    places = {
+    prefixes = {
         f"{g}.{theirs}": f"{g}.{ours}" for g, order in enumerate(orders) for ours, theirs in enumerate(order)
     }
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         group, index, entry = (*name.split(".", 2), "", "")[:3]
-        place = places.get(f"{group}.{index}")
-        found[name if place is None else f"{place}.{entry}"] = tensor
-    return found
+        prefix = prefixes.get(f"{group}.{index}")
+        renamed[name if prefix is None else f"{prefix}.{entry}"] = tensor
+    return renamed
 
 
 def by_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -133,17 +133,17 @@ def by_names(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
     groups = []
     where = f"{type(optimizer).__name__}: load_state_dict"
     for g, theirs in enumerate(state_dict["param_groups"]):
-        own = optimizer.param_groups[g].get("param_names") if g < len(optimizer.param_groups) else None
+        ours = optimizer.param_groups[g].get("param_names") if g < len(optimizer.param_groups) else None
         saved = theirs.get("param_names")
-        if own is None or saved is None or len(own) != len(theirs["params"]):
+        if ours is None or saved is None or len(ours) != len(theirs["params"]):
             groups.append(theirs)
             continue
-        if not _fits(saved, own):
+        if not _fits(saved, ours):
             raise ValueError(
                 f"{where}: group {g}: expected a name of each parameter, received {shown(saved)}"
             )
         if not any(isinstance(key, str) for key in theirs["params"]):
-            order = order_of(own, saved, f"{where}: group {g}")
+            order = order_of(ours, saved, f"{where}: group {g}")
             theirs = {**theirs, "params": [theirs["params"][i] for i in order]}
-        groups.append({**theirs, "param_names": list(own)})
+        groups.append({**theirs, "param_names": list(ours)})
     return {**state_dict, "param_groups": groups}

@@ -269,8 +269,8 @@ class SAM(Optimizer):
         """
         self._expect_whole("state_dict")
         assert self.base_optimizer is not None
-        own = super().state_dict()  # call Optimizer.state_dict too, since it runs the user's hooks
-        return {**self.base_optimizer.state_dict(), **own}
+        sam_state = super().state_dict()  # call Optimizer.state_dict too, since it runs the user's hooks
+        return {**self.base_optimizer.state_dict(), **sam_state}
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -300,8 +300,8 @@ class SAM(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._expect_whole("copy")
-        own = {"base_optimizer": self.base_optimizer, "_weights": None, "_finite": None}
-        return {"defaults": self.defaults, **own}
+        between_halves = {"_weights": None, "_finite": None}
+        return {"defaults": self.defaults, "base_optimizer": self.base_optimizer, **between_halves}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -40,8 +40,8 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
     This equals ``z <- z - lr u``, ``x <- (1 - c) x + c z``, ``y = beta1 x + (1 - beta1) z``, so ``x = y - offset
     (1 - beta1) / beta1``. In step t up to ``warmup_steps`` = W, the learning rate is t / W times lr, and ``c = 6 t
     / ((t + 1) (2 t + 1))``. After the warm-up every step has the weight of the last step of the warm-up. Without a
-    warm-up, c is 1 / t. The offset moves less per step than one quantisation level. If the second moment is quantised, the difference is therefore bf16
-    with stochastic rounding, which is exact on average.
+    warm-up, c is 1 / t. The offset moves less per step than one quantisation level. If the second moment is
+    quantised, the offset is therefore bf16 with stochastic rounding, which is exact on average.
 
     Memory: ``sum(ceil(n / 256) * 772 + 4)`` bytes, summed over the parameters that have had a gradient; n is
     the number of elements of a parameter. The 772 bytes per block of 256 elements become 648 with 4-bit
@@ -92,10 +92,10 @@ class ScheduleFreeAdamW(LowMemoryOptimizer):
         warmup_steps: int = 0,
         **options: Unpack[LowMemoryOptions],
     ) -> None:
-        own = dict(
+        defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, warmup_steps=warmup_steps, train_mode=True
         )
-        super().__init__(params, own, **options)
+        super().__init__(params, defaults, **options)
 
     def train(self) -> None:
         """Set the parameters to y, the weights at which gradients are computed."""

@@ -401,8 +401,8 @@ class Scheduler(LRScheduler):
         groups = optimizer.param_groups
         self._schedules: dict[str, list[Callable[[int], float]]] = {}
         self._first: dict[str, list[float]] = {}
-        for option, given in schedules.items():
-            several = [given] * len(groups) if callable(given) else list(given)
+        for option, schedule in schedules.items():
+            several = [schedule] * len(groups) if callable(schedule) else list(schedule)
             if len(several) != len(groups):
                 raise ValueError(
                     f"Scheduler: {option}: expected one schedule, or one for each of the {len(groups)} groups, "

@@ -80,27 +80,27 @@ def shards(param: Tensor) -> Shards | None:
     """Return how a DTensor is split. Return None for any other tensor."""
     if not is_dtensor(param):
         return None
-    found = Shards(param.device_mesh, tuple(param.placements), 0)
+    split = Shards(param.device_mesh, tuple(param.placements), 0)
     piece = 0
     coordinate: Any = param.device_mesh.get_coordinate()
-    for dim in found.dims:
+    for dim in split.dims:
         piece = piece * param.device_mesh.size(dim) + coordinate[dim]
-    return Shards(found.mesh, found.placements, piece)
+    return Shards(split.mesh, split.placements, piece)
 
 
-def row_begins(param: "DTensor", found: Shards) -> list[int]:
+def row_begins(param: "DTensor", split: Shards) -> list[int]:
     """Return the element at which the rows of each process begin, and the number of elements.
 
     Return an empty list if the parameter is not split by rows over one dimension of its mesh.
     """
-    dims = found.dims
+    dims = split.dims
     if (
         len(dims) != 1
-        or type(found.placements[dims[0]]).__name__ != "Shard"
-        or not found.placements[dims[0]].is_shard(0)
+        or type(split.placements[dims[0]]).__name__ != "Shard"
+        or not split.placements[dims[0]].is_shard(0)
     ):
         return []
-    ranks, rows = found.mesh.size(dims[0]), param.shape[0]
+    ranks, rows = split.mesh.size(dims[0]), param.shape[0]
     row = math.prod(param.shape[1:])
     return [min(rank * math.ceil(rows / ranks), rows) * row for rank in range(ranks + 1)]
 
@@ -111,13 +111,13 @@ class Aliases:
     def __init__(self) -> None:
         self._of: dict[Tensor, Tensor] = {}
 
-    def own(self, param: Tensor) -> Tensor:
+    def stepped(self, param: Tensor) -> Tensor:
         """Return the tensor that C++ steps: the parameter, or an alias of this process's shard of it."""
         if not is_dtensor(param):
             return param
-        own, alias = local(param), self._of.get(param)
-        if alias is None or alias.data_ptr() != own.data_ptr() or alias.shape != own.shape:
-            alias = self._of[param] = own.detach()
+        shard, alias = local(param), self._of.get(param)
+        if alias is None or alias.data_ptr() != shard.data_ptr() or alias.shape != shard.shape:
+            alias = self._of[param] = shard.detach()
         return alias.requires_grad_(param.requires_grad)
 
 
@@ -127,40 +127,40 @@ class Splits(NamedTuple):
     groups: list[list[str]]  # the names of the process groups over which each parameter is split
     pieces: list[int]  # the index of this process's shard among the shards of each parameter
     sizes: list[list[int]]  # the shapes of the whole parameters
-    begins: list[list[int]]  # see row_begins
+    begins: list[list[int]]  # the result of row_begins for each parameter
     device: torch.device  # the device type on which the groups communicate
 
 
 def splits_of(params: Iterable[Tensor]) -> Splits:
     """Return how processes split parameters."""
-    found = Splits([], [], [], [], torch.device("cpu"))
+    splits = Splits([], [], [], [], torch.device("cpu"))
     params = list(params)
     if not any(map(is_dtensor, params)):
-        return found
+        return splits
     for p in params:
-        piece = shards(p)
-        found.groups.append([] if piece is None else piece.groups)
-        found.pieces.append(0 if piece is None else piece.piece)
-        found.sizes.append(list(p.shape))
-        found.begins.append(row_begins(p, piece) if is_dtensor(p) and piece is not None else [])
-        if piece is not None:
-            found = found._replace(device=torch.device(piece.mesh.device_type))
-    return found
+        split = shards(p)
+        splits.groups.append([] if split is None else split.groups)
+        splits.pieces.append(0 if split is None else split.piece)
+        splits.sizes.append(list(p.shape))
+        splits.begins.append(row_begins(p, split) if is_dtensor(p) and split is not None else [])
+        if split is not None:
+            splits = splits._replace(device=torch.device(split.mesh.device_type))
+    return splits
 
 
 @contextmanager
 def shard_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Give aliases of DTensors the gradients of their shards. A pair is a parameter and what C++ steps."""
-    given = []
-    for p, own in pairs:
-        if own is not p:
-            own.grad = local_gradient(p)
-            given.append(own)
+    """Give aliases of DTensors the gradients of their shards. A pair is a parameter and its alias."""
+    aliases = []
+    for p, stepped in pairs:
+        if stepped is not p:
+            stepped.grad = local_gradient(p)
+            aliases.append(stepped)
     try:
         yield
     finally:
-        for own in given:
-            own.grad = None
+        for alias in aliases:
+            alias.grad = None
 
 
 def reduced_after_hooks(params: Iterable[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoestring.core.dtensors import is_dtensor
 from shoestring.files.safetensors_file import Gathered
-from shoestring.optim.convert import kept
+from shoestring.optim.convert import stored
 from shoestring.optim.sharded import as_dtensor, local, piece_of
 from shoestring.optim.state_layout import STATES, Moment, Part
 from shoestring.quantization.quantize_8bit import STATE_BLOCK, dequantize_8bit, quantize_8bit
@@ -66,14 +66,14 @@ def owned_entries(optimizer: "StateDicts", state_dict: dict[str, Any]) -> dict[A
 
 
 def gathered(value: "DTensor") -> Gathered:
-    """Return a DTensor for a file, of which each process has the whole when it is asked for."""
+    """Return an entry of a file for a DTensor, which processes gather when they write the entry."""
     return Gathered(torch.empty(value.shape, dtype=value.dtype, device="meta"), value.full_tensor)
 
 
 def gathered_entries(
     optimizer: "StateDicts", param: "DTensor", group: dict[str, Any]
 ) -> dict[str, Tensor | Gathered]:
-    """Return the state of a DTensor, each tensor of which is gathered, when it is asked for, as one process has it."""
+    """Return a DTensor's state as one process would have it; each tensor is gathered when it is written."""
     parts, elementwise = optimizer._parts(param, group), optimizer._elementwise(param)
     entry: dict[str, Any] = dict(optimizer.state[param])
     saved, state = _saved(entry, param, parts, elementwise), optimizer._kind(param, group).state
@@ -89,21 +89,21 @@ def gathered_entries(
         result: Tensor = again[name]
         return result.reshape(shape)
 
-    found: dict[str, Tensor | Gathered] = dict(entry)
+    entries: dict[str, Tensor | Gathered] = dict(entry)
     shapes = {part.name: (part.dtype, part.shape(like)) for part in parts}
     shapes |= {name: (torch.float32, tuple(param.shape)) for name in elementwise}
     for name, (dtype, shape) in shapes.items():
         empty = torch.empty(shape, dtype=dtype, device="meta")
-        found[name] = Gathered(empty, partial(whole, name, shape))
-    return found
+        entries[name] = Gathered(empty, partial(whole, name, shape))
+    return entries
 
 
 def _saved(
     entry: dict[str, Any], param: "DTensor", parts: list[Part], elementwise: set[str]
 ) -> dict[str, Any]:
-    own, result = local(param), dict(entry)
+    shard, result = local(param), dict(entry)
     for part in parts:
-        rows = _rows(entry[part.name], part, tuple(own.shape), _row(param))
+        rows = _rows(entry[part.name], part, tuple(shard.shape), _row(param))
         result[part.name] = as_dtensor(rows, param, _shape(part, param))
     for name in elementwise:  # state tensors that are not moments, such as Adafactor's variance
         result[name] = as_dtensor(entry[name], param, tuple(param.shape))
@@ -145,7 +145,7 @@ def _owned(
     for moment in moments:
         scale, value = f"{moment.name}_scale", result.get(moment.name)
         if isinstance(value, Tensor) and value.is_floating_point() and scale not in result:
-            result |= kept(moment, value.float(), state)
+            result |= stored(moment, value.float(), state)
         elif scale in result and state in ("8bit", "4bit"):
             size = local(param).numel()
             result[moment.name], result[scale] = _blocks(
@@ -230,18 +230,18 @@ def _blocks(moment: Moment, state: str, codes: Tensor, scale: Tensor, size: int)
     grid = torch.cat([grid, grid[-1:].expand(groups * group // each - grid.numel())]).view(
         groups, group // each
     )
-    same, found = (grid == grid[:, :1]).all(1), grid[:, 0].contiguous()
+    same, group_scales = (grid == grid[:, :1]).all(1), grid[:, 0].contiguous()
     if not same.all():
         again, scale = _quantised(
             _value_of(single, moment, state) * scale.flatten().repeat_interleave(each), moment, state
         )
         single = torch.where(same.repeat_interleave(group)[:size], single, again)
-        found = torch.where(same, found, scale[:groups])
+        group_scales = torch.where(same, group_scales, scale[:groups])
     if state == "8bit":
-        return single.view(codes.shape), found
+        return single.view(codes.shape), group_scales
     zero = 0 if moment.signed else 15  # the code of the value 0 pads the last block
     single = torch.nn.functional.pad(single, (0, count * STATE_BLOCK - size), value=zero)
-    return single[::2] | single[1::2] << 4, torch.nn.functional.pad(found, (0, scales - groups))
+    return single[::2] | single[1::2] << 4, torch.nn.functional.pad(group_scales, (0, scales - groups))
 
 
 def _value_of(codes: Tensor, moment: Moment, state: str) -> Tensor:

@@ -17,7 +17,7 @@ class ShownState:
 
     def __init__(self) -> None:
         self.held: State = {}  # the core's entries of each parameter
-        self._copies: list[Any] | None = []  # of the values of optimizer.state; None: parameters have changed
+        self._copies: list[Any] | None = []  # None after parameters have changed
 
     def note(self, state: State) -> None:
         """Note that ``state`` shows the entries of the core."""
@@ -35,9 +35,9 @@ class ShownState:
     def is_held(self, state: State, groups: Sequence[dict[str, Any]]) -> bool:
         """Return whether the core has the entries of ``state``. Entries that others have added do not count."""
         params = {p for group in groups for p in group["params"]}
-        return self.held.keys() <= params and all(self.is_own(p, state.get(p, {})) for p in params)
+        return self.held.keys() <= params and all(self.is_unchanged(p, state.get(p, {})) for p in params)
 
-    def is_own(self, param: Tensor, entries: dict[str, Any]) -> bool:
+    def is_unchanged(self, param: Tensor, entries: dict[str, Any]) -> bool:
         held = self.held.get(param)
         if held is None:
             return not entries

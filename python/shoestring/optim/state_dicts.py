@@ -25,7 +25,7 @@ from shoestring.optim.steps import Steps
 
 FORMAT_VERSION = 1
 # Settings of an optimizer that copies and pickles hold, beside state and groups.
-OWN = ("max_grad_norm", "step_in_backward", "accumulate_dtype", "offload")
+SETTINGS = ("max_grad_norm", "step_in_backward", "accumulate_dtype", "offload")
 # How to save the state that processes have split. It ends errors.
 REMEDY = (
     "Call it on all ranks, or call consolidate_state_dict() on all ranks before. With the Trainer of transformers, pass "
@@ -200,11 +200,11 @@ class StateDicts(Steps):
                 )
         else:
             whole = self._gathered_state("state_dict", is_kept=True)
-        own, self.state = self.state, defaultdict(dict, whole)
+        local_state, self.state = self.state, defaultdict(dict, whole)
         try:
             yield
         finally:
-            self.state = own
+            self.state = local_state
 
     def _gathered_state(self, what: str, *, is_kept: bool) -> dict[Any, Any]:
         """Return the state that one process would have if ``is_kept``. All processes that split it must call this."""
@@ -252,13 +252,13 @@ class StateDicts(Steps):
                 f"{self._name}: expected an optimizer whose state is in this process, to copy or pickle it, received one "
                 "whose state processes have split; use state_dict()"
             )
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in SETTINGS}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check the state from a load, a copy or an unpickling, then copy it into new flat state tensors."""
-        own = {name: state.pop(name) for name in OWN if name in state}
-        if own:  # a copy or an unpickling, not load_state_dict: there is no core and no gradient hook yet
-            self._make_core(**own)
+        settings = {name: state.pop(name) for name in SETTINGS if name in state}
+        if settings:  # a copy or an unpickling, unlike load_state_dict, has no core and no hooks yet
+            self._make_core(**settings)
         if "state" in state:
             for group in state["param_groups"]:
                 for name, default in state.get("defaults", self.__dict__.get("defaults", {})).items():
@@ -272,13 +272,13 @@ class StateDicts(Steps):
                     self._check_entry(param, entry, group)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # PyTorch adds it; no option here has this name
-        if own:
+        if settings:
             for group in self.param_groups:
                 self._add_to_core(group)
                 self._watch(group["params"])
             self._core.set_offload(self.offload)
         self._synchronize()
-        self._shown_state = ShownState()  # which holds the state of before: the new one may need its place
+        self._shown_state = ShownState()  # drops the former state, whose memory the new may need
         entries = [[self.state.get(p, {}) for p in group["params"]] for group in self.param_groups]
         self._core.load(entries, None)
         self._consolidated = None
@@ -299,12 +299,12 @@ class StateDicts(Steps):
     def _check_entry(
         self, param: Tensor, entry: dict[str, Any], group: dict[str, Any], what: str = "load_state_dict"
     ) -> None:
-        kind, own = self._kind(param, group), local(param)
+        kind, shard = self._kind(param, group), local(param)
         expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"step": (torch.float32, ())}
-        expected |= {p.name: (p.dtype, p.shape(own)) for p in self._parts(param, group)}
+        expected |= {p.name: (p.dtype, p.shape(shard)) for p in self._parts(param, group)}
         elementwise = self._elementwise(param)
         for name, shape in self._extra(param).items():
-            expected[name] = torch.float32, tuple(own.shape) if name in elementwise else shape
+            expected[name] = torch.float32, tuple(shard.shape) if name in elementwise else shape
         where = f"{self._name}: {what}"
         if entry.keys() != expected.keys():
             raise ValueError(

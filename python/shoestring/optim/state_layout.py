@@ -28,7 +28,7 @@ class Moment:
     signed: bool
     long: bool = False
 
-    def kept_as(self, state: str) -> str:
+    def stored_as(self, state: str) -> str:
         """Return the format in which this moment is stored, given the optimizer's option ``state_format``."""
         return "bf16" if self.long and state in ("8bit", "4bit") else state
 

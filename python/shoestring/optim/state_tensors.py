@@ -26,5 +26,5 @@ def as_tensor(value: object) -> Tensor | None:
 
 def state_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the entries of a state dict as tensors."""
-    found = {name: as_tensor(value) for name, value in state_dict.items()}
-    return {name: torch.as_tensor(state_dict[name]) if t is None else t for name, t in found.items()}
+    tensors = {name: as_tensor(value) for name, value in state_dict.items()}
+    return {name: torch.as_tensor(state_dict[name]) if t is None else t for name, t in tensors.items()}

@@ -53,22 +53,20 @@ def store(
         groups.append({"size": len(group["params"]), "options": options})
         for i, number in enumerate(group["params"]):
             for key, value in saved["state"].get(number, {}).items():
-                place = f"{g}.{i}.{key}"
+                path = f"{g}.{i}.{key}"
                 if not isinstance(key, str):
                     raise ValueError(f"{what}: {name}: {g}.{i}: expected state by names, received {key!r}")
                 if is_dtensor(value):
-                    tensors[place] = gathered(value)
+                    tensors[path] = gathered(value)
                 elif isinstance(value, Tensor):
                     if not is_stored(value):
-                        raise ValueError(
-                            f"{what}: {name}: {place}: expected a dense tensor, received another"
-                        )
-                    tensors[place] = value
+                        raise ValueError(f"{what}: {name}: {path}: expected a dense tensor, received another")
+                    tensors[path] = value
                 else:
-                    others[place] = value
+                    others[path] = value
     more = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     try:
-        values = {place: encoded(value, place, tensors) for place, value in others.items()}
+        values = {path: encoded(value, path, tensors) for path, value in others.items()}
         extra = encoded(more, "extra", tensors)
         for described, group in zip(groups, saved["param_groups"], strict=True):
             _check_options(described["options"])
@@ -124,15 +122,15 @@ def restore(
             for key, value in saved[g]["options"].items()
             if key != "param_names"
         }
-        own = {key: value for key, value in group.items() if key != "params"}
-        groups.append(own | options | {"params": list(range(first, first + size))})
+        current = {key: value for key, value in group.items() if key != "params"}
+        groups.append(current | options | {"params": list(range(first, first + size))})
         numbers |= {f"{g}.{i}": first + i for i in range(size)}
         first += size
     tensors = dict(tensors)
-    values = parse_json(metadata.get("values", "{}").encode(), message)  # of files of older versions
+    values = parse_json(metadata.get("values", "{}").encode(), message)  # a key of files of older versions
     if "state" in metadata:
         encoded_state = parse_json(metadata["state"].encode(), message)
-        values = {place: decoded(value, tensors) for place, value in encoded_state.items()}
+        values = {path: decoded(value, tensors) for path, value in encoded_state.items()}
     more = decoded(parse_json(metadata.get("extra", '{"dict": []}').encode(), message), tensors)
     orders = orders_of(names, metadata, [group["options"] for group in saved], where)
     if isinstance(optimizer, torch.optim.LBFGS) and orders != [sorted(order) for order in orders]:
@@ -140,11 +138,11 @@ def restore(
             f"{where}: {name}: expected the parameters in the order of the file, because its state is of all of them "
             "together, received another order"
         )
-    for place, entry in reordered({**values, **tensors}, orders).items():
-        index, key = ".".join(place.split(".", 2)[:2]), (*place.split(".", 2), "", "")[2]
+    for path, entry in reordered({**values, **tensors}, orders).items():
+        index, key = ".".join(path.split(".", 2)[:2]), (*path.split(".", 2), "", "")[2]
         if index not in numbers:
             raise ValueError(
-                f"{where}: expected names <group>.<index>.<name> of the file's groups, received {shown(place)}"
+                f"{where}: expected names <group>.<index>.<name> of the file's groups, received {shown(path)}"
             )
         state.setdefault(numbers[index], {})[key] = entry
     params = [p for group in ours for p in group["params"]]
@@ -173,8 +171,8 @@ def load_exactly(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in zip(numbers, params, strict=True):
-        own = optimizer.state.get(p, {})
+        entry = optimizer.state.get(p, {})
         for key, value in state_dict["state"].get(number, {}).items():
-            now = own.get(key)
+            now = entry.get(key)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
-                own[key] = value.to(now.device, copy=True)
+                entry[key] = value.to(now.device, copy=True)

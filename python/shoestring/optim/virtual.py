@@ -45,16 +45,15 @@ class VirtualParameters:
     ) -> None:
         """``name`` is the name of the outer optimizer in errors."""
         self.core = torch.classes.shoestring.LowRankCore(method.core_class, name)
-        self.defaults = base(
-            [Parameter(torch.zeros(1))], **options
-        ).defaults  # construct a base optimizer now, because the constructor checks the options
+        # The constructor of the base optimizer checks the options, so construct one now.
+        self.defaults = base([Parameter(torch.zeros(1))], **options).defaults
         # Options of the base optimizer that have fixed values for virtual parameters, whatever the options of
         # the group.
         self.fixed = {name: value for name, value in method.fixed.items() if name in self.defaults}
         self.of: dict[Tensor, Tensor] = {}
         self._aliases = Aliases()
-        self._kept: dict[Tensor, dict[str, Any]] = {}  # the core's own entries of projected parameters
-        self._own: list[list[Tensor]] = []  # for each group, what C++ steps
+        self._core_entries: dict[Tensor, dict[str, Any]] = {}  # of projected parameters, after a step
+        self._stepped: list[list[Tensor]] = []  # for each group, the tensors that C++ steps
         # For each group, its projected parameters, each with an empty tensor that has the dtype and the shape
         # of the tensor that a step stores for it.
         self.projected: list[list[tuple[Tensor, Tensor]]] = []
@@ -73,8 +72,8 @@ class VirtualParameters:
     def add(self, group: dict[str, Any]) -> None:
         """Add a parameter group."""
         params = group["params"]
-        own = [self._aliases.own(p) for p in params]
-        lows = self.core.add_group(own, self._values(group), *splits_of(params))
+        stepped = [self._aliases.stepped(p) for p in params]
+        lows = self.core.add_group(stepped, self._values(group), *splits_of(params))
         virtual = {p: low for p, low in zip(params, lows, strict=True) if low is not None}
         try:
             for i, p in enumerate(params):
@@ -94,7 +93,7 @@ class VirtualParameters:
         except BaseException:
             self.core.pop_group()
             raise
-        self._own.append(own)
+        self._stepped.append(stepped)
         self.projected.append(list(zip(virtual, self.core.kept_like(len(self.projected)), strict=True)))
         self.of |= virtual
 
@@ -129,7 +128,7 @@ class VirtualParameters:
         self.update_options(groups)
         self._take_changed_state(state)
         entries = [
-            [self._own_entry(p, state.get(p, {}), group["update_proj_gap"]) for p, _ in each]
+            [self._core_entry(p, state.get(p, {}), group["update_proj_gap"]) for p, _ in each]
             for each, group in zip(self.projected, groups, strict=True)
         ]
         pairs = self._pairs(groups)
@@ -146,51 +145,51 @@ class VirtualParameters:
             for (p, _), entry in zip(each, new, strict=True):
                 if entry:
                     state[p].update(entry)
-                    self._kept[p] = entry
+                    self._core_entries[p] = entry
         self.show(state, groups)
         return norm
 
-    def _own_entry(self, param: Tensor, entry: dict[str, Any], gap: int) -> dict[str, Any]:
-        """Return the core's entries of a projected parameter. If the user has deleted them, they ask to project anew."""
-        own = {name: entry[name] for name in (self._method.kept, "projection_age", "seed") if name in entry}
-        if not own and param in self._kept:
-            return {**self._kept[param], "projection_age": gap}
-        return own
+    def _core_entry(self, param: Tensor, entry: dict[str, Any], gap: int) -> dict[str, Any]:
+        """Return the core's entries of a projected parameter. Request a new projection if the user deleted them."""
+        names = (self._method.kept, "projection_age", "seed")
+        core_entry = {name: entry[name] for name in names if name in entry}
+        if not core_entry and param in self._core_entries:
+            return {**self._core_entries[param], "projection_age": gap}
+        return core_entry
 
     def _take_changed_state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Let the base optimizer have the entries that the user has deleted or replaced in ``state``."""
         owners = {virtual: p for p, virtual in self.of.items()}
-        for own, entry in list(self.base.state.items()):
-            given = state.get(owners.get(own, own), {})
-            if any(given.get(name) is not value for name, value in entry.items()):
-                found = {name: given[name] for name in entry if name in given}
-                self.base.state.pop(own)
-                if found:
-                    self.base.state[own] = found
+        for param, entry in list(self.base.state.items()):
+            shown = state.get(owners.get(param, param), {})
+            if any(shown.get(name) is not value for name, value in entry.items()):
+                remaining = {name: shown[name] for name in entry if name in shown}
+                self.base.state.pop(param)
+                if remaining:
+                    self.base.state[param] = remaining
 
     def _pairs(self, groups: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter with what C++ steps, of which C++ learns if another tensor has replaced it."""
+        """Return each parameter with the tensor that C++ steps; tell C++ which tensors have been replaced."""
         for index, group in enumerate(groups):
-            own = [self._aliases.own(p) for p in group["params"]]
-            if any(a is not b for a, b in zip(own, self._own[index], strict=True)):
-                self.core.replace_params(index, own)
-                self._own[index] = own
-        return [
-            pair for group, own in zip(groups, self._own, strict=True) for pair in zip(group["params"], own)
-        ]
+            stepped = [self._aliases.stepped(p) for p in group["params"]]
+            if any(a is not b for a, b in zip(stepped, self._stepped[index], strict=True)):
+                self.core.replace_params(index, stepped)
+                self._stepped[index] = stepped
+        both = zip(groups, self._stepped, strict=True)
+        return [pair for group, stepped in both for pair in zip(group["params"], stepped)]
 
     @contextmanager
     def _clipped(self, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
         """Let the base optimizer see the clipped gradients of DTensors that are not projected."""
-        given = []
-        for p, own in pairs:
-            if is_dtensor(p) and p not in self.of and own.grad is not None:
-                given.append((p, p.grad))
-                p.grad = as_dtensor(own.grad, p, tuple(p.shape))
+        former = []
+        for p, stepped in pairs:
+            if is_dtensor(p) and p not in self.of and stepped.grad is not None:
+                former.append((p, p.grad))
+                p.grad = as_dtensor(stepped.grad, p, tuple(p.shape))
         try:
             yield
         finally:
-            for p, grad in given:
+            for p, grad in former:
                 p.grad = grad
 
     def show(self, state: dict[Tensor, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
@@ -214,9 +213,9 @@ class VirtualParameters:
         groups: list[dict[str, Any]],
         saved_groups: list[dict[str, Any]],
     ) -> dict[int, dict[str, Any]]:
-        """Return a state dict's state with the entries of the base optimizer as its state dict has them.
+        """Return a state dict's ``state`` with the entries of the base optimizer's state dict added.
 
-        Those of DTensors that are not projected are DTensors then.
+        The entries of DTensors that are not projected are DTensors.
         """
         base = self.base.state_dict()
         index_of = {
@@ -224,13 +223,13 @@ class VirtualParameters:
             for group, saved in zip(self.base.param_groups, base["param_groups"], strict=True)
             for p, index in zip(group["params"], saved["params"], strict=True)
         }
-        found = dict(state)
+        merged = dict(state)
         for group, saved in zip(groups, saved_groups, strict=True):
             for p, key in zip(group["params"], saved["params"], strict=True):
                 entry = base["state"].get(index_of[self.of.get(p, p)])
                 if entry:
-                    found[key] = {**found.get(key, {}), **entry}
-        return found
+                    merged[key] = {**merged.get(key, {}), **entry}
+        return merged
 
     def load(self, entries: dict[Tensor, dict[str, Any]], beside: dict[str, Any]) -> None:
         """Load the base optimizer's state.

@@ -31,10 +31,10 @@ class WholeTensorOptimizer(LowMemoryOptimizer):
         """Raise ValueError if the optimizer does not support the parameter."""
         expect_rows(self._name, index, param)
 
-    def _check_replaced(self, given: dict[int, torch.Size], params: list[Tensor]) -> None:
+    def _check_replaced(self, shapes: dict[int, torch.Size], params: list[Tensor]) -> None:
         """Raise RuntimeError for new tensors of other shapes, such as the ranges that DeepSpeed's ZeRO steps."""
-        for shape, param in zip_longest(given.values(), params):
-            if param is None or (param._cdata not in given and param.shape != shape):
+        for shape, param in zip_longest(shapes.values(), params):
+            if param is None or (param._cdata not in shapes and param.shape != shape):
                 raise RuntimeError(
                     f"{self._name}: params: expected whole parameters, received "
                     f"{'none' if param is None else tuple(param.shape)} in place of "

@@ -87,13 +87,11 @@ def decayed(groups: list[Group], weight_decay: float) -> list[Group]:
     return [group for group in found if group["params"]]
 
 
-def make_optimizers(
-    model: nn.Module, config: LoopConfig, splits_gradients: bool = False
-) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, config: LoopConfig, clips: bool) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a run, which together step all trained parameters of the model.
 
-    For plain runs, it is PyTorch's fused AdamW. ``splits_gradients``: no process has all gradients, so the
-    optimizer clips.
+    For plain runs, it is PyTorch's fused AdamW. ``clips``: the optimizer alone knows the norm of
+    all gradients, so it clips.
 
     Raises:
         InputError: an option does not fit the optimizer.
@@ -106,7 +104,7 @@ def make_optimizers(
         build(
             kind,
             decayed(groups, config.weight_decay),
-            _of_run(kind, config, splits_gradients) | options,
+            _of_run(kind, config, clips) | options,
             config,
         )
         for kind, groups, options in described(model, config)
@@ -122,7 +120,7 @@ def described(model: nn.Module, config: StepConfig) -> Iterator[tuple[type[Own],
         yield kind, groups, stored | own
 
 
-def _of_run(kind: type[Own], config: LoopConfig, splits_gradients: bool) -> dict[str, Any]:
+def _of_run(kind: type[Own], config: LoopConfig, clips: bool) -> dict[str, Any]:
     """Return the options of an optimizer that other options of the run decide."""
     options: dict[str, Any] = {"lr": config.lr}
     if kind is AdamW or config.optimizer in LOW_RANK:
@@ -131,7 +129,7 @@ def _of_run(kind: type[Own], config: LoopConfig, splits_gradients: bool) -> dict
         options["adjust_lr_fn"] = "match_rms_adamw"
     if config.optimizer not in LOW_RANK:
         options |= {"offload": config.place, "step_in_backward": config.step_in_backward}
-    if config.step_in_backward or splits_gradients:  # the optimizer alone knows the norm of all gradients
+    if clips:
         options["max_grad_norm"] = config.clip or float("inf")
     return options
 

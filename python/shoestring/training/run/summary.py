@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,41 +105,33 @@ def memory_parts(trainer: Trainer, baseline: int, peak: int) -> list[Part]:
     on_host = config.place is not None and trainer.run.device.type != "cpu"
     if on_host:
         optimizer_formula += ", in host memory"
-    optimizer = [
-        Part("optimizer", optimizer_formula, 0 if on_host else expected_optimizer, 0 if on_host else measured)
-    ]
-    offload = config.place
-    if offload == "cpu" and not on_host:
+    in_file = config.place not in (None, "cpu", "stream")
+    if in_file:
+        optimizer_formula += f": {expected_optimizer / 1e6:.2f} MB in a file"
+    if on_host or in_file:
+        expected_optimizer = measured = 0
+    optimizer = [Part("optimizer", optimizer_formula, expected_optimizer, measured)]
+    if config.place == "cpu" and not on_host:
         copies, taken = sum(2 * p.nbytes for p in params), sum(each.host_bytes for each in own)
         optimizer.append(
             Part("offload", "trained weights and their gradients once more, for the CPU", copies, taken)
         )
-    elif offload not in (None, "cpu", "stream"):
-        optimizer = [
-            Part("optimizer", f"{optimizer_formula}: {expected_optimizer / 1e6:.2f} MB in a file", 0, 0)
-        ]
-    gradients = formulas.tensor_bytes(params)
     width = weight_dtype(config.weights).itemsize  # bytes of a trained weight, and of its gradient
     activations, activations_formula = _activations(trainer)
     parts = [
         Part("program", "Python, PyTorch, libraries", None, baseline),
         Part("weights", weights_formula, expected_weights, weights),
-        Part("gradients", f"{width:g} B x trained", width * count, gradients),
+        Part("gradients", f"{width:g} B x trained", width * count, formulas.tensor_bytes(params)),
         *optimizer,
         Part("activations", activations_formula, activations, trainer.saved_activations),
     ]
     tokens = config.batch_size * config.seq_len
     vocab = model.get_output_embeddings().weight.shape[0]
     if config.baseline:
-        formula, expected = (
-            f"logits and gradient, 2 x {tokens} x {vocab} x 4 B (the backward pass and the allocator come on top)",
-            8 * tokens * vocab,
-        )
+        formula, expected = f"logits and gradient, 2 x {tokens} x {vocab} x 4 B", 8 * tokens * vocab
     else:
-        formula, expected = (
-            "loss workspace (the backward pass and the allocator come on top)",
-            config.workspace_mb << 20,
-        )
+        formula, expected = "loss workspace", config.workspace_mb << 20
+    formula += " (the backward pass and the allocator come on top)"
     rest = peak - sum(part.measured for part in parts)
     return [*parts, Part("buffers", formula, expected, max(0, rest))]
 
@@ -149,7 +142,7 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
     A 4-bit element takes 0.5 bytes, plus 1/64 of the fp32 scale of its block, or of an 8-bit scale whose fp32 scale serves
     256 blocks. An int8 element takes 1 byte, and each int8 row has a 4-byte scale.
     """
-    counts: dict[float, int] = {}  # bytes per element of a weight -> number of such elements
+    counts = Counter[float]()  # bytes per element of a weight -> number of such elements
     for parameter in model.parameters():
         # the quantisation state of a bitsandbytes weight, or None
         state = getattr(parameter, "quant_state", None)
@@ -158,16 +151,12 @@ def _weights(model: nn.Module) -> tuple[int, int, str]:
         is_nested = isinstance(nested, Tensor) or bool(nested)
         scales = 1 / 64 + 4 / (64 * 256) if is_nested else 4 / 64
         size = 0.5 + scales if packed else parameter.element_size()
-        if isinstance(nested, Tensor):
-            counts[4] = (
-                counts.get(4, 0) + nested.numel() - parameter.numel() // (64 * 256)
-            )  # the table of scales
+        if isinstance(nested, Tensor):  # the table of scales
+            counts[4] += nested.numel() - parameter.numel() // (64 * 256)
         if getattr(parameter, "quant_type", None) == "int8":
             size = 1
-            counts[4] = counts.get(4, 0) + parameter.shape[0]
-        counts[size] = counts.get(size, 0) + (
-            math.prod(state.shape) if state is not None else parameter.numel()
-        )
+            counts[4] += parameter.shape[0]
+        counts[size] += parameter.numel() if state is None else math.prod(state.shape)
     formula = " + ".join(f"{size:g} B x {count / 1e6:.2f} M" for size, count in counts.items())
     return memory.weight_bytes(model), int(sum(size * count for size, count in counts.items())), formula
 

@@ -129,7 +129,7 @@ def _finetune(run: Run[FinetuneConfig], source: Source) -> dict[str, Any]:
         with Console(config.steps, config.eval_every if len(rows[1]) else 0) as console:
             summary = execute(Trainer(run, model, loss, *rows, console, pack), baseline, save)
         if config.merge and summary:
-            del model
+            del model, loss, fused  # a loss holds the model
             base = load_model(checked, dtype, trust_remote_code=trust)
             base = merge_adapter(base, run.folder / config.result, config.baseline)
             with atomic_directory(run.folder / "model") as partial:

@@ -189,11 +189,11 @@ class Attention(nn.Module):
             packed = "" if cu_seqlens_q is None else " with cu_seqlens_q"
             expected = f"{batch}tokens, {self.features}){packed}"
             raise ValueError(f"nn.Attention: x: expected {expected}, received {tuple(x.shape)}")
-        given = x if source is None else source
-        if given.ndim != dims or given.shape[-1] != self.source_features:
+        kv = x if source is None else source
+        if kv.ndim != dims or kv.shape[-1] != self.source_features:
             raise ValueError(
                 f"nn.Attention: source: expected {batch}keys, {self.source_features}), received "
-                + (f"none, and x of {self.features} features" if source is None else f"{tuple(given.shape)}")
+                + (f"none, and x of {self.features} features" if source is None else f"{tuple(kv.shape)}")
             )
         if (cos is None) != (sin is None) or (cos is None and position_ids is not None):
             raise ValueError(

@@ -49,29 +49,30 @@ class Treatment:
 def find_blocks(
     model: nn.Module, blocks: Sequence[str | type | nn.Module] | None, caller: str = "checkpoint_model"
 ) -> dict[str, nn.Module]:
+    """Return the modules that ``blocks`` selects, by name; for None, those of the model's outermost lists."""
     if blocks is None:
-        found = listed_blocks(model)
-        if not found:
+        modules = listed_blocks(model)
+        if not modules:
             raise ValueError(
                 f"{caller}: blocks: found no list of modules of one class; name the blocks, "
                 'such as blocks=["encoder.layers.*"]'
             )
-        return found
+        return modules
     if isinstance(blocks, (str, type, nn.Module)):
         blocks = [blocks]
-    found = {}
+    modules = {}
     for wanted in blocks:
         matching = {
             name: module for name, module in model.named_modules() if name and _matches(name, module, wanted)
         }
         if not matching:
             raise ValueError(f"{caller}: blocks: {wanted!r} matches no module of {type(model).__name__}")
-        found |= matching
-    for name in found:
-        outer = next((other for other in found if name.startswith(other + ".")), None)
+        modules |= matching
+    for name in modules:
+        outer = next((other for other in modules if name.startswith(other + ".")), None)
         if outer is not None:
             raise ValueError(f"{caller}: blocks: {name} is inside {outer}: name only one of them")
-    return found
+    return modules
 
 
 def _matches(name: str, module: nn.Module, wanted: str | type | nn.Module) -> bool:
@@ -83,7 +84,7 @@ def _matches(name: str, module: nn.Module, wanted: str | type | nn.Module) -> bo
 
 def listed_blocks(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
     """Return the modules of a model's lists of modules of one class, by name; none of a model without such a list."""
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         parts = list(child.children())
         is_list = isinstance(child, (nn.ModuleList, nn.Sequential)) and len(parts) > 1
@@ -92,10 +93,10 @@ def listed_blocks(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
             and len({getattr(part, PLAIN, type(part)) for part in parts}) == 1
             and any(True for _ in parts[0].parameters())
         ):
-            found |= {f"{prefix}{name}.{inner}": part for inner, part in child.named_children()}
+            blocks |= {f"{prefix}{name}.{inner}": part for inner, part in child.named_children()}
         else:
-            found |= listed_blocks(child, f"{prefix}{name}.")
-    return found
+            blocks |= listed_blocks(child, f"{prefix}{name}.")
+    return blocks
 
 
 def treat(module: nn.Module, treatment: Treatment) -> Callable[[], None]:

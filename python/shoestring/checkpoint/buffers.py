@@ -27,20 +27,20 @@ def buffers_kept(*sources: object) -> Iterator[None]:
         sources: modules, and functions that use modules: bound methods, partial functions, and functions that
             refer to modules by closures, defaults or global names; also lists, tuples and dicts of these.
     """
-    found = _reachable(sources)
-    modules = [one for one in found if isinstance(one, nn.Module)]
+    objects = _reachable(sources)
+    modules = [one for one in objects if isinstance(one, nn.Module)]
     before = [(module, dict(module._buffers)) for module in modules if len(module._buffers) > 0]
     if not before:
         yield
         return
     tensors = [buffer for _, buffers in before for buffer in buffers.values() if buffer is not None]
-    kept = torch.classes.shoestring.KeptBuffers(list(parts(tensors)))
+    saved_buffers = torch.classes.shoestring.KeptBuffers(list(parts(tensors)))
     # compiled code changes buffers without calling an operator
-    kept.begin(any(_is_compiled(one) for one in found))
+    saved_buffers.begin(any(_is_compiled(one) for one in objects))
     try:
         yield
     finally:
-        kept.end()
+        saved_buffers.end()
         for module, buffers in before:
             for name, buffer in buffers.items():
                 if name not in module._buffers or module._buffers[name] is not buffer:
@@ -61,18 +61,18 @@ def _is_compiled(one: object) -> bool:
 
 def _reachable(sources: object) -> list[object]:
     """Return all modules and functions that ``sources`` contain or refer to."""
-    found: dict[int, object] = {}
+    reached: dict[int, object] = {}
     todo = [sources]
     while todo:
         for leaf in tree_leaves(todo.pop()):
-            if id(leaf) in found or not isinstance(leaf, _SOURCES):
+            if id(leaf) in reached or not isinstance(leaf, _SOURCES):
                 continue
             if isinstance(leaf, nn.Module):
-                found |= {id(module): module for module in leaf.modules()}
+                reached |= {id(module): module for module in leaf.modules()}
             else:
-                found[id(leaf)] = leaf
+                reached[id(leaf)] = leaf
                 todo.extend(_referred(leaf))
-    return list(found.values())
+    return list(reached.values())
 
 
 def _referred(function: object) -> Iterator[object]:

@@ -29,8 +29,8 @@ class RowsOnDemand(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if function is not F.embedding:
                 return function(*args, **(kwargs or {}))
-            given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-            indices, weight = given["input"], given["weight"]
+            arguments = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+            indices, weight = arguments["input"], arguments["weight"]
             distinct, numbers = indices.cpu().unique(return_inverse=True)
             return F.embedding(numbers.to(indices.device), weight._rows_of(distinct))
 
@@ -40,7 +40,7 @@ def bring_rows(store: Any, table: nn.Embedding) -> list[Any]:
     weight = table.weight
     rows = weight.detach().as_subclass(RowsOnDemand)
     rows._rows_of = lambda distinct: store.embedding(weight, distinct)
-    running: set[int] = set()  # threads
+    running: set[int] = set()  # ids of the threads whose forward runs
 
     def enter(module: nn.Module, args: Any) -> None:
         if module._parameters["weight"] is not weight:

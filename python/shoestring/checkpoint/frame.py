@@ -116,12 +116,12 @@ class Frame:
         replay: AbstractContextManager[Any],
     ) -> None:
         leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[i] for i in places]
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        tensors = [leaves[i] for i in positions]
         self._state = _State(tensors, preserve_rng_state)
         self._inputs = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors)  # type: ignore[no-untyped-call]
         self._leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._places, self._spec = places, spec
+        self._positions, self._spec = positions, spec
         self._fn, self._early_stop = fn, early_stop
         self._replay = replay
         self._numbers: list[weakref.ref[_Number]] = []
@@ -160,8 +160,8 @@ class Frame:
 
     def _run_again(self, pass_: int) -> None:
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, self._inputs.grad_fn.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for position, tensor in zip(self._positions, self._inputs.grad_fn.saved_tensors, strict=True):
+            leaves[position] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
         if pass_ >= 0:  # when this backward pass ends, drop the recomputed tensors that it has not used
             frame = weakref.ref(self)
@@ -224,8 +224,8 @@ def _calls_rrelu() -> bool:
 
 
 def _forget(frame: weakref.ref[Frame], pass_: int) -> None:
-    if (found := frame()) is not None:
-        for number in found._numbers:
+    if (alive := frame()) is not None:
+        for number in alive._numbers:
             if (one := number()) is not None:
                 one.values.pop(pass_, None)
 

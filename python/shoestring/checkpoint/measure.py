@@ -46,7 +46,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     # identifiers of storages of arguments that no other block receives
-    own: set[int] = field(default_factory=set)
+    private: set[int] = field(default_factory=set)
 
 
 def _storages(tree: Any) -> dict[int, int]:
@@ -185,12 +185,13 @@ def measure_offloaded(run: Forward, call: Call, device: torch.device, offload: o
 
 
 def _measure_once(run: Forward, call: Call, device: torch.device) -> Cost:
+    """Run forward and backward of a block once, on copies of its arguments, and measure both."""
     leaves, spec = tree_flatten((call.args, call.kwargs))
     anchor = torch.zeros((), requires_grad=True)
     with metered(device) as meter:
 
         def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or call.own.isdisjoint(storages([leaf])):
+            if not isinstance(leaf, Tensor) or call.private.isdisjoint(storages([leaf])):
                 return leaf
             if not leaf.requires_grad:
                 return leaf.detach().clone()
@@ -256,7 +257,7 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
     order: list[nn.Module] = []
     kinds: list[tuple[Any, ...]] = []
     calls: dict[tuple[Any, ...], Call] = {}
-    given: list[dict[int, int]] = []
+    inputs: list[dict[int, int]] = []
     # For each named moment of the step: time in seconds, allocated bytes, and peak bytes since the previous
     # moment.
     marks: dict[str, tuple[float, int, int]] = {}
@@ -280,7 +281,7 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
         order.append(module)
         kinds.append(kind(module, call))
         calls.setdefault(kinds[-1], call)
-        given.append(_storages((args, kwargs)))
+        inputs.append(_storages((args, kwargs)))
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
         if len(order) == len(modules):
@@ -311,20 +312,20 @@ def run_step(modules: list[nn.Module], step: Callable[[], Tensor], device: torch
         for hook in hooks:
             hook.remove()
     often: dict[int, int] = {}
-    for addresses in given:
+    for addresses in inputs:
         for address in addresses:
             often[address] = often.get(address, 0) + 1
     for call in calls.values():
-        call.own = {address for address in _storages((call.args, call.kwargs)) if often[address] == 1}
-    own = [sum(size for address, size in one.items() if often[address] == 1) for one in given]
+        call.private = {address for address in _storages((call.args, call.kwargs)) if often[address] == 1}
+    private_bytes = [sum(size for address, size in one.items() if often[address] == 1) for one in inputs]
     # bytes of block inputs that `calls` keeps alive after the step
-    still_here = sum(own[kinds.index(one)] for one in calls)
+    still_here = sum(private_bytes[kinds.index(one)] for one in calls)
     none = (began, 0, 0)
     blocks, behind, forward, end = (marks.get(name, none) for name in ("blocks", "behind", "forward", "end"))
     at_blocks, blocks_back = marks.get("back at blocks", end), marks.get("blocks are back", end)
     # Bytes that the step holds when the first block begins, without the input of that block. If the input is
     # older than the step, the difference would be negative, and 0 is used.
-    below = max(0, blocks[1] - own[0])
+    below = max(0, blocks[1] - private_bytes[0])
     before = Cost(blocks[0] - began, end[0] - blocks_back[0], below, blocks[2], max(0, end[2] - still_here))
     after = Cost(forward[0] - behind[0], at_blocks[0] - forward[0], forward[1], forward[2], at_blocks[2])
     return Step(order, kinds, calls, before, after)

@@ -35,12 +35,12 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 
 
 def _choices() -> tuple[Mapping[str, tuple[str, ...] | None], frozenset[str]]:
     names, recomputed, keep, offloaded = torch.ops.shoestring._checkpoint_choices()
-    kept = {
+    kept_operators = {
         name: tuple(operators) if again else None
         for name, again, operators in zip(names, recomputed, keep, strict=True)
     }
     moved = (name for name, moves in zip(names, offloaded, strict=True) if moves)
-    return MappingProxyType(kept), frozenset(moved)
+    return MappingProxyType(kept_operators), frozenset(moved)
 
 
 # CHOICES: the treatments of a block's activations. The key is the name of a treatment. The value lists the
@@ -189,8 +189,7 @@ def checkpoint_model(
         if block is not None:
             raise ValueError(
                 f"checkpoint_model: blocks: {name} is sharded separately inside {block}: make the plan "
-                "before fully_shard, "
-                "or shard blocks as a whole"
+                "before fully_shard, or shard blocks as a whole"
             )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with no_collection(), gradients_aside(model):
@@ -250,12 +249,12 @@ def _measure_block(
     module: nn.Module, call: Call, device: torch.device, offload: offload_activations | None
 ) -> dict[str, Cost]:
     costs: dict[str, Cost] = {}
-    for name, kept in CHOICES.items():
+    for name, operators in CHOICES.items():
         forward = type(module).forward
-        run = functools.partial(run_block, Treatment(kept), forward, cache_places(forward), module)
+        run = functools.partial(run_block, Treatment(operators), forward, cache_places(forward), module)
         if name in OFFLOADED:
             if offload is not None:
-                alike = next(costs[one] for one in costs if CHOICES[one] == kept)
+                alike = next(costs[one] for one in costs if CHOICES[one] == operators)
                 costs[name] = replace(alike, held=measure_offloaded(run, call, device, offload))
             continue
         cost = measure(run, call, device)
@@ -267,17 +266,17 @@ def _measure_block(
 
 
 def _block(costs: dict[str, Cost]) -> PlanBlock:
-    kept = costs["keep"]
+    keep = costs["keep"]
     choices = []
     for name, cost in costs.items():
         # CHOICES may hold two treatments that keep the same operators. The first of them does not offload.
         stays = next(other for one, other in costs.items() if CHOICES[one] == CHOICES[name])
-        choices.append(replace(_choice(name, cost, kept), link_bytes=max(0, stays.held - cost.held)))
-    return PlanBlock(kept.forward_seconds, kept.backward_seconds, choices)
+        choices.append(replace(_choice(name, cost, keep), link_bytes=max(0, stays.held - cost.held)))
+    return PlanBlock(keep.forward_seconds, keep.backward_seconds, choices)
 
 
-def _choice(name: str, cost: Cost, kept: Cost) -> PlanChoice:
-    extra = cost.forward_seconds + cost.backward_seconds - kept.forward_seconds - kept.backward_seconds
+def _choice(name: str, cost: Cost, keep: Cost) -> PlanChoice:
+    extra = cost.forward_seconds + cost.backward_seconds - keep.forward_seconds - keep.backward_seconds
     return PlanChoice(
         name,
         bytes=cost.held,

@@ -52,8 +52,7 @@ def tiled(fn: Callable[..., Tensor], x: Tensor, *, tiles: int, dim: int = -2, **
         if part.shape[dim] != tile.shape[dim]:
             raise ValueError(
                 f"tiled: fn: expected a result of {tile.shape[dim]} elements along dim {dim}, as its tile "
-                "has, "
-                f"received {part.shape[dim]}"
+                f"has, received {part.shape[dim]}"
             )
         parts.append(part)
     return torch.cat(parts, dim)

@@ -101,12 +101,13 @@ def offload_weights(
             f"offload_weights: model: expected one whose weights are here, received a {type(model).__name__} "
             "whose weights are offloaded already; call undo() first"
         )
-    found = find_blocks(model, blocks, "offload_weights")
-    found_tables = find_tables(model, tables, found)
+    steps = optimizer is not None
+    block_modules = find_blocks(model, blocks, "offload_weights")
+    table_modules = find_tables(model, tables, block_modules)
     if param_init_fn is not None:
-        return _offload_while_made(model, found, found_tables, to, keep, optimizer is not None, param_init_fn)
-    weights = _weights_of(found, optimizer is not None)
-    everywhere = owners_of_storages(model, found)
+        return _offload_while_made(model, block_modules, table_modules, to, keep, steps, param_init_fn)
+    weights = _weights_of(block_modules, steps)
+    everywhere = owners_of_storages(model, block_modules)
     tensors = [t for frozen, trained in weights.values() for t in (*frozen, *trained)]
     devices = {t.device for t in tensors}
     if not devices:
@@ -120,12 +121,12 @@ def offload_weights(
             "offload_weights: model: expected blocks on one device, received some on "
             f"{' and '.join(sorted(map(str, devices)))}"
         )
-    handle = OffloadedWeights(model, devices.pop(), to, keep, optimizer is not None)
+    handle = OffloadedWeights(model, devices.pop(), to, keep, steps)
     try:
         for name, (frozen, trained) in weights.items():
-            own = [[t for t in group if everywhere[_key(t)] == {name}] for group in (frozen, trained)]
-            handle._add(name, found[name], *own)
-        for name, table in found_tables.items():
+            exclusive = [[t for t in group if everywhere[_key(t)] == {name}] for group in (frozen, trained)]
+            handle._add(name, block_modules[name], *exclusive)
+        for name, table in table_modules.items():
             # A block that has the weight, too, would need all of it.
             if everywhere[_key(table.weight)] == {""}:  # type: ignore[arg-type]
                 handle._add_table(name, table)
@@ -178,7 +179,7 @@ def is_table(module: nn.Module) -> bool:
         and type(weight) in (Tensor, nn.Parameter)
         and not weight.requires_grad
         and weight.numel() * weight.element_size() >= LEAST
-        and getattr(module, "max_norm", None) is None  # it would change the weight in forward
+        and getattr(module, "max_norm", None) is None  # max_norm changes the weight in forward
     )
 
 
@@ -196,17 +197,17 @@ def find_tables(
     inside = {module for block in blocks.values() for module in block.modules()}
     outside = {name: module for name, module in model.named_modules() if module not in inside}
     if tables is None:
-        found = embeddings_and_head(model)
-        return {name: module for name, module in found.items() if name in outside and is_table(module)}
+        candidates = embeddings_and_head(model)
+        return {name: module for name, module in candidates.items() if name in outside and is_table(module)}
     names = {module: name for name, module in outside.items()}
     chosen = {}
-    for given in tables:
-        module = outside.get(given) if isinstance(given, str) else given if given in names else None
+    for table in tables:
+        module = outside.get(table) if isinstance(table, str) else table if table in names else None
         if module is None or not is_table(module):
             raise InputError(
                 "offload_weights: tables: expected frozen embeddings or linear layers outside of the blocks, with "
                 f"a dense weight of at least {LEAST} bytes, received "
-                f"{repr(given) if isinstance(given, str) else type(given).__name__}"
+                f"{repr(table) if isinstance(table, str) else type(table).__name__}"
             )
         chosen[names[module]] = module
     return chosen
@@ -251,13 +252,12 @@ class OffloadedWeights:
     @staticmethod
     def of(model: nn.Module) -> OffloadedWeights:
         """Return the object that belongs to a model, for example to one from ``load_quantized(to=...)``."""
-        found = getattr(model, OWNER, None)
-        if found is None:
+        handle: OffloadedWeights | None = getattr(model, OWNER, None)
+        if handle is None:
             raise InputError(
                 f"OffloadedWeights: model: expected one with offloaded weights, received a {type(model).__name__} "
                 "without"
             )
-        handle: OffloadedWeights = found
         return handle
 
     @contextmanager
@@ -431,7 +431,7 @@ def _weights_of(
     blocks: dict[str, nn.Module], with_trained: bool
 ) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     """Return the frozen and the trained tensors of each block that may leave, without repeated storages."""
-    found = {}
+    tensors = {}
     for name, block in blocks.items():
         frozen: dict[int, Tensor] = {}
         trained: dict[int, Tensor] = {}
@@ -441,8 +441,8 @@ def _weights_of(
             for inner in parts([tensor]):
                 if inner.device.type != "meta" and inner.untyped_storage().nbytes() >= LEAST:
                     (trained if tensor.requires_grad else frozen)[_key(inner)] = inner
-        found[name] = (list(frozen.values()), list(trained.values()))
-    return found
+        tensors[name] = (list(frozen.values()), list(trained.values()))
+    return tensors
 
 
 def owners_of_storages(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, set[str]]:

@@ -26,8 +26,8 @@ def printable(text: str) -> str:
         'a\\x1b[2Jb\\u202ec'
     """
 
-    def escape(found: re.Match[str]) -> str:
-        return found[0] if found[0] in "\n\t" else found[0].encode("unicode_escape").decode()
+    def escape(match: re.Match[str]) -> str:
+        return match[0] if match[0] in "\n\t" else match[0].encode("unicode_escape").decode()
 
     return HIDDEN.sub(escape, text)
 

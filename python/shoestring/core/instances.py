@@ -35,13 +35,15 @@ def derive(module: nn.Module, body: dict[str, Any], private: tuple[str, ...] = (
         A function that undoes the change. After several calls, undo the last one first.
     """
     original = type(module)
-    names = {
+    attributes = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce,
+        PLAIN: getattr(original, PLAIN, original),
+        PRIVATE: (*getattr(original, PRIVATE, ()), *private),
     }
-    own = {PLAIN: getattr(original, PLAIN, original), PRIVATE: (*getattr(original, PRIVATE, ()), *private)}
-    derived = type(original.__name__, (original,), names | own | {"__reduce_ex__": _reduce} | body)
+    derived = type(original.__name__, (original,), attributes | body)
     module.__class__ = derived
     return functools.partial(_take_back, module, original, private)
 

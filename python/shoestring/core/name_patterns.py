@@ -13,13 +13,13 @@ def matching(function: str, argument: str, pattern: str, names: Sequence[str]) -
     Raises:
         ValueError: no name matches. The message lists similar names.
     """
-    found = [name for name in names if fnmatchcase(name, pattern)]
-    if not found:
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if not matched:
         raise ValueError(
             f"{function}: {argument}: expected a pattern that matches a parameter, received {pattern!r}. "
             f"{candidates(pattern, names)}"
         )
-    return found
+    return matched
 
 
 def candidates(wanted: str, names: Sequence[str]) -> str:

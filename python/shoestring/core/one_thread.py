@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-LOCK = "_one_thread"  # attribute of an object
+LOCK = "_one_thread"  # name of the attribute that holds an object's lock
 
 
 def holding(lock: AbstractContextManager[Any]) -> Callable[[Function], Function]:

@@ -45,9 +45,9 @@ def is_away(tensor: Tensor) -> bool:
 
 def expect_here(caller: str, model: nn.Module, modules: Iterable[str] = ("",)) -> None:
     """Raise InputError if a weight is away, before ``caller`` reads or changes the weights of modules of a model."""
-    for place in modules:
-        module = model.get_submodule(place)
-        for name, tensor in (*module.named_parameters(place), *module.named_buffers(place)):
+    for module_name in modules:
+        module = model.get_submodule(module_name)
+        for name, tensor in (*module.named_parameters(module_name), *module.named_buffers(module_name)):
             if is_away(tensor):
                 raise InputError(
                     f"{caller}: model: expected weights on their device, received {name}, which is away. Call undo() of "

@@ -15,8 +15,8 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     A tensor of a wrapper subclass, such as a quantised weight, has several storages. Unlike an address, the
     identifier also exists on the meta device, and stays the same when ``offload_weights`` moves a weight.
     """
-    found = (part.untyped_storage() for part in parts(tensors))
-    return {storage._cdata: storage.nbytes() for storage in found}
+    untyped = (part.untyped_storage() for part in parts(tensors))
+    return {storage._cdata: storage.nbytes() for storage in untyped}
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -221,9 +221,9 @@ class BatchOrder:
         return [drawn[i : i + self.batch_size] for i in range(0, len(drawn), self.batch_size)]
 
     def _draw(self, position: int) -> int:
-        number, place = divmod(position, self.rows)
+        number, index = divmod(position, self.rows)
         if number != self._pass:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
             self._pass = number
             self._permutation = torch.randperm(self.rows, generator=generator).numpy()
-        return int(self._permutation[place])
+        return int(self._permutation[index])

@@ -20,7 +20,7 @@ DEFAULT_CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
 )
 MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-PLACE = "\ue000"  # stands for the content of a message, to find where a template puts it
+PLACEHOLDER = "\ue000"  # stands for the content of a message, to find where a template puts it
 END_OF_THINKING = "</think>"
 
 Messages = list[dict[str, Any]]
@@ -61,9 +61,9 @@ def stop_tokens(tokenizer: Any) -> list[str]:
 
     A template may leave the end of an answer to the next message, whose first special token then ends it.
     """
-    found = [tokenizer.eos_token]
+    tokens = [tokenizer.eos_token]
     added = _added_tokens(tokenizer)
-    answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACE}]
+    answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
     for messages, among in (
         (answer, [*added]),
         ([*answer, answer[0]], [text for text, is_special in added.items() if is_special]),
@@ -72,16 +72,16 @@ def stop_tokens(tokenizer: Any) -> list[str]:
             text = render(tokenizer, messages, None, "", ask=False).text
         except InputError:
             continue
-        after = text.rpartition(PLACE)[2].lstrip()
-        found += sorted(filter(after.startswith, among), key=len)[-1:]
-    return list(dict.fromkeys(found))
+        after = text.rpartition(PLACEHOLDER)[2].lstrip()
+        tokens += sorted(filter(after.startswith, among), key=len)[-1:]
+    return list(dict.fromkeys(tokens))
 
 
 def stop_at_answers(model: Any, tokenizer: Any) -> list[int]:
     """Let a model of transformers generate up to the end of an answer, or to its own end tokens; return the ids."""
     config = getattr(model, "generation_config", None)
-    own = getattr(config, "eos_token_id", None)
-    known = own if isinstance(own, list) else [] if own is None else [own]
+    eos = getattr(config, "eos_token_id", None)
+    known = eos if isinstance(eos, list) else [] if eos is None else [eos]
     missing = [i for i in tokenizer.convert_tokens_to_ids(stop_tokens(tokenizer)) if i not in known]
     if config is not None and missing:
         config.eos_token_id = [*known, *missing]
@@ -254,17 +254,14 @@ class ChatReader:
         begin = len(asked.text)
         if lost or not text.startswith(asked.text):
             # The template asks for an answer with more than the head of a message, such as "<think>".
-            placed = rendered([*messages[:-1], {**messages[-1], "content": PLACE}], ask=False).text
-            head, found, tail = placed.partition(PLACE)
-            if (
-                lost and found
-            ):  # the template leaves the thinking out even here, and the model has to learn it
+            placed = rendered([*messages[:-1], {**messages[-1], "content": PLACEHOLDER}], ask=False).text
+            head, mark, tail = placed.partition(PLACEHOLDER)
+            if lost and mark:  # the template leaves the thinking out even here, and the model has to learn it
                 text = head + content + tail
-            before = _common(
-                asked.text, rendered(messages[:-1], ask=False).text
-            )  # ends with the earlier turns
+            # The end of the earlier turns in the text.
+            before = _common(asked.text, rendered(messages[:-1], ask=False).text)
             begin = _common(asked.text, text)
-            if begin < before or (lost and not found):
+            if begin < before or (lost and not mark):
                 raise InputError(
                     f"{where}: the chat template rewrites earlier turns; the completion cannot be told apart"
                 )
@@ -279,7 +276,7 @@ class ChatReader:
             try:
                 return render(self.tokenizer, changed, tools, where, ask=False).text != original()
             except InputError:
-                return True  # the template looks at what was changed
+                return True  # the template refuses the change, so it reads the field
 
         def original() -> str:
             return render(self.tokenizer, messages, tools, where, ask=False).text
@@ -300,7 +297,7 @@ class ChatReader:
                     continue
                 if name != "content" and key in self._written:
                     continue
-                other = value + PLACE if isinstance(value, str) else []
+                other = value + PLACEHOLDER if isinstance(value, str) else []
                 changed = {**message, **dict.fromkeys(REASONING if name in REASONING else [name], other)}
                 if name in REASONING:
                     changed = {key: value for key, value in changed.items() if key in message}

@@ -117,18 +117,18 @@ class Encoder:
         """
         changes = np.flatnonzero(np.diff(trained, prepend=False))
         marks, straddles = [False] * len(ids), False
-        prefixes = self.ids([text[:place] for place in changes.tolist()])
+        prefixes = self.ids([text[:change] for change in changes.tolist()])
         unknown = self.tokenizer.unk_token_id
         state, first = False, 0
         for prefix in prefixes:
-            place = 0
-            while place < min(len(prefix), len(ids)) and prefix[place] == ids[place]:
-                place += 1
-            straddles |= place < len(prefix)
-            while place and ids[place - 1] == unknown:  # an unknown token may also cover what follows
-                place -= 1
-            marks[first:place] = [state] * max(0, place - first)
-            state, first = not state, max(first, place)
+            end = 0
+            while end < min(len(prefix), len(ids)) and prefix[end] == ids[end]:
+                end += 1
+            straddles |= end < len(prefix)
+            while end and ids[end - 1] == unknown:  # an unknown token may also cover what follows
+                end -= 1
+            marks[first:end] = [state] * max(0, end - first)
+            state, first = not state, max(first, end)
         marks[first:] = [state] * (len(ids) - first)
         return ids, marks, straddles
 
@@ -160,10 +160,10 @@ class Encoder:
             shift = max(0, len(text) - OVERLAP)
             window = text[shift:] + following
             after = self.tokens([window])[0]
-            place = _join(tokens, after, shift, len(text))
-            if place is not None:
-                yield tokens.ids[first : place[0]].tolist()
-                text, tokens, first = window, after, place[1]
+            join = _join(tokens, after, shift, len(text))
+            if join is not None:
+                yield tokens.ids[first : join[0]].tolist()
+                text, tokens, first = window, after, join[1]
             else:
                 begin, known = _start_of(tokens, first), tokens.ids[first : first + 1].tolist()
                 text += following
@@ -176,7 +176,7 @@ class Encoder:
                         "--data: the tokenizer cuts a place of a document in one way or another as the text thousands "
                         "of characters away has it; give shorter documents"
                     )
-            wanted = len(text) if place is None else 0  # doubles the window, so that the time stays linear
+            wanted = len(text) if join is None else 0  # doubles the window, so that the time stays linear
             following = _read(pieces, wanted)
         yield tokens.ids[first:].tolist()
 

@@ -52,9 +52,9 @@ def read_segments(files: list[Path], kind: str, tokenizer: Any) -> Texts:
         for path in files:
             for where, record in read_records(path):
                 check_fields(record, kind, where)
-                found = chats.read(record, where) if kind == CHAT else [_completion(record, where)]
-                segments += found
-                records += [number] * len(found)
+                new = chats.read(record, where) if kind == CHAT else [_completion(record, where)]
+                segments += new
+                records += [number] * len(new)
                 number += 1
     return Texts(kind, segments, records, chats.notes())
 
@@ -64,10 +64,10 @@ def _completion(record: dict[str, Any], where: str) -> Segments:
     if not isinstance(prompt, str) or not isinstance(completion, str):
         values = (("prompt", prompt), ("completion", completion))
         wrong = [(key, value) for key, value in values if key in record and not isinstance(value, str)]
-        found = f"its fields are {sorted(record)}"
+        cause = f"its fields are {sorted(record)}"
         if wrong:
-            found = f'"{wrong[0][0]}" is {kind_of_value(wrong[0][1])}'
-        raise InputError(f'{where}: expected the strings "prompt" and "completion"; {found}')
+            cause = f'"{wrong[0][0]}" is {kind_of_value(wrong[0][1])}'
+        raise InputError(f'{where}: expected the strings "prompt" and "completion"; {cause}')
     if not completion:
         raise InputError(f"{where}: the completion is empty, so there is nothing to learn")
     return [(prompt, False), (completion, True)]

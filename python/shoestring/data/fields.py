@@ -45,8 +45,8 @@ def read_messages(record: dict[str, Any], where: str) -> tuple[list[dict[str, An
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         kind = "an empty list" if messages == [] else kind_of_value(messages)
-        found = f'"messages" is {kind}' if "messages" in record else f"its fields are {shown(sorted(record))}"
-        raise InputError(f'{where}: expected a list "messages"; {found}')
+        cause = f'"messages" is {kind}' if "messages" in record else f"its fields are {shown(sorted(record))}"
+        raise InputError(f'{where}: expected a list "messages"; {cause}')
     read, trained = [], []
     for message in messages:
         result, weight = _read_message(message, where)

@@ -92,11 +92,11 @@ def why_unsupported(path: Path) -> str | None:
         InputError: the file cannot be read.
     """
     head = _read_head(path)
-    found = next((each for each in FORMATS if path.suffix.lower() in each.suffixes), None)
-    if found is None:
-        found = next((each for each in FORMATS if each.begins and re.match(each.begins, head)), None)
-    if found is not None:
-        return f"expected text or JSON records, got {found.name}; {found.advice}"
+    kind = next((each for each in FORMATS if path.suffix.lower() in each.suffixes), None)
+    if kind is None:
+        kind = next((each for each in FORMATS if each.begins and re.match(each.begins, head)), None)
+    if kind is not None:
+        return f"expected text or JSON records, got {kind.name}; {kind.advice}"
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD)
     except UnicodeDecodeError as error:

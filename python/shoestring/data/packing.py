@@ -194,8 +194,7 @@ class PackingCollator:
             if tokens.dim() != 1 or tokens.shape != label.shape or not len(tokens):
                 raise ValueError(
                     "PackingCollator: labels: expected one label for each token of a sequence, received "
-                    f"{list(label.shape)} for "
-                    f"input_ids {list(tokens.shape)} in sequence {i}"
+                    f"{list(label.shape)} for input_ids {list(tokens.shape)} in sequence {i}"
                 )
             label[0] = IGNORE
         return {

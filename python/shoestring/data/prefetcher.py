@@ -230,7 +230,7 @@ class Prefetcher(Iterator[Any]):
         self._arguments = torch.device(device), depth, stop, poison
         self._ring = self._new_ring(start)  # None once the prefetcher is closed
         self._start = start  # the position at which the ring began, or at which the prefetcher was closed
-        self._seconds_waited = 0.0  # of earlier rings
+        self._seconds_waited = 0.0  # the time waited for earlier rings
         self._batches = _Batches()
         self._stop_reader: weakref.finalize[Any, Any] | None = None
 
@@ -356,7 +356,7 @@ class Prefetcher(Iterator[Any]):
         former, stop_reader, batches = self._ring, self._stop_reader, _Batches()
         if former is None:
             return lambda: None
-        former.close()  # From here on, its position stays the same.
+        former.close()  # The position of a closed ring stays the same.
         position, waited = int(former.position()), float(former.seconds_waited())
         if self._ring is former:  # unless a signal handler has closed the prefetcher meanwhile
             self._start = position if start is None else start

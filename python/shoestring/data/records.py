@@ -107,9 +107,9 @@ class _Scan:
     def peek(self) -> str:
         """Return the next character that is no space; empty at the end."""
         while True:
-            found = SPACE.match(self._text, self._at)
-            assert found is not None
-            self._at = found.end()
+            spaces = SPACE.match(self._text, self._at)
+            assert spaces is not None
+            self._at = spaces.end()
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._read():
@@ -117,9 +117,9 @@ class _Scan:
 
     def take(self, mark: str) -> bool:
         """Pass over a character, if it is the next one."""
-        found = self.peek() == mark
-        self._at += found
-        return found
+        is_next = self.peek() == mark
+        self._at += is_next
+        return is_next
 
     def value(self, where: str) -> tuple[str, Any]:
         """Return the text of the next value, and the value."""

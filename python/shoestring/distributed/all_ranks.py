@@ -64,7 +64,7 @@ class AllRanks:
             self._store.delete_key(keys[self.rank])
             raise
         self._calls += 1
-        # The other ranks have seen the call before this one, since they have called again.
+        # All ranks have called again, so none of them still waits for the call before this one.
         if call > 0:
             self._store.delete_key(self._key(call - 1, self.rank))
 

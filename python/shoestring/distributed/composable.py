@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from shoestring.checkpoint.blocks import listed_blocks
 from shoestring.distributed.groups import plain_tensors
 
-BROADCAST_BYTES = 250 << 20  # of tensors that are sent together, as DistributedDataParallel does
+# The most bytes of tensors that are sent together, as in DistributedDataParallel.
+BROADCAST_BYTES = 250 << 20
 
 
 def is_parallel(model: nn.Module) -> bool:
@@ -73,7 +74,7 @@ def replicate(
                 "with find_unused=True while all of them require gradients, and freeze parameters afterwards."
             )
 
-    handle = model.register_forward_pre_hook(check)  # after the hook of DistributedDataParallel
+    handle = model.register_forward_pre_hook(check)  # runs after the hook of DistributedDataParallel
 
     def undo() -> None:
         handle.remove()
@@ -104,8 +105,8 @@ def share_statistics(
         return lambda: None
 
     def copy() -> None:
-        found = [b.detach() for layer in layers for b in layer._buffers.values() if b is not None]
-        dist._broadcast_coalesced(group, found, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        buffers = [b.detach() for layer in layers for b in layer._buffers.values() if b is not None]
+        dist._broadcast_coalesced(group, buffers, BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
     def begin(_: Tensor) -> None:
         if sends():
@@ -192,15 +193,15 @@ def _gather(unit: Any) -> None:
     """Give a unit of ``fully_shard`` whole parameters, which are new tensors."""
     state = unit._get_fsdp_state()
     unit.unshard()
-    found: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for module in unit.modules():
         for name, p in module._parameters.items():
             if p is None or hasattr(p, "to_local"):  # another unit has it
                 continue
-            if id(p) not in found:
+            if id(p) not in parameters:
                 whole = p.detach().clone() if type(p) is nn.Parameter else p.detach()
-                found[id(p)] = nn.Parameter(whole, p.requires_grad)
-            module._parameters[name] = found[id(p)]
+                parameters[id(p)] = nn.Parameter(whole, p.requires_grad)
+            module._parameters[name] = parameters[id(p)]
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             module.__dict__.pop(name, None)
     handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]

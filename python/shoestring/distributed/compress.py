@@ -37,14 +37,14 @@ def powersgd_hook(group: dist.ProcessGroup) -> Hook:
     """Return PyTorch's PowerSGD (arXiv 1905.13727) of rank 4 as a hook of DistributedDataParallel."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    own = powerSGD_hook.PowerSGDState(
+    powersgd_state = powerSGD_hook.PowerSGDState(
         process_group=group,
         matrix_approximation_rank=POWERSGD_RANK,
         start_powerSGD_iter=POWERSGD_PLAIN_STEPS,
     )
 
     def shoestring_powersgd_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        reduced: torch.futures.Future[Tensor] = powerSGD_hook.powerSGD_hook(own, bucket)
+        reduced: torch.futures.Future[Tensor] = powerSGD_hook.powerSGD_hook(powersgd_state, bucket)
         # The hook issues its second and third collective from the callback of the one before. On Gloo,
         # callbacks run in threads, so ranks would issue the collectives of two buckets in different orders.
         if bucket.buffer().device.type == "cpu":

@@ -110,13 +110,13 @@ class DiLoCo:
             )
         self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
         self._is_split = any(is_dtensor(p) for p in self._params)
-        found = group_or_default(group, self._name)
+        group = group_or_default(group, self._name)
         operators()
-        name_collectives(found)
+        name_collectives(group)
         self._core: Any = torch.classes.shoestring.Averaging(
             self._name,
-            self._own(),
-            name_of(found),
+            self._local_params(),
+            name_of(group),
             every,
             lr,
             momentum,
@@ -128,13 +128,13 @@ class DiLoCo:
         )
 
     @torch.no_grad()
-    def _own(self) -> list[Tensor]:
+    def _local_params(self) -> list[Tensor]:
         """Return the parameters, or the local parts of DTensors, which may be other tensors in each step."""
         return [local(p) for p in self._params]
 
     def _use(self) -> None:
         if self._is_split:
-            self._core.use(self._own())
+            self._core.use(self._local_params())
 
     @property
     def steps(self) -> int:
@@ -185,10 +185,10 @@ class DiLoCo:
             >>> diloco.regroup()
             >>> dist.destroy_process_group()
         """
-        found = group_or_default(group, self._name)
-        name_collectives(found)
+        group = group_or_default(group, self._name)
+        name_collectives(group)
         self._use()
-        self._core.regroup(name_of(found))
+        self._core.regroup(name_of(group))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averaged weights, the outer momentum, the steps, and the averages that are under way.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoestring._load import LIBRARIES
 
-TIMEOUT = timedelta(minutes=10)  # of collectives in groups that this package starts
+TIMEOUT = timedelta(minutes=10)  # of collectives, in groups that this package starts
 
 
 @functools.cache
@@ -38,9 +38,9 @@ def group_or_default(group: dist.ProcessGroup | None, caller: str) -> dist.Proce
             f"{caller}: expected an initialised process group, received none; call "
             "torch.distributed.init_process_group() in a program that torchrun has started"
         )
-    found = dist.group.WORLD if group is None else group
-    assert found is not None
-    return found
+    chosen = dist.group.WORLD if group is None else group
+    assert chosen is not None
+    return chosen
 
 
 def start_group(backend: str) -> tuple[int, int]:
@@ -116,8 +116,8 @@ def survivors(group: dist.ProcessGroup | None = None) -> list[int]:
         ...     diloco.regroup(group)
         >>> dist.destroy_process_group()
     """
-    found = group_or_default(group, "survivors")
-    return [dist.get_global_rank(found, rank) for rank in operators()._survivors(name_of(found))]
+    group = group_or_default(group, "survivors")
+    return [dist.get_global_rank(group, rank) for rank in operators()._survivors(name_of(group))]
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -146,11 +146,11 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None = None) 
         >>> shoestring.distributed.broadcast_module(torch.nn.Linear(4, 4))
         >>> dist.destroy_process_group()
     """
-    found = group_or_default(group, "broadcast_module")
+    group = group_or_default(group, "broadcast_module")
     named = chain(module.named_parameters(), module.named_buffers())
     tensors = [item for name, tensor in named for item in plain_tensors(name, tensor)]
     operators()._broadcast_tensors(
-        [tensor for _, tensor in tensors], [name for name, _ in tensors], name_of(found), "broadcast_module"
+        [tensor for _, tensor in tensors], [name for name, _ in tensors], name_of(group), "broadcast_module"
     )
 
 
@@ -176,7 +176,7 @@ def mean_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
     """
     if not tensor.is_floating_point():
         raise TypeError(f"mean_over_ranks: tensor: expected a floating-point dtype, received {tensor.dtype}")
-    found = group_or_default(group, "mean_over_ranks")
+    group = group_or_default(group, "mean_over_ranks")
     total = tensor.detach().clone()
-    dist.all_reduce(total, group=found)
-    return total.div_(dist.get_world_size(found))
+    dist.all_reduce(total, group=group)
+    return total.div_(dist.get_world_size(group))

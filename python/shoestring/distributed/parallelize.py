@@ -134,15 +134,15 @@ class ParallelReport:
             self._undo.pop()()
 
     def __str__(self) -> str:
-        own = self.rank_bytes
+        per_rank = self.rank_bytes
         lines = [
             f"{self.strategy} over {self.ranks} ranks",
-            f"a rank: {own.weights:,} bytes of weights, {own.gradients:,} of gradients, {own.state:,} of the "
+            f"a rank: {per_rank.weights:,} bytes of weights, {per_rank.gradients:,} of gradients, {per_rank.state:,} of the "
             "state of AdamW in 8 bits",
         ]
         if self.compress is not None:
             lines.append(
-                f"gradients are sent by {self.compress}; a rank keeps {own.residual:,} bytes of residuals"
+                f"gradients are sent by {self.compress}; a rank keeps {per_rank.residual:,} bytes of residuals"
             )
         if self.offload == "cpu":
             lines.append("weights, gradients and state are in host memory")
@@ -392,7 +392,7 @@ def _check_compress(model: nn.Module, compress: str) -> None:
 
 
 def _check_offload(model: nn.Module, strategy: str, offload: str) -> None:
-    """Raise unless a strategy can keep the weights of a model there."""
+    """Raise unless a strategy can keep the weights of a model where ``offload`` says."""
     if not is_place(offload):
         _refuse("offload", "None, cpu or nvme:DIR", repr(offload))
     if strategy not in ("auto", "zero3", "hsdp"):
@@ -435,11 +435,11 @@ def needed(
     """
     weights = trained = gradients = whole = 0
     for name, p in model.named_parameters():
-        own = sum(t.nbytes for _, t in plain_tensors(name, p))
+        nbytes = sum(t.nbytes for _, t in plain_tensors(name, p))
         split = strategy in ("zero3", "hsdp")
         # FSDP2 pads the rows of a parameter to a multiple of the ranks
         part = math.ceil(p.shape[0] / ranks) / p.shape[0] if split and p.ndim and p.shape[0] else 1.0
-        weights += round(own * part)
+        weights += round(nbytes * part)
         if p.requires_grad:
             trained += round(p.numel() * part)
             gradients += round(p.nbytes * part)
@@ -451,7 +451,7 @@ def needed(
     elif compress is not None and ranks > 1:
         residual = gradients if compress == "powersgd" else 4 * whole
         if compress != "powersgd" and strategy in ("ddp", "zero1"):
-            residual += 4 * whole * part  # of the means
+            residual += 4 * whole * part  # residuals of the averages
     return RankBytes(
         weights,
         math.ceil(gradients * (part if strategy == "zero2" else 1)),

@@ -65,8 +65,7 @@ def shard(
         >>> optimizer.step()
         >>> dist.destroy_process_group()
     """
-    found = split_steps(optimizer, group, gradients, bucket_bytes, find_unused, compress)
-    name_collectives(found)
+    name_collectives(split_steps(optimizer, group, gradients, bucket_bytes, find_unused, compress))
 
 
 def split_steps(
@@ -87,12 +86,12 @@ def split_steps(
         raise ValueError(
             "shard: optimizer: expected plain parameters, received DTensors, which are split already"
         )
-    found = group_or_default(group, "shard")
+    processes = group_or_default(group, "shard")
     optimizer._split(
         lambda core: operators()._shard(
-            core, name_of(found), gradients, bucket_bytes, find_unused, compress or "none"
+            core, name_of(processes), gradients, bucket_bytes, find_unused, compress or "none"
         ),
-        AllRanks(found),
+        AllRanks(processes),
         gradients,
     )
-    return found
+    return processes

@@ -119,7 +119,7 @@ class Program:
 
 def sent_bytes(collectives: Sequence[Collective], gloo: bool) -> dict[str, float]:
     """Return the bytes that a rank sends, on average over the ranks, by what is sent."""
-    found: dict[str, float] = {}
+    sent: dict[str, float] = {}
     for each in collectives:
-        found[each.what] = found.get(each.what, 0.0) + each.sent(gloo)
-    return found
+        sent[each.what] = sent.get(each.what, 0.0) + each.sent(gloo)
+    return sent

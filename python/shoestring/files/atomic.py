@@ -54,22 +54,22 @@ def _named(partial: Path, path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = _os_error(error)
+        os_error = _os_error(error)
         # Libraries in Rust raise exceptions of other types, with the number of the error in their text.
-        number = re.search(r"\(os error (\d+)\)", str(error)) if found is None else None
+        number = re.search(r"\(os error (\d+)\)", str(error)) if os_error is None else None
         if number is not None:
-            found = OSError(int(number[1]), os.strerror(int(number[1])))
-        if found is None:
+            os_error = OSError(int(number[1]), os.strerror(int(number[1])))
+        if os_error is None:
             raise
-        if isinstance(found.filename, str) and Path(found.filename).is_relative_to(partial):
-            found.filename = str(path / Path(found.filename).relative_to(partial))
-        elif found.filename is None and found.errno in NO_ROOM:
-            found.filename = str(path)
+        if isinstance(os_error.filename, str) and Path(os_error.filename).is_relative_to(partial):
+            os_error.filename = str(path / Path(os_error.filename).relative_to(partial))
+        elif os_error.filename is None and os_error.errno in NO_ROOM:
+            os_error.filename = str(path)
         else:
             raise
         # torch.save raises a RuntimeError about its own state while it handles the OSError.
         if number is not None or type(error) is RuntimeError:
-            raise OSError(found.errno, found.strerror, found.filename) from error
+            raise OSError(os_error.errno, os_error.strerror, os_error.filename) from error
         raise
 
 
@@ -293,9 +293,9 @@ def disk_error(error: BaseException) -> OSError | None:
     file system, missing permission. Libraries that write files may wrap the OSError in another exception, or
     keep only its text.
     """
-    found = _os_error(error)
-    if found is not None:
-        return found
+    os_error = _os_error(error)
+    if os_error is not None:
+        return os_error
     for code in (*NO_ROOM, errno.EIO):
         if os.strerror(code) in str(error):
             return OSError(code, os.strerror(code))

@@ -72,7 +72,7 @@ def encoded(value: object, path: str, tensors: dict[str, Any] | None) -> object:
 
 
 def decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the value that ``encoded`` has got. Its tensors are taken out of ``tensors``.
+    """Return the value that ``encoded`` received. Its tensors are taken out of ``tensors``.
 
     Raises:
         ValueError: the JSON is not that of ``encoded``.
@@ -93,7 +93,7 @@ def decoded(value: Any, tensors: dict[str, Tensor]) -> Any:
                 return importlib.import_module("numpy").dtype(name).type(decoded(number, tensors))
         if kind in MAPPINGS:
             return MAPPINGS[kind]({decoded(k, tensors): decoded(v, tensors) for k, v in content})
-        if kind == "list":  # files of older versions
+        if kind == "list":  # only files of older versions have this key
             return decoded(content, tensors)
         if kind in SEQUENCES:
             return SEQUENCES[kind](decoded(content, tensors))

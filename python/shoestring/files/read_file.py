@@ -22,14 +22,14 @@ def check_regular(path: str | os.PathLike[str], where: str) -> int:
         InputError: path is not a regular file, or the system denies access to it.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise InputError(f"{where}: cannot be read ({error.strerror})") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{where}: expected a regular file, received a folder, a pipe or a device")
-    return found.st_size
+    return status.st_size
 
 
 def read_regular(path: Path, where: str, most: int | None = None) -> bytes:

@@ -233,14 +233,14 @@ def load_quantized(module: nn.Linear, state_dict: dict[str, Any], prefix: str) -
     Raises:
         ValueError: a key is missing, or a tensor does not fit the layer.
     """
-    own = module.weight
-    q = read_quantized(state_dict, prefix, (module.out_features, module.in_features), own.dtype)
+    weight = module.weight
+    q = read_quantized(state_dict, prefix, (module.out_features, module.in_features), weight.dtype)
     if q is None:
         return
     # If the loaded weight q has the same format as the layer's weight, nn.Module copies q into it. Otherwise
     # q becomes the layer's parameter.
-    if not (isinstance(own, QuantizedTensor) and own.__tensor_flatten__() == q.__tensor_flatten__()):
-        module.weight = frozen(q.to(own.device))
+    if not (isinstance(weight, QuantizedTensor) and weight.__tensor_flatten__() == q.__tensor_flatten__()):
+        module.weight = frozen(q.to(weight.device))
     state_dict[prefix + "weight"] = q
 
 
@@ -265,7 +265,7 @@ def read_quantized(
     """
     watch()
     key = prefix + "weight"
-    found = [
+    names = [
         name
         for name in state_dict
         if name.startswith((key + ".quant_state.bitsandbytes__", key + _state_name("int4")))
@@ -273,7 +273,7 @@ def read_quantized(
     try:
         if prefix + "SCB" in state_dict:
             return _int8_of(state_dict, prefix, shape, dtype)
-        return _4bit_of(state_dict, key, found[0], shape) if found else None
+        return _4bit_of(state_dict, key, names[0], shape) if names else None
     except KeyError as error:
         raise ValueError(
             f"QuantizedLinear: {key}: expected bitsandbytes' parts, but {error} is missing"

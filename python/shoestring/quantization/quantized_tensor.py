@@ -173,9 +173,9 @@ class QuantizedTensor(Tensor):
         self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> "QuantizedTensor":
         nested = None if self.nested is None else change(self.nested)
-        found = self._of(change(self.packed), change(self.absmax), nested, self.shape, dtype)
-        found._rows_of_all = self._rows_of_all
-        return found
+        changed = self._of(change(self.packed), change(self.absmax), nested, self.shape, dtype)
+        changed._rows_of_all = self._rows_of_all
+        return changed
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
@@ -229,11 +229,11 @@ class QuantizedTensor(Tensor):
         earlier call. Then only the nested scales are copied, since codes are already in place.
         """
         shape, tables = metadata
-        if isinstance(tables, QuantizedTensor):  # of one process
+        if isinstance(tables, QuantizedTensor):  # the mesh has one process
             if out is not None:
                 with torch.autograd._unsafe_preserve_version_counter(out.parts()):  # type: ignore[attr-defined]
-                    for part, own in zip(out.parts()[1:], tables.parts()[1:], strict=True):
-                        part.copy_(own)
+                    for part, source in zip(out.parts()[1:], tables.parts()[1:], strict=True):
+                        part.copy_(source)
                 return None
             scales = [part.clone() for part in tables.parts()[1:]]
             whole = self._of(
@@ -342,7 +342,7 @@ def _slice(
     nested = q.nested
     if nested is not None:
         blocks = q.absmax.shape[1]
-        is_end = stop == q.shape[0] or q._rows_of_all is not None  # zeros may follow
+        is_end = stop == q.shape[0] or q._rows_of_all is not None  # rows of zeros may follow
         if begin * blocks % GROUP or (stop * blocks % GROUP and not is_end):
             raise ValueError(
                 f"QuantizedTensor: rows {begin} to {stop}: expected whole groups of {GROUP} blocks, with {blocks} blocks a row, "
@@ -390,9 +390,9 @@ def _new_zeros(q: QuantizedTensor, size: Sequence[int], **options: Any) -> Quant
     if q.nested is not None:  # a rank without rows needs the offset and the values, too
         nested = q.nested.new_zeros(HEAD + groups_of(absmax.numel()))
         nested[:HEAD] = q.nested[:HEAD]
-    found = q._of(packed, absmax, nested, size)
-    found._rows_of_all = q.shape[0] if q._rows_of_all is None else q._rows_of_all
-    return found
+    zeros = q._of(packed, absmax, nested, size)
+    zeros._rows_of_all = q.shape[0] if q._rows_of_all is None else q._rows_of_all
+    return zeros
 
 
 def _new_empty(q: QuantizedTensor, size: Sequence[int], **_: Any) -> QuantizedTensor:

@@ -319,20 +319,20 @@ class _LateLoss:
         if every < 1:
             raise ValueError(f"every: expected a number of at least 1, received {every}")
         self._every = every
-        self._kept: tuple[int, Tensor] | None = None
+        self._pending: tuple[int, Tensor] | None = None
 
     def next(self, run: Run) -> tuple[int, float] | None:
-        """Return step and loss of the loss that was kept, and keep this one if it is due."""
+        """Return the pending step and loss, if any, and keep this step's loss if it is due."""
         loss = self.last()
         if run.loss is not None and run.step % self._every == 0:
-            self._kept = run.step, run.loss.detach().clone()
+            self._pending = run.step, run.loss.detach().clone()
         return loss
 
     def last(self) -> tuple[int, float] | None:
-        """Return the loss that was kept, if there is one."""
-        if self._kept is None:
+        """Return the pending step and loss, if any."""
+        if self._pending is None:
             return None
-        (step, loss), self._kept = self._kept, None
+        (step, loss), self._pending = self._pending, None
         return step, float(loss)
 
 
@@ -380,7 +380,7 @@ def transformers_callback(callbacks: Callback | None = None) -> Any:
         def _update(self, state: Any, model: Any = None, optimizer: Any = None) -> None:
             self.run.step = state.global_step
             self.run.model = self.run.model if model is None else model
-            inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+            inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the optimizer
             self.run.optimizers = self.run.optimizers if inner is None else [inner]
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -451,12 +451,12 @@ def _restore(callbacks: Callback, folder: Path, state: Any) -> None:
             "the file with torch.save(callbacks.state_dict(), path)"
         )
     saved = json.loads((folder / "trainer_state.json").read_text())
-    # As text, in which NaN equals itself.
-    theirs, own = (
+    # Compare the logs as text, in which NaN equals itself.
+    theirs, ours = (
         json.dumps([fields.get(name) for name in ("global_step", "epoch", "log_history")])
         for fields in (saved, vars(state))
     )
-    if theirs != own:
+    if theirs != ours:
         raise ValueError(
             f"transformers_callback: {folder}: expected the checkpoint from which the Trainer resumes, received one with "
             "another step or other logs. Set args.resume_from_checkpoint of the Trainer to the folder that train() is given"

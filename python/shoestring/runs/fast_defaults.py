@@ -173,10 +173,10 @@ def _try(
             after += _seconds(step, device, repeats)
         finally:
             undo()
-    kept = statistics.median(after) < (1 - gain) * statistics.median(before)
-    if kept:
+    is_faster = statistics.median(after) < (1 - gain) * statistics.median(before)
+    if is_faster:
         fast._undo.append(_switch_on(name, model))
-    fast.report.append(MeasuredSwitch(name, kept, statistics.median(before), statistics.median(after)))
+    fast.report.append(MeasuredSwitch(name, is_faster, statistics.median(before), statistics.median(after)))
 
 
 def _seconds(step: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
@@ -222,14 +222,14 @@ def _reason_against(name: str, model: nn.Module, device: torch.device) -> str:
 
 def _other_formats(model: nn.Module) -> list[tuple[nn.Parameter, torch.memory_format]]:
     """Return the weights of convolutions that are not in the channels-last format, with that format."""
-    found = []
+    weights = []
     for module in model.modules():
         if isinstance(module, CONVOLUTIONS):
             weight: Any = module.weight
             last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
             if not weight.is_contiguous(memory_format=last):
-                found.append((weight, last))
-    return found
+                weights.append((weight, last))
+    return weights
 
 
 def _switch_on(name: str, model: nn.Module) -> Callable[[], None]:

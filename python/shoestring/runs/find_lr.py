@@ -129,8 +129,8 @@ def find_lr(
         ...     loss.backward()
         ...     optimizer.step()
         ...     return loss
-        >>> found = shoestring.find_lr(step, model, optimizer, start=1e-4)
-        >>> 1e-4 < found.suggestion < 10
+        >>> result = shoestring.find_lr(step, model, optimizer, start=1e-4)
+        >>> 1e-4 < result.suggestion < 10
         True
 
     Reference: L. Smith, Cyclical learning rates for training neural networks, arXiv 1506.01186.
@@ -144,25 +144,25 @@ def find_lr(
     ]:
         if not good:
             raise ValueError(f"find_lr: {name}: expected {expected}, received {received}")
-    given = [group["lr"] for group in _groups(every)]
-    first = [float(lr) for lr in given]
+    former = [group["lr"] for group in _groups(every)]
+    first = [float(lr) for lr in former]
     if not first or max(first) <= 0:
         raise ValueError("find_lr: optimizers: expected a learning rate above 0, received none")
     shares = [lr / max(first) for lr in first]
     rates = [start * (end / start) ** (i / (steps - 1)) for i in range(steps)]
     copy = RunCopy("find_lr", model, every, parts)
-    found = []
+    tried = []
     try:
         for number in range(passes):
             if number:
                 copy.restore()
                 torch.manual_seed(number)
-            found.append(_one_pass(step, _groups(every), shares, rates))
+            tried.append(_one_pass(step, _groups(every), shares, rates))
     finally:
-        call_all([copy.restore, lambda: _set_all(_groups(every), given, first)])
-    steepest = [one.steepest for one in found]
+        call_all([copy.restore, lambda: _set_all(_groups(every), former, first)])
+    steepest = [one.steepest for one in tried]
     suggestion = math.exp(sum(map(math.log, steepest)) / passes)
-    return LrRange(tuple(found), suggestion, max(steepest) / min(steepest))
+    return LrRange(tuple(tried), suggestion, max(steepest) / min(steepest))
 
 
 def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
@@ -202,8 +202,8 @@ def _one_pass(
     return LrPass(tuple(lrs), tuple(losses), judged.steepest(), judged.tenth())
 
 
-def _set_all(groups: list[dict[str, Any]], given: list[Any], values: list[float]) -> None:
-    for group, lr, value in zip(groups, given, values, strict=True):
+def _set_all(groups: list[dict[str, Any]], former: list[Any], values: list[float]) -> None:
+    for group, lr, value in zip(groups, former, values, strict=True):
         group["lr"] = lr  # a tensor remains the same object
         _set(group, value)
 

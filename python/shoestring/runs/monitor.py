@@ -46,8 +46,8 @@ class Monitor:
     """
 
     def __init__(self, interval: float = 0.5, *, device: torch.device | str | None = None) -> None:
-        place = None if device is None else torch.device(device)
-        self._core: Any = torch.classes.shoestring.Monitor(float(interval), place)
+        resolved = None if device is None else torch.device(device)
+        self._core: Any = torch.classes.shoestring.Monitor(float(interval), resolved)
         self._last: MonitorReport | None = None
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:

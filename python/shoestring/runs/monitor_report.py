@@ -63,8 +63,8 @@ class MonitorReport:
         """Make a report of what C++ returns: its JSON in one line, and its table."""
         line, _, table = text.partition("\n")
         values = json.loads(line)
-        found = [MonitorFinding(**each) for each in values["findings"]]
-        return cls(found, values["machine"], values["total"], values["samples"], (line, table))
+        findings = [MonitorFinding(**each) for each in values["findings"]]
+        return cls(findings, values["machine"], values["total"], values["samples"], (line, table))
 
     def __str__(self) -> str:
         return self._texts[1].rstrip("\n")

@@ -18,7 +18,7 @@ KINDS: dict[type, str] = {bool: NUMBER, int: NUMBER, float: NUMBER, list: LIST, 
 
 
 def split(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
-    """Return a part's state for a file: tensors, the other values as JSON, and the kinds of tensors that are none here.
+    """Return a part's state for a file: tensors, JSON, and the kinds of other values stored as tensors.
 
     Raises:
         ValueError: a file cannot hold the state.
@@ -44,7 +44,7 @@ def split(state: Mapping[str, Any], where: str) -> tuple[dict[str, Tensor], dict
 def joined(
     tensors: dict[str, Tensor], values: Mapping[str, Any], kinds: Mapping[str, str], where: str
 ) -> dict[str, Any]:
-    """Return what ``split`` has got.
+    """Return the state from which ``split`` made these tensors and values.
 
     Raises:
         ValueError: the file has something else.
@@ -81,21 +81,21 @@ def _like(value: Any, now: Any, where: str) -> Any:
         ValueError: a key is not a text in the present state, and not among its keys.
     """
     if isinstance(value, list) and isinstance(now, (list, tuple)) and len(value) == len(now):
-        entries = [_like(entry, own, where) for entry, own in zip(value, now, strict=True)]
+        entries = [_like(entry, present, where) for entry, present in zip(value, now, strict=True)]
         return type(now)(entries) if type(now) in (list, tuple) else entries
     if not isinstance(value, dict) or not isinstance(now, dict):
         return value
     keys = {_text(key): key for key in now}
-    found = {}
+    typed = {}
     for key, entry in value.items():
-        if key not in keys and any(not isinstance(own, str) for own in now):
+        if key not in keys and any(not isinstance(present, str) for present in now):
             raise ValueError(
                 f"{where}: expected the keys {shown(list(now))}, received {shown(key)}: the file does not say its type. "
                 "Set the part up as it was when the file was written"
             )
-        own = keys.get(key, key)
-        found[own] = _like(entry, now.get(own), where)
-    return type(now)(found) if type(now) in MAPPINGS.values() else found
+        present_key = keys.get(key, key)
+        typed[present_key] = _like(entry, now.get(present_key), where)
+    return type(now)(typed) if type(now) in MAPPINGS.values() else typed
 
 
 def _text(key: object) -> object:

@@ -139,7 +139,7 @@ def save_training(
     for name, tensor in _tensors_of(model, frozen, also, "save_training").items():
         tensors[f"model.{name}"] = gathered(tensor) if is_dtensor(tensor) else tensor
     tensors |= states
-    writes = all(own._core.writes() for own in several(optimizers) if isinstance(own, LowMemoryOptimizer))
+    writes = all(o._core.writes() for o in several(optimizers) if isinstance(o, LowMemoryOptimizer))
     if any(isinstance(tensor, Gathered) for tensor in tensors.values()):
         writes = torch.distributed.get_rank() == 0
     if not writes:
@@ -149,8 +149,8 @@ def save_training(
     values: dict[str, dict[str, Any]] = {}
     kinds: dict[str, dict[str, str]] = {}
     for name, part in parts.items():
-        own, values[name], kinds[name] = split(part.state_dict(), f"save_training: {name}")
-        tensors |= {f"part.{name}.{key}": tensor for key, tensor in own.items()}
+        part_tensors, values[name], kinds[name] = split(part.state_dict(), f"save_training: {name}")
+        tensors |= {f"part.{name}.{key}": tensor for key, tensor in part_tensors.items()}
     generators, numbers = random_states()
     metadata = {
         "format": FORMAT,
@@ -220,10 +220,10 @@ def load_training(
         raise ValueError(
             f"{where}: expected a file of save_training, format_version {' or '.join(READ)}, received another file"
         )
-    found = file.checksum()
-    if metadata.get("checksum") != found:
+    checksum = file.checksum()
+    if metadata.get("checksum") != checksum:
         raise ValueError(
-            f"{where}: expected the checksum {metadata.get('checksum')}, received {found}: it is damaged"
+            f"{where}: expected the checksum {metadata.get('checksum')}, received {checksum}: it is damaged"
         )
     _check_arguments("load_training", facts=facts, frozen=frozen)
     _check_parts(parts, "load_training")
@@ -259,11 +259,11 @@ def load_training(
             del state
         for name, part in parts.items():
             undo.append((f"the part {name}", HostCopy([], [part]).restore))
-            own, values = own_files.load_all(file, f"part.{name}."), saved["parts"][name]
+            part_tensors, values = own_files.load_all(file, f"part.{name}."), saved["parts"][name]
             if saved["kinds"] is None:
-                loaded = joined_like(own, values, part.state_dict(), f"{where}: {name}")
+                loaded = joined_like(part_tensors, values, part.state_dict(), f"{where}: {name}")
             else:
-                loaded = joined(own, values, saved["kinds"][name], f"{where}: {name}")
+                loaded = joined(part_tensors, values, saved["kinds"][name], f"{where}: {name}")
             part.load_state_dict(loaded)
         undo.append(("random numbers", functools.partial(set_random_states, *random_states())))
         set_random_states(own_files.load_all(file, "random."), saved["random"])
@@ -364,12 +364,12 @@ def _adapter_parameters(model: nn.Module) -> Iterator[Tensor]:
 
 def _parameters_with(state: Iterable[str], optimizer: Optimizer) -> set[Tensor]:
     """Return the parameters of which ``state``, in the layout of a file, has entries ``<group>.<index>.<name>``."""
-    places = {tuple(place) for name in state if len(place := name.split(".", 2)[:2]) == 2}
+    indices = {tuple(index) for name in state if len(index := name.split(".", 2)[:2]) == 2}
     return {
         p
         for g, group in enumerate(optimizer.param_groups)
         for i, p in enumerate(group["params"])
-        if (str(g), str(i)) in places
+        if (str(g), str(i)) in indices
     }
 
 

@@ -130,8 +130,7 @@ class AdaptedLayer(nn.Module):
         if x.shape[0] != self.rows.uses.shape[0]:
             raise ValueError(
                 f"lora.adapters_per_row: adapter_names: expected one name for each of the {x.shape[0]} rows "
-                "of the batch that "
-                f"reached a layer, received {self.rows.uses.shape[0]}"
+                f"of the batch that reached a layer, received {self.rows.uses.shape[0]}"
             )
         column = self.rows.names.index(name)
         return self.rows.uses[:, column : column + 1]

@@ -111,8 +111,7 @@ def apply(
     if adapter_name in adapter_names(model):
         raise ValueError(
             f"lora.apply: adapter_name: expected a new name, but the model has an adapter {adapter_name!r}; "
-            "merge or delete "
-            "it first"
+            "merge or delete it first"
         )
     plan = _plan(model, chosen)
     saved, tied = saved_modules(model, chosen), tied_modules(model, chosen)
@@ -254,8 +253,7 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
         if inside and not isinstance(module, TrainedCopy):
             raise ValueError(
                 "lora.apply: modules_to_save: expected modules without adapters or quantised weights, "
-                "received "
-                f"{name}, which has a {type(inside[0]).__name__}"
+                f"received {name}, which has a {type(inside[0]).__name__}"
             )
     return list(saved)
 

@@ -328,6 +328,7 @@ def _sort_layer(
     options: Options,
     where: str,
 ) -> None:
+    """Add a tensor of an adapter of one layer to ``content.layers``."""
     if not value.is_floating_point():
         raise ValueError(f"{where}: {key}: expected a floating-point tensor, received {value.dtype}")
     endings = sorted({suffix for kind in kinds.values() for suffix in kind.PARAMETERS.values()}, key=len)
@@ -403,6 +404,7 @@ def _check_changed(module: Any, options: LoraOptions, name: str, where: str) -> 
 def _check_projection(
     matrices: dict[str, Tensor], options: VeraOptions, layers: Sequence[Any], where: str
 ) -> None:
+    """Raise a ValueError if the two matrices that VeRA layers share are too small for the layers."""
     if not matrices and not options.save_projection:
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in matrices.items()}

@@ -220,6 +220,7 @@ def selected(model: nn.Module, options: Options) -> dict[str, nn.Module]:
 
 
 def _left_out(name: str, options: Options) -> bool:
+    """Return whether exclude_modules matches a module, or modules_to_save train it as a whole."""
     saved = (*options.modules_to_save, *options.heads)
     holders = [name[:end] for end, letter in enumerate(name + ".") if letter == "."]
     return (

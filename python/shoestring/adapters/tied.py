@@ -24,7 +24,7 @@ def _weight(module: nn.Module) -> nn.Parameter | None:
 
 
 def untie_weight(model: nn.Module, name: str) -> None:
-    """Give a module a copy of its weight if other modules share its weight, so that a change does not reach them."""
+    """Give a module a copy of its weight if other modules share it, so that a change does not reach them."""
     module = model.get_submodule(name)
     if sharing(dict(model.named_modules()), name):
         weight: Any = module.weight

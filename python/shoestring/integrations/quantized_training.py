@@ -79,24 +79,25 @@ def prepare_quantized(
 def _chosen(
     model: nn.Module, targets: str | Sequence[str], skip_modules: Sequence[str]
 ) -> dict[str, nn.Linear]:
+    """Return the linear layers to prepare, by name."""
     modules = {name: module for name, module in own_modules(model).items() if name}
     refuse_unmatched("skip_modules", skip_modules, modules, caller=PREPARE)
     every = targets == "all-linear"
     if not every:
         refuse_unmatched("target_modules", targets, modules, caller=PREPARE)
-    found = {}
+    layers = {}
     for name, module in all_linear(model).items() if every else modules.items():
         if matches(name, skip_modules) or not (every or matches(name, targets)):
             continue
         if type(module) is nn.Linear:
-            found[name] = module
+            layers[name] = module
         elif not every:
             raise ValueError(
                 f"{PREPARE}: target_modules: expected nn.Linear layers, received {name}, a {former_class(module).__name__}"
             )
-    if not found:
+    if not layers:
         raise ValueError(f"{PREPARE}: model: expected nn.Linear layers to prepare, received none")
-    return found
+    return layers
 
 
 def convert_quantized(model: nn.Module) -> nn.Module:

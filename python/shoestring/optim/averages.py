@@ -243,7 +243,7 @@ def _tensors(slots: list[_Slot]) -> tuple[list[Tensor], list[bool]]:
             raise ValueError(
                 f"Averages: {name}: expected a tensor, as when the averages were created, received none"
             )
-        # Only a frozen parameter is neither read nor changed.
+        # A frozen parameter may be away, since it is neither read nor changed.
         if (tensor.requires_grad or not isinstance(tensor, nn.Parameter)) and is_away(tensor):
             raise ValueError(
                 f"Averages: {name}: expected a tensor on its device, received one that is away. Call undo() of "

@@ -89,6 +89,7 @@ def _entry(
     state: str,
     beside: dict[str, tuple[int, ...]],
 ) -> dict[str, Any]:
+    """Convert the state of one parameter from torch.optim or bitsandbytes to this package's format."""
     entry = {**entry, **entry.get(NESTED, {})}
     if "state1" in entry:
         names = [f"state{i + 1}" for i in range(len(moments))]

@@ -101,6 +101,7 @@ def gathered_entries(
 def _saved(
     entry: dict[str, Any], param: "DTensor", parts: list[Part], elementwise: set[str]
 ) -> dict[str, Any]:
+    """Return the state of a DTensor with DTensors in place of this process's shards."""
     shard, result = local(param), dict(entry)
     for part in parts:
         rows = _rows(entry[part.name], part, tuple(shard.shape), _row(param))
@@ -131,6 +132,7 @@ def _owned(
     state: str,
     elementwise: set[str],
 ) -> dict[str, Any]:
+    """Reduce the loaded state of one parameter to the part of this process, in the optimizer's layout."""
     result = dict(entry)
     for name, value in entry.items():
         part = next((part for part in parts if part.name == name), None)

@@ -150,7 +150,7 @@ class VirtualParameters:
         return norm
 
     def _core_entry(self, param: Tensor, entry: dict[str, Any], gap: int) -> dict[str, Any]:
-        """Return the core's entries of a projected parameter. Request a new projection if the user deleted them."""
+        """Return the core's entries of a projected parameter. If the user deleted them, project anew."""
         names = (self._method.kept, "projection_age", "seed")
         core_entry = {name: entry[name] for name in names if name in entry}
         if not core_entry and param in self._core_entries:

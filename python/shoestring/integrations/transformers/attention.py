@@ -89,12 +89,12 @@ def attend(
         raise TypeError(
             "shoestring's attention: cache: expected no paged cache; set attn_implementation to 'paged|sdpa' to serve"
         )
-    for name, given in kwargs.items():
+    for name, argument in kwargs.items():
         # An unknown floating-point argument is probably meant to change the scores, so it must not be
         # ignored. Tensors of positions are integers.
-        if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0:
+        if isinstance(argument, Tensor) and argument.is_floating_point() and argument.dim() > 0:
             raise TypeError(
-                f"shoestring's attention: {name}: expected no such tensor, received one of {tuple(given.shape)} from "
+                f"shoestring's attention: {name}: expected no such tensor, received one of {tuple(argument.shape)} from "
                 f"{type(module).__name__}; set attn_implementation to 'eager'"
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -295,7 +295,7 @@ def use_attention(model: Any, check: Callable[[], object]) -> tuple[list[Found],
     except Exception as error:
         undo()
         return [], [(where, f"attention that makes something else of its masks: {error}")]
-    if not calls:  # a model of recurrences alone also has the setting
+    if not calls:  # a model without attention may have the setting, too
         undo()
         return [], []
     return [(where, f"attention of shoestring in place of {before}", undo)], []

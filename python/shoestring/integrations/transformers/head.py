@@ -27,8 +27,9 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
         TypeError: the head is not a linear layer with or without LoRA, or has hooks, which a loss without
             logits would skip.
     """
-    own = 1 if BRINGS_WEIGHTS in head.__dict__ else 0  # the loss reads weights that are away by itself
-    if "forward" in head.__dict__ or len(head._forward_hooks) > own or len(head._forward_pre_hooks) > own:
+    # A loss brings offloaded weights itself, so it may skip the two hooks of offload_weights.
+    allowed = 1 if BRINGS_WEIGHTS in head.__dict__ else 0
+    if "forward" in head.__dict__ or max(len(head._forward_hooks), len(head._forward_pre_hooks)) > allowed:
         raise refused("hooks or a replaced forward", "remove them")
     if isinstance(head, TrainedCopy):
         return weights(head.in_use(), hidden)
@@ -50,10 +51,10 @@ def weights(head: nn.Module, hidden: Tensor) -> Weights:
 def _adapters(head: LoraLinear) -> dict[str, Any]:
     """Return the active LoRA adapters of the head, combined into one, as keyword arguments of the loss."""
     names = head.current()
-    own = [head.adapters[name] for name in names]
-    if any(o.dropout > 0 for o in own) and head.training:
-        raise refused(f"dropout {max(o.dropout for o in own)} on its adapter", "set its dropout to 0")
-    if head.rows is not None or any(o.dora or o.lora_bias for o in own):
+    options = [head.adapters[name] for name in names]
+    if any(o.dropout > 0 for o in options) and head.training:
+        raise refused(f"dropout {max(o.dropout for o in options)} on its adapter", "set its dropout to 0")
+    if head.rows is not None or any(o.dora or o.lora_bias for o in options):
         raise refused("DoRA, a bias on its adapter or adapters by row", "expected plain LoRA adapters")
     lora_A, lora_B, scaling = concatenated(head.parts(names))
     return {} if lora_A is None else {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling}

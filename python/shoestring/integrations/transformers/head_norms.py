@@ -150,8 +150,8 @@ def _calls(modules: dict[str, nn.Module], run: Callable[[], object]) -> dict[str
     for name, module in modules.items():
 
         def note(_: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
-            kept = {key: None if key.startswith("past_key_value") else value for key, value in kwargs.items()}
-            calls.setdefault(name, (args, kept))
+            without_cache = {k: None if k.startswith("past_key_value") else v for k, v in kwargs.items()}
+            calls.setdefault(name, (args, without_cache))
 
         hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
     try:

@@ -252,7 +252,7 @@ def _kind(function: Callable[..., Any]) -> tuple[bool, bool] | None:
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype of autocast if autocast is on for the device of x, else None."""
     device = x.device.type
-    if device == "meta":  # which autocast does not know
+    if device == "meta":  # autocast does not know this device
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -293,13 +293,13 @@ def fuse_mlps(model: nn.Module) -> tuple[list[Found], list[Left]]:
     for name, module in list(model.named_modules()):
         if not all(isinstance(module._modules.get(part), nn.Linear) for part in MLP):
             continue
-        found = _gated(module) if "forward" not in module.__dict__ and is_bare_mlp(module) else None
-        if found is None:
+        gated = _gated(module) if "forward" not in module.__dict__ and is_bare_mlp(module) else None
+        if gated is None:
             left.append(
                 (name, "a forward of its own, parts besides, or an activation that is neither silu nor gelu")
             )
             continue
-        function, what = found
+        function, what = gated
         changes.append(
             (name, f"fused {what}", derive(module, {"forward": _mlp(type(module).forward, function)}))
         )

@@ -309,13 +309,14 @@ def _quantized_already(folder: Path) -> tuple[str, ...]:
 
 
 def _linear_layers(model: Any, skip_modules: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the linear layers to quantise, by name."""
     head = model.get_output_embeddings()
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
     for skip in skip_modules:
-        found = [name for name in layers if name == skip or name.endswith("." + skip)]
-        if not found:
+        skipped = [name for name in layers if name == skip or name.endswith("." + skip)]
+        if not skipped:
             raise ValueError(f"{METHOD}: skip_modules: expected names of linear layers, received {skip!r}")
-        for name in found:
+        for name in skipped:
             del layers[name]
     return layers
 
@@ -328,9 +329,9 @@ def _model_names(model: Any, stored: dict[str, Stored]) -> dict[str, Stored]:
     prefix = model.base_model_prefix + "."
     if any(name.startswith(prefix) for name in stored):
         return stored
-    own = {name.partition(".")[0] for name in model.state_dict()}
+    roots = {name.partition(".")[0] for name in model.state_dict()}
     return {
-        name if name.partition(".")[0] in own else prefix + name: tensor for name, tensor in stored.items()
+        name if name.partition(".")[0] in roots else prefix + name: tensor for name, tensor in stored.items()
     }
 
 
@@ -384,7 +385,7 @@ def _check_tensors(
         "position_ids",
     ]
     used = {name for names, _ in tensors for name in names} | {
-        part for found in parts.values() for part in found
+        part for keys in parts.values() for part in keys
     }
     surplus = [name for name in stored if name not in used and not any(re.search(p, name) for p in known)]
     if surplus:
@@ -408,7 +409,7 @@ def _by_values(
     Raises:
         ValueError: the files store different values for one module.
     """
-    found: list[tuple[list[str], Tensor]] = []
+    untied: list[tuple[list[str], Tensor]] = []
     for names, like in tensors:
         held = [name for name in names if name in reader.stored]
         equal: dict[bytes, list[str]] = {}
@@ -428,10 +429,10 @@ def _by_values(
         for group in groups[1:]:
             _set(model, group, torch.empty_like(like))
         first = [name for name in names if name in groups[0] or name not in held or not equal]
-        found += [(first, like), *((group, like) for group in groups[1:])]
-    if len(found) > len(tensors):
+        untied += [(first, like), *((group, like) for group in groups[1:])]
+    if len(untied) > len(tensors):
         note_ties(model)
-    return found
+    return untied
 
 
 def _digest(name: str, dtype: torch.dtype, reader: TensorReader, parts: dict[str, list[str]]) -> bytes:

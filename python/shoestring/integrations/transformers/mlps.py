@@ -66,9 +66,7 @@ def _is_mlp(module: nn.Module, names: Names, approximate: str) -> bool:
             x = tokens.to(weight.device, weight.dtype)
             h = gelu(first(x), approximate)
             return within_rounding(module(x), second(h), second(shaken(h)))
-    except (
-        Exception
-    ):  # raised if the MLP's forward has another signature, or if its layers do not fit together
+    except Exception:  # raised if the MLP's forward has another signature, or its layers do not fit together
         return False
     finally:
         module.train(training)

@@ -43,8 +43,8 @@ def renamed(forward: Any, name: str) -> Callable[..., Any]:
     if inner is not None and closure is not None:
         copied = renamed(inner, name)
         closure = tuple(types.CellType(copied) if c.cell_contents is inner else c for c in closure)
-    own = _uses(forward, name)
-    names = tuple(PREFIX + used if own and used == name else used for used in forward.__code__.co_names)
+    uses_name = _uses(forward, name)
+    names = tuple(PREFIX + used if uses_name and used == name else used for used in forward.__code__.co_names)
     made = types.FunctionType(
         forward.__code__.replace(co_names=names),
         forward.__globals__,
@@ -66,15 +66,15 @@ def claim(forward: Any, name: str, value: Any) -> Callable[[], None]:
     """
     while not _uses(forward, name):
         forward = forward.__wrapped__
-    namespace, own = forward.__globals__, PREFIX + name
-    place = (id(namespace), own)
-    namespace[own] = value
-    _claims[place] = _claims.get(place, 0) + 1
+    namespace, global_name = forward.__globals__, PREFIX + name
+    key = (id(namespace), global_name)
+    namespace[global_name] = value
+    _claims[key] = _claims.get(key, 0) + 1
 
     def release() -> None:
-        _claims[place] -= 1
-        if _claims[place] == 0:
-            del _claims[place]
-            namespace.pop(own, None)
+        _claims[key] -= 1
+        if _claims[key] == 0:
+            del _claims[key]
+            namespace.pop(global_name, None)
 
     return release

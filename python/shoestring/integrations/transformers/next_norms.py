@@ -45,17 +45,17 @@ def next_norms(
     finally:
         for hook in hooks:
             hook.remove()
-    found: dict[nn.Module, tuple[nn.Module, nn.Module]] = {}
+    norm_of: dict[nn.Module, tuple[nn.Module, nn.Module]] = {}
     for layer, out in made:
         readers = [norm for norm, x in read if x is out]
         once = len(readers) == 1 and sum(norm is readers[0] for norm, _ in read) == 1
         if once and isinstance(out, Tensor) and sum(m is layer for m, _ in made) == 1:
-            found[layer] = readers[0], norms[readers[0]]
-    return found
+            norm_of[layer] = readers[0], norms[readers[0]]
+    return norm_of
 
 
 def _in_checkpoint() -> bool:
-    """Return whether saved tensors go through hooks, as in a checkpoint, which computes its part by itself."""
+    """Return whether hooks see saved tensors, as in a checkpoint, whose part computes its norms itself."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

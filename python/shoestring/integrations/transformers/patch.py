@@ -221,18 +221,18 @@ def patch(
     strict = path is not None and "." not in path and decoder
     if strict:
         weights(target.get_submodule(str(path)), torch.empty(0))
-    own, run, left = _first_results(target, path, strict)
+    reference, run, left = _first_results(target, path, strict)
     if run is not loss_of_few:
         path = None
     report = PatchReport(_own_class(target, path, logits, workspace_mb), left)
 
     def check() -> None:
-        ours = own if run is None else run(target)
-        if not alike(own, ours, dtype):
+        ours = reference if run is None else run(target)
+        if not alike(reference, ours, dtype):
             what = "the loss" if run is loss_of_few else "an output"
             raise ValueError(
                 f"shoestring.patch: model: expected {what} of {name} on few inputs with the norm "
-                f"{own.norm():.5f}, received {ours.norm():.5f} after the patch; leave this model unpatched"
+                f"{reference.norm():.5f}, received {ours.norm():.5f} after the patch; leave this model unpatched"
             )
 
     if path is not None and not strict:

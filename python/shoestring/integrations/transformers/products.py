@@ -23,7 +23,7 @@ LEAST_TOKENS = 32
 # Products of fewer tokens would measure how fast weights are read.
 FLOP = 8e8
 TOKENS = (256, 2048)
-# Each measurement takes turns until it has taken this time, and has had at least two turns.
+# The two products run in turns until this time is over, and for at least two turns.
 SECONDS = 0.02
 MOST_TURNS = 6
 # Ours must take at most this share of eager's time for a group of layers to be changed.
@@ -70,15 +70,15 @@ class Products:
         """Choose the products of a group of layers; return whether ours is chosen for any dtype."""
         weights: list[Tensor] = [layer.weight for layer in layers]  # type: ignore[misc]
         shapes = tuple((w.shape[0], w.shape[1]) for w in weights)
-        dtype, found = weights[0].dtype, False
+        dtype, is_chosen = weights[0].dtype, False
         if weights[0].device.type != "cpu" or any(w.dtype != dtype for w in weights):
             return False
         for compute in COMPUTES.get(dtype, ()):
-            place = (compute, shapes)
-            if place not in self.chosen:
-                self.chosen[place] = self.choose((compute, dtype, shapes), weights, self)
-            found = found or self.chosen[place] is not None
-        return found
+            key = (compute, shapes)
+            if key not in self.chosen:
+                self.chosen[key] = self.choose((compute, dtype, shapes), weights, self)
+            is_chosen = is_chosen or self.chosen[key] is not None
+        return is_chosen
 
     def count_bytes(self, key: Key) -> None:
         """Count the tensors with which a group is measured.
@@ -89,8 +89,8 @@ class Products:
         compute, dtype, shapes = key
         tokens, features = _tokens(key), shapes[0][1]
         outputs = sum(out for out, _ in shapes)
-        kept = (tokens + outputs) * features
-        rounded = kept * dtype.itemsize * (2 if compute != dtype else 1)
+        elements = (tokens + outputs) * features
+        rounded = elements * dtype.itemsize * (2 if compute != dtype else 1)
         upstream = 2 * tokens * outputs * compute.itemsize
         self.bytes = max(self.bytes, tokens * features * dtype.itemsize + upstream + rounded)
 
@@ -127,7 +127,7 @@ class Products:
 
 
 def by_default(key: Key, weights: Sequence[Tensor], products: Products) -> Choice:
-    """Return the choice for this CPU, which keeps to PyTorch unless ours is known or measured to be faster.
+    """Return the choice for this CPU: PyTorch, unless our products are known or measured to be faster.
 
     The C++ functions ``dense_linear`` and ``dense_linear_group`` choose by the same rule:
 
@@ -136,21 +136,21 @@ def by_default(key: Key, weights: Sequence[Tensor], products: Products) -> Choic
     - With AVX2 or AVX-512, a measurement decides, between all products by this package and all by PyTorch.
     - Other CPUs, products in fp16 and small layers are left to PyTorch.
     """
-    own, seconds = _choice(key)
+    is_ours, seconds = _choice(key)
     if seconds > 0:
         products.measured += 1
         products.seconds += seconds
         products.count_bytes(key)
-    return () if own else None
+    return () if is_ours else None
 
 
 def _choice(key: Key) -> tuple[bool, float]:
     """Return whether the rule chooses ours, and the seconds that a measurement took."""
     compute, dtype, shapes = key
-    found: tuple[bool, float] = torch.ops.shoestring._linear_choice(
+    choice: tuple[bool, float] = torch.ops.shoestring._linear_choice(
         compute, dtype, shapes[0][1], [out for out, _ in shapes]
     )
-    return found
+    return choice
 
 
 def by_measurement(key: Key, weights: Sequence[Tensor], products: Products) -> Choice:
@@ -158,15 +158,15 @@ def by_measurement(key: Key, weights: Sequence[Tensor], products: Products) -> C
 
     A group is measured once in a process.
     """
-    place = (torch.ops.shoestring._cpu_capability(), torch.get_num_threads(), key)
-    if place not in _measured:
+    cache_key = (torch.ops.shoestring._cpu_capability(), torch.get_num_threads(), key)
+    if cache_key not in _measured:
         start = time.perf_counter()
         library = _faster_by_library(key, weights)
-        _measured[place] = library if _whole(key, weights, library) <= GAIN else None
+        _measured[cache_key] = library if _whole(key, weights, library) <= GAIN else None
         products.measured += 1
         products.seconds += time.perf_counter() - start
         products.count_bytes(key)
-    return _measured[place]
+    return _measured[cache_key]
 
 
 def _tokens(key: Key) -> int:
@@ -211,16 +211,16 @@ def _whole(key: Key, weights: Sequence[Tensor], library: tuple[str, ...]) -> flo
     """Return the time of a group by this package over the time by eager PyTorch, forward and backward."""
     compute, dtype, _ = key
     x, upstream = _data(key)
-    kept = [x.requires_grad_(), *(w.detach().requires_grad_() for w in weights)]
+    inputs = [x.requires_grad_(), *(w.detach().requires_grad_() for w in weights)]
 
     def ours() -> None:
-        outputs = linear_group(x, kept[1:], dtype=compute, library=library)
-        torch.autograd.grad(outputs, kept, upstream)
+        outputs = linear_group(x, inputs[1:], dtype=compute, library=library)
+        torch.autograd.grad(outputs, inputs, upstream)
 
     def eager() -> None:
         with torch.autocast("cpu", compute, enabled=compute != dtype):
-            outputs = [F.linear(x, w) for w in kept[1:]]
-        torch.autograd.grad(outputs, kept, upstream)
+            outputs = [F.linear(x, w) for w in inputs[1:]]
+        torch.autograd.grad(outputs, inputs, upstream)
 
     with torch.autocast("cpu", enabled=False), torch.enable_grad():
         return _ratio(ours, eager)
@@ -230,7 +230,7 @@ def _ratio(first: Callable[[], None], second: Callable[[], None]) -> float:
     """Return the time of the first function over that of the second, each the least of several turns."""
     least = [float("inf"), float("inf")]
     start = time.perf_counter()
-    for turn in range(MOST_TURNS):  # the first one also prepares kernels
+    for turn in range(MOST_TURNS):  # the first turn also prepares kernels
         if turn >= 2 and time.perf_counter() - start > SECONDS:
             break
         for i, function in enumerate((first, second)):

@@ -95,7 +95,7 @@ def _has_linears(module: nn.Module, names: Sequence[str]) -> bool:
 def _dense_groups(
     module: nn.Module, products: Products, output: nn.Module | None
 ) -> tuple[list[tuple[str, ...]], list[Left]]:
-    """Return the names of a module's dense layers, grouped by input, for which ours is chosen.
+    """Return the names of a module's dense layers that use our products, grouped by input.
 
     Also return the dense layers that are left unchanged, with the reason. An empty name stands for the
     module itself.

@@ -85,15 +85,15 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     Raises:
         ValueError: a file is missing or damaged, or two files hold a tensor of the same name.
     """
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for file in _weight_files(directory):
         for name, tensor in _open(file).tensors().items():
-            if name in found:
+            if name in stored:
                 raise ValueError(
-                    f"{file}: {printable(name)} is in {found[name].file.name} as well; expected it in one file"
+                    f"{file}: {printable(name)} is in {stored[name].file.name} as well; expected it in one file"
                 )
-            found[name] = Stored(file, name, tuple(tensor.shape), tensor.dtype)
-    return found
+            stored[name] = Stored(file, name, tuple(tensor.shape), tensor.dtype)
+    return stored
 
 
 def _open(file: Path) -> Any:

@@ -300,10 +300,6 @@ def _forward(original: Callable[..., Any], layout: Layout) -> Callable[..., Any]
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether hooks of a module may see or change its inputs and outputs."""
-    own = 1 if BRINGS_WEIGHTS in module.__dict__ else 0
-    return bool(
-        len(module._forward_hooks) > own
-        or len(module._forward_pre_hooks) > own
-        or module._backward_hooks
-        or "forward" in module.__dict__
-    )
+    allowed = 1 if BRINGS_WEIGHTS in module.__dict__ else 0
+    hooks = max(len(module._forward_hooks), len(module._forward_pre_hooks))
+    return hooks > allowed or bool(module._backward_hooks) or "forward" in module.__dict__

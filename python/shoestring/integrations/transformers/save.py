@@ -149,13 +149,13 @@ def _quantization_config(model: Any) -> dict[str, Any]:
 def _distinct(state: dict[str, Any]) -> dict[str, Tensor]:
     """Return a state dict for files, with only the first name of tied tensors."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
-    found: dict[str, Tensor] = {}
+    distinct: dict[str, Tensor] = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tuple(tensor.shape))
         if tensor.numel() == 0 or key not in seen:
-            found[name] = tensor.detach()
+            distinct[name] = tensor.detach()
         seen.add(key)
-    return found
+    return distinct
 
 
 def _shards(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

@@ -42,8 +42,8 @@ def output_of_few(model: Any) -> Tensor:
     if not inputs:
         raise TypeError("a forward without input_ids and pixel_values")
     with evaluating(model), torch.no_grad():
-        found = model(**inputs, return_dict=True)
-    for value in found.values():
+        output = model(**inputs, return_dict=True)
+    for value in output.values():
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.detach().clone()
     raise TypeError("an output without tensors")

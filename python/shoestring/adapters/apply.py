@@ -24,6 +24,7 @@ from shoestring.adapters.peft_config import from_peft
 from shoestring.adapters.switch import adapter_names, members, set_adapter
 from shoestring.adapters.targets import (
     all_linear,
+    base_modules,
     by_pattern,
     find_targets,
     former_class,
@@ -32,7 +33,6 @@ from shoestring.adapters.targets import (
     is_saved,
     matches,
     output_head,
-    own_modules,
     refuse_unmatched,
 )
 from shoestring.adapters.tied import tie_copies, tied_modules, untie_weight
@@ -238,7 +238,7 @@ def saved_modules(model: nn.Module, options: Options) -> list[str]:
     Raises:
         ValueError: a name matches no module, or a module contains adapters or quantised weights.
     """
-    modules = own_modules(model)
+    modules = base_modules(model)
     wanted = (*options.modules_to_save, *options.heads)
     tied = tied_modules(model, options)
     ties = {*tied, *tied.values()}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from shoestring.adapters.options import LoraOptions
-from shoestring.adapters.targets import all_linear, matches, own_modules
+from shoestring.adapters.targets import all_linear, base_modules, matches
 
 # Names of the layers of an expert that are now stacked: gate and up, which share one parameter, and down.
 FAMILIES = {"mixtral": ("w1", "w3", "w2"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
@@ -81,7 +81,7 @@ def _last_names(model: nn.Module, pattern: str, stacked: dict[str, str]) -> list
     """Return the last parts of the names of the layers that a pattern matches, stacked ones included."""
     if pattern == "all-linear":
         return list(dict.fromkeys([*(name.rpartition(".")[2] for name in all_linear(model)), *stacked]))
-    candidates = [name for name in own_modules(model) if name]
+    candidates = [name for name in base_modules(model) if name]
     for name, parameter in model.named_parameters():
         container, _, last = name.rpartition(".")
         former = [old for old, new in stacked.items() if new == last] if parameter.dim() == 3 else []

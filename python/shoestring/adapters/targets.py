@@ -84,10 +84,10 @@ def output_head(model: nn.Module) -> nn.Module | None:
 def all_linear(model: nn.Module) -> dict[str, Any]:
     """Return every linear layer except the output head, by name, in the order of ``named_modules``."""
     head = output_head(model)
-    return {n: m for n, m in own_modules(model).items() if is_any_linear(m) and m is not head}
+    return {n: m for n, m in base_modules(model).items() if is_any_linear(m) and m is not head}
 
 
-def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+def base_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return every module by name, except the modules inside trained copies."""
     modules = dict(model.named_modules())
     copied = tuple(f"{name}." for name, module in modules.items() if isinstance(module, TrainedCopy))
@@ -168,7 +168,7 @@ def refuse_unmatched_targets(
     Raises:
         ValueError: an entry of ``names`` matches no module.
     """
-    modules = own_modules(model)
+    modules = base_modules(model)
     meant = [t for t in names if not any(matches(name, [t]) for name in modules if name)]
     refuse_unmatched("target_modules", meant, [n for n, m in modules.items() if n and supported(m)])
 
@@ -186,7 +186,7 @@ def find_targets(
         return {}
     if not isinstance(targets, str):
         refuse_unmatched_targets(model, targets, supported)
-    names = [name for name in own_modules(model) if name]
+    names = [name for name in base_modules(model) if name]
     refuse_unmatched("exclude_modules", options.exclude_modules, names)
     _refuse_unmatched_layers(options, [name for name in names if matches(name, targets)])
     modules = selected(model, options)
@@ -211,7 +211,7 @@ def selected(model: nn.Module, options: Options) -> dict[str, nn.Module]:
     linear = all_linear(model) if targets == "all-linear" else None
     return {
         name: module
-        for name, module in own_modules(model).items()
+        for name, module in base_modules(model).items()
         if name
         and (name in linear if linear is not None else matches(name, targets))
         and not _left_out(name, options)

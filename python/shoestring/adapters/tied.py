@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from shoestring.adapters.options import LoraOptions, Options
-from shoestring.adapters.targets import own_modules, selected
+from shoestring.adapters.targets import base_modules, selected
 from shoestring.adapters.trained_copy import TrainedCopy
 
 EMBEDDINGS = ("embed_tokens", "lm_head")  # the last parts of the names that PEFT takes for embeddings
@@ -82,7 +82,7 @@ def tied_modules(model: nn.Module, options: Options) -> dict[str, str]:
         return {}
     get = getattr(model, "get_input_embeddings", None)
     inputs = get() if callable(get) else None
-    modules = {name: module for name, module in own_modules(model).items() if name}
+    modules = {name: module for name, module in base_modules(model).items() if name}
     source = next((name for name, module in modules.items() if module is inputs), None)
     tied = sharing(modules, source) if source is not None else []
     if source is None or not tied:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shoestring.adapters.adapted import AdaptedLayer, wide
 from shoestring.adapters.options import LoraOptions, Options, TokenOptions
-from shoestring.adapters.targets import former_class, matches, own_modules, refuse_unmatched
+from shoestring.adapters.targets import base_modules, former_class, matches, refuse_unmatched
 from shoestring.adapters.tied import sharing
 
 
@@ -118,7 +118,7 @@ def token_targets(model: nn.Module, options: Options) -> dict[str, Target]:
     wanted: Any = options.trainable_token_indices if isinstance(options, LoraOptions) else ()
     if not isinstance(options, LoraOptions) or not wanted:
         return {}
-    modules = {name: module for name, module in own_modules(model).items() if name}
+    modules = {name: module for name, module in base_modules(model).items() if name}
     get = getattr(model, "get_input_embeddings", None)
     inputs = get() if callable(get) else None
     if not isinstance(wanted, Mapping):

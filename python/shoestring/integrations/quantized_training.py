@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shoestring.adapters.targets import all_linear, former_class, matches, own_modules, refuse_unmatched
+from shoestring.adapters.targets import all_linear, base_modules, former_class, matches, refuse_unmatched
 from shoestring.core.fast_paths import set_fast_paths
 from shoestring.quantization.fake_quantized_linear_module import (
     FakeQuantizedLinear,
@@ -80,7 +80,7 @@ def _chosen(
     model: nn.Module, targets: str | Sequence[str], skip_modules: Sequence[str]
 ) -> dict[str, nn.Linear]:
     """Return the linear layers to prepare, by name."""
-    modules = {name: module for name, module in own_modules(model).items() if name}
+    modules = {name: module for name, module in base_modules(model).items() if name}
     refuse_unmatched("skip_modules", skip_modules, modules, caller=PREPARE)
     every = targets == "all-linear"
     if not every:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shoestring.core.dtensors import is_dtensor
 from shoestring.files.read_file import is_integer, parse_json, shown
 from shoestring.files.safetensors_file import Gathered, checksum_of, open_safetensors, save_gathered
-from shoestring.optim import files as own_files
+from shoestring.optim import files as optimizer_files
 from shoestring.optim import torch_files
 from shoestring.optim.base import LowMemoryOptimizer
 from shoestring.optim.host_copy import HostCopy, call_all
@@ -253,20 +253,20 @@ def load_training(
     try:
         for number, optimizer in enumerate(all_optimizers):
             undo.append((f"optimizer {number}", HostCopy([], [optimizer]).restore))
-            state = own_files.load_all(file, f"optimizer.{number}.", optimizer)
+            state = optimizer_files.load_all(file, f"optimizer.{number}.", optimizer)
             params = names_of(optimizer, known)
             _files_of(optimizer).restore(optimizer, state, saved["optimizers"][number], where, params)
             del state
         for name, part in parts.items():
             undo.append((f"the part {name}", HostCopy([], [part]).restore))
-            part_tensors, values = own_files.load_all(file, f"part.{name}."), saved["parts"][name]
+            part_tensors, values = optimizer_files.load_all(file, f"part.{name}."), saved["parts"][name]
             if saved["kinds"] is None:
                 loaded = joined_like(part_tensors, values, part.state_dict(), f"{where}: {name}")
             else:
                 loaded = joined(part_tensors, values, saved["kinds"][name], f"{where}: {name}")
             part.load_state_dict(loaded)
         undo.append(("random numbers", functools.partial(set_random_states, *random_states())))
-        set_random_states(own_files.load_all(file, "random."), saved["random"])
+        set_random_states(optimizer_files.load_all(file, "random."), saved["random"])
         # The file has been read and checked as a whole, so these reads succeed unless the disk fails.
         for name, tensor in tensors.items():
             if is_dtensor(tensor):
@@ -374,7 +374,7 @@ def _parameters_with(state: Iterable[str], optimizer: Optimizer) -> set[Tensor]:
 
 
 def _files_of(optimizer: Optimizer) -> Any:
-    return own_files if isinstance(optimizer, LowMemoryOptimizer) else torch_files
+    return optimizer_files if isinstance(optimizer, LowMemoryOptimizer) else torch_files
 
 
 def _tensors_of(model: nn.Module, frozen: bool, also: Container[str], what: str) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "commands": command_reference.page,
     "benchmarks": benchmark_tables.page,
     "operators": operator_reference.page,
+    "guides of operators": operator_reference.guides,
     "ops": python_names.ops,
 }
 

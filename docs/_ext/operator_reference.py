@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,10 +11,19 @@ import torch
 import shoestring.ops
 
 REPOSITORY = Path(__file__).parents[2]
-# The definition of an operator in schema.cpp: its name follows a quote, and a parenthesis or a quote follows the
-# name, as in m.def("swiglu(Tensor gate, ...)") and define<LionOptions>(m, "lion_").
-DEFINITION = re.compile(r"(?:m\.def\(\(*|define<[^;]*?>\(\s*m,)\s*(?:R\"\(|\")(?P<name>\w+)[(\"]")
+# The definition of an operator in C++: its name follows a quote, and a parenthesis or a quote follows the
+# name, as in m.def("rope(Tensor q, ...)"), define<Swiglu>(m, "swiglu(Tensor gate, ...)") and
+# define<LionOptions>(m, "lion_").
+DEFINITION = re.compile(
+    r"(?:m\.def\((?:c10::str)?\(*|define<[^;]*?>\(\s*m,)\s*(?:R\"\(|\")(?P<name>\w+)[(\"]"
+)
+LIBRARY = re.compile(r"^TORCH_LIBRARY(?:_FRAGMENT)?\(", re.MULTILINE)
 COMMENT = re.compile(r"(?:^ *//.*\n)+", re.MULTILINE)
+# The guide of a room, if its name is not that of the room, and the operators that another guide describes.
+ROOM_GUIDES = {"gemm": "operators", "optim": "optimizers"}
+GUIDES = dict.fromkeys(("compress_gradient_", "decompress_mean_"), "slow_links") | dict.fromkeys(
+    ("quantize_8bit", "dequantize_8bit", "quantize_state_4bit", "dequantize_state_4bit"), "optimizers"
+)
 
 
 def operators() -> list[str]:
@@ -27,7 +37,7 @@ def operators() -> list[str]:
 
 def page() -> str:
     """Return the Markdown of all public operators, in alphabetical order."""
-    comments = schema_comments()
+    comments = {name: _markdown(comment) for _, name, comment in definitions()}
     parts = []
     for name in operators():
         schema = getattr(torch.ops.shoestring, name).default._schema
@@ -73,18 +83,37 @@ def _wrapped(schema: str) -> str:
     return f"{name}(\n" + "".join(f"  {line},\n" for line in lines).rstrip(",\n") + f"\n) -> {results}"
 
 
-def schema_comments() -> dict[str, str]:
-    """Return the comments of the files schema.cpp on public operators, as Markdown, by the operators' names."""
-    found: dict[str, str] = {}
-    for path in sorted((REPOSITORY / "csrc").glob("*/schema.cpp")):
+def guides() -> str:
+    """Return a table of the public operators, by the guides that describe them."""
+    rooms = {name: room for room, name, _ in definitions()}
+    by_guide: dict[str, list[str]] = {}
+    for name in operators():
+        guide = GUIDES.get(name) or ROOM_GUIDES.get(rooms[name], rooms[name])
+        by_guide.setdefault(guide, []).append(f"`{name}`")
+    lines = ["| operators | described in |", "| --- | --- |"]
+    for guide, names in sorted(by_guide.items()):
+        title = (REPOSITORY / f"docs/guides/{guide}.md").read_text().partition("\n")[0].removeprefix("# ")
+        lines.append(
+            f"| {', '.join(names)} | {'below' if guide == 'operators' else f'[{title}]({guide}.md)'} |"
+        )
+    return "\n".join(lines)
+
+
+def definitions() -> Iterator[tuple[str, str, str]]:
+    """Yield each operator that C++ defines: its room, its name, and the comment above it."""
+    for path in sorted((REPOSITORY / "csrc").rglob("*.cpp")):
         source = path.read_text()
-        end = source.index("TORCH_LIBRARY")
-        for definition in DEFINITION.finditer(source):
+        if (library := LIBRARY.search(source)) is None:
+            continue
+        end = library.start()
+        for definition in DEFINITION.finditer(source, end):
             blocks = [match[0] for match in COMMENT.finditer(source, end, definition.start())]
             end = definition.end()
-            if blocks:
-                found[definition["name"]] = _markdown(blocks[-1])
-    return found
+            yield (
+                path.relative_to(REPOSITORY / "csrc").parts[0],
+                definition["name"],
+                blocks[-1] if blocks else "",
+            )
 
 
 def _markdown(comment: str) -> str:

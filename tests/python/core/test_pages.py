@@ -5,6 +5,7 @@ A capability or a figure stands once, or is compared here.
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import shoestring  # noqa: F401 (registers the operators)
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
+sys.path.append(str(DOCS / "_ext"))
+import operator_reference  # noqa: E402
+
 PUBLIC = Path(__file__).parent / "public"
 # Modules that are parts of a public name; every other part in front of the last is a class.
 MODULES = {
@@ -79,8 +83,10 @@ def test_what_exists_in_python_only() -> None:
 
 
 def test_operators_page_lists_every_operator() -> None:
-    table = rows((DOCS / "guides/operators.md").read_text(), "operators")
+    assert "<!-- generated: guides of operators -->" in (DOCS / "guides/operators.md").read_text()
+    table = rows(operator_reference.guides() + "\n\n", "operators")
     listed = [name for row in table for name in re.findall(r"`(\w+)`", row[0])]
+    assert all((DOCS / "guides" / page).exists() for row in table for page in re.findall(r"\((.+)\)", row[1]))
     lines = (PUBLIC / "operators.txt").read_text().splitlines()
     registered = {line.split("::", 1)[1].split("(")[0].split(".")[0] for line in lines if "::" in line}
     assert sorted(listed) == sorted(registered)

@@ -232,11 +232,11 @@ def layers() -> Iterator[Case]:
             yield Case(
                 "layers", f"{layer}, {at}", "shoestring", (reads + writes) * size * elements, (kernel,)
             )
-        for layer, activation, reads, functions in (
-            ("swiglu", "Silu", 2, 2), ("geglu", "GeluErf", 2, 0), ("gelu", "GeluErf", 1, 0),
+        for layer, file, rule, reads, functions in (
+            ("swiglu", "swiglu", "Gated", 2, 2), ("geglu", "geglu", "Gated", 2, 0), ("gelu", "geglu", "Ungated", 1, 0),
         ):  # fmt: skip
             kernel = Kernel(
-                rf"_{'swiglu' if layer == 'swiglu' else 'geglu'}_cu_.*7forwardINS1_\d+{activation}E{name}Li{wide}E",
+                rf"_{file}_cu_.*7forwardINS_7kernels\d{rule}INS\d_\d(?:Silu|GeluErf)EEE{name}Li{wide}E",
                 {LDG16: reads, STORED: 16, "MUFU": functions * wide}, 1, 256, elements / (256 * wide),
                 pieces=VECTOR,
             )  # fmt: skip

@@ -1,8 +1,8 @@
 #include "adapters/lora_layers.h"
 
 #include "core/tensors.h"
+#include "layers/gated.h"
 #include "layers/seeded_dropout.h"
-#include "layers/swiglu.h"
 #include "quantization/packed.h"
 
 namespace shoestring::adapters {
@@ -101,7 +101,7 @@ std::vector<LoraLayer> checked_layers(const Tensor& x, const LoraParts& parts, c
   TORCH_CHECK(x.dim() >= 1, kLoraLinear, ": x: expected shape (..., in_features), received a scalar");
   check_float("x", x, x.device());
   layers::check_dropout(kLoraLinear, dropout, seed, x.device());
-  if (gate.has_value()) layers::check_swiglu(kLoraLinear, *gate, x);
+  if (gate.has_value()) layers::check_gated(kLoraLinear, *gate, x);
   for (const auto& layer : layers) check_layer(x, layer);
   return layers;
 }

@@ -1,8 +1,9 @@
 #pragma once
 
-#include "core/capability.h"
-#include "layers/gated_table.h"
+#include "core/elementwise_table.h"
 
-// CPU kernels of geglu: with the tanh approximation of GELU, and with the exact GELU.
-SHOESTRING_CPU_TABLE(kernels::GatedTable, geglu_tanh)
-SHOESTRING_CPU_TABLE(kernels::GatedTable, geglu_erf)
+// CPU kernels of geglu and gelu: with the tanh approximation of GELU, and with the exact GELU.
+SHOESTRING_CPU_TABLE(kernels::ElementwiseTable, geglu_tanh)
+SHOESTRING_CPU_TABLE(kernels::ElementwiseTable, geglu_erf)
+SHOESTRING_CPU_TABLE(kernels::ElementwiseTable, gelu_tanh)
+SHOESTRING_CPU_TABLE(kernels::ElementwiseTable, gelu_erf)

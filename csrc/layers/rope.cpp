@@ -1,6 +1,7 @@
 #include "layers/rope.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -8,6 +9,8 @@
 
 #include <shoestring/layers/ops.h>
 
+#include "core/arguments.h"
+#include "core/autograd.h"
 #include "core/call.h"
 #include "core/cuda.h"
 #include "core/huge_pages.h"
@@ -20,6 +23,8 @@ namespace shoestring::layers {
 namespace {
 
 using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 using OptionalTensor = std::optional<Tensor>;
 
 // maximum number of partial sums over tokens on the CPU; independent of the number of threads
@@ -266,6 +271,106 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rope_backward_meta(
   return {empty_rotary_heads(grad_q), empty_rotary_heads(grad_k), like(q_weight), like(k_weight)};
 }
 
+std::tuple<Tensor, Tensor> call_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                     std::optional<int64_t> rotary_dim, bool interleaved,
+                                     const OptionalTensor& position_ids, const OptionalTensor& q_weight,
+                                     const OptionalTensor& k_weight, double eps, double offset) {
+  static auto op = find<decltype(call_rope)>("shoestring::rope");
+  return op.call(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
+}
+
+using RopeBackwardSignature = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+    std::optional<int64_t>, bool, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
+    double, bool);
+
+// Autograd of rope. The backward of a rotation is the inverse rotation, which needs no inputs. q and k are
+// therefore saved only if they are normalised before the rotation.
+class Rope : public torch::autograd::Function<Rope> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& cos,
+                               const Tensor& sin, std::optional<int64_t> rotary_dim, bool interleaved,
+                               const OptionalTensor& position_ids, const OptionalTensor& q_weight,
+                               const OptionalTensor& k_weight, double eps, double offset) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    const auto [new_q, new_k] =
+        call_rope(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
+    const bool normed = q_weight.has_value();
+    const OptionalTensor none;
+    save_fields(ctx, Saved{normed ? OptionalTensor(q) : none, normed ? OptionalTensor(k) : none, position_ids,
+                           q_weight, k_weight, cos, sin, rotary_dim, interleaved,
+                           wants_grad(q_weight) || wants_grad(k_weight), eps, offset});
+    return {new_q, new_k};
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& upstream) {
+    const auto saved = saved_fields<Saved>(ctx);
+    Tensor to_q, to_k, to_q_weight, to_k_weight;
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      static auto op = find<RopeBackwardSignature>("shoestring::_rope_backward");
+      std::tie(to_q, to_k, to_q_weight, to_k_weight) =
+          op.call(upstream[0], upstream[1], saved.q, saved.k, saved.cos, saved.sin, saved.rotary_dim,
+                  saved.interleaved, saved.position_ids, saved.q_weight, saved.k_weight, saved.eps,
+                  saved.offset, saved.weight_grad);
+    }
+    if (!saved.weight_grad) to_q_weight = to_k_weight = Tensor();
+    const variable_list g = once_differentiable("rope", {to_q, to_k, to_q_weight, to_k_weight});
+    return {g[0], g[1], {}, {}, {}, {}, {}, g[2], g[3], {}, {}};
+  }
+
+ private:
+  struct Saved {
+    OptionalTensor q, k, position_ids, q_weight, k_weight;
+    Tensor cos, sin;
+    std::optional<int64_t> rotary_dim;
+    bool interleaved = false, weight_grad = false;
+    double eps = 0, offset = 0;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.q, self.k, self.position_ids, self.q_weight, self.k_weight, self.cos, self.sin,
+                 self.rotary_dim, self.interleaved, self.weight_grad, self.eps, self.offset);
+    }
+  };
+};
+
+std::tuple<Tensor, Tensor> rope_autograd(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                         const Tensor& sin, std::optional<int64_t> rotary_dim,
+                                         bool interleaved, const OptionalTensor& position_ids,
+                                         const OptionalTensor& q_weight, const OptionalTensor& k_weight,
+                                         double eps, double offset) {
+  TORCH_CHECK(!needs_grad(cos, sin),
+              "rope: cos, sin: expected tables without gradients, received one with requires_grad; "
+              "detach it, or rotate in plain PyTorch");
+  const Tensor none;
+  if (needs_grad(q, k, q_weight.value_or(none), k_weight.value_or(none))) {
+    const variable_list results =
+        Rope::apply(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
+    return {results[0], results[1]};
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_rope(q, k, cos, sin, rotary_dim, interleaved, position_ids, q_weight, k_weight, eps, offset);
+}
+
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  // Applies the rotary position embedding to q and k: (batch, heads, tokens, head_dim) or (tokens, heads,
+  // head_dim), with any strides. q and k may have different numbers of heads.
+  // cos and sin: (tokens, width) or (1 or batch, tokens, width). If position_ids are given, int64 (tokens) or
+  // (1 or batch, tokens), cos and sin are (positions, width). width is rotary_dim / 2, or rotary_dim if each
+  // angle is given twice.
+  // The first rotary_dim elements of a head (None: all) are rotated in pairs. The elements of a pair are
+  // adjacent if interleaved is true, else rotary_dim / 2 apart. With q_weight and k_weight (head_dim),
+  // RMSNorm first normalises each head and multiplies it by (offset + weight).
+  m.def(R"(rope(Tensor q, Tensor k, Tensor cos, Tensor sin, *, int? rotary_dim=None,
+      bool interleaved=False, Tensor? position_ids=None, Tensor? q_weight=None, Tensor? k_weight=None,
+      float eps=1e-06, float offset=0.) -> (Tensor, Tensor))");
+  // Computes the gradients of rope. q and k must be given if there are weights. The gradients of q_weight and
+  // k_weight are empty if weight_grad is false.
+  m.def(R"(_rope_backward(Tensor grad_q, Tensor grad_k, Tensor? q, Tensor? k, Tensor cos, Tensor sin,
+      int? rotary_dim, bool interleaved, Tensor? position_ids, Tensor? q_weight, Tensor? k_weight,
+      float eps, float offset, bool weight_grad) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight,
+      Tensor grad_k_weight))");
+}
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
   m.impl("rope", run_rope<Backend::kCpu>);
   m.impl("_rope_backward", run_rope_backward<Backend::kCpu>);
@@ -278,6 +383,7 @@ TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
   m.impl("rope", rope_meta);
   m.impl("_rope_backward", rope_backward_meta);
 }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("rope", rope_autograd); }
 
 }  // namespace
 

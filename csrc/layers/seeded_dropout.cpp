@@ -8,6 +8,8 @@
 
 #include <shoestring/layers/ops.h>
 
+#include "core/arguments.h"
+#include "core/autograd.h"
 #include "core/call.h"
 #include "core/cuda.h"
 #include "core/tensors.h"
@@ -16,6 +18,8 @@
 namespace shoestring::layers {
 
 using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 namespace {
 
@@ -70,9 +74,53 @@ Tensor seeded_dropout_meta(const Tensor& x, const Tensor& seed, double p) {
   return at::empty_symint(x.sym_sizes(), x.options());
 }
 
+Tensor call_seeded_dropout(const Tensor& x, const Tensor& seed, double p) {
+  static auto op = find<Tensor(const Tensor&, const Tensor&, double)>("shoestring::seeded_dropout");
+  return op.call(x, seed, p);
+}
+
+// Autograd of seeded_dropout. Its backward applies the same mask and scale to the gradient, so it is again
+// seeded_dropout and differentiable.
+class SeededDropout : public torch::autograd::Function<SeededDropout> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& seed, double p) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    save_fields(ctx, Saved{seed, p});
+    return call_seeded_dropout(x, seed, p);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grad_outputs) {
+    const auto saved = saved_fields<Saved>(ctx);
+    return {call_seeded_dropout(grad_outputs[0], saved.seed, saved.p), Tensor(), Tensor()};
+  }
+
+ private:
+  struct Saved {
+    Tensor seed;
+    double p = 0;
+
+    template <class Self, class Visitor>
+    static void fields(Self& self, Visitor& visit) {
+      visit.each(self.seed, self.p);
+    }
+  };
+};
+
+Tensor seeded_dropout_autograd(const Tensor& x, const Tensor& seed, double p) {
+  if (needs_grad(x)) return SeededDropout::apply(x, seed, p);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return call_seeded_dropout(x, seed, p);
+}
+
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  // Drops each element of x with probability p and divides the remaining elements by 1 - p. The mask depends
+  // only on the seed, one int64, and the index of the element. Backward recomputes the mask instead of saving
+  // it.
+  m.def("seeded_dropout(Tensor x, Tensor seed, float p) -> Tensor");
+}
 TORCH_LIBRARY_IMPL(shoestring, CPU, m) { m.impl(kSeededDropoutOp, run_seeded_dropout<Backend::kCpu>); }
 TORCH_LIBRARY_IMPL(shoestring, CUDA, m) { m.impl(kSeededDropoutOp, run_seeded_dropout<Backend::kCuda>); }
 TORCH_LIBRARY_IMPL(shoestring, Meta, m) { m.impl(kSeededDropoutOp, seeded_dropout_meta); }
+TORCH_LIBRARY_IMPL(shoestring, Autograd, m) { m.impl("seeded_dropout", seeded_dropout_autograd); }
 
 }  // namespace
 

@@ -89,6 +89,12 @@ Tensor branch_of(const std::function<Tensor(const Tensor&)>& fn, const Tensor& x
   return y.to(x.scalar_type());
 }
 
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  // Returns the rows that stochastic_depth keeps, int64 in ascending order, on the device. They depend on the
+  // other arguments alone.
+  m.def(R"(_stochastic_depth_rows(int seed, int step, int layer, float p, int rows,
+      Device device) -> Tensor)");
+}
 TORCH_LIBRARY_IMPL(shoestring, CompositeExplicitAutograd, m) {
   m.impl("_stochastic_depth_rows", stochastic_depth_rows);
 }

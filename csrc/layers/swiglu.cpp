@@ -1,13 +1,10 @@
 #include "layers/swiglu.h"
 
-#include <ATen/Functions.h>
-#include <torch/library.h>
-
 #include <shoestring/layers/ops.h>
 
-#include "core/call.h"
+#include "core/elementwise_operator.h"
 #include "layers/gated.h"
-#include "layers/swiglu_table.h"
+#include "layers/swiglu_rule.h"
 
 namespace shoestring::layers {
 
@@ -15,88 +12,54 @@ using at::Tensor;
 
 namespace {
 
-constexpr const char* kSwigluOp = "swiglu";
+struct Swiglu {
+  static constexpr const char* kName = "swiglu";
+  static constexpr const char* kInputs[] = {"gate", "up"};
+  using Options = std::tuple<>;
 
-gated::Kernels swiglu_kernels() { return {kSwigluOp, cpu::swiglu()}; }
+  void check(const char* op, const Tensor& gate, const Tensor& up) const { check_gated(op, gate, up); }
+  elementwise::Kernels tables() const { return {kName, cpu::swiglu()}; }
+  Tensor forward_fp64(const Tensor& gate, const Tensor& up) const { return at::silu(gate).mul_(up); }
+  std::array<Tensor, 2> backward_fp64(const Tensor& grad, const Tensor& gate, const Tensor& up) const {
+    const Tensor s = at::sigmoid(gate), silu = gate.mul(s);
+    return {grad.mul(up).mul_(at::sigmoid(gate.neg()).mul_(silu).add_(s)), grad.mul(silu)};
+  }
+};
 
-template <Backend backend>
-Tensor run_swiglu(const Tensor& gate, const Tensor& up) {
-  check_swiglu(kSwigluOp, gate, up);
-  const c10::OptionalDeviceGuard guard(up.device());
-  return swiglu_forward(backend, gate, up);
+TORCH_LIBRARY_FRAGMENT(shoestring, m) {
+  // swiglu returns silu(gate) * up.
+  elementwise::define<Swiglu>(m, "swiglu(Tensor gate, Tensor up) -> Tensor");
 }
-
-template <Backend backend>
-std::tuple<Tensor, Tensor> run_swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
-  gated::check_backward("_swiglu_backward", grad, gate, up);
-  const c10::OptionalDeviceGuard guard(up.device());
-  auto [by_gate, by_up, product] = swiglu_backward(backend, grad, gate, up, false);
-  return {by_gate, by_up};
-}
-
-template <Backend backend>
-void run_swiglu_backward_in_place(const Tensor& grad, Tensor& gate, Tensor& up) {
-  gated::check_backward("_swiglu_backward_", grad, gate, up);
-  const c10::OptionalDeviceGuard guard(up.device());
-  gated::backward_in_place(backend, swiglu_kernels(), grad, gate, up);
-}
-
-Tensor swiglu_meta(const Tensor& gate, const Tensor& up) {
-  check_swiglu(kSwigluOp, gate, up);
-  return at::empty_symint(up.sym_sizes(), up.options());
-}
-std::tuple<Tensor, Tensor> swiglu_backward_meta(const Tensor& grad, const Tensor& gate, const Tensor& up) {
-  return {at::empty_symint(gate.sym_sizes(), gate.options()), at::empty_symint(up.sym_sizes(), up.options())};
-}
-
-void swiglu_backward_in_place_meta(const Tensor& grad, Tensor& gate, Tensor& up) {
-  gated::check_backward("_swiglu_backward_", grad, gate, up);
-}
-
-TORCH_LIBRARY_IMPL(shoestring, CPU, m) {
-  m.impl("swiglu", run_swiglu<Backend::kCpu>);
-  m.impl("_swiglu_backward", run_swiglu_backward<Backend::kCpu>);
-  m.impl("_swiglu_backward_", run_swiglu_backward_in_place<Backend::kCpu>);
-}
-TORCH_LIBRARY_IMPL(shoestring, CUDA, m) {
-  m.impl("swiglu", run_swiglu<Backend::kCuda>);
-  m.impl("_swiglu_backward", run_swiglu_backward<Backend::kCuda>);
-  m.impl("_swiglu_backward_", run_swiglu_backward_in_place<Backend::kCuda>);
-}
-TORCH_LIBRARY_IMPL(shoestring, Meta, m) {
-  m.impl("swiglu", swiglu_meta);
-  m.impl("_swiglu_backward", swiglu_backward_meta);
-  m.impl("_swiglu_backward_", swiglu_backward_in_place_meta);
-}
+SHOESTRING_ELEMENTWISE(Swiglu)
 
 }  // namespace
 
-void check_swiglu(const char* op, const Tensor& gate, const Tensor& up) { gated::check(op, gate, up); }
-
 Tensor swiglu_forward(Backend backend, const Tensor& gate, const Tensor& up) {
-  if (up.scalar_type() == at::kDouble) return at::silu(gate).mul_(up);
-  return gated::forward(backend, swiglu_kernels(), gate, up);
+  const Swiglu op;
+  if (up.scalar_type() == at::kDouble) return op.forward_fp64(gate, up);
+  return elementwise::forward(op.tables(), backend, {gate.contiguous(), up.contiguous()});
 }
 
 std::tuple<Tensor, Tensor, Tensor> swiglu_backward(Backend backend, const Tensor& grad, const Tensor& gate,
                                                    const Tensor& up, bool with_product) {
+  const Swiglu op;
   if (up.scalar_type() == at::kDouble) {
-    const Tensor s = at::sigmoid(gate), silu = gate.mul(s);
-    return {grad.mul(up).mul_(at::sigmoid(gate.neg()).mul_(silu).add_(s)), grad.mul(silu),
-            with_product ? silu.mul(up) : Tensor()};
+    auto [by_gate, by_up] = op.backward_fp64(grad, gate, up);
+    return {by_gate, by_up, with_product ? gate.mul(at::sigmoid(gate)).mul_(up) : Tensor()};
   }
-  return gated::backward(backend, swiglu_kernels(), grad, gate, up, with_product);
+  const Tensor results[] = {elementwise::like(gate), elementwise::like(up),
+                            with_product ? elementwise::like(up) : Tensor()};
+  elementwise::backward(op.tables(), backend, {grad.contiguous(), gate.contiguous(), up.contiguous()},
+                        at::ArrayRef<Tensor>(results, with_product ? 3 : 2));
+  return {results[0], results[1], results[2]};
 }
 
 }  // namespace shoestring::layers
 
 namespace shoestring {
 
-using at::Tensor;
-
-Tensor swiglu(const Tensor& gate, const Tensor& up) {
-  static auto op = find<decltype(layers::swiglu_meta)>("shoestring::swiglu");
-  return op.call(gate, up);
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  return elementwise::Operator<layers::Swiglu>::call(gate, up);
 }
 
 }  // namespace shoestring

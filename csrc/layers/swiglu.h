@@ -8,9 +8,6 @@
 
 namespace shoestring::layers {
 
-/// Raises unless `gate` has the shape, dtype and device of `up`, which must be floating-point.
-void check_swiglu(const char* op, const at::Tensor& gate, const at::Tensor& up);
-
 /// Returns silu(gate) * up, computed in fp32 (fp64 for fp64) and rounded once.
 at::Tensor swiglu_forward(Backend backend, const at::Tensor& gate, const at::Tensor& up);
 

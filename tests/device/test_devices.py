@@ -124,25 +124,26 @@ class Backwards(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The operators of backward that change their arguments, with numbers of tensors and the other arguments.
-IN_PLACE: dict[str, tuple[int, tuple[str, ...]]] = {
-    "_swiglu_backward_": (3, ()),
-    "_geglu_backward_": (3, ("none",)),
-    "_gelu_backward_": (2, ("none",)),
-    "_gelu_backward_value_": (3, ("none",)),
+# The operators of backward that change their arguments, and the operators whose options they take.
+IN_PLACE = {
+    name: operator
+    for operator in operators().values()
+    for name in (f"_{operator.name}_backward_", f"_{operator.name}_backward_value_")
+    if hasattr(torch.ops.shoestring, name)
 }
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_backward_in_place_guards_its_device(name: str) -> None:
-    count, more = IN_PLACE[name]
+    in_place = getattr(torch.ops.shoestring, name).default
+    count = sum(str(argument.type) == "Tensor" for argument in in_place._schema.arguments)
     torch.manual_seed(5)
     values = torch.randn(count, 8, 64)
     results = []
     for device in ("simdev:0", "simdev:1"):
         tensors = [value.to(device) for value in values]
-        getattr(torch.ops.shoestring, name)(*tensors, *more)
+        in_place(*tensors, **IN_PLACE[name].options[0])
         results.append([tensor.cpu() for tensor in tensors])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert not torch.equal(torch.stack(results[0]), values)

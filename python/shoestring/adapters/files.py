@@ -18,13 +18,7 @@ from shoestring.adapters.config_digest import KEY, config_digest
 from shoestring.adapters.conv1d import TransposedLinear
 from shoestring.adapters.experts import LoraExperts, parameter_options
 from shoestring.adapters.linear import LoraLinear
-from shoestring.adapters.options import (
-    IA3Options,
-    LoraOptions,
-    Options,
-    VeraOptions,
-    VirtualOptions,
-)
+from shoestring.adapters.options import IA3Options, LoraOptions, Options, VeraOptions, VirtualOptions
 from shoestring.adapters.peft_config import FileConfig, from_file, to_file
 from shoestring.adapters.switch import adapter_names as names_of
 from shoestring.adapters.switch import base_biases, check_known, members

@@ -166,14 +166,9 @@ class LoraLinear(AdaptedLinear, LowRankLinear):
             n: self.adapters[n].scaling * self.lora_bias[n] for n in names if self.adapters[n].lora_bias
         }
         if self.rows is not None and self.enabled:
+            low_scale = row_scale(parts, x)
             y = lora_linear(
-                x,
-                self.matrix(),
-                lora_A,
-                lora_B,
-                scaling=scaling,
-                low_scale=row_scale(parts, x),
-                dropout=dropout,
+                x, self.matrix(), lora_A, lora_B, scaling=scaling, low_scale=low_scale, dropout=dropout
             )
             return self._row_by_row(y, x, gains, biases)
         bias = add(self.bias, *biases.values())

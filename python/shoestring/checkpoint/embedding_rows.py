@@ -60,7 +60,4 @@ def bring_rows(store: Any, table: nn.Embedding) -> list[Any]:
         if not running:
             module.__dict__.pop("weight", None)
 
-    return [
-        table.register_forward_pre_hook(enter),
-        table.register_forward_hook(leave, always_call=True),
-    ]
+    return [table.register_forward_pre_hook(enter), table.register_forward_hook(leave, always_call=True)]

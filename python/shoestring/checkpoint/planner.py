@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "CheckpointPlan",
-    "PlanBlock",
-    "PlanChoice",
-    "checkpoint_plan",
-    "simulate_checkpoint_plan",
-]
+__all__ = ["CheckpointPlan", "PlanBlock", "PlanChoice", "checkpoint_plan", "simulate_checkpoint_plan"]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,7 @@ from torch.utils.data import Sampler
 
 from shoestring.data.batches import IGNORE, packed_arguments
 
-__all__ = [
-    "MultipackBatchSampler",
-    "PackedOrder",
-    "PackingCollator",
-]
+__all__ = ["MultipackBatchSampler", "PackedOrder", "PackingCollator"]
 
 # Number of shuffled sequences that are packed at a time: enough to fill the batches well, and few enough to
 # keep the order of an epoch random.

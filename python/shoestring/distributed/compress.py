@@ -38,9 +38,7 @@ def powersgd_hook(group: dist.ProcessGroup) -> Hook:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     powersgd_state = powerSGD_hook.PowerSGDState(
-        process_group=group,
-        matrix_approximation_rank=POWERSGD_RANK,
-        start_powerSGD_iter=POWERSGD_PLAIN_STEPS,
+        process_group=group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_PLAIN_STEPS
     )
 
     def shoestring_powersgd_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]

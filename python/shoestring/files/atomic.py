@@ -111,10 +111,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     if path.exists() and not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     in_place = path.exists() and exchange_obstacle(path) is not None
-    with (
-        _partial_folder(path if in_place else path.parent, path.name) as partial,
-        _named(partial, path),
-    ):
+    with _partial_folder(path if in_place else path.parent, path.name) as partial, _named(partial, path):
         yield partial
         for folder, _, names in os.walk(partial):
             for name in names:

@@ -100,10 +100,7 @@ def _entry(
     if names == ["momentum_buffer"]:
         # torch.optim.SGD counts no steps. A momentum buffer exists only after a first step, so the count
         # becomes 1.
-        entry = {
-            "step": 1,
-            **entry,
-        }
+        entry = {"step": 1, **entry}
     known = {"step", "weight_remainder", NESTED, *beside, *names}
     known |= {f"{kind}{i + 1}" for kind in ("qmap", "absmax") for i in range(len(moments))}
     if "step" not in entry or not known >= entry.keys() >= set(names):

@@ -77,10 +77,7 @@ def names_text(names: Sequence[GroupNames]) -> dict[str, str]:
 
 
 def orders_of(
-    ours: Sequence[GroupNames],
-    metadata: Mapping[str, str],
-    groups: Sequence[Mapping[str, Any]],
-    where: str,
+    ours: Sequence[GroupNames], metadata: Mapping[str, str], groups: Sequence[Mapping[str, Any]], where: str
 ) -> list[list[int]]:
     """Return ``order_of`` of each group of a file with the groups ``groups``.
 

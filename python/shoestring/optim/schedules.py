@@ -175,13 +175,7 @@ def cosine(
         Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, arXiv 1608.03983.
     """
     return Schedule(
-        "cosine",
-        steps=steps,
-        warmup=warmup,
-        warmup_start=warmup_start,
-        end=end,
-        cycles=cycles,
-        peak=peak,
+        "cosine", steps=steps, warmup=warmup, warmup_start=warmup_start, end=end, cycles=cycles, peak=peak
     )
 
 
@@ -249,13 +243,7 @@ def flat_cos(
         (1.0, 0.5, 0.0)
     """
     return Schedule(
-        "flat_cos",
-        steps=steps,
-        warmup=warmup,
-        warmup_start=warmup_start,
-        flat=flat,
-        end=end,
-        peak=peak,
+        "flat_cos", steps=steps, warmup=warmup, warmup_start=warmup_start, flat=flat, end=end, peak=peak
     )
 
 
@@ -356,13 +344,7 @@ def polynomial(
         0.25
     """
     return Schedule(
-        "polynomial",
-        steps=steps,
-        warmup=warmup,
-        warmup_start=warmup_start,
-        power=power,
-        end=end,
-        peak=peak,
+        "polynomial", steps=steps, warmup=warmup, warmup_start=warmup_start, power=power, end=end, peak=peak
     )
 
 

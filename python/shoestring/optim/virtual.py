@@ -116,10 +116,7 @@ class VirtualParameters:
         return {**values, "weight_decay": core_value(decay), "maximize": maximize}
 
     def step(
-        self,
-        groups: list[dict[str, Any]],
-        state: dict[Tensor, dict[str, Any]],
-        max_grad_norm: float | None,
+        self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Any]], max_grad_norm: float | None
     ) -> Tensor | None:
         """Step the parameters of the outer optimizer that have a gradient, and update its ``state``.
 

@@ -448,11 +448,5 @@ def quantize_parts(x: Tensor, quant_type: str, block_size: int, double_quant: bo
     packed, absmax = torch.ops.shoestring.quantize_4bit(x, quant_type=quant_type, block_size=block_size)
     absmax, second = torch.ops.shoestring.quantize_absmax(absmax) if double_quant else (absmax, None)
     return QuantizedTensor(
-        packed,
-        absmax,
-        second,
-        shape=x.shape,
-        dtype=x.dtype,
-        quant_type=quant_type,
-        block_size=block_size,
+        packed, absmax, second, shape=x.shape, dtype=x.dtype, quant_type=quant_type, block_size=block_size
     )

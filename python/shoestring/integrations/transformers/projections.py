@@ -33,11 +33,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def fuse(
-    model: nn.Module,
-    *,
-    adapters: bool = True,
-    products: Products | None = None,
-    head: str | None = None,
+    model: nn.Module, *, adapters: bool = True, products: Products | None = None, head: str | None = None
 ) -> tuple[list[Found], list[Left]]:
     """Fuse the projections of attention modules, Llama-style MLPs, and the linear layers of all modules.
 

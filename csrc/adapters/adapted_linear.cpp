@@ -60,10 +60,10 @@ AdaptableLayer::Shapes AdaptableLinearImpl::shapes(const AnyAdapterOptions& adap
                     "', the smaller side of ", name, "; received ", low_rank.rank());
   for (const auto& item : adapters) {
     const auto* other = item.value()->lora();
-    TORCH_CHECK_VALUE(
-        other == nullptr || !((low_rank.dora() && other->changes_base()) || (low_rank.changes_base() && other->dora())),
-        caller, ": dora: expected layers whose base no adapter changes, received ", name,
-        " for both DoRA and 'pissa', 'olora' or 'loftq'");
+    TORCH_CHECK_VALUE(other == nullptr || !((low_rank.dora() && other->changes_base()) ||
+                                            (low_rank.changes_base() && other->dora())),
+                      caller, ": dora: expected layers whose base no adapter changes, received ", name,
+                      " for both DoRA and 'pissa', 'olora' or 'loftq'");
   }
   shapes.insert("lora_A", {low_rank.rank(), in});
   shapes.insert("lora_B", {out, low_rank.rank()});

@@ -151,9 +151,9 @@ std::map<std::string, int64_t> initialize_eva(torch::nn::Module& module,
   observe(module, layers, all_directions, run);
   for (size_t i = 0; i < layers.size(); ++i) {
     const int64_t received = all_directions[i].values.defined() ? all_directions[i].values.size(0) : 0;
-    TORCH_CHECK_VALUE(received == all_directions[i].count, kOp, ": run: expected at least ", all_directions[i].count,
-                      " directions in the inputs of ", layers[i].first, ", received ", received,
-                      "; give more tokens or a smaller rank");
+    TORCH_CHECK_VALUE(received == all_directions[i].count, kOp, ": run: expected at least ",
+                      all_directions[i].count, " directions in the inputs of ", layers[i].first,
+                      ", received ", received, "; give more tokens or a smaller rank");
   }
   const auto ranks = distribute(layers, all_directions, sum);
   std::map<std::string, int64_t> result;

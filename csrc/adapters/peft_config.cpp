@@ -46,7 +46,8 @@ Json lora_to_file(const std::vector<std::pair<std::string, nn::AnyAdapterOptions
   for (const auto& [name, options] : layers) {
     const auto& layer_options = std::get<nn::LoraOptions>(options);
     TORCH_CHECK_VALUE(
-        layer_options.dora() == first.dora() && layer_options.lora_bias() == first.lora_bias() && layer_options.rslora() == first.rslora(),
+        layer_options.dora() == first.dora() && layer_options.lora_bias() == first.lora_bias() &&
+            layer_options.rslora() == first.rslora(),
         "lora::save_adapter: module: expected the same dora, rslora and lora_bias in all layers, since the "
         "file stores one value for all of them, received other values in ",
         name, " than in the first layer");

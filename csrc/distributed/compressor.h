@@ -98,7 +98,7 @@ class Compressor {
   struct Flight {
     Bucket* bucket;
     at::Tensor gradient;
-    int64_t records;  // of each rank's part
+    int64_t records;  // number of records in each rank's part
     at::Tensor codes, parts, means;
     c10::intrusive_ptr<c10d::Work> work;
     bool is_second;

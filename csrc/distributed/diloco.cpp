@@ -255,7 +255,7 @@ void Averaging::average() {
   }
 }
 
-// Raises if another rank has found that one has failed: the others wait for this rank in a new group.
+// Raises if another rank has reported a failed rank, since the others then wait for this rank in a new group.
 void Averaging::check_failure() const {
   const auto listener = listener_of(*group_);
   const auto failure = listener ? listener->failure() : std::nullopt;

@@ -52,7 +52,7 @@ std::string attempt() {
 // Gloo writes to the socket of a rank that has ended. Without this the signal would end the process, without
 // a word.
 void ignore_broken_pipes() {
-  struct sigaction now {};
+  struct sigaction now{};
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 

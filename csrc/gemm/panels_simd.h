@@ -34,7 +34,8 @@ struct One {
   static SHOESTRING_METHOD F32 across(const typename Element::Type* p, int64_t n, int64_t, int64_t) {
     return load_some<Element>(p, n);
   }
-  // Loads kLanes consecutive packed elements of one line. The line has `n` depth steps from p on.
+  // Loads kLanes consecutive elements of one line, a row or a column of the operand. `n` elements of the line
+  // are left from p on.
   template <class Element>
   static SHOESTRING_METHOD F32 along(const typename Element::Type* p, int64_t n) {
     return load_some<Element>(p, n);

@@ -14,7 +14,7 @@ struct Saved {
     std::vector<ParamState> states;  // one state per parameter; empty for a parameter without state
   };
   std::vector<Group> groups;
-  bool has_parts = false;  // whether states that processes have split are this process's parts
+  bool has_parts = false;  // whether a state that processes have split has only this process's part
   Tensor grad_norm;        // gradient norm by which the next steps within backward clip, or undefined
 };
 

@@ -18,7 +18,7 @@ from shoestring.training import memory
 from shoestring.training.conflicts import parallel_conflicts
 from shoestring.training.estimate import formulas, rank_program
 from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.estimate.formulas import StateArena
+from shoestring.training.estimate.formulas import State, StateArena
 from shoestring.training.estimate.rank_layout import (
     Range,
     ddp_buckets,
@@ -103,18 +103,15 @@ def check_ranks(config: EstimateConfig) -> None:
             f"--accumulate: expected a multiple of the {config.world} processes, which share the micro-batches of a "
             f"step, got {config.accumulate}"
         )
+    world, is_flat = f"--world {config.world}", config.parallel not in ("auto", "hsdp")
     refused = {
-        "--offload cpu": config.place == "cpu",
-        "--step-in-backward": config.step_in_backward,
+        (world, "--offload cpu"): config.place == "cpu",
+        (world, "--step-in-backward"): config.step_in_backward,
+        (name, f"--mesh {config.mesh}"): is_flat and config.mesh is not None,
+        (name, f"--every {config.every}"): not averages and config.every is not None,
+        (name, f"--inner-link {config.inner_link}"): is_flat and config.inner_link is not None,
     }
-    refuse_together((f"--world {config.world}", option) for option, given in refused.items() if given)
-    refused = {
-        f"--mesh {config.mesh}": config.parallel not in ("auto", "hsdp") and config.mesh is not None,
-        f"--every {config.every}": not averages and config.every is not None,
-        f"--inner-link {config.inner_link}": config.parallel not in ("auto", "hsdp")
-        and config.inner_link is not None,
-    }
-    refuse_together((name, option) for option, given in refused.items() if given)
+    refuse_together(pair for pair, given in refused.items() if given)
     if config.parallel == "hsdp" and config.mesh is None:
         raise InputError(f"{name}: expected --mesh {MESH} as well, received none")
     if config.step_seconds is not None and config.link is None:
@@ -196,8 +193,7 @@ def estimate_rank(model: nn.Module, config: EstimateConfig) -> RankEstimate:
     else:
         found.add("device", "weights", memory.weight_bytes(model), "parameters, scales and buffers")
         found.add("device", "gradients", formulas.tensor_bytes(params), "")
-        states = [formulas.optimizer_state(o) for o in _optimizers(model, config)]
-        add_state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states])
+        add_state(found, config, [formulas.optimizer_state(o) for o in _optimizers(model, config)])
         if strategy == "ddp":
             program = rank_program.replicated(model, setting)
             _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
@@ -280,13 +276,11 @@ def _sharded(found: Estimate, model: nn.Module, config: EstimateConfig, setting:
         found.add("device", "weights", buffers, "buffers")
     every = units(model, shards)
     found.add(own, "gradients", sum(unit.gradients for unit in every) // shards, "of these rows")
-    optimizers = _optimizers(model, config)
 
     def rows(p: Tensor) -> int:
         return shard_elements(p, shards)
 
-    states = [formulas.optimizer_state(optimizer, rows) for optimizer in optimizers]
-    add_state(found, config, [(a, a.blocks) for s in states for a in s.arenas], [s.rest for s in states], own)
+    add_state(found, config, [formulas.optimizer_state(o, rows) for o in _optimizers(model, config)], own)
     elements = [sum(rows(p) for p in trained_of(unit.params)) for unit in every]
     if config.parallel == "hsdp":
         _residuals(found, elements, setting.replicas, setting.bits)
@@ -310,7 +304,7 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
     ranges: list[list[Range]] = [[] for _ in range(setting.ranks)]
     state: list[dict[str, int]] = [{} for _ in range(setting.ranks)]
     factors: list[int] = [0] * setting.ranks
-    blocks: list[list[tuple[StateArena, list[int]]]] = [[] for _ in range(setting.ranks)]
+    parts: list[list[StateArena]] = [[] for _ in range(setting.ranks)]
     for arena in arenas:
         counts, own = split_arena(arena, setting.ranks, setting.gloo)
         extras = {id(p): size for p, size in zip(arena.params, arena.extras, strict=True)}
@@ -319,13 +313,13 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
             factors[rank] += sum(extras[id(piece.param)] for piece in own[rank])
             state[rank] = formulas.total(state[rank], arena.bytes(counts[rank]))
             if counts[rank] > 0:
-                blocks[rank].append((arena, [piece.blocks for piece in own[rank]]))
+                parts[rank].append(replace(arena, blocks=[piece.blocks for piece in own[rank]]))
     step = {"step": 4 * sum(len(arena.params) for arena in arenas)}
     splits = config.parallel == "zero2"
     gradients = [sum(piece.bytes for piece in own) if splits else whole for own in ranges]
     rank = max(range(setting.ranks), key=lambda r: gradients[r] + sum(state[r].values()) + factors[r])
     found.add("device", "gradients", gradients[rank], "of the elements that the rank steps" if splits else "")
-    add_state(found, config, blocks[rank], [{"factors": factors[rank]} if factors[rank] else {}, step])
+    add_state(found, config, [State(parts[rank], formulas.total({"factors": factors[rank]}, step))])
     if not splits:
         _residuals(found, [bucket.elements for bucket in ddp_buckets(model)], setting.ranks, setting.bits)
         program = rank_program.replicated(model, setting)

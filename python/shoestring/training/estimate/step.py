@@ -12,7 +12,7 @@ from shoestring.optim.offload import BUCKET_BYTES
 from shoestring.training import memory
 from shoestring.training.estimate import formulas
 from shoestring.training.estimate.config import EstimateConfig
-from shoestring.training.estimate.formulas import StateArena
+from shoestring.training.estimate.formulas import State
 from shoestring.training.estimate.weights import away_blocks, away_tables, offloaded_weights
 from shoestring.training.optimizers import build, described, trained
 
@@ -106,16 +106,15 @@ def estimate(model: nn.Module, config: EstimateConfig) -> Estimate:
     on_host = config.place == "cpu"
     optimizers = [build(kind, groups, options, config) for kind, groups, options in described(model, config)]
     states = [formulas.optimizer_state(optimizer) for optimizer in optimizers]
-    arenas = [arena for state in states for arena in state.arenas]
     leaves = config.weights_place is not None
     blocks, tables = (away_blocks(model, config), away_tables(model)) if leaves else ([], [])
     away = sum(block.weights for block in blocks) + sum(table.weights for table in tables)
     note = "parameters, scales and buffers" + ", of what stays" * (away > 0)
     found.add("device", "weights", memory.weight_bytes(model) - away, note)
     _gradients(found, params, config)
-    add_state(found, config, [(a, a.blocks) for a in arenas], [s.rest for s in states])
+    add_state(found, config, states)
     if config.accumulate > 1 and config.step_in_backward:
-        sums = sum(sum(arena.blocks) for arena in arenas) * 256 * 4
+        sums = sum(sum(arena.blocks) for state in states for arena in state.arenas) * 256 * 4
         found.add("host" if on_host else "device", "sums of gradients", sums, "fp32, over micro-batches")
     add_activations(found, model, config)
     if away:
@@ -150,23 +149,17 @@ def _gradients(found: Estimate, trained: list[nn.Parameter], config: EstimateCon
         found.move("host to device", whole)
 
 
-def add_state(
-    found: Estimate,
-    config: EstimateConfig,
-    arenas: list[tuple[StateArena, list[int]]],
-    rest: list[dict[str, int]],
-    own: str = "device",
-) -> None:
+def add_state(found: Estimate, config: EstimateConfig, states: list[State], own: str = "device") -> None:
     """Add the optimizer's state to the estimate; with ``--offload stream`` or ``nvme:DIR``, its buffers and traffic, too.
 
     Args:
-        arenas: the arenas with the blocks of each parameter, or of the part that a process steps.
-        rest: the state outside of arenas, which is not offloaded.
+        states: the state of each optimizer, or of the part that a process steps. State outside of arenas is not
+            offloaded.
         own: the place of what is stepped, "device" or "host", where state is without ``--offload``.
     """
     if config.place in (None, "cpu"):
         own, note = (own, "") if config.place is None else ("host", "ordinary memory")
-        for name, size in formulas.total(*(a.bytes(sum(blocks)) for a, blocks in arenas), *rest).items():
+        for name, size in formulas.total(*(state.bytes() for state in states)).items():
             found.add(own, f"state: {name}", size, note)
         return
     discrete = own == "device" and config.device != "cpu"
@@ -175,15 +168,15 @@ def add_state(
     note = "a file without a name" if disk else "page-locked"
     kept: list[dict[str, int]] = []
     slots: list[int] = []
-    for arena, blocks in arenas:
-        edges = chunk_edges(blocks, arena.per_block, arena.splits and not discrete)
+    for arena in (arena for state in states for arena in state.arenas):
+        edges = chunk_edges(arena.blocks, arena.per_block, arena.splits and not discrete)
         largest = max(b - a for a, b in itertools.pairwise(edges))
         kept.append(arena.bytes(edges[-1]))
         slots.append(min(SLOTS, len(edges) - 1) * largest * arena.per_block)
     sizes = formulas.total(*kept)
     for name, size in sizes.items():
         found.add(place, f"state: {name}", size, note)
-    for name, size in formulas.total(*rest).items():
+    for name, size in formulas.total(*(state.rest for state in states)).items():
         found.add("device", f"state: {name}", size, "")
     size = sum(slots) if config.step_in_backward else max(slots, default=0)
     note = f"{SLOTS} chunks of state of {CHUNK_BYTES >> 20} MiB or a parameter"

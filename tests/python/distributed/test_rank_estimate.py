@@ -273,7 +273,7 @@ def _small_buckets(rank: int, compress: str) -> None:
         held = storages(net.parameters()) + storages(t for entry in entries for t in entry.values())
         residuals = 4 * sum(p.numel() for p in net.parameters()) if compress != "none" else 0
         [arena] = formulas.optimizer_state(AdamW(net.parameters())).arenas
-        _, ranges = split_arena(arena, ranks, on_cpu=True)
+        ranges = split_arena(arena, ranks, on_cpu=True)
         setting = Setting(ranks, bits=8 if compress == "8bit" else None)
         programs = [split_gradients(net, setting, arena.params, ranges, rank, size) for rank in range(ranks)]
         collectives = [(c.kind, c.bytes) for c in programs[0].collectives]

@@ -130,22 +130,19 @@ def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
     return owners
 
 
-def split_arena(arena: StateArena, ranks: int, on_cpu: bool) -> tuple[list[int], list[list[Range]]]:
-    """Return each rank's blocks of state of an arena, and the ranges of parameters that it steps.
+def split_arena(arena: StateArena, ranks: int, on_cpu: bool) -> list[list[Range]]:
+    """Return the ranges of an arena's parameters that each rank steps.
 
     As csrc/optim/core/arena.cpp, it splits whole blocks of 256 elements evenly on the CPU. On other devices, and for
     optimizers that step whole parameters, it splits parameters.
     """
-    counts: list[int] = [0] * ranks
     ranges: list[list[Range]] = [[] for _ in range(ranks)]
     if not (arena.splits and on_cpu):
-        for p, size, owner in zip(arena.params, arena.blocks, owners_of(arena.costs, ranks), strict=True):
-            counts[owner] += size
+        for p, owner in zip(arena.params, owners_of(arena.costs, ranks), strict=True):
             if p.numel():
                 ranges[owner].append(Range(p, 0, p.numel()))
-        return counts, ranges
-    total = sum(arena.blocks)
-    each = math.ceil(total / ranks)
+        return ranges
+    each = math.ceil(sum(arena.blocks) / ranks)
     first = 0
     for p, size in zip(arena.params, arena.blocks, strict=True):
         for rank in range(first // each, math.ceil((first + size) / each)) if size else ():
@@ -154,7 +151,7 @@ def split_arena(arena: StateArena, ranks: int, on_cpu: bool) -> tuple[list[int],
             if begin < end:
                 ranges[rank].append(Range(p, begin, end))
         first += size
-    return [max(0, min(each, total - rank * each)) for rank in range(ranks)], ranges
+    return ranges
 
 
 def owned_buckets(params: Sequence[Tensor], ranges: list[list[Range]], bucket_bytes: int) -> list[Bucket]:

@@ -302,22 +302,21 @@ def _split(found: Estimate, model: nn.Module, config: EstimateConfig, setting: S
     states = [formulas.optimizer_state(o) for o in optimizers]
     arenas = [arena for state in states for arena in state.arenas]
     ranges: list[list[Range]] = [[] for _ in range(setting.ranks)]
-    state: list[dict[str, int]] = [{} for _ in range(setting.ranks)]
     factors: list[int] = [0] * setting.ranks
     parts: list[list[StateArena]] = [[] for _ in range(setting.ranks)]
     for arena in arenas:
-        counts, own = split_arena(arena, setting.ranks, setting.gloo)
+        own = split_arena(arena, setting.ranks, setting.gloo)
         extras = {id(p): size for p, size in zip(arena.params, arena.extras, strict=True)}
         for rank in range(setting.ranks):
             ranges[rank] += own[rank]
             factors[rank] += sum(extras[id(piece.param)] for piece in own[rank])
-            state[rank] = formulas.total(state[rank], arena.bytes(counts[rank]))
-            if counts[rank] > 0:
+            if own[rank]:
                 parts[rank].append(replace(arena, blocks=[piece.blocks for piece in own[rank]]))
     step = {"step": 4 * sum(len(arena.params) for arena in arenas)}
     splits = config.parallel == "zero2"
     gradients = [sum(piece.bytes for piece in own) if splits else whole for own in ranges]
-    rank = max(range(setting.ranks), key=lambda r: gradients[r] + sum(state[r].values()) + factors[r])
+    held = [sum(sum(arena.bytes().values()) for arena in own) for own in parts]
+    rank = max(range(setting.ranks), key=lambda r: gradients[r] + held[r] + factors[r])
     found.add("device", "gradients", gradients[rank], "of the elements that the rank steps" if splits else "")
     add_state(found, config, [State(parts[rank], formulas.total({"factors": factors[rank]}, step))])
     if not splits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from build_folder import EMULATOR
+
 Arguments = dict[str, Any]  # by the names of the schema: draws of tensors, and other values
 Values = Callable[[tuple[int, ...], torch.Generator], Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,9 +29,20 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ELEMENTWISE = ((1, 0), (1, 3), (7, 11), (3, 11000))
 
 
-def slack_of_gelu(elements: int) -> float:
+def slack_of_gelu(elements: int, dtype: torch.dtype) -> float:
     """Over few elements the error of eager PyTorch may happen to be almost 0, so allow errors of two roundings."""
     return 1e-7 if elements > 100 else 2 * torch.finfo(torch.float32).eps
+
+
+def on_gpu() -> bool:
+    """Return whether CUDA kernels run the operators, on a GPU or in the emulator."""
+    emulated = os.path.realpath(EMULATOR) in torch.ops.loaded_libraries
+    return emulated or torch.get_default_device().type == "cuda"
+
+
+def slack_of_products(elements: int, dtype: torch.dtype) -> float:
+    """Allow more on GPUs: tensor cores drop low bits of sums that fp32 units keep."""
+    return 1e-6 if on_gpu() else 2e-7
 
 
 @dataclass(frozen=True)
@@ -66,9 +80,11 @@ def uniform(*shape: int, low: float = 0.0, high: float = 1.0, **more: Any) -> Dr
 def label(part: tuple[int, int] | torch.dtype | Arguments) -> str:
     """Return the name of a size, a dtype or options in the name of a case."""
     if isinstance(part, dict):
-        return (
-            " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in part.items()) or "plain"
+        words = (
+            name if callable(value) else f"{name}={str(value).removeprefix('torch.')}"
+            for name, value in part.items()
         )
+        return " ".join(words) or "plain"
     return f"{part[0]}x{part[1]}" if isinstance(part, tuple) else str(part).removeprefix("torch.")
 
 
@@ -90,10 +106,14 @@ class Operator:
         reference: the operator in plain PyTorch, with the arguments of the schema.
         arguments: returns the arguments for a number of rows and features.
         sizes: (rows, features) of the cases.
-        options: further arguments; each case exists once with each of them.
+        options: further arguments; each case exists once with each of them. A function returns the argument for a
+            number of rows and features.
+        traced: number of options, from the first, with which opcheck and torch.compile trace the operator; None is all.
         dtypes: dtypes of the cases.
-        factor, slack: bound of the error, see above. The slack may depend on rows * features.
+        factor, slack: bound of the error, see above. The slack may depend on rows * features and
+            the dtype.
         twice_differentiable: whether the gradient is differentiable.
+        autocasts: whether autocast casts the arguments, as those of a linear layer.
     """
 
     name: str
@@ -103,8 +123,10 @@ class Operator:
     options: Sequence[Arguments] = ({},)
     dtypes: Sequence[torch.dtype] = FLOATS
     factor: float = 1.1
-    slack: float | Callable[[int], float] = 2e-7
+    slack: float | Callable[[int, torch.dtype], float] = 2e-7
     twice_differentiable: bool = False
+    autocasts: bool = False
+    traced: int | None = None
 
     @property
     def call(self) -> Any:
@@ -115,7 +137,10 @@ class Operator:
     ) -> Case:
         """Return the case of a size, with the first options unless others are given."""
         options = self.options[0] if options is None else options
-        return Case(self, self.arguments(rows, features) | options, dtype, (rows, features), options)
+        arguments = self.arguments(rows, features) | {
+            name: value(rows, features) if callable(value) else value for name, value in options.items()
+        }
+        return Case(self, arguments, dtype, (rows, features), options)
 
     @property
     def cases(self) -> list[Case]:
@@ -171,8 +196,11 @@ class Case:
                 *(value for value in self.arguments.values() if isinstance(value, torch.dtype)),
             ]
             narrow = min(dtypes, key=lambda d: d.itemsize)
+            # Losses multiply the gradients that forward has rounded by the upstream gradient. By 0.5 this is exact.
             upstream = [
                 normal(*t.shape).tensor(f"{seed} {self.size} {i}", narrow, t.device).to(t.dtype)
+                if t.dim() > 0
+                else torch.full_like(t, 0.5)
                 for i, t in roots.items()
             ]
             gradients = torch.autograd.grad(list(roots.values()), list(leaves.values()), upstream)

@@ -35,6 +35,10 @@ def spread_out(t: Tensor) -> Tensor:
     return t.repeat_interleave(2, -1)[..., ::2] if t.dim() > 0 else t
 
 
+def cast_to_bf16(value: Any) -> Any:
+    return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def call_of_leaves(case: Case, seed: int) -> tuple[Callable[..., Any], list[Tensor]]:
     """Return a function of the tensors of a case that require gradients, and these tensors."""
     given = case.given(seed)
@@ -51,8 +55,13 @@ class OperatorTests:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         operator = self.operator
+        # Tracing takes seconds, so the first tier traces with the first options alone.
+        rest = [
+            pytest.param(options, marks=pytest.mark.slow) for options in operator.options[1 : operator.traced]
+        ]
         for name, values in (
             ("options", operator.options),
+            ("traced", [operator.options[0], *rest]),
             ("dtype", operator.dtypes),
             ("size", operator.sizes),
         ):
@@ -73,17 +82,21 @@ class OperatorTests:
         assert kinds[0] == kinds[1]
         parts = (list(results.values()) for results in (ours, eager, exact()))
         slack = self.operator.slack
-        slack = slack(math.prod(size)) if callable(slack) else slack
+        slack = slack(math.prod(size), dtype) if callable(slack) else slack
+        if dtype == torch.float64:  # the exact result has errors of fp64 itself
+            slack = 1e-12
         if math.prod(size) < 100:  # the last rounding of eager PyTorch may be exact by luck
             slack += torch.finfo(dtype).eps / 2
         assert_no_worse(
             list(ours), *parts, lambda: list(exact().values()), factor=self.operator.factor, slack=slack
         )
 
+    @pytest.mark.sample(simt=5)
     def test_gradcheck(self, options: Arguments, seed: int) -> None:
         case = self.operator.case(3, 5, torch.float64, options)
         assert torch.autograd.gradcheck(*call_of_leaves(case, seed))
 
+    @pytest.mark.sample(simt=5)
     def test_second_derivative(self, options: Arguments, seed: int) -> None:
         """The second derivative is right, or an error refuses it."""
         call, leaves = call_of_leaves(self.operator.case(3, 5, torch.float64, options), seed)
@@ -94,15 +107,15 @@ class OperatorTests:
         with pytest.raises(RuntimeError, match=": the backward pass is not differentiable") as caught:
             torch.autograd.grad(first.square().sum(), leaves[0], create_graph=True)[0].sum().backward()
         # Operators that share code share its errors: those of add_rms_norm begin with "rms_norm: ".
-        assert self.operator.name.endswith(str(caught.value).partition(":")[0])
+        assert str(caught.value).partition(":")[0] in self.operator.name
 
-    def test_opcheck(self, options: Arguments, seed: int) -> None:
-        given, overload = self.operator.case(4, 70, options=options).given(seed), self.operator.call.default
+    def test_opcheck(self, traced: Arguments, seed: int) -> None:
+        given, overload = self.operator.case(4, 70, options=traced).given(seed), self.operator.call.default
         args = [a for a in overload._schema.arguments if not a.kwarg_only]
         positional = tuple(given.pop(a.name, a.default_value) for a in args)
         torch.library.opcheck(overload, positional, given)
 
-    def test_compiles_whole_with_dynamic_shapes(self, options: Arguments, seed: int) -> None:
+    def test_compiles_whole_with_dynamic_shapes(self, traced: Arguments, seed: int) -> None:
         def call(**given: Any) -> Any:
             # A factor of 2 is exact, and makes the operator's results and upstream gradients part of the graph.
             return tree_map(lambda result: result * 2, self.operator.call(**given))
@@ -110,7 +123,7 @@ class OperatorTests:
         torch._dynamo.reset()  # all operators share the code of `call`, and few versions of a code are kept
         compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
         for rows in (4, 2):
-            case = self.operator.case(rows, 40, options=options)
+            case = self.operator.case(rows, 40, options=traced)
             given = case.given(seed)
             assert equal(case.results(compiled, given, seed), case.results(call, given, seed))
 
@@ -127,12 +140,24 @@ class OperatorTests:
             case.results(self.operator.call, given, seed),
         )
 
-    def test_autocast_changes_no_bit(self, seed: int) -> None:
+    def test_autocast(self, seed: int) -> None:
+        """Autocast changes no bit, or casts the arguments. A gradient may be exacter than that of a cast argument."""
         case = self.operator.case(9, 77)
         given = case.given(seed)
-        plain = case.results(self.operator.call, given, seed)
-        with torch.autocast(plain["result 0"].device.type, torch.bfloat16):
-            assert equal(case.results(self.operator.call, given, seed), plain)
+
+        def cast(**given: Any) -> Any:
+            return self.operator.call(**{name: cast_to_bf16(value) for name, value in given.items()})
+
+        expected = case.results(cast if self.operator.autocasts else self.operator.call, given, seed)
+        with torch.autocast(expected["result 0"].device.type, torch.bfloat16):
+            ours = case.results(self.operator.call, given, seed)
+        assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in expected.items()}
+        if self.operator.autocasts:
+            ours, expected = (
+                {name: cast_to_bf16(t) if "gradient" in name else t for name, t in results.items()}
+                for results in (ours, expected)
+            )
+        assert equal(ours, expected)
 
     @pytest.mark.parametrize("rows", [256, 4096])
     def test_bits_do_not_depend_on_the_number_of_threads(self, backend: str, rows: int, seed: int) -> None:
@@ -172,5 +197,5 @@ class OperatorTests:
                 self.operator.call(**here | {name: moved})
             message = str(caught.value).splitlines()[0]
             operator, names, _ = message.split(": ", 2)
-            assert self.operator.name.endswith(operator) and {*names.split(", ")} <= {*tensors}, message
+            assert operator in self.operator.name and {*names.split(", ")} <= {*tensors}, message
             assert all(device in message for device in devices), message

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 import shoestring
 
 Q = torch.randn(1, 8, 4, 16)
-IDS = torch.arange(3)
 
 
 def of_lora(quantize: str | None) -> Callable[[Tensor, Tensor], Any]:
@@ -24,9 +23,6 @@ def of_lora(quantize: str | None) -> Callable[[Tensor, Tensor], Any]:
 
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "linear_cross_entropy: weight": lambda x, w: shoestring.linear_cross_entropy(x, w, IDS.to(x.device)),
-    "linear_cross_entropy: target": lambda x, w: shoestring.linear_cross_entropy(x, x, IDS.to(w.device)),
-    "cross_entropy: target": lambda x, w: shoestring.cross_entropy(x, IDS.to(w.device)),
     "attention: k": lambda x, w: shoestring.attention(Q.to(x.device), Q.to(w.device), Q.to(x.device)),
     "foreach_norm: tensors": lambda x, w: shoestring.ops.foreach_norm([x, w]),
     "lora_linear: lora_A": of_lora(None),

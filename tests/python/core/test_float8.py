@@ -27,13 +27,6 @@ CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "gelu_backward": lambda x, w: torch.ops.shoestring._gelu_backward(x, x, "none"),
     "attention": lambda x, w: ops.attention(heads(x), heads(x), heads(x)),
     "attention v": lambda x, w: ops.attention(heads(w), heads(w), heads(x)),
-    "cross_entropy": lambda x, w: ops.cross_entropy(x, torch.zeros(8, dtype=torch.int64)),
-    "linear_cross_entropy": lambda x, w: ops.linear_cross_entropy(x, x, torch.zeros(8, dtype=torch.int64)),
-    "linear_cross_entropy weight": lambda x, w: ops.linear_cross_entropy(
-        w, x, torch.zeros(8, dtype=torch.int64)
-    ),
-    "linear_distillation": lambda x, w: ops.linear_distillation(x, w, w, w),
-    "linear_distillation teacher": lambda x, w: ops.linear_distillation(w, w, x, w),
     "quantize_4bit": lambda x, w: ops.quantize_4bit(x),
     "quantize_int8": lambda x, w: ops.quantize_int8(x),
     "quantize_8bit": lambda x, w: ops.quantize_8bit(x.flatten(), signed=True),

@@ -33,15 +33,7 @@ def product(x: Tensor, columns: int) -> Tensor:
     return out
 
 
-def linear_loss(x: Tensor) -> list[Tensor]:
-    leaf, target = x.detach().requires_grad_(), torch.arange(len(x)) % 300
-    loss = shoestring.linear_cross_entropy(leaf, torch.ones(300, 1) * x[0], target)
-    return [loss, *torch.autograd.grad(loss, leaf)]
-
-
 OPERATORS: dict[str, Callable[[Tensor], Tensor | list[Tensor]]] = {
-    "cross_entropy": lambda x: shoestring.cross_entropy(x, torch.zeros(len(x), dtype=torch.long)),
-    "linear_cross_entropy": linear_loss,
     "quantize_4bit": lambda x: shoestring.quantize_4bit(x).dequantize(),
     "quantize_int8": lambda x: shoestring.quantize_int8(x).dequantize(),
     "quantized_linear": lambda x: shoestring.quantized_linear(x[:3], shoestring.quantize_4bit(x)),

@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_linear_cross_entropy_options import resolved, upstream_of
 from torch import Tensor
 from torch.nn import functional as F
 
 import shoestring
+from loss_cases import OPTIONS, targets
+from operator_cases import FLOATS, Arguments, Operator, label, normal
+from operator_tests import OperatorTests
 from references.losses import cross_entropy_reference
 from relative_error import relative_error
-from rounding import assert_no_worse
+from shoestring.losses.cross_entropy import CrossEntropyStats
 
 pytestmark = pytest.mark.device
 OPERATORS = torch.ops.shoestring
@@ -32,83 +34,67 @@ def not_a_leaf(leaf: Tensor) -> Tensor:
 
 def gradient(outputs: Tensor | list[Tensor], leaf: Tensor) -> Tensor:
     outputs = [outputs] if isinstance(outputs, Tensor) else outputs
-    return torch.autograd.grad(outputs, leaf, [upstream_of(x) for x in outputs])[0]
+    upstream = [torch.linspace(-0.5, 2, x.numel(), dtype=x.dtype).view(x.shape) for x in outputs]
+    return torch.autograd.grad(outputs, leaf, upstream)[0]
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"reduction": "sum"},
-    {"reduction": "none", "z_loss": 1e-3},
-    {"label_smoothing": 0.1},
-    # The logits reach +-10, so a softcap of 4 matters. The negative logit scale reverses the order of the
-    # classes.
-    {
-        "softcap": 4.0,
-        "logit_scale": -1.7,
-    },
-    {"class_weights": True, "label_smoothing": 0.3, "z_loss": 0.1, "logit_scale": 0.25},
-    {"token_weights": True, "class_weights": True},
-    {"token_weights": True, "class_weights": True, "z_loss": 0.5},
-    {"token_weights": True, "reduction": "none", "softcap": 2.0, "label_smoothing": 0.1},
-    {"target2": True, "mix": 0.3, "label_smoothing": 0.1, "z_loss": 0.1},
-    {"target2": True, "mix": True, "class_weights": True, "z_loss": 0.5, "token_weights": True},
-    {"target2": True, "mix": True, "reduction": "none", "softcap": 2.0, "logit_scale": -1.7},
-    {"shift": True, "token_weights": True},
-    {"shift": True, "hard_fraction": 0.5, "target2": True, "mix": True},
-    {"hard_fraction": 0.3},
-]
-SHAPES = [
-    (1, 2, 2),  # fewer classes than a SIMD register holds
-    # With 19 classes, the rows of logits are not aligned to SIMD vectors.
-    (3, 5, 19),
-    (2, 3, 257),  # one class more than a multiple of every SIMD register width
-    # With 4099 classes, the CPU kernel adds several partial sums, and a GPU block reads several tiles.
-    (1, 4, 4099),
-]
+def arguments(tokens: int, classes: int) -> Arguments:
+    return {"logits": normal(2, tokens, classes, scale=1.5), "target": targets(tokens, classes)}
 
 
-@pytest.mark.sample(simt=50)
+def reference(logits: Tensor, target: Tensor, **options: Any) -> CrossEntropyStats:
+    """Compute the loss and the statistics in fp32 if the logits have 16 bits."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return cross_entropy_reference(logits.to(wide), target, **options)
+
+
+# Fewer classes than a SIMD register holds; rows that are not aligned to SIMD vectors; one class more than a multiple
+# of every SIMD register width; several partial sums of the CPU kernel, and several tiles of a GPU block.
+SIZES = [(2, 2), (5, 19), (3, 257), (2, 4099)]
+
+
+@pytest.mark.sample(cpu=150, simt=20)
+class TestCrossEntropy(OperatorTests):
+    operator = Operator(
+        "cross_entropy",
+        lambda **given: reference(**given).loss,
+        arguments,
+        SIZES,
+        OPTIONS,
+        factor=1.5,
+        traced=2,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.sample(simt=20)
+class TestCrossEntropyWithStats(OperatorTests):
+    operator = Operator(
+        "cross_entropy_with_stats", reference, arguments, [(6, 1031)], OPTIONS, factor=1.5, traced=2
+    )
+
+
+@pytest.mark.sample(cpu=150, simt=50)
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_worse_than_eager(
-    capability: str, shape: tuple[int, ...], options: dict[str, Any], inplace: bool
+@pytest.mark.parametrize("dtype", FLOATS, ids=label)
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+@pytest.mark.parametrize("size", SIZES, ids=label)
+def test_gradients_in_the_memory_of_the_logits(
+    capability: str, size: tuple[int, int], options: Arguments, dtype: torch.dtype, inplace: bool, seed: int
 ) -> None:
-    """The errors of loss and gradient are at most slightly above those of eager PyTorch with fp32 logits."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        leaf, target = make(*shape, dtype=dtype)
-        target[0, :2] = shape[-1] - 1  # two tokens that are not ignored; the option shift removes one of them
-        chosen = resolved(options, target, shape[-1])
-        loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=inplace, **chosen)
-        assert loss.dtype == torch.float32
-        ours = (loss, gradient(loss, leaf))
-        exact_leaf = leaf.detach().double().requires_grad_()
+    """Backward may write over logits that nothing else needs, and ``inplace`` overwrites all logits."""
+    operator = TestCrossEntropy.operator
+    case = operator.case(*size, dtype, options)
+    given = case.given(seed)
 
-        def exact_results() -> tuple[Tensor, Tensor]:
-            exact = cross_entropy_reference(exact_leaf, target, **chosen).loss
-            return exact, gradient(exact, exact_leaf)
+    def overwrite(logits: Tensor, **others: Any) -> Tensor:
+        return shoestring.cross_entropy(not_a_leaf(logits), inplace=inplace, **others)
 
-        eager_leaf = leaf.detach().float().requires_grad_()
-        eager = cross_entropy_reference(eager_leaf, target, **chosen).loss
-        eagers = (eager, gradient(eager, eager_leaf).to(dtype))
-        exacts = exact_results()
-        assert [t.shape for t in ours] == [t.shape for t in exacts]
-        # In place, backward rounds a 16-bit gradient a second time, when it multiplies by the upstream
-        # gradient.
-        again = torch.finfo(dtype).eps / 2 if inplace and dtype != torch.float32 else 0
-        assert_no_worse(("loss",), ours[:1], eagers[:1], exacts[:1], lambda: exact_results()[:1], 1.5, 2e-7)
-        assert_no_worse(
-            ("gradient",), ours[1:], eagers[1:], exacts[1:], lambda: exact_results()[1:], 1.5, 2e-7 + again
-        )
-
-
-def check_argmax(ours: Tensor, exact: Tensor, logits: Tensor, softcap: float | None) -> None:
-    """Require the same classes, or classes whose logits a softcap has made equal in fp32."""
-    assert torch.equal(ours < 0, exact < 0)
-    if softcap:
-        logits = softcap * (logits / softcap).tanh()
-    a, b = (logits.gather(-1, index.clamp_min(0)[..., None]) for index in (ours, exact))
-    assert ((a - b).abs() <= torch.finfo(torch.float32).eps * b.abs()).all()
+    ours, expected = (case.results(f, given, seed) for f in (overwrite, operator.call))
+    assert torch.equal(ours["result 0"], expected["result 0"])
+    # In place, backward rounds a gradient a second time, when it multiplies by the upstream gradient.
+    again = torch.finfo(dtype).eps if inplace else 0
+    assert relative_error(*(x["gradient of logits"] for x in (ours, expected))) <= again
 
 
 def shifted(target: Tensor, options: dict[str, Any]) -> Tensor:
@@ -116,42 +102,24 @@ def shifted(target: Tensor, options: dict[str, Any]) -> Tensor:
     return F.pad(target[..., 1:], (0, 1), value=-100) if options.get("shift") else target
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_statistics_and_their_gradients(capability: str, options: dict[str, Any]) -> None:
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
-        leaf, target = make(3, 4, 1031, dtype=dtype)
-        chosen = resolved(options, target, 1031, dtype)
-        stats = shoestring.cross_entropy_with_stats(leaf, target, **chosen)
-        exact_leaf = leaf.detach().double().requires_grad_()
-        exact = cross_entropy_reference(exact_leaf, target, **chosen)
-        of_loss = torch.autograd.grad(exact.loss, exact_leaf, upstream_of(exact.loss), retain_graph=True)[0]
-        check_argmax(stats.argmax, exact.argmax, exact_leaf.detach(), chosen.get("softcap"))
-        for a, b in zip(stats[:4], exact[:4]):
-            assert relative_error(a, b) < tolerance
-        assert (
-            relative_error(gradient(list(stats[:4]), leaf), gradient(list(exact[:4]), exact_leaf))
-            < 2 * tolerance
-        )
-
-        replaced = shoestring.cross_entropy_with_stats(not_a_leaf(leaf), target, inplace=True, **chosen)
-        assert all(torch.equal(a, b) for a, b in zip(stats, replaced))
-        assert relative_error(gradient(replaced.loss, leaf), of_loss) < 2 * tolerance
-        scalar = options.get("reduction") != "none"
-        assert [t.requires_grad for t in replaced] == [True, *[not scalar] * 3, False, False]
-        assert stats.correct == ((stats.argmax == shifted(target, chosen)) & (stats.argmax >= 0)).sum()
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_statistics_in_place(capability: str, options: Arguments, seed: int) -> None:
+    given = TestCrossEntropyWithStats.operator.case(6, 1031, options=options).given(seed)
+    logits = given.pop("logits")
+    stats = shoestring.cross_entropy_with_stats(logits, **given)
+    replaced = shoestring.cross_entropy_with_stats(not_a_leaf(logits), inplace=True, **given)
+    assert all(torch.equal(a, b) for a, b in zip(stats, replaced, strict=True))
+    scalar = options.get("reduction") != "none"
+    assert [t.requires_grad for t in replaced] == [True, *[not scalar] * 3, False, False]
+    assert stats.correct == ((stats.argmax == shifted(given["target"], options)) & (stats.argmax >= 0)).sum()
 
 
 @pytest.mark.sample(simt=6)
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("options", OPTIONS[:12], ids=str)
-def test_gradcheck(options: dict[str, Any], inplace: bool) -> None:
-    leaf, target = make(2, 3, 7, dtype=torch.float64)
-    # The last class has a weight in resolved(), so the mean does not divide by 0. With the option shift, the
-    # token's target is counted too, because it is not the first of its sequence.
-    target[0, 1] = 6
-    chosen = resolved(options, target, 7, torch.float64)
+@pytest.mark.parametrize("options", OPTIONS, ids=label)
+def test_gradcheck_in_place(options: Arguments, seed: int) -> None:
+    given = TestCrossEntropy.operator.case(3, 7, torch.float64, options).given(seed)
     assert torch.autograd.gradcheck(
-        lambda x: shoestring.cross_entropy(not_a_leaf(x), target, inplace=inplace, **chosen), leaf
+        lambda x: shoestring.cross_entropy(not_a_leaf(x), inplace=True, **given), given.pop("logits")
     )
 
 
@@ -170,16 +138,12 @@ def test_weights_of_tokens_and_a_tensor_scale_are_differentiable() -> None:
 
 @pytest.mark.sample(simt=1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_opcheck(reduction: str) -> None:
+def test_opcheck_in_place(reduction: str) -> None:
     leaf, target = make(6, 9)
-    options = {"reduction": reduction}
-    for logits in (leaf, leaf.detach()):
-        torch.library.opcheck(OPERATORS.cross_entropy.default, (logits, target), options)
-        torch.library.opcheck(OPERATORS.cross_entropy_with_stats.default, (logits, target), options)
     # The tracing tests of opcheck do not accept a leaf with requires_grad as an argument that the operator
     # mutates.
     for operator in (OPERATORS.cross_entropy_, OPERATORS.cross_entropy_with_stats_):
-        torch.library.opcheck(operator.default, (leaf.detach(), target), options)
+        torch.library.opcheck(operator.default, (leaf.detach(), target), {"reduction": reduction})
     one = torch.ones(())
     torch.library.opcheck(OPERATORS._cross_entropy_rows_.default, (leaf.detach(), target), {"grad_loss": one})
     for stats in (False, True):
@@ -187,12 +151,11 @@ def test_opcheck(reduction: str) -> None:
         torch.library.opcheck(OPERATORS._cross_entropy_rows.default, (leaf.detach(), target), arguments)
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_compiles_whole_with_dynamic_shapes(inplace: bool) -> None:
+def test_in_place_compiles_whole_with_dynamic_shapes() -> None:
     def step(leaf: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = torch.tanh(leaf)
-        loss = shoestring.cross_entropy(logits[:, :-1], target[:, 1:], inplace=inplace) * 3
-        return loss, shoestring.cross_entropy(leaf * 2, target, inplace=inplace, reduction="none").sum()
+        loss = shoestring.cross_entropy(logits[:, :-1], target[:, 1:], inplace=True) * 3
+        return loss, shoestring.cross_entropy(leaf * 2, target, inplace=True, reduction="none").sum()
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (6, 11):
@@ -265,12 +228,11 @@ def test_under_autocast_the_loss_is_fp32_and_logits_stay_as_they_are() -> None:
     assert torch.autograd.grad(loss, leaf)[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_bitwise_repeatable(inplace: bool) -> None:
+def test_in_place_is_bitwise_repeatable() -> None:
     leaf, target = make(50, 1003)
     results = []
     for _ in range(2):
-        loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=inplace)
+        loss = shoestring.cross_entropy(not_a_leaf(leaf), target, inplace=True)
         results.append((loss, torch.autograd.grad(loss, leaf)[0]))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 

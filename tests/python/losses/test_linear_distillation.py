@@ -2,33 +2,80 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import shoestring
+from loss_cases import logits_of, targets
+from operator_cases import Arguments, Operator, normal, on_gpu, slack_of_products
+from operator_tests import OperatorTests
 from references.losses import distillation_reference, linear_distillation_reference
-from rounding import assert_no_worse
 
 pytestmark = pytest.mark.device
-OPERATOR = torch.ops.shoestring.linear_distillation.default
-DIVERGENCES = [
+DIVERGENCES: list[Arguments] = [
     {"divergence": "forward_kl"},
     {"divergence": "reverse_kl"},
     {"divergence": "jsd"},
     {"divergence": "jsd", "beta": 0.1},
 ]
-# Shapes (tokens, features, teacher features, vocab)
-SHAPES = [
-    # (1, 1, 2, 2) is the smallest shape that has a gradient: with one class, its probability is always 1.
-    (1, 1, 2, 2),
-    (7, 5, 3, 3),  # all sizes are below a SIMD register width
-    (33, 64, 48, 257),  # one class more than a multiple of every SIMD register width
-    # With 4099 classes, a workspace of 1 MiB needs several chunks, and the CPU kernel several partial sums.
-    (70, 8, 24, 4099),
-]
+# Numbers of features of student and teacher by numbers of classes.
+WIDTHS = {2: (1, 2), 3: (5, 3), 257: (64, 48), 4099: (8, 24), 256: (32, 16), 64: (16, 8)}
+
+
+def arguments(tokens: int, vocab: int) -> Arguments:
+    width, of_teacher = WIDTHS.get(vocab, (6, 4))
+    return {
+        "hidden": normal(2, tokens, width),
+        "weight": normal(vocab, width, scale=width**-0.5),
+        "teacher_hidden": normal(2, tokens, of_teacher, gradient=False),
+        "teacher_weight": normal(vocab, of_teacher, scale=of_teacher**-0.5, gradient=False),
+        "bias": normal(vocab),
+        "teacher_bias": normal(vocab, gradient=False),
+        "target": targets(tokens, vocab),
+    }
+
+
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    bias: Tensor,
+    teacher_bias: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Compute the divergence from fp32 logits if the arguments have 16 bits."""
+    # CUDA kernels round the gradient of the logits to 16 bits, as eager PyTorch in 16 bits does.
+    student = logits_of(hidden, weight, bias, rounded=on_gpu())
+    teacher = logits_of(teacher_hidden, teacher_weight, teacher_bias, rounded=False)
+    return distillation_reference(student, teacher, **options)
+
+
+@pytest.mark.sample(cpu=120, simt=14)
+class TestLinearDistillation(OperatorTests):
+    operator = Operator(
+        "linear_distillation",
+        reference,
+        arguments,
+        # The smallest size with a gradient; sizes below a SIMD register width; one class more than a multiple of every
+        # SIMD register width; several chunks of tokens, and several partial sums of the CPU kernel.
+        [(1, 2), (4, 3), (17, 257), (35, 4099)],
+        [
+            *(
+                divergence | {"reduction": reduction, "temperature": temperature}
+                for divergence in DIVERGENCES
+                for reduction, temperature in (("mean", 1.0), ("sum", 1.5), ("none", 0.7))
+            ),
+            {"target": None},
+        ],
+        factor=1.5,
+        traced=2,
+        slack=slack_of_products,
+        autocasts=True,
+    )
 
 
 def make(
@@ -67,83 +114,6 @@ def plain(
 def gradients(loss: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     upstream = torch.linspace(0.5, 2, loss.numel(), dtype=torch.float64).view(loss.shape).to(loss.dtype)
     return torch.autograd.grad(loss, leaves, upstream)
-
-
-@pytest.mark.sample(simt=14)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_worse_than_eager(
-    capability: str, shape: tuple[int, int, int, int], divergence: dict, reduction: str
-) -> None:
-    """The errors of loss and gradients are at most slightly above those of eager PyTorch with fp32 logits."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        student, teacher, target = make(*shape, dtype)
-        options = {
-            **divergence,
-            "reduction": reduction,
-            "temperature": 1.5 if dtype == torch.float32 else 1.0,
-        }
-        loss = ours(student, teacher, target, workspace_mb=1, **options)
-        results = (loss, *gradients(loss, student))
-        exact_leaves = [t.detach().double().requires_grad_() for t in student]
-
-        def exact_results() -> tuple[Tensor, ...]:
-            exact = plain(exact_leaves, [t.double() for t in teacher], target, **options)
-            return exact, *gradients(exact, exact_leaves)
-
-        exacts = exact_results()
-        eager_leaves = [t.detach().float().requires_grad_() for t in student]
-        logits = F.linear(*eager_leaves)
-        on_gpu = capability in ("cuda", "simt")
-        # CUDA kernels round the gradient of the logits to 16 bits, as eager PyTorch in 16 bits does.
-        if on_gpu:
-            logits.register_hook(lambda gradient: gradient.to(dtype).float())
-        eager = distillation_reference(
-            logits, F.linear(*[t.float() for t in teacher]), target=target, **options
-        )
-        eagers = (eager, *(g.to(dtype) for g in gradients(eager, eager_leaves)))
-        assert loss.dtype == torch.float32
-        assert [t.shape for t in results] == [t.shape for t in exacts]
-        assert [t.dtype for t in results] == [t.dtype for t in eagers]
-        slack = 1e-6 if on_gpu else 2e-7
-        assert_no_worse(
-            ("loss", "hidden", "weight", "bias"), results, eagers, exacts, exact_results, 1.5, slack
-        )
-
-
-@pytest.mark.sample(simt=5)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
-def test_gradcheck(divergence: dict, reduction: str) -> None:
-    student, teacher, target = make(5, 3, 4, 7, torch.float64)
-    options = {**divergence, "reduction": reduction, "temperature": 0.7}
-    assert torch.autograd.gradcheck(lambda *s: ours(list(s), teacher, target, **options), student)
-    torch.testing.assert_close(
-        ours(student, teacher, target, **options), plain(student, teacher, target, **options)
-    )
-    torch.testing.assert_close(ours(student, teacher, **options), plain(student, teacher, **options))
-
-
-@pytest.mark.parametrize("options", [{}, {"reduction": "none", "divergence": "jsd"}], ids=str)
-def test_opcheck(options: dict) -> None:
-    student, teacher, target = make(6, 4, 3, 9)
-    torch.library.opcheck(
-        OPERATOR, (*student[:2], *teacher[:2], student[2], teacher[2]), {**options, "target": target}
-    )
-    torch.library.opcheck(OPERATOR, (*(t.detach() for t in student[:2]), *teacher[:2]), options)
-
-
-def test_compiles_whole_with_dynamic_shapes() -> None:
-    def step(student: list[Tensor], teacher: list[Tensor], target: Tensor) -> Tensor:
-        return ours([torch.tanh(student[0]), *student[1:]], teacher, target) * 3
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (6, 11):
-        student, teacher, target = make(tokens, 4, 3, 9)
-        expected, result = step(student, teacher, target), compiled(student, teacher, target)
-        torch.testing.assert_close(result, expected)
-        torch.testing.assert_close(gradients(result, student), gradients(expected, student))
 
 
 def test_targets_all_ignored_and_no_tokens() -> None:
@@ -258,23 +228,6 @@ def test_the_teacher_has_no_gradient_and_none_is_made_without_need() -> None:
     ours(student, teacher).backward()
     assert all(t.grad is None for t in teacher)
     assert not ours([t.detach() for t in student], teacher).requires_grad
-
-
-def test_double_backward_is_refused() -> None:
-    student, teacher, _ = make(6, 4, 3, 9)
-    (gradient,) = torch.autograd.grad(ours(student, teacher), student[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="linear_distillation: the backward pass is not differentiable"):
-        gradient.sum().backward()
-
-
-def test_autocast_takes_the_linear_layer_s_dtype() -> None:
-    student, teacher, target = make(6, 4, 3, 9)
-    with torch.autocast(student[0].device.type, dtype=torch.bfloat16):
-        loss = ours(student, teacher, target)
-    loss.backward()
-    rounded = [[t.detach().bfloat16().float() for t in head] for head in (student, teacher)]
-    torch.testing.assert_close(loss, plain(*rounded, target))
-    assert student[1].grad is not None and student[1].grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

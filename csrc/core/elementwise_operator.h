@@ -3,7 +3,7 @@
 // Registers an elementwise operator with a gradient, and the operators of its backward. A struct describes
 // it:
 //
-//     struct Gate {
+//     struct Gate : elementwise::Differentiable<Gate> {
 //       static constexpr const char* kName = "gate";
 //       static constexpr const char* kInputs[] = {"x", "y"};  // names of the tensors in the schema
 //       using Options = std::tuple<double>;                   // types of the options in the schema
@@ -140,58 +140,50 @@ struct Operator<Op, std::index_sequence<i...>, std::tuple<Option...>> {
     return op.call(inputs..., options...);
   }
 
-  class Function : public torch::autograd::Function<Function> {
-   public:
-    static Tensor forward(torch::autograd::AutogradContext* ctx, const Repeated<i>&... inputs,
-                          Option... options) {
+  static constexpr const char* kOptions = "options";
+
+  static Tensor record(torch::autograd::AutogradContext* ctx, const Repeated<i>&... inputs,
+                       Option... options) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    ctx->save_for_backward({inputs...});
+    if constexpr (sizeof...(Option) > 0)
+      ctx->saved_data[kOptions] = c10::ivalue::Tuple::create(std::vector<c10::IValue>{options...});
+    return call(inputs..., options...);
+  }
+
+  template <size_t... k>
+  static torch::autograd::variable_list gradients(torch::autograd::AutogradContext* ctx, const Tensor& grad,
+                                                  std::index_sequence<k...>) {
+    const torch::autograd::variable_list saved = ctx->get_saved_variables();
+    [[maybe_unused]] const c10::IValue* options = nullptr;
+    if constexpr (sizeof...(k) > 0) options = ctx->saved_data[kOptions].toTupleRef().elements().begin();
+    if (used_once(grad) && (may_overwrite(saved[i]) && ...)) {
       at::AutoDispatchBelowADInplaceOrView below;
-      ctx->save_for_backward({inputs...});
-      if constexpr (sizeof...(Option) > 0)
-        ctx->saved_data[kOptions] = c10::ivalue::Tuple::create(std::vector<c10::IValue>{options...});
-      return call(inputs..., options...);
+      static auto op =
+          find<decltype(backward_in_place_meta)>((std::string("shoestring::") + in_place_name()).c_str());
+      std::array<Tensor, kCount> gradients{saved[i].detach()...};
+      op.call(grad, gradients[i]..., option_of<Option>(options[k])...);
+      return {gradients[i]...};
     }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                   const torch::autograd::variable_list& grads) {
-      torch::autograd::variable_list gradients =
-          backward_of(ctx, grads[0], ctx->get_saved_variables(), std::index_sequence_for<Option...>());
-      gradients.resize(kCount + sizeof...(Option));
-      return gradients;
+    Gradients gradients = [&] {
+      at::AutoDispatchBelowADInplaceOrView below;
+      static auto op = find<decltype(backward_meta)>((std::string("shoestring::") + backward_name()).c_str());
+      return op.call(grad, saved[i]..., option_of<Option>(options[k])...);
+    }();
+    if constexpr (kCount == 1) {
+      return once_differentiable(Op::kName, {gradients});
+    } else {
+      return once_differentiable(Op::kName, {std::get<i>(gradients)...});
     }
-
-   private:
-    static constexpr const char* kOptions = "options";
-
-    template <size_t... k>
-    static torch::autograd::variable_list backward_of(torch::autograd::AutogradContext* ctx,
-                                                      const Tensor& grad,
-                                                      const torch::autograd::variable_list& saved,
-                                                      std::index_sequence<k...>) {
-      [[maybe_unused]] const c10::IValue* options = nullptr;
-      if constexpr (sizeof...(k) > 0) options = ctx->saved_data[kOptions].toTupleRef().elements().begin();
-      if (used_once(grad) && (may_overwrite(saved[i]) && ...)) {
-        at::AutoDispatchBelowADInplaceOrView below;
-        static auto op =
-            find<decltype(backward_in_place_meta)>((std::string("shoestring::") + in_place_name()).c_str());
-        std::array<Tensor, kCount> gradients{saved[i].detach()...};
-        op.call(grad, gradients[i]..., option_of<Option>(options[k])...);
-        return {gradients[i]...};
-      }
-      Gradients gradients = [&] {
-        at::AutoDispatchBelowADInplaceOrView below;
-        static auto op =
-            find<decltype(backward_meta)>((std::string("shoestring::") + backward_name()).c_str());
-        return op.call(grad, saved[i]..., option_of<Option>(options[k])...);
-      }();
-      if constexpr (kCount == 1) {
-        return once_differentiable(Op::kName, {gradients});
-      } else {
-        return once_differentiable(Op::kName, {std::get<i>(gradients)...});
-      }
-    }
-  };
+  }
+  static torch::autograd::variable_list gradients(torch::autograd::AutogradContext* ctx, const Tensor& grad) {
+    auto found = gradients(ctx, grad, std::index_sequence_for<Option...>());
+    found.resize(kCount + sizeof...(Option));
+    return found;
+  }
 
   static Tensor autograd(const Repeated<i>&... inputs, Option... options) {
-    if (needs_grad(inputs...)) return Function::apply(inputs..., options...);
+    if (needs_grad(inputs...)) return Op::apply(inputs..., options...);
     at::AutoDispatchBelowADInplaceOrView below;
     return call(inputs..., options...);
   }
@@ -208,6 +200,20 @@ struct Operator<Op, std::index_sequence<i...>, std::tuple<Option...>> {
     m.impl(Op::kName, forward_meta);
     m.impl(backward_name(), backward_meta);
     m.impl(in_place_name(), backward_in_place_meta);
+  }
+};
+
+/// The autograd function of an operator. It is the base of Op, since each backward reads the name of the
+/// type.
+template <class Op>
+struct Differentiable : torch::autograd::Function<Op> {
+  template <class... Arguments>
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const Arguments&... arguments) {
+    return Operator<Op>::record(ctx, arguments...);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& upstream) {
+    return Operator<Op>::gradients(ctx, upstream[0]);
   }
 };
 

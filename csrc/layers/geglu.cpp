@@ -9,11 +9,12 @@ namespace {
 
 using at::Tensor;
 
-struct Geglu {
+struct Geglu : elementwise::Differentiable<Geglu> {
   static constexpr const char* kName = "geglu";
   static constexpr const char* kInputs[] = {"gate", "up"};
   using Options = std::tuple<c10::string_view>;
   c10::string_view approximate;
+  explicit Geglu(c10::string_view approximate) : approximate(approximate) {}
 
   void check(const char* op, const Tensor& gate, const Tensor& up) const {
     check_gated(op, gate, up);

@@ -9,11 +9,12 @@ namespace {
 
 using at::Tensor;
 
-struct Gelu {
+struct Gelu : elementwise::Differentiable<Gelu> {
   static constexpr const char* kName = "gelu";
   static constexpr const char* kInputs[] = {"x"};
   using Options = std::tuple<c10::string_view>;
   c10::string_view approximate;
+  explicit Gelu(c10::string_view approximate) : approximate(approximate) {}
 
   void check(const char* op, const Tensor& x) const {
     elementwise::check_float(op, "x", x);

@@ -12,7 +12,7 @@ using at::Tensor;
 
 namespace {
 
-struct Swiglu {
+struct Swiglu : elementwise::Differentiable<Swiglu> {
   static constexpr const char* kName = "swiglu";
   static constexpr const char* kInputs[] = {"gate", "up"};
   using Options = std::tuple<>;

@@ -62,7 +62,7 @@ class TestCrossEntropy(OperatorTests):
         SIZES,
         OPTIONS,
         factor=1.5,
-        traced=2,
+        traced=1,
     )
 
 

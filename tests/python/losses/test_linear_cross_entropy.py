@@ -33,7 +33,7 @@ def gradients(loss: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 # Numbers of features by numbers of classes.
-WIDTHS = {2: 1, 3: 5, 257: 64, 4099: 8, 1999: 16, 40001: 64, 256: 32, 64: 16}
+WIDTHS = {2: 1, 3: 5, 257: 64, 4099: 8, 1999: 16, 40001: 16, 256: 32, 64: 16}
 
 
 def arguments(tokens: int, vocab: int) -> Arguments:

@@ -24,7 +24,7 @@ def slack(elements: int, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(cpu=96, simt=16)
+@pytest.mark.sample(cpu=64, simt=16)
 class TestLinearCrossEntropyWithStats(OperatorTests):
     operator = Operator(
         "linear_cross_entropy_with_stats",

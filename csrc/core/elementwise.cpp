@@ -57,7 +57,8 @@ void run_kernel(const Kernels& kernels, Backend backend, bool back, at::ArrayRef
     return check_launch(kernels.name, run(kernels.rule, in.at, count, out.at, stream_of(first)));
   }
   const auto run = of_dtype(back ? kernels.cpu.backward : kernels.cpu.forward, first.scalar_type());
-  const int64_t arrays = static_cast<int64_t>(inputs.size() + outputs.size());
+  // The formulas compute for at least as long as three arrays take to read or write, and five in backward.
+  const int64_t arrays = std::max<int64_t>(back ? 5 : 3, std::ssize(inputs) + std::ssize(outputs));
   at::parallel_for(0, count, row_grain(arrays * size), [&](int64_t begin, int64_t end) {
     run(kernels.rule, in.after(inputs.size(), begin * size).at, end - begin,
         out.after(outputs.size(), begin * size).at);

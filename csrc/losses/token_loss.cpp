@@ -278,7 +278,7 @@ Reduction::Reduction(const TokenProblem& p) : scalar(p.options.reduction() != "n
   if (o.token_weights())
     weights = as(*o.token_weights(), compute_type(p.input)).masked_fill(counted.logical_not(), 0);
   if (!mean) return;
-  // Returns x, which each token has, times the token weights in their dtype.
+  // Returns x, which each token has, times the token weights, if there are any, in their dtype.
   const auto weighted = [&](const Tensor& x) {
     return weights.defined() ? weights * as(x, weights.scalar_type()) : x;
   };
@@ -294,7 +294,7 @@ Reduction::Reduction(const TokenProblem& p) : scalar(p.options.reduction() != "n
   if (!o.class_weights()) {
     total = each.sum(at::kDouble);
   } else if (targets.target2) {
-    total = weighted(as(targets.sum(weight_of), o.class_weights()->scalar_type())).sum(at::kDouble);
+    total = weighted(targets.sum(weight_of)).sum(at::kDouble);
   } else {
     total = (each * weight_of(p.target.masked_fill(counted.logical_not(), 0))).sum(at::kDouble);
   }

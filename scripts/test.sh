@@ -12,7 +12,7 @@ build=$1
 tier=$2
 # What is joined by a comma runs side by side: the first suite prints at once, and beside it the others, which are
 # joined by colons, run one after the other. The tests of Python wait for processes a quarter of their time.
-SECOND="Python,lint:consumer:docs:packages:peers:crash:fuzz:emulator:cutlass:device:gates Python-alone C++-emulated Python-emulated"
+SECOND="Python,lint:consumer:docs:packages:peers:crash:fuzz:emulator:cutlass:device:gates:C++-emulated:Python-emulated Python-alone"
 case $tier in
   first) suites="C++ Python,consumer" ;;
   check) suites="lint,C++ Python" ;;

@@ -177,9 +177,9 @@ struct Operator<Op, std::index_sequence<i...>, std::tuple<Option...>> {
     }
   }
   static torch::autograd::variable_list gradients(torch::autograd::AutogradContext* ctx, const Tensor& grad) {
-    auto found = gradients(ctx, grad, std::index_sequence_for<Option...>());
-    found.resize(kCount + sizeof...(Option));
-    return found;
+    auto of_arguments = gradients(ctx, grad, std::index_sequence_for<Option...>());
+    of_arguments.resize(kCount + sizeof...(Option));
+    return of_arguments;
   }
 
   static Tensor autograd(const Repeated<i>&... inputs, Option... options) {

@@ -97,8 +97,8 @@ struct ElementwiseLoop {
 template <class Rule, class E, bool kBackward>
 void run_elementwise(const void* rule, const void* const* in, int64_t count, void* const* out) {
   using Loop = ElementwiseLoop<Rule, E, kBackward>;
-  const Rule own = kernels::rule_at<Rule>(rule);
-  Loop loop{own, {}, {}};
+  const Rule with_options = kernels::rule_at<Rule>(rule);
+  Loop loop{with_options, {}, {}};
 #pragma GCC unroll 8
   for (int k = 0; k < Loop::kIn; ++k) loop.in[k] = static_cast<const typename E::Type*>(in[k]);
 #pragma GCC unroll 8

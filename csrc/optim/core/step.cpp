@@ -105,7 +105,7 @@ void Core::gather(OperatorCall& call, bool is_scaled) {
   for (const Tensor& p : call.arena->params) call.grads.push_back(p.grad());
   if (backwards_ == nullptr) return;
   const auto& params = call.arena->params;
-  // whether some gradients, collected or accumulated, are in host memory
+  // Tells whether some gradients, collected or accumulated, are in host memory.
   const bool here =
       std::any_of(params.begin(), params.end(), [&](const Tensor& p) { return sums.has(p) || host.has(p); });
   if (here && call.arena->host != nullptr) call.grads = host.fetch(*call.arena, std::move(call.grads));

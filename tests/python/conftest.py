@@ -19,9 +19,9 @@ import torch
 import shoestring  # noqa: F401  (registers the operators)
 from build_folder import EMULATOR
 from offload_faults import disturb_offload
+from operator_cases import CAPABILITIES
 from shoestring.checkpoint import weights
 
-CAPABILITIES = ("plain", "avx2", "avx512", "amx")
 # Compute capabilities that the emulator can report.
 GPUS = {
     "sm_75": 75,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import sys
 import zlib
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from build_folder import EMULATOR
 
+CAPABILITIES = ("plain", "avx2", "avx512", "amx")
 Arguments = dict[str, Any]  # by the names of the schema: draws of tensors, and other values
 Values = Callable[[tuple[int, ...], torch.Generator], Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -166,6 +168,16 @@ class Case:
     def name(self) -> str:
         return " ".join(map(label, (self.size, self.dtype, self.options)))
 
+    @property
+    def slack(self) -> float:
+        """Return the error that the case allows beyond ``factor`` times that of eager PyTorch."""
+        slack, elements = self.operator.slack, math.prod(self.size)
+        slack = slack(elements, self.dtype) if callable(slack) else slack
+        if self.dtype == torch.float64:  # the exact result has errors of fp64 itself
+            slack = 1e-12
+        # In a small case, the last rounding of eager PyTorch may be exact by luck.
+        return slack + torch.finfo(self.dtype).eps / 2 if elements < 100 else slack
+
     def given(self, seed: int, device: torch.device | str | None = None) -> Arguments:
         """Return the arguments with their tensors, on ``device`` or the default device. Leaves require gradients.
 
@@ -179,33 +191,45 @@ class Case:
                 found[name] = tensor.requires_grad_(draw.gradient and tensor.is_floating_point())
         return found
 
+    def run(
+        self, function: Callable[..., Any], given: Arguments, dtype: torch.dtype | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the results of a function, computed in ``dtype`` if that is given, and its leaves by their names."""
+        given = {name: _leaf(value, dtype) for name, value in given.items()}
+        made = function(**given)
+        leaves = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
+        return [made] if isinstance(made, Tensor) else list(made), leaves
+
+    def upstream(self, results: Sequence[Tensor], seed: int) -> dict[int, Tensor]:
+        """Return the upstream gradient of each result that requires a gradient, by the position of the result."""
+        # The narrowest dtype of a result, so that the reference in fp64 gets the same upstream gradients.
+        dtypes = [self.dtype, *(value for value in self.arguments.values() if isinstance(value, torch.dtype))]
+        narrow = min(dtypes, key=lambda d: d.itemsize)
+        # Losses multiply the gradients that forward has rounded by the upstream gradient. By 0.5 this is exact.
+        return {
+            i: normal(*t.shape).tensor(f"{seed} {self.size} {i}", narrow, t.device).to(t.dtype)
+            if t.dim() > 0
+            else torch.full_like(t, 0.5)
+            for i, t in enumerate(results)
+            if t.requires_grad
+        }
+
     def results(
         self, function: Callable[..., Any], given: Arguments, seed: int, dtype: torch.dtype | None = None
     ) -> dict[str, Tensor]:
         """Return the results of a function and the gradients of its leaves, computed in ``dtype`` if that is given."""
-        given = {name: _leaf(value, dtype) for name, value in given.items()}
-        made = function(**given)
-        results = [made] if isinstance(made, Tensor) else list(made)
+        results, leaves = self.run(function, given, dtype)
         found = {f"result {i}": t.detach() for i, t in enumerate(results)}
-        leaves = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
         if leaves:
-            roots = {i: t for i, t in enumerate(results) if t.requires_grad}
-            # The narrowest dtype of a result, so that the reference in fp64 gets the same upstream gradients.
-            dtypes = [
-                self.dtype,
-                *(value for value in self.arguments.values() if isinstance(value, torch.dtype)),
-            ]
-            narrow = min(dtypes, key=lambda d: d.itemsize)
-            # Losses multiply the gradients that forward has rounded by the upstream gradient. By 0.5 this is exact.
-            upstream = [
-                normal(*t.shape).tensor(f"{seed} {self.size} {i}", narrow, t.device).to(t.dtype)
-                if t.dim() > 0
-                else torch.full_like(t, 0.5)
-                for i, t in roots.items()
-            ]
-            gradients = torch.autograd.grad(list(roots.values()), list(leaves.values()), upstream)
+            upstream = self.upstream(results, seed)
+            roots = [results[i] for i in upstream]
+            gradients = torch.autograd.grad(roots, list(leaves.values()), list(upstream.values()))
             found |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
         return found
+
+    def exact(self, given: Arguments, seed: int) -> dict[str, Tensor]:
+        """Return the results and gradients of the reference in fp64."""
+        return self.results(self.operator.reference, given, seed, torch.float64)
 
 
 def _leaf(value: Any, dtype: torch.dtype | None) -> Any:

@@ -1,6 +1,5 @@
 """The tests that every operator passes. The test of an operator derives a class from :class:`OperatorTests`."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,24 +71,18 @@ class OperatorTests:
         self, capability: str, size: tuple[int, int], dtype: torch.dtype, options: Arguments, seed: int
     ) -> None:
         case = self.operator.case(*size, dtype, options)
-        given, reference = case.given(seed), self.operator.reference
+        given = case.given(seed)
 
-        def exact() -> dict[str, Tensor]:
-            return case.results(reference, given, seed, torch.float64)
+        def exact() -> list[Tensor]:
+            return list(case.exact(given, seed).values())
 
-        ours, eager = (case.results(function, given, seed) for function in (self.operator.call, reference))
+        ours, eager = (
+            case.results(function, given, seed) for function in (self.operator.call, self.operator.reference)
+        )
         kinds = [{name: (t.shape, t.dtype) for name, t in results.items()} for results in (ours, eager)]
         assert kinds[0] == kinds[1]
-        parts = (list(results.values()) for results in (ours, eager, exact()))
-        slack = self.operator.slack
-        slack = slack(math.prod(size), dtype) if callable(slack) else slack
-        if dtype == torch.float64:  # the exact result has errors of fp64 itself
-            slack = 1e-12
-        if math.prod(size) < 100:  # the last rounding of eager PyTorch may be exact by luck
-            slack += torch.finfo(dtype).eps / 2
-        assert_no_worse(
-            list(ours), *parts, lambda: list(exact().values()), factor=self.operator.factor, slack=slack
-        )
+        parts = (list(results.values()) for results in (ours, eager))
+        assert_no_worse(list(ours), *parts, exact(), exact, self.operator.factor, case.slack)
 
     @pytest.mark.sample(simt=5)
     def test_gradcheck(self, options: Arguments, seed: int) -> None:

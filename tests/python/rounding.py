@@ -84,6 +84,26 @@ def rounding_errors(
     return [SPREAD * math.sqrt(square) for square in squares]
 
 
+def error_bounds(
+    ours: Sequence[Tensor],
+    eagers: Sequence[Tensor],
+    exacts: Sequence[Tensor],
+    compute: Callable[[], Sequence[Tensor]],
+    factor: float,
+    slack: float,
+) -> list[float]:
+    """Return the largest error that each result may have: ``factor`` times that of eager PyTorch, plus ``slack``.
+
+    If an error of ``ours`` is greater, the bounds are at least what :func:`rounding_errors` expects of results that are
+    computed in fp32, or in fp64 if a result is fp64. ``compute`` then returns all results in fp64.
+    """
+    bounds = [factor * relative_error(b, exact) + slack for b, exact in zip(eagers, exacts, strict=True)]
+    if all(relative_error(a, exact) <= bound for a, exact, bound in zip(ours, exacts, bounds, strict=True)):
+        return bounds
+    computed = functools.reduce(torch.promote_types, (t.dtype for t in ours), torch.float32)
+    return list(map(max, bounds, rounding_errors(compute, exacts, computed)))
+
+
 def assert_no_worse(
     names: Sequence[str],
     ours: Sequence[Tensor],
@@ -93,18 +113,8 @@ def assert_no_worse(
     factor: float,
     slack: float,
 ) -> None:
-    """Assert that errors are at most ``factor`` times those of eager PyTorch plus ``slack``, apart from luck.
-
-    Greater errors pass if :func:`rounding_errors` expects them of results that are computed in fp32, or in fp64 if a
-    result is fp64. ``compute`` returns all results in fp64. It runs only if some error is greater than the first
-    bound.
-    """
-    expected: list[float] | None = None
-    computed = functools.reduce(torch.promote_types, (t.dtype for t in ours), torch.float32)
-    for i, (name, a, b, exact) in enumerate(zip(names, ours, eagers, exacts, strict=True)):
+    """Assert that errors are at most ``factor`` times those of eager PyTorch plus ``slack``, apart from luck."""
+    bounds = error_bounds(ours, eagers, exacts, compute, factor, slack)
+    for name, a, b, exact, bound in zip(names, ours, eagers, exacts, bounds, strict=True):
         error, theirs = relative_error(a, exact), relative_error(b, exact)
-        bound = factor * theirs + slack
-        if error > bound:
-            expected = expected or rounding_errors(compute, exacts, computed)
-            bound = max(bound, expected[i])
         assert error <= bound, f"{name} in {a.dtype}: {error:.2e}, eager {theirs:.2e}, bound {bound:.2e}"

@@ -34,6 +34,7 @@ cpp=$SHOESTRING_BUILD/tests/cpp/shoestring_tests
 # case. The emulator has an allocator of CPU tensors of its own, which the host allocator cannot replace.
 emulated() {
   local list=$logs/cases status=0 half
+  python tests/python/write_cases.py --backend simt || return
   "$cpp" --list-test-names-only "~[host_allocator]" >"$list" || true  # Catch2 2 returns the number of cases
   for half in 0 1; do
     awk "NR % 2 == $half" "$list" | sed 's/,/\\,/g' >"$list.$half"  # escape commas, which would end a name
@@ -58,7 +59,7 @@ tests() { python -m pytest -n 2 --dist worksteal "$@"; }
 suite() {  # SUITE
   case $1 in
     lint) scripts/lint.sh ;;
-    C++) "$cpp" ;;
+    C++) python tests/python/write_cases.py && "$cpp" ;;
     emulator) "$simt/simt_tests" ;;
     cutlass) cutlass ;;
     C++-emulated) emulated ;;

@@ -9,6 +9,7 @@ export SHOESTRING_BUILD=$build  # the tests load libraries from this folder
 # LibTorch is not instrumented. Its operators and Python do not free all memory at exit.
 export ASAN_OPTIONS=detect_leaks=0:detect_container_overflow=0:detect_odr_violation=0
 export UBSAN_OPTIONS=print_stacktrace=1
+python tests/python/write_cases.py
 for capability in plain avx2 avx512; do
   # AddressSanitizer keeps freed memory, which [resident] tests would count.
   SHOESTRING_CPU=$capability "$build/tests/cpp/shoestring_tests" "~[resident]" || { echo "failed with $capability"; exit 1; }

@@ -249,9 +249,10 @@ def first_failure(*command: str | Path) -> str | None:
 def noticed_by(room: str, tier: str) -> str | None:
     """Return the first test of a tier that fails, out of those of a room first."""
     commands: list[list[str | Path]] = []
-    files = sorted((TREE / "tests/cpp" / room).glob("test_*.cpp"))
-    if tier == "first" and files:
+    files = [*sorted((TREE / "tests/cpp" / room).glob("test_*.cpp")), Path("test_operator_cases.cpp")]
+    if tier == "first":
         tags = ",".join(f"[#{file.stem}]" for file in files)  # Catch2 can name tests by their files
+        commands.append(["python", "tests/python/write_cases.py"])
         commands.append([TREE / "build/tests/cpp/shoestring_tests", "-a", "-#", tags])
     pytest = ["python", "-m", "pytest", "-n", "2", "--dist", "worksteal", f"--tier={tier}", "-m", "not alone"]
     commands += [[*pytest, f"tests/python/{room}"], ["scripts/test.sh", "build", tier]]

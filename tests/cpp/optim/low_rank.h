@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "optim/optimizers.h"
+#include "relative_error.h"
 
 // Low-rank optimizers project the first kProjected of these parameters: a wide matrix, a tall one, a
 // convolution's weight and a transposed matrix. By default they do not project the other ones: a matrix with
@@ -22,10 +23,6 @@ inline std::vector<at::Tensor> low_rank_parameters(at::ScalarType dtype = at::kF
   params[3] = params[3].t();
   for (at::Tensor& p : params) p.requires_grad_();
   return params;
-}
-
-inline double relative_error(const at::Tensor& result, const at::Tensor& exact) {
-  return ((result.detach().to(at::kDouble) - exact).norm() / exact.norm()).item<double>();
 }
 
 // Computes AdamW's update for one tensor in fp64, at a learning rate of 1.

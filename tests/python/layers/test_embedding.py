@@ -32,6 +32,7 @@ class TestEmbedding(OperatorTests):
         embedding_reference,
         lambda ids, features: {"ids": integers(ids, high=40), "weight": normal(40, features)},
         sizes=[(14, 13)],
+        options=[{}, {"padding_idx": 0}, {"scale_grad_by_freq": True}],
         twice_differentiable=True,
     )
 
